@@ -1,0 +1,29 @@
+# Two commands do everything, installing included: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+.PHONY: install quickstart test lint clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+quickstart: install  ## sample with the embedded model, dense and sparse, and compare
+	$(BIN)/python examples/quickstart.py
+
+test: install lint  ## every test that this machine can run
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,38 @@
+"""sparse-rl: reinforcement learning for language models whose rollouts run on a compressed, bounded KV cache."""
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Engine": "rollout.engine",
+    "KV": "kv.settings",
+    "NEVER": "kv.trace",
+    "Rollout": "rollout.rollout",
+    "Sampling": "rollout.settings",
+    "UserError": "errors",
+    "load_model": "models.load",
+    "load_tokenizer": "models.load",
+    "replay": "learner.replay",
+}
+__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from .errors import UserError as UserError
+    from .kv.settings import KV as KV
+    from .kv.trace import NEVER as NEVER
+    from .learner.replay import replay as replay
+    from .models.load import load_model as load_model
+    from .models.load import load_tokenizer as load_tokenizer
+    from .rollout.engine import Engine as Engine
+    from .rollout.rollout import Rollout as Rollout
+    from .rollout.settings import Sampling as Sampling
+
+
+def __getattr__(name: str):
+    """Loaded when first used: `sparse-rl --help` needs no torch."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'sparse_rl' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)

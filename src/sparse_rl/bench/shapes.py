@@ -1,0 +1,52 @@
+"""Models by shape, with random weights: speed and memory do not depend on what the weights say. Imports no torch."""
+
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "135M": {  # SmolLM2-135M
+        "architecture": "Llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "0.5B": {  # Qwen2.5-0.5B
+        "architecture": "Qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "1.5B": {  # Qwen2.5-1.5B
+        "architecture": "Qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def random_model(shape: str, *, dtype, device: str, seed: int):
+    """A causal language model of that shape; its weights are drawn from `seed`."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+    fields = dict(SHAPES[shape])
+    config_class = {"Llama": LlamaConfig, "Qwen2": Qwen2Config}[fields.pop("architecture")]
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_class(**fields), dtype=dtype)
+    return model.eval()

@@ -1,0 +1,102 @@
+"""The command line: one function per command. torch is imported inside them, so that `--help` answers at once."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+from .config import add_flags, from_flags
+from .errors import UserError
+from .kv.settings import KV
+from .rollout.settings import Sampling
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = _parse(parser, list(sys.argv[1:] if argv is None else argv))
+    try:
+        args.command(args)
+    except UserError as error:
+        sys.stderr.write(f"sparse-rl: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("sparse-rl: stopped.\n")
+        sys.exit(130)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparse-rl", description="Reinforcement learning with rollouts in a bounded KV cache.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands.add_parser("generate", help="sample from a model and see what it costs", allow_abbrev=False))
+    _add_bench(commands.add_parser("bench", help="measure this machine against transformers", allow_abbrev=False))
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = sorted(set(re.findall(r"--[\w.-]+", args.parser.format_help())))
+        close = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"see {args.parser.prog} --help."
+        parser.exit(2, f"sparse-rl: unknown argument {unknown[0]}: {hint}\n")
+    return args
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=generate, parser=parser)
+    parser.description = "Sample from a model with a bounded KV cache; the text streams, then come KV use and speed."
+    parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, or tiny (the embedded model)")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text; rendered with the model's chat template if it has one")
+    parser.add_argument("--samples-per-prompt", type=int, default=1, metavar="N", help="rollouts of each prompt [1]")
+    parser.add_argument("--raw", action="store_true", help="take the prompts as they are, without the chat template")
+    parser.add_argument("--slots", type=int, default=64, metavar="N", help="rollouts that run at a time, at most [64]")
+    _add_model_flags(parser)
+    add_flags(parser, KV)
+    add_flags(parser, Sampling, prefix="")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from .bench.shapes import SHAPES
+
+    benches = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    rollout = benches.add_parser("rollout", help="transformers generate, our dense and our sparse engine", allow_abbrev=False)
+    rollout.set_defaults(command=bench_rollout, parser=rollout)
+    rollout.description = "Sample the same work three ways in one process and print tokens/s, KV bytes and ratios."
+    rollout.add_argument("--model", default="135M", help=f"random weights of a shape ({', '.join(SHAPES)}), a hub id, a folder or tiny [135M]")
+    rollout.add_argument("--batch", type=int, default=16, help="sequences, and slots [16]")
+    rollout.add_argument("--prompt-tokens", type=int, default=32, help="random tokens of each prompt [32]")
+    rollout.add_argument("--max-tokens", type=int, default=1024, help="response tokens of each sequence [1024]")
+    rollout.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling [0]")
+    rollout.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file")
+    _add_model_flags(rollout)
+    add_flags(rollout, KV)
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="[bfloat16 on a GPU, float32 on a CPU]")
+    parser.add_argument("--device", help="such as cpu or cuda:0 [cuda if there is one]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from the hub")
+
+
+def generate(args: argparse.Namespace) -> None:
+    kv, sampling = from_flags(args, KV), from_flags(args, Sampling)
+    from .rollout.console import stream
+
+    stream(args, kv, sampling)
+
+
+def bench_rollout(args: argparse.Namespace) -> None:
+    kv = from_flags(args, KV)
+    from .bench.rollout import bench
+
+    bench(args, kv)
+
+
+if __name__ == "__main__":
+    main()

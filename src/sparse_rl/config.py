@@ -1,0 +1,44 @@
+"""Sections as flags: every field of a section is `--section.field`, checked by the section itself."""
+
+import argparse
+import json
+from typing import Any, TypeVar
+
+from pydantic_core import PydanticUndefined
+
+from .errors import UserError
+from .settings import Section
+
+S = TypeVar("S", bound=Section)
+
+
+def add_flags(parser: argparse.ArgumentParser, section: type[Section], *, prefix: str | None = None) -> None:
+    """`--kv.budget 512` for each field; `prefix=""` gives plain `--max-tokens`. Dashes and underscores are the same."""
+    prefix = f"{section.section}." if prefix is None else prefix
+    group = parser.add_argument_group(section.section, (section.__doc__ or "").splitlines()[0])
+    for name, field in section.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = "" if default in (None, PydanticUndefined) or default == {} else f" [{default}]"
+        flags = list(dict.fromkeys([f"--{prefix}{name.replace('_', '-')}", f"--{prefix}{name}"]))
+        metavar = "JSON" if isinstance(default, dict) else name.upper()
+        group.add_argument(*flags, dest=f"{section.section}.{name}", metavar=metavar, help=f"{field.description}{shown}")
+
+
+def from_flags(args: argparse.Namespace, section: type[S]) -> S:
+    """The section as the flags set it; what is not named keeps its default."""
+    given = {}
+    for name in section.model_fields:
+        value = getattr(args, f"{section.section}.{name}")
+        if value is not None:
+            given[name] = _parsed(value, f"{section.section}.{name}", section.model_fields[name].annotation)
+    return section(**given)
+
+
+def _parsed(text: str, key: str, annotation: Any) -> Any:
+    """Containers are written as JSON (`[2, 50256]`, `{"mix": 0.2}`); the section converts and checks the rest."""
+    if "tuple" not in str(annotation) and "dict" not in str(annotation):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{key} = {text} is not JSON ({error.msg}): write it like '[1, 2]' or '{{\"mix\": 0.2}}'.") from error

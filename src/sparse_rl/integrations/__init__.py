@@ -1,0 +1,1 @@
+"""Our caches inside other people's loops. Nothing else of sparse-rl uses this room."""

@@ -1,0 +1,176 @@
+"""`BoundedCache`: the same policies for `model.generate` of transformers.
+
+    model.set_attn_implementation("sparse_rl")
+    model.generate(**inputs, past_key_values=BoundedCache(policy="rkv", budget=512))
+
+The schedule is the engine's: a prompt is compressed to the budget, and so is the cache after every `interval` new
+tokens. In a left-padded batch the padding never enters the cache, so the sinks are the first real tokens.
+"""
+
+# B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..errors import UserError
+from ..kernels.attention import causal_attention, decode_attention
+from ..kernels.counter_rng import derive
+from ..kv.cache import CacheShape, SlotCache
+from ..kv.policies import Policy, get
+from ..kv.settings import KV
+from ..models.attention import BoundKeys
+
+
+class BoundedCache(Cache):
+    """A transformers cache that never holds more than budget + interval tokens per layer, head and row after prefill."""
+
+    def __init__(
+        self,
+        policy: str = "rkv",
+        budget: int = 512,
+        *,
+        interval: int = 128,
+        window: int = 8,
+        sinks: int = 4,
+        options: dict[str, Any] | None = None,
+        seed: int = 0,
+    ):
+        self.kv = KV(policy=policy, budget=budget, interval=interval, window=window, sinks=sinks, options=options or {})
+        if policy == "full":
+            raise UserError("A BoundedCache bounds: for policy full use transformers' own DynamicCache.")
+        chosen = get(policy, window=window, sinks=sinks, **self.kv.options)
+        super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed))
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self.layer_class_to_replicate(layer=len(self.layers)))
+        bound = BoundKeys(self.layers[layer_idx], key_states, value_states)
+        return bound, bound
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values, as allocated."""
+        return sum(layer.cache.kv_bytes for layer in self.layers if layer.cache is not None)
+
+    def crop(self, *args, **kwargs):
+        raise UserError("A BoundedCache cannot be cropped, for what it evicted is gone: turn assisted decoding off.")
+
+    def batch_repeat_interleave(self, repeats: int):
+        raise UserError("A BoundedCache cannot be repeated: pass num_return_sequences, which repeats the prompts before prefill.")
+
+    batch_select_indices = batch_repeat_interleave
+
+
+class BoundedLayer(CacheLayerMixin):
+    """One layer of it. It is the view its own keys are bound to: our attention function hands them back with queries."""
+
+    is_sliding = False
+
+    def __init__(self, kv: KV, policy: Policy, seed: int, layer: int = 0):
+        super().__init__()
+        self.kv, self.policy, self.seed, self.layer = kv, policy, seed, layer
+        self.cache: SlotCache | None = None
+        self.seen = 0
+        """Columns of the batch so far, padding included."""
+        self.entered = 0
+        self.held: list[int] = []
+
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, positions_BT):
+        rows, _, new, _ = queries_BQTD.shape
+        if positions_BT is None:
+            positions_BT = torch.arange(self.seen, self.seen + new, device=keys_BHTD.device)[None]
+        positions_BT = positions_BT.expand(rows, -1)
+        if self.cache is None:
+            out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, positions_BT)
+        else:
+            steps = [
+                self._step(queries_BQTD[:, :, t], keys_BHTD[:, :, t], values_BHTD[:, :, t], scale, positions_BT[:, t])
+                for t in range(new)
+            ]
+            out_BQTD = torch.stack(steps, dim=2)
+        self.seen += new
+        return out_BQTD
+
+    def _prefill(self, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, positions_BT: Tensor) -> Tensor:
+        rows, q_heads, total, dim = queries_BQTD.shape
+        shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
+        ring = self.kv.window if self.policy.uses_queries else 0
+        self.cache = SlotCache(shape, rows, self.kv.capacity, ring, first_layer=self.layer)
+        self.is_initialized = True
+        self.keys, self.values = self.cache.keys_LSHCD[0], self.cache.values_LSHCD[0]
+        out_BQTD = torch.zeros_like(queries_BQTD)
+        for row, last in enumerate(positions_BT[:, -1].tolist()):
+            real = slice(total - (last + 1), total)  # real tokens count from 0, so the last position tells how many
+            q, k, v = (tensor[row : row + 1, :, real] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
+            out_BQTD[row, :, real] = causal_attention(q, k, v, scale=scale)[0]
+            self.cache.fill(0, [row], q, k, v, self.kv.budget, self.policy, seeds=[derive(self.seed, row)])
+            self.held.append(min(last + 1, self.kv.budget))
+        return out_BQTD
+
+    def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float, positions_B: Tensor) -> Tensor:
+        cache = self.cache
+        assert cache is not None
+        rows = torch.arange(len(self.held), device=keys_BHD.device)
+        cache.append(0, rows, keys_BHD, values_BHD)
+        cache.append_queries(0, rows, queries_BQD, positions_B)
+        cache.advance(rows, positions_B)
+        self.held = [held + 1 for held in self.held]
+        out_BQD = decode_attention(
+            queries_BQD,
+            cache.keys_LSHCD[0],
+            cache.values_LSHCD[0],
+            cache.lengths_S,
+            longest=max(self.held),
+            even=max(self.held) == min(self.held),
+            scale=scale,
+        )
+        self.entered += 1
+        if self.entered % self.kv.interval == 0:
+            self._compact((positions_B + 1).tolist())
+        return out_BQD
+
+    def _compact(self, ends: list[int]) -> None:
+        assert self.cache is not None
+        due_by_held = defaultdict(list)
+        for row, held in enumerate(self.held):
+            if held > self.kv.budget:
+                due_by_held[held].append(row)
+        for held, due in due_by_held.items():
+            seeds = [derive(self.seed, row) for row in due]
+            self.cache.compact(due, held, self.kv.budget, self.policy, ends=[ends[row] for row in due], seeds=seeds)
+            for row in due:
+                self.held[row] = self.kv.budget
+
+    # What transformers asks of a layer
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Allocated at prefill, when the shapes are known."""
+
+    def update(self, *args, **kwargs):
+        raise UserError("A BoundedLayer is updated through its BoundedCache.")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def reset(self) -> None:
+        self.cache, self.seen, self.entered, self.held = None, 0, 0, []
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.cache is not None:
+            self.cache.reorder(beam_idx)
+            self.held = [self.held[row] for row in beam_idx.tolist()]

@@ -1,0 +1,38 @@
+"""Randomness by counter: the same (seed, counter) gives the same number on any device, in any order, in any batch."""
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as the signed integers torch has
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
+_MASK_63 = (1 << 63) - 1
+
+
+def mix(seeds: Tensor, counters: Tensor | int) -> Tensor:
+    """Non-negative int64 hashes of (seed, counter), broadcast: splitmix64 of seed + counter steps, twice."""
+    return _splitmix(_splitmix(seeds) + counters) & _MASK_63
+
+
+def uniform(seeds: Tensor, counters: Tensor | int) -> Tensor:
+    """Float64 in [0, 1), 52 bits: one fewer than fit, so that u * total < total holds after rounding too."""
+    return (mix(seeds, counters) >> 11).double() * 2.0**-52
+
+
+def derive(seed: int, *counters: int) -> int:
+    """`mix` along a path of counters, for single integers: the seed of a prompt, of a sample, of a layer."""
+    value = torch.tensor(seed, dtype=torch.int64)
+    for counter in counters:
+        value = mix(value, counter)
+    return int(value)
+
+
+def _splitmix(value: Tensor) -> Tensor:
+    value = value + _GOLDEN
+    value = (value ^ _logical_shift(value, 30)) * _MULTIPLY_1
+    value = (value ^ _logical_shift(value, 27)) * _MULTIPLY_2
+    return value ^ _logical_shift(value, 31)
+
+
+def _logical_shift(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

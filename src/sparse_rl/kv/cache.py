@@ -1,0 +1,197 @@
+"""The storage: one tensor of keys and one of values over all layers and slots, of a size that never changes.
+
+A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order,
+at the front of its row. The host knows every length (the schedule is fixed), so nothing here asks the device.
+"""
+
+# L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window; T tokens held, K kept
+# R rows of a tile: (layer, slot) pairs that are compacted together
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.counter_rng import mix
+from .policies import Policy
+
+SCRATCH_SHARE = 0.05  # of the cache, for the temporaries of a compaction
+ROW_SCRATCH = 4  # temporaries of one compacted row over the row's own bytes: copies, float32 keys, what is kept
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model's attention asks of a cache."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class SlotCache:
+    def __init__(self, shape: CacheShape, slots: int, capacity: int, ring: int = 0, first_layer: int = 0):
+        self.shape, self.slots, self.capacity, self.ring, self.first_layer = shape, slots, capacity, ring, first_layer
+        place = {"device": shape.device}
+        size = (shape.layers, slots, shape.kv_heads, capacity)
+        # Zeros, not empty: a masked key has weight 0, and 0 times a NaN of fresh memory would be NaN.
+        self.keys_LSHCD = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, **place)
+        self.values_LSHCD = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, **place)
+        self.positions_LSHC = torch.zeros(size, dtype=torch.int32, **place)
+        self.lengths_S = torch.zeros(slots, dtype=torch.int64, **place)
+        ring_size = (shape.layers, slots, shape.q_heads, ring, shape.head_dim)
+        self.queries_LSQWD = torch.zeros(ring_size, dtype=shape.dtype, **place)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values, as allocated."""
+        return self.keys_LSHCD.untyped_storage().nbytes() + self.values_LSHCD.untyped_storage().nbytes()
+
+    @property
+    def side_bytes(self) -> int:
+        """Of what lies beside them: positions, lengths and the ring of queries."""
+        beside = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
+        return sum(tensor.untyped_storage().nbytes() for tensor in beside)
+
+    # Writing
+
+    def fill(
+        self,
+        layer: int,
+        slots: list[int],
+        queries_1QTD: Tensor,
+        keys_1HTD: Tensor,
+        values_1HTD: Tensor,
+        budget: int,
+        policy: Policy,
+        *,
+        seeds: list[int],
+    ) -> Tensor | None:
+        """A prompt enters the slots of its samples, compressed to `budget` where it is longer.
+
+        Returns the dropped positions [B, H, T - budget], None where nothing was. B is 1, for the samples drop the same,
+        unless the policy draws by the rollout's own seed.
+        """
+        device, total = keys_1HTD.device, keys_1HTD.shape[2]
+        slots_n = torch.tensor(slots, device=device)
+        if self.ring:
+            places = torch.arange(max(0, total - self.ring), total, device=device)
+            self.queries_LSQWD[layer, slots_n[:, None], :, places % self.ring] = queries_1QTD[:, :, places].transpose(1, 2)
+        positions_BHT = torch.arange(total, device=device).expand(1, self.shape.kv_heads, total)
+        keys_BHTD, values_BHTD, dropped = keys_1HTD, values_1HTD, None
+        if policy.evicts and total > budget:
+            rows = len(slots) if policy.uses_seeds else 1
+            keys_BHTD, values_BHTD = keys_1HTD.expand(rows, -1, -1, -1), values_1HTD.expand(rows, -1, -1, -1)
+            positions_BHT = positions_BHT.expand(rows, -1, -1)
+            queries = queries_1QTD[:, :, total - self.ring :].expand(rows, -1, -1, -1) if self.ring else None
+            row_seeds = mix(torch.tensor(seeds[:rows], device=device), self.first_layer + layer)
+            kept = policy.select(queries, keys_BHTD, values_BHTD, budget, seeds=row_seeds, positions=positions_BHT)
+            dropped = _dropped(positions_BHT, kept)
+            keys_BHTD, values_BHTD, positions_BHT = _gather(keys_BHTD, kept), _gather(values_BHTD, kept), kept
+        held = keys_BHTD.shape[2]
+        self.keys_LSHCD[layer, slots_n, :, :held] = keys_BHTD
+        self.values_LSHCD[layer, slots_n, :, :held] = values_BHTD
+        self.positions_LSHC[layer, slots_n, :, :held] = positions_BHT.to(torch.int32)
+        self.lengths_S[slots_n] = held
+        return dropped
+
+    def append(self, layer: int, rows: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:
+        """One more token of each of these slots, in one layer; `advance` counts it once all layers have it."""
+        lengths = self.lengths_S[rows]
+        self.keys_LSHCD[layer, rows, :, lengths] = keys_SHD
+        self.values_LSHCD[layer, rows, :, lengths] = values_SHD
+
+    def append_queries(self, layer: int, rows: Tensor, queries_SQD: Tensor, positions_S: Tensor) -> None:
+        if self.ring:
+            self.queries_LSQWD[layer, rows, :, positions_S % self.ring] = queries_SQD
+
+    def advance(self, rows: Tensor, positions_S: Tensor) -> None:
+        self.positions_LSHC[:, rows, :, self.lengths_S[rows]] = positions_S[:, None, None].to(torch.int32)
+        self.lengths_S[rows] += 1
+
+    def copy_slot(self, source: "SlotCache", source_slot: int, slot: int, held: int) -> None:
+        """A sequence moves: from another slot of this cache or of another one."""
+        for mine, theirs in ((self.keys_LSHCD, source.keys_LSHCD), (self.values_LSHCD, source.values_LSHCD)):
+            mine[:, slot, :, :held] = theirs[:, source_slot, :, :held]
+        self.positions_LSHC[:, slot, :, :held] = source.positions_LSHC[:, source_slot, :, :held]
+        self.queries_LSQWD[:, slot] = source.queries_LSQWD[:, source_slot]
+        self.lengths_S[slot] = held
+
+    def reorder(self, slots: Tensor) -> None:
+        """Slot i takes what slot `slots[i]` holds (beam search)."""
+        for tensor in (self.keys_LSHCD, self.values_LSHCD, self.positions_LSHC, self.queries_LSQWD):
+            tensor.copy_(tensor[:, slots])
+        self.lengths_S.copy_(self.lengths_S[slots])
+
+    # Compaction
+
+    def compact(
+        self,
+        slots: list[int],
+        held: int,
+        budget: int,
+        policy: Policy,
+        *,
+        ends: list[int],
+        seeds: list[int],
+        protected: list[int] | None = None,
+    ) -> Tensor:
+        """Keep `budget` of the `held` tokens of these slots, in place; the dropped positions as [L, n, H, held - budget].
+
+        `ends` are the positions of the slots' next tokens, which say where their rings begin; `seeds` and `protected`
+        (leading tokens that stay) are the slots' own. Rows go through in tiles, so the scratch does not grow with
+        the number of slots.
+        """
+        device = self.keys_LSHCD.device
+        slots_n = torch.tensor(slots, device=device)
+        ends_n = torch.tensor(ends, device=device)
+        seeds_n = torch.tensor(seeds, device=device)
+        protected_n = None if protected is None else torch.tensor(protected, device=device)
+        dropped = []
+        for layer_R, which_R in self._tiles(len(slots)):
+            slot_R = slots_n[which_R]
+            keys_RHTD = self.keys_LSHCD[layer_R, slot_R, :, :held]
+            values_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held]
+            positions_RHT = self.positions_LSHC[layer_R, slot_R, :, :held]
+            more = {} if protected_n is None else {"protected": protected_n[which_R]}
+            kept_RHK = policy.select(
+                self._ring_in_order(layer_R, slot_R, ends_n[which_R]) if self.ring else None,
+                keys_RHTD,
+                values_RHTD,
+                budget,
+                seeds=mix(seeds_n[which_R], self.first_layer + layer_R),
+                positions=positions_RHT,
+                **more,
+            )
+            self.keys_LSHCD[layer_R, slot_R, :, :budget] = _gather(keys_RHTD, kept_RHK)
+            self.values_LSHCD[layer_R, slot_R, :, :budget] = _gather(values_RHTD, kept_RHK)
+            self.positions_LSHC[layer_R, slot_R, :, :budget] = positions_RHT.gather(2, kept_RHK)
+            dropped.append(_dropped(positions_RHT, kept_RHK))
+        self.lengths_S[slots_n] = budget
+        return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
+
+    def _tiles(self, slots: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(layer, index of the slot) of each row, layer by layer, as many rows at a time as the scratch takes."""
+        rows = max(1, int(self.shape.layers * self.slots * SCRATCH_SHARE / ROW_SCRATCH))
+        pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
+        for tile in pairs.split(rows):
+            yield tile // slots, tile % slots
+
+    def _ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
+        """The window's queries [R, Q, W, D], oldest first."""
+        step_W = torch.arange(self.ring, device=ends_R.device)
+        places_RW = (ends_R[:, None] + step_W) % self.ring
+        return self.queries_LSQWD[layer_R[:, None], slot_R[:, None], :, places_RW].transpose(1, 2)
+
+
+def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:
+    return tensor_BHTD.gather(2, kept_BHK[..., None].expand(-1, -1, -1, tensor_BHTD.shape[-1]))
+
+
+def _dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
+    """The positions that are not kept, ascending, as int32 [B, H, T - K]."""
+    gone_BHT = torch.ones_like(positions_BHT, dtype=torch.bool).scatter_(2, kept_BHK, False)
+    return positions_BHT[gone_BHT].view(*positions_BHT.shape[:2], -1).to(torch.int32)

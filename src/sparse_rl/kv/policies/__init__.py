@@ -1,0 +1,79 @@
+"""Which keys stay. One policy a file; `get` finds one by name, entry point or dotted path."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from importlib.metadata import entry_points
+
+from ...errors import UserError
+from .base import Policy
+from .full import Full
+from .keydiff import KeyDiff
+from .knorm import KNorm
+from .random import Random
+from .rkv import RKV
+from .snapkv import SnapKV
+from .streaming import Streaming
+from .tova import TOVA
+
+__all__ = ["ENTRY_POINT_GROUP", "POLICIES", "Policy", "find", "get"]
+
+ENTRY_POINT_GROUP = "sparse_rl.policies"
+
+POLICIES: dict[str, type[Policy]] = {
+    "full": Full,
+    "rkv": RKV,
+    "snapkv": SnapKV,
+    "streaming": Streaming,
+    "tova": TOVA,
+    "knorm": KNorm,
+    "keydiff": KeyDiff,
+    "random": Random,
+}
+
+
+def get(name: str, **options) -> Policy:
+    """The policy of that name with its options: `get("rkv", window=8, sinks=4, mix=0.1)`.
+
+    `name` is a built-in one, one that an installed package registers under the entry point group
+    `sparse_rl.policies`, or the dotted path of a class, `my_package.my_module:MyPolicy`.
+    """
+    make = find(name)
+    if is_dataclass(make):
+        known = [field.name for field in fields(make)]
+        for option in options:
+            if option not in known:
+                raise UserError(f"Policy {name} has no option {option!r}{_nearest(option, known)}; it has {', '.join(known)}.")
+    try:
+        return make(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"Policy {name} refused its options: {error}") from error
+
+
+def find(name: str) -> Callable[..., Policy]:
+    if name in POLICIES:
+        return POLICIES[name]
+    registered = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in registered:
+        return registered[name].load()
+    if "." in name or ":" in name:
+        return _load_dotted(name)
+    known = [*POLICIES, *registered]
+    raise UserError(
+        f"Unknown KV policy {name!r}{_nearest(name, known)}; known are {', '.join(known)}, "
+        "or the dotted path of your own class."
+    )
+
+
+def _load_dotted(path: str) -> Callable[..., Policy]:
+    module_name, _, attribute = path.replace(":", ".").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"KV policy {path!r} could not be imported ({error}): write it as package.module:ClassName.") from error
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

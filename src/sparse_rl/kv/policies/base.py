@@ -1,0 +1,80 @@
+"""What every policy shares: score the keys that compete, force the rest to stay, keep the best in time order.
+
+A policy is a frozen dataclass with one method, `scores`. It sees rotated queries and keys as they lie in the
+cache and knows no model, no slots and no schedule.
+"""
+
+# B rows, Hq query heads, H kv heads, W queries of the window, T cached tokens, D head dimension
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import LongTensor, Tensor
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Keeps `budget` of T keys in every row and kv head: the last `window`, the first `sinks`, the best of the rest."""
+
+    window: int = 8
+    """Tokens at the end that always stay; their queries do the scoring, where a policy uses queries."""
+    sinks: int = 0
+    """Tokens at the start that always stay. They take part in the scoring like any other."""
+
+    uses_queries: ClassVar[bool] = False
+    """Whether `scores` reads the queries of the window: the cache then keeps a ring of them."""
+    uses_seeds: ClassVar[bool] = False
+    """Whether `scores` reads the row's seed: the samples of a prompt then drop different keys of it."""
+    evicts: ClassVar[bool] = True
+    """False only for `full`: the cache then grows to whatever the sequence needs."""
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.sinks < 0:
+            raise ValueError(f"window = {self.window} and sinks = {self.sinks} must not be negative.")
+        if self.uses_queries and self.window < 1:
+            raise ValueError(f"{type(self).__name__} scores with the queries of the window: set window to 1 or more.")
+
+    def scores(
+        self,
+        queries_BHWD: Tensor | None,
+        keys_BHTD: Tensor,
+        values_BHTD: Tensor,
+        *,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Float scores [B, H, n] of the first n >= T - window keys; higher stays."""
+        raise TypeError(f"{type(self).__name__} defines no scores().")
+
+    def select(
+        self,
+        queries_BHWD: Tensor | None,
+        keys_BHTD: Tensor,
+        values_BHTD: Tensor,
+        budget: int,
+        *,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        protected: Tensor | None = None,
+    ) -> LongTensor:
+        """Indices [B, H, budget] of the keys to keep, ascending; all of them where T <= budget.
+
+        `seeds` [B] is the row's own, `positions` [B, H, T] are absolute, and `protected` [B] counts leading keys
+        that stay beside the sinks. Ties go to the lower position.
+        """
+        rows, heads, total, _ = keys_BHTD.shape
+        index_T = torch.arange(total, device=keys_BHTD.device)
+        if total <= budget:
+            return index_T.expand(rows, heads, total)  # type: ignore[return-value]
+        competing = total - self.window
+        scores_BHn = self.scores(queries_BHWD, keys_BHTD, values_BHTD, seeds=seeds, positions=positions)
+        scores_BHn = scores_BHn[..., :competing].float()
+        forced_Bn = index_T[None, :competing] < self.sinks
+        if protected is not None:
+            forced_Bn = forced_Bn | (index_T[None, :competing] < protected[:, None])
+        scores_BHn = scores_BHn.masked_fill(forced_Bn[:, None], torch.inf)
+        # A stable sort, because topk leaves the order of ties open and max pooling makes ties.
+        best_BHn = scores_BHn.sort(dim=-1, descending=True, stable=True).indices[..., : budget - self.window]
+        window_BHW = index_T[competing:].expand(rows, heads, self.window)
+        return torch.cat([best_BHn.sort(dim=-1).values, window_BHW], dim=-1)  # type: ignore[return-value]

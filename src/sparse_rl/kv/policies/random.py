@@ -1,0 +1,28 @@
+"""Random: a key's priority is drawn once, by (row seed, head, position), so what is kept is a uniform sample.
+
+The row seed is the rollout's, mixed with the layer. This is the control: a task on which it does not fall behind
+says nothing about the other policies.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...kernels.counter_rng import mix, uniform
+from .base import Policy
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    uses_seeds: ClassVar[bool] = True
+
+    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
+        rows, heads, total, _ = keys_BHTD.shape
+        device = keys_BHTD.device
+        if seeds is None:
+            seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        if positions is None:
+            positions = torch.arange(total, device=device).expand(rows, heads, total)
+        head_seeds_BH = mix(seeds[:, None], torch.arange(heads, device=device))
+        return uniform(head_seeds_BH[..., None], positions.long()).float()

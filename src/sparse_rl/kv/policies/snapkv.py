@@ -1,0 +1,35 @@
+"""SnapKV: keep what the last queries attend to (arXiv 2404.14469), as R-KV decodes with it or in its original form."""
+
+# B rows, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .base import Policy
+from .window_attention import causal_window_logits, decode_importance, pool
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    kernel: int = 7
+    """Width of the pooling, in tokens; odd."""
+    form: Literal["decode", "prefill"] = "decode"
+    """`decode` is R-KV's importance alone; `prefill` the original: softmax over all keys, summed over the window."""
+    pool: Literal["max", "avg"] = "max"
+    """Pooling along time."""
+
+    uses_queries: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form not in ("decode", "prefill") or self.pool not in ("max", "avg"):
+            raise ValueError(f"snapkv knows form = decode or prefill and pool = max or avg, not {self.form}, {self.pool}.")
+
+    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
+        if self.form == "decode":
+            return pool(decode_importance(queries_BHWD, keys_BHTD), self.kernel, self.pool)
+        weights_BHGWT = causal_window_logits(queries_BHWD, keys_BHTD).softmax(dim=-1)
+        window, total = weights_BHGWT.shape[-2:]
+        sums_BHGn = weights_BHGWT.sum(dim=-2)[..., : total - window]
+        pooled_BHGn = pool(sums_BHGn.flatten(1, 2), self.kernel, self.pool).view_as(sums_BHGn)
+        return pooled_BHGn.mean(dim=2)

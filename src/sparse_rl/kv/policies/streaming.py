@@ -1,0 +1,14 @@
+"""StreamingLLM: the sinks and the most recent tokens (arXiv 2309.17453)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import Policy
+
+
+@dataclass(frozen=True)
+class Streaming(Policy):
+    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
+        rows, heads, total, _ = keys_BHTD.shape
+        return torch.arange(total, device=keys_BHTD.device, dtype=torch.float32).expand(rows, heads, total)

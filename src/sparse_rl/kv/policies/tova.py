@@ -1,0 +1,18 @@
+"""TOVA: keep what the last query attends to, averaged over all heads: one set for every head (arXiv 2401.06104)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Policy
+from .window_attention import window_logits
+
+
+@dataclass(frozen=True)
+class TOVA(Policy):
+    window: int = 1
+
+    uses_queries: ClassVar[bool] = True
+
+    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
+        weights_BHGT = window_logits(queries_BHWD[:, :, -1:], keys_BHTD).softmax(dim=-1).squeeze(-2)
+        return weights_BHGT.mean(dim=(1, 2))[:, None].expand(keys_BHTD.shape[:3])

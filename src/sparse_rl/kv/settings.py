@@ -1,0 +1,40 @@
+"""`KV`: the options of the cache. Everything here counts tokens per layer and kv head of one sequence."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from ..settings import Section
+
+
+class KV(Section):
+    """How much of a sequence stays in the cache, and which part."""
+
+    section: ClassVar[str] = "kv"
+
+    policy: str = Field("rkv", description="Who stays: full rkv snapkv streaming tova knorm keydiff random, or your own.")
+    budget: int = Field(512, ge=1, description="Tokens kept after a compaction.")
+    interval: int = Field(128, description="Response tokens between compactions; the cache holds budget + interval.")
+    window: int = Field(8, ge=0, description="Most recent tokens that always stay; their queries do the scoring.")
+    sinks: int = Field(4, ge=0, description="First tokens of the sequence that always stay.")
+    protect_prompt: bool = Field(False, description="Whether no token of the prompt is ever evicted.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the policy: kernel mix threshold (rkv), kernel form pool (snapkv)."
+    )
+
+    @model_validator(mode="after")
+    def _leave_something_to_score(self) -> "KV":
+        if self.interval < 1:
+            raise ValueError(f"kv.interval = {self.interval} would never let the cache grow: it must be at least 1. Try 128.")
+        forced = self.window + self.sinks
+        if self.policy != "full" and self.budget <= forced:
+            raise ValueError(
+                f"kv.budget = {self.budget} leaves nothing to score: it must exceed window + sinks = {forced}. "
+                f"Try --kv.budget {max(64, 4 * forced)}."
+            )
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens a layer and head holds between prefill and the end."""
+        return self.budget + self.interval

@@ -1,0 +1,45 @@
+"""Get a model and its tokenizer: by hub id, from a folder, or `tiny`, the one that ships inside the package."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import UserError
+
+TINY = Path(__file__).parent / "tiny"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: str, *, dtype: str | None = None, device: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal language model, ready to sample. `dtype` is bfloat16 on a GPU and float32 on a CPU unless named."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve(path), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(_sentence("model", path, error)) from error
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(_sentence("tokenizer", path, error)) from error
+
+
+def resolve(path: str) -> str:
+    """`tiny` is the embedded model, unless a folder of that name lies here."""
+    return str(TINY) if path == "tiny" and not Path("tiny").is_dir() else path
+
+
+def _sentence(kind: str, path: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0].rstrip(".")
+    return f"The {kind} {path!r} could not be loaded ({reason}): give a hub id, a folder with a Hugging Face model, or tiny."

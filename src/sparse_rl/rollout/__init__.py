@@ -1,0 +1,1 @@
+"""Who samples: prompts in, rollouts out, through slots of a bounded cache."""

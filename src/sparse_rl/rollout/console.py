@@ -1,0 +1,113 @@
+"""Rollouts for a person at a terminal: the text as it is sampled, then what it cost."""
+
+import argparse
+import sys
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UserError
+from ..kv.policies import get
+from ..kv.settings import KV
+from ..models.load import load_model, load_tokenizer
+from .engine import Engine
+from .rollout import Rollout
+from .settings import Sampling
+from .stats import Progress
+
+
+def stream(args: argparse.Namespace, kv: KV, sampling: Sampling) -> None:
+    """`sparse-rl generate`."""
+    if args.samples_per_prompt < 1 or args.slots < 1:
+        raise UserError("samples-per-prompt and slots must both be at least 1.")
+    if kv.policy != "full":
+        get(kv.policy, window=kv.window, sinks=kv.sinks, **kv.options)  # a typo shows before the model is loaded
+    tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
+    prompts = [encode(tokenizer, prompt, raw=args.raw) for prompt in args.prompts]
+    model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
+    engine = Engine(model, kv, slots=min(args.slots, len(prompts) * args.samples_per_prompt))
+    printer = Printer(tokenizer, len(prompts), args.samples_per_prompt)
+    rollouts = engine.generate(prompts, args.samples_per_prompt, sampling, record=False, progress=printer)
+    printer.close()
+    Console().print(cost_table(engine, rollouts))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool) -> list[int]:
+    """Token ids of a prompt, as one message of a user where the tokenizer has a chat template."""
+    if raw or not tokenizer.chat_template:
+        return list(tokenizer(text).input_ids)
+    messages = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+class Printer:
+    """Prints rollouts in order: the first unfinished one as it grows, the others when their turn comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: int, samples: int):
+        self.tokenizer, self.samples, self.total = tokenizer, samples, prompts * samples
+        self.tokens: list[list[int]] = [[] for _ in range(self.total)]
+        self.current, self.printed = 0, ""
+        self.ended: set[int] = set()
+
+    def __call__(self, progress: Progress) -> None:
+        for index, tokens in progress.new.items():
+            self.tokens[index] += tokens
+        self.ended |= set(progress.ended)
+        while self.current < self.total:
+            self._print_more()
+            if self.current not in self.ended:
+                return
+            self._next()
+
+    def _print_more(self) -> None:
+        if not self.printed and self.total > 1 and self.tokens[self.current]:
+            prompt, sample = divmod(self.current, self.samples)
+            sys.stdout.write(f"--- prompt {prompt + 1}, sample {sample + 1} ---\n")
+        text = printable(self.tokenizer.decode(self.tokens[self.current], skip_special_tokens=True))
+        if self.current not in self.ended:
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the rest of a character is still to come
+        sys.stdout.write(text[len(self.printed) :])
+        sys.stdout.flush()
+        self.printed = text or self.printed
+
+    def _next(self) -> None:
+        sys.stdout.write("\n")
+        self.current, self.printed = self.current + 1, ""
+
+    def close(self) -> None:
+        sys.stdout.write("\n")
+
+
+def printable(text: str) -> str:
+    """A model's text is data: control characters that would drive the terminal are shown, not obeyed."""
+    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+
+
+def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
+    stats, cache = engine.stats, engine.cache
+    assert cache is not None
+    token_bytes = cache.kv_bytes // (cache.slots * cache.capacity)
+    longest = max(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
+    ends = Counter(rollout.finish for rollout in rollouts)
+    table = Table(show_header=False)
+    table.add_row("rollouts", f"{len(rollouts)} ({', '.join(f'{count} {finish}' for finish, count in ends.items())})")
+    table.add_row("tokens", f"{stats.tokens:,} in {stats.seconds:.1f} s, {stats.tokens_per_s:,.1f} tokens/s")
+    table.add_row("KV cache", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens")
+    table.add_row(
+        "longest sequence",
+        f"held {max(rollout.kv_peak for rollout in rollouts)} tokens, {size(cache.capacity * token_bytes)}; "
+        f"dense {longest} tokens, {size(longest * token_bytes)}",
+    )
+    table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's, over all steps")
+    table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")
+    return table
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

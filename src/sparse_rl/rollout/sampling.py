@@ -1,0 +1,39 @@
+"""Draw one token a row from logits, by one uniform number a row, and say its exact log-prob."""
+
+# B rows, V vocabulary
+
+import torch
+from torch import Tensor
+
+from .settings import Sampling
+
+
+def sample(logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Tokens [B] and their log-probs [B] under the untruncated softmax at the sampling temperature.
+
+    The draw inverts the cumulative distribution in vocabulary order: the same uniform gives the same token, whatever
+    rows stand beside it. Sums are in float64, so that a token's share is right to far below a 152k vocabulary's tail.
+    """
+    logprobs_BV = (logits_BV.float() / sampling.logprob_temperature).log_softmax(dim=-1)
+    if sampling.temperature == 0:
+        tokens_B = logprobs_BV.argmax(dim=-1)
+    else:
+        weights_BV = logprobs_BV.exp()
+        if sampling.top_k or sampling.top_p < 1:
+            weights_BV = truncate(weights_BV, sampling.top_k, sampling.top_p)
+        cumulative_BV = weights_BV.double().cumsum(dim=-1)
+        target_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
+        # right: the first token whose cumulative weight exceeds the target, so a weight of 0 is never drawn.
+        tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(-1)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+
+
+def truncate(weights_BV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Zero all but the `top_k` largest (0: all) and, of those, the smallest set with a share of `top_p`; ties to lower ids."""
+    sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        sorted_BV[:, top_k:] = 0
+    if top_p < 1:
+        before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
+        sorted_BV = sorted_BV.masked_fill(before_BV >= top_p * sorted_BV.sum(dim=-1, keepdim=True), 0)
+    return weights_BV.new_zeros(weights_BV.shape).scatter_(-1, order_BV, sorted_BV)

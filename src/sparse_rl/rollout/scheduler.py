@@ -1,0 +1,109 @@
+"""Who gets a slot: requests wait in order, active sequences fill the first slots, a finished one makes room.
+
+All of it is bookkeeping of the host in plain integers. The active slots are always 0 to n - 1, so that a step works on
+the front of the cache and never on idle slots.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..kv.trace import TraceRecorder
+from .guard import RepetitionGuard
+from .rollout import Finish
+from .settings import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    index: int
+    """Place in the result."""
+    group: int
+    """Index of the prompt: requests of one group are prefilled together."""
+    prompt: list[int]
+    seed: int
+
+
+@dataclass
+class Sequence:
+    """A rollout in the making."""
+
+    request: Request
+    held: int
+    """Tokens in the cache, per layer and head."""
+    trace: TraceRecorder
+    guard: RepetitionGuard | None = None
+    entered: int = 0
+    """Response tokens whose keys have entered the cache, those of steps after the end included."""
+    response: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    kv_peak: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the next token to be fed."""
+        return len(self.request.prompt) + self.entered
+
+    def take(self, tokens: Iterable[int], logprobs: Iterable[float], stop: frozenset[int], max_tokens: int) -> int:
+        """Append sampled tokens up to the end of the rollout; how many were taken."""
+        taken = 0
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if self.finish is not None:
+                break
+            self.response.append(token)
+            self.logprobs.append(logprob)
+            taken += 1
+            if token in stop:
+                self.finish = "stop"
+            elif self.guard is not None and self.guard.sees_repetition(token):
+                self.finish = "repetition"
+            elif len(self.response) == max_tokens:
+                self.finish = "length"
+        return taken
+
+
+class Scheduler:
+    def __init__(self, requests: list[Request], slots: int, sampling: Sampling, stop: frozenset[int]):
+        self.slots, self.sampling, self.stop = slots, sampling, stop
+        self.waiting = deque(requests)
+        self.active: list[Sequence] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    def admit(self, prefill_tokens: int) -> list[list[Request]]:
+        """The next requests that fit the free slots and, by their prompts' tokens, one prefill; a list for each group."""
+        groups: list[list[Request]] = []
+        free, tokens = self.slots - len(self.active), 0
+        while self.waiting and free:
+            request = self.waiting[0]
+            if not groups or groups[-1][0].group != request.group:
+                tokens += len(request.prompt)
+                if groups and tokens > prefill_tokens:
+                    break
+                groups.append([])
+            groups[-1].append(self.waiting.popleft())
+            free -= 1
+        return groups
+
+    def remaining(self) -> int:
+        """Steps until the last active sequence reaches its maximum length."""
+        return self.sampling.max_tokens - min(len(sequence.response) for sequence in self.active)
+
+    def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
+        """Take the finished out; the moves (from slot, to slot) that close the gaps they leave."""
+        finished = [sequence for sequence in self.active if sequence.finish is not None]
+        moves = []
+        slot = 0
+        while slot < len(self.active):
+            if self.active[slot].finish is None:
+                slot += 1
+                continue
+            last = self.active.pop()
+            if slot < len(self.active):
+                self.active[slot] = last
+                if last.finish is None:
+                    moves.append((len(self.active), slot))
+        return finished, moves

@@ -1,0 +1,41 @@
+"""`Sampling`: how tokens are drawn and when a rollout ends."""
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from ..settings import Section
+
+
+class Sampling(Section):
+    """How tokens are drawn and when a rollout ends."""
+
+    section: ClassVar[str] = "sampling"
+
+    max_tokens: int = Field(1024, ge=1, description="Response tokens after which a rollout ends with finish = length.")
+    temperature: float = Field(1.0, ge=0, description="Divides the logits; 0 is greedy, with log-probs at temperature 1.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the smallest set of tokens with this much probability.")
+    top_k: int = Field(0, ge=0, description="Draw from this many most likely tokens; 0 is all.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Every rollout's own seed is derived from it.")
+    stop: tuple[int, ...] | None = Field(
+        None, description="Token ids that end a rollout; none given takes the model's, an empty list stops at nothing."
+    )
+    repetition: tuple[int, int] | None = Field(
+        None, description="(period, span): end a rollout whose last span tokens repeat with a period of at most period."
+    )
+
+    @model_validator(mode="after")
+    def _span_holds_a_repetition(self) -> "Sampling":
+        if self.repetition is not None:
+            period, span = self.repetition
+            if period < 1 or span <= period:
+                raise ValueError(
+                    f"sampling.repetition = ({period}, {span}) finds nothing: the period must be at least 1 and the span "
+                    f"longer than it. Try ({max(period, 1)}, {8 * max(period, 1)})."
+                )
+        return self
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature of the recorded log-probs."""
+        return self.temperature or 1.0

@@ -1,0 +1,71 @@
+"""What a call of `generate` did and cost, and how far it is while it runs."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """Of the engine's last `generate`."""
+
+    tokens: int = 0
+    """Response tokens in the rollouts; what was sampled after a stop does not count."""
+    prompt_tokens: int = 0
+    """Prefilled: each prompt once per group."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    compaction_s: float = 0.0
+    compactions: int = 0
+    """Of single sequences, the compression of long prompts included."""
+    steps: int = 0
+    kv_bytes: int = 0
+    """Keys and values as allocated: the peak, since they never grow."""
+    side_bytes: int = 0
+    """Positions, lengths and the ring of queries beside them."""
+    scratch_bytes: int = 0
+    """Keys and values of the packed prompts in one layer, and of a prompt that waits for more slots."""
+    slot_steps: int = 0
+    kept_tokens: int = 0
+    """Tokens held, summed over decode steps and sequences."""
+    dense_tokens: int = 0
+    """Tokens a dense cache would have held at the same steps."""
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_s + self.decode_s + self.compaction_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Slots that were empty or finished, over all slots and steps."""
+        return 1 - self._useful_steps / self.slot_steps if self.slot_steps else 0.0
+
+    @property
+    def token_savings(self) -> float:
+        """1 - kept / dense over all decode steps and sequences."""
+        return 1 - self.kept_tokens / self.dense_tokens if self.dense_tokens else 0.0
+
+    _useful_steps: int = field(default=0, repr=False)
+
+    def count_steps(self, *, taken: int, held: int, dense: int) -> None:
+        """`taken` steps of a sequence that held `held` tokens before the first, where dense would have held `dense`."""
+        self._useful_steps += taken
+        self.kept_tokens += taken * held + taken * (taken + 1) // 2
+        self.dense_tokens += taken * dense + taken * (taken + 1) // 2
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Handed to the progress callback between chunks of steps."""
+
+    finished: int
+    total: int
+    """Rollouts."""
+    tokens: int
+    seconds: float
+    new: dict[int, list[int]]
+    """Tokens sampled since the last call, by the rollout's place in the result."""
+    ended: list[int]
+    """Places of the rollouts that have ended since the last call."""

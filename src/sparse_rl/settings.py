@@ -1,0 +1,36 @@
+"""How a section of options is defined: typed, bounded, refused in one sentence. Imports no torch, so that help is quick."""
+
+import difflib
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import UserError
+
+
+class Section(BaseModel):
+    """Options that belong together. Unknown keys and values out of bounds raise `UserError` with the remedy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    section: ClassVar[str] = ""
+    """The name the section has in TOML and in flags."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise UserError(self._sentence(error)) from None
+
+    @classmethod
+    def _sentence(cls, error: ValidationError) -> str:
+        first = error.errors()[0]
+        key = ".".join([cls.section, *(str(part) for part in first["loc"])]) if first["loc"] else cls.section
+        if first["type"] == "extra_forbidden":
+            known = list(cls.model_fields)
+            close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            return f"Unknown option {key}: {hint}"
+        if first["type"] == "value_error":  # raised by our own validators: a whole sentence already
+            return str(first["ctx"]["error"])
+        return f"{key} = {first['input']!r} is refused: {first['msg'][0].lower()}{first['msg'][1:]}."

@@ -1,0 +1,52 @@
+"""Check a policy of your own: `check_policy("my_package.my_module:MyPolicy")` before you train with it."""
+
+import torch
+from torch import Tensor
+
+from .kv.policies import Policy, get
+
+SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 24)]  # query heads, kv heads, head dimension: MHA, GQA, MQA
+
+
+def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
+    """Raise AssertionError, in one sentence, if the policy would break the cache, the replay or reproducibility."""
+    policy = get(policy, **options) if isinstance(policy, str) else policy
+    assert policy.window + policy.sinks < budget, f"budget = {budget} must exceed window + sinks of the policy."
+    for dtype in (torch.float32, torch.bfloat16):
+        for q_heads, kv_heads, dim in SHAPES:
+            generator = torch.Generator().manual_seed(0)
+            total = budget + 13
+
+            def random(*size: int, generator=generator, dtype=dtype) -> Tensor:
+                return torch.randn(*size, generator=generator).to(dtype)
+
+            queries = random(3, q_heads, max(policy.window, 1), dim)
+            keys, values = random(3, kv_heads, total, dim), random(3, kv_heads, total, dim)
+            seeds = torch.tensor([5, 6, 7])
+            positions = (torch.arange(total) * 2).expand(3, kv_heads, total)
+
+            def select(rows: slice, seeds: Tensor, q=queries, k=keys, v=values, p=positions) -> Tensor:
+                return policy.select(q[rows], k[rows], v[rows], budget, seeds=seeds[rows], positions=p[rows])
+
+            kept = select(slice(None), seeds)
+            _check_indices(policy, kept, (3, kv_heads, budget), total)
+            assert torch.equal(kept, select(slice(None), seeds)), "Two calls on the same input choose differently."
+            for row in range(3):
+                alone = select(slice(row, row + 1), seeds)
+                assert torch.equal(alone[0], kept[row]), "A row's choice depends on the rows beside it."
+            if not policy.uses_seeds:
+                assert torch.equal(kept, select(slice(None), seeds + 1)), "The choice depends on seeds: set uses_seeds = True."
+            few = policy.select(queries, keys[:, :, :budget], values[:, :, :budget], budget, seeds=seeds)
+            assert torch.equal(few, torch.arange(budget).expand_as(few)), "With no more keys than the budget all must stay."
+
+
+def _check_indices(policy: Policy, kept: Tensor, shape: tuple[int, ...], total: int) -> None:
+    if not policy.evicts:
+        assert kept.shape[-1] == total, "A policy that does not evict must keep every key."
+        return
+    assert kept.dtype == torch.int64 and kept.shape == shape, f"select must give int64 {shape}, not {kept.dtype} {tuple(kept.shape)}."
+    assert int(kept.min()) >= 0 and int(kept.max()) < total, "An index lies outside the keys."
+    assert bool((kept.diff(dim=-1) > 0).all()), "Indices must be ascending and different: the cache stays in time order."
+    forced = [*range(policy.sinks), *range(total - policy.window, total)]
+    for index in forced:
+        assert bool((kept == index).any(dim=-1).all()), f"Key {index} of {total} is a sink or of the window and must stay."
