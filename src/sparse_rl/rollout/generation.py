@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.counter_rng import uniform
+from ..kernels.linear import decode_context
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.settings import KV
@@ -153,12 +154,13 @@ class Generation:
         longest = max(sequence.held for sequence in active)
         even = longest == min(sequence.held for sequence in active)
         sampled, sampled_logprobs = [], []
-        for step in range(steps):
-            tokens, logprobs = decode_step(
-                self.model, self.cache, tokens, positions + step, seeds, self.sampling, longest=longest + step + 1, even=even
-            )
-            sampled.append(tokens)
-            sampled_logprobs.append(logprobs)
+        with decode_context(device):
+            for step in range(steps):
+                tokens, logprobs = decode_step(
+                    self.model, self.cache, tokens, positions + step, seeds, self.sampling, longest=longest + step + 1, even=even
+                )
+                sampled.append(tokens)
+                sampled_logprobs.append(logprobs)
         token_rows = torch.stack(sampled, dim=1).tolist()
         logprob_rows = torch.stack(sampled_logprobs, dim=1).tolist()
         for sequence, row, logprob_row in zip(active, token_rows, logprob_rows, strict=True):

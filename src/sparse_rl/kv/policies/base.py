@@ -4,13 +4,15 @@ A policy is a frozen dataclass with one method, `scores`. It sees rotated querie
 cache and knows no model, no slots and no schedule.
 """
 
-# B rows, Hq query heads, H kv heads, W queries of the window, T cached tokens, D head dimension
+# B rows, Hq query heads, H kv heads, W queries of the window, T cached tokens, D head dimension; n scored tokens
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import LongTensor, Tensor
+
+ROUNDING = 2e-6  # relative: scores closer than this differ by the order of sums, not by what was summed
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Policy:
         """Indices [B, H, budget] of the keys to keep, ascending; all of them where T <= budget.
 
         `seeds` [B] is the row's own, `positions` [B, H, T] are absolute, and `protected` [B] counts leading keys
-        that stay beside the sinks. Ties go to the lower position.
+        that stay beside the sinks. Ties go to the lower position (see `rank`).
         """
         rows, heads, total, _ = keys_BHTD.shape
         index_T = torch.arange(total, device=keys_BHTD.device)
@@ -74,7 +76,21 @@ class Policy:
         if protected is not None:
             forced_Bn = forced_Bn | (index_T[None, :competing] < protected[:, None])
         scores_BHn = scores_BHn.masked_fill(forced_Bn[:, None], torch.inf)
-        # A stable sort, because topk leaves the order of ties open and max pooling makes ties.
-        best_BHn = scores_BHn.sort(dim=-1, descending=True, stable=True).indices[..., : budget - self.window]
+        best_BHn = rank(scores_BHn)[..., : budget - self.window]
         window_BHW = index_T[competing:].expand(rows, heads, self.window)
         return torch.cat([best_BHn.sort(dim=-1).values, window_BHW], dim=-1)  # type: ignore[return-value]
+
+
+def rank(scores_BHn: Tensor) -> LongTensor:
+    """Indices from best to worst, [B, H, n]; among ties the lower position first.
+
+    Neighbours in score that are equal up to rounding are ties. They are common (the first layer's keys of one token
+    have the same norm at every position, max pooling repeats its maximum), and were they left to the last bit, the
+    choice would change with the batch a sequence happens to run in.
+    """
+    total = scores_BHn.shape[-1]
+    scores_BHn = scores_BHn.clamp(min=torch.finfo(torch.float32).min)
+    sorted_BHn, order_BHn = scores_BHn.sort(dim=-1, descending=True, stable=True)
+    apart = sorted_BHn[..., :-1] - sorted_BHn[..., 1:] > ROUNDING * sorted_BHn[..., 1:].abs()
+    tier_BHn = torch.nn.functional.pad(apart.cumsum(dim=-1), (1, 0))
+    return (tier_BHn * total + order_BHn).sort(dim=-1).values % total  # type: ignore[return-value]

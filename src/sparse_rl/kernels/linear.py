@@ -1,0 +1,41 @@
+"""A few rows times a large weight, on a CPU whose BLAS packs the weight anew for every product.
+
+OpenBLAS (the ARM builds of torch) takes y = x W^T with 2 to 48 rows at less than half of its speed for W x^T, which is
+the same product with the weight in the other place. MKL does not need the detour, and one row is a matrix-vector
+product already.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+ROWS = range(2, 49)
+LARGE_WEIGHT = 2**16  # elements; below it the detour costs more than it saves
+
+
+class SkinnyLinear(TorchFunctionMode):
+    """Inside it, `linear` of few float32 rows with a large weight takes the detour; models need not know."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and not kwargs and _skinny(*args[:2]):
+            return skinny_linear(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def skinny_linear(x, weight, bias=None):
+    rows = x.reshape(-1, x.shape[-1])
+    out = (weight @ rows.t()).t().contiguous().view(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+def _skinny(x, weight) -> bool:
+    return x.dtype == torch.float32 and x.numel() // x.shape[-1] in ROWS and weight.numel() >= LARGE_WEIGHT
+
+
+def decode_context(device: torch.device) -> contextlib.AbstractContextManager:
+    """What decode steps on this device run in."""
+    if device.type == "cpu" and not torch.backends.mkl.is_available():
+        return SkinnyLinear()
+    return contextlib.nullcontext()

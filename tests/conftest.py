@@ -1,0 +1,53 @@
+"""Small real transformers models with random weights, and the embedded one."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from sparse_rl import load_model
+
+ARCHITECTURES = {
+    "llama": LlamaConfig(num_key_value_heads=4),  # multi-head
+    "qwen2": Qwen2Config(num_key_value_heads=2),  # grouped, with biases
+    "qwen3": Qwen3Config(num_key_value_heads=2, head_dim=24),  # normalised queries and keys, a head dimension of its own
+    "mistral": MistralConfig(num_key_value_heads=1, sliding_window=None),  # multi-query
+}
+
+
+def random_model(name, *, vocab=61, seed=0):
+    config = ARCHITECTURES[name]
+    config.update(
+        {
+            "vocab_size": vocab,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 8192,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+            "pad_token_id": 0,
+        }
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():  # fresh weights attend almost evenly, which would hide what eviction does
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+@pytest.fixture(scope="session")
+def models():
+    return {name: random_model(name) for name in ARCHITECTURES}
+
+
+@pytest.fixture(scope="session")
+def model(models):
+    return models["qwen2"]
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return load_model("tiny", dtype="float32", device="cpu")

@@ -1,0 +1,77 @@
+"""A rollout is the same alone, in any batch, in any order, with any number of slots."""
+
+import pytest
+import torch
+
+from sparse_rl import KV, Engine, Sampling
+from sparse_rl.kv.policies import POLICIES
+
+PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, [11, 12], list(range(59, 10, -1))]
+SEEDS = [101, 102, 103, 104, 105]
+SAMPLING = Sampling(max_tokens=70, temperature=1.0)  # token 1 stops, so lengths differ
+
+
+def rollouts_with(model, policy, *, slots, order, prefill_tokens=8192):
+    kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2)
+    engine = Engine(model, kv, slots=slots, prefill_tokens=prefill_tokens)
+    results = engine.generate([PROMPTS[i] for i in order], sampling=SAMPLING, seeds=[SEEDS[i] for i in order])
+    return {i: rollout for i, rollout in zip(order, results, strict=True)}
+
+
+def assert_same(left, right):
+    assert left.prompt == right.prompt and left.response == right.response and left.finish == right.finish
+    assert torch.equal(left.evicted_at, right.evicted_at) and left.kv_peak == right.kv_peak
+    torch.testing.assert_close(left.logprobs, right.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rollouts_do_not_depend_on_batch_order_or_slots(model, policy):
+    reference = rollouts_with(model, policy, slots=5, order=[0, 1, 2, 3, 4])
+    assert len({len(rollout.response) for rollout in reference.values()}) > 1  # slots do free up at different times
+    for slots, order in ((1, [0, 1, 2, 3, 4]), (2, [4, 3, 2, 1, 0]), (3, [2, 0, 4, 1, 3]), (64, [1, 0, 3, 2, 4])):
+        others = rollouts_with(model, policy, slots=slots, order=order)
+        for index, rollout in others.items():
+            assert_same(rollout, reference[index])
+    for index in range(5):
+        assert_same(rollouts_with(model, policy, slots=1, order=[index])[index], reference[index])
+    for index, rollout in rollouts_with(model, policy, slots=5, order=[0, 1, 2, 3, 4], prefill_tokens=60).items():
+        assert_same(rollout, reference[index])
+
+
+@pytest.mark.parametrize("policy", ["rkv", "random", "full"])
+def test_samples_of_a_group_are_those_of_single_requests(model, policy):
+    """More samples than slots: some wait for the prefilled prompt, and still nothing changes."""
+    kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2)
+    grouped = Engine(model, kv, slots=3).generate(PROMPTS[:3], samples=4, sampling=SAMPLING)
+    for index, rollout in enumerate(grouped):
+        (single,) = Engine(model, kv, slots=1).generate([PROMPTS[index // 4]], sampling=SAMPLING, seeds=[rollout.seed])
+        assert_same(single, rollout)
+    assert len({tuple(rollout.response) for rollout in grouped}) == 12
+
+
+def test_a_prompt_is_prefilled_once_for_its_group(model):
+    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2), slots=3)
+    engine.generate(PROMPTS, samples=7, sampling=SAMPLING)
+    assert engine.stats.prompt_tokens == sum(map(len, PROMPTS))
+
+
+def test_the_same_call_gives_the_same_rollouts_and_another_seed_others(model):
+    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2), slots=3)
+    first, again = (engine.generate(PROMPTS, sampling=SAMPLING) for _ in range(2))
+    assert [rollout.response for rollout in first] == [rollout.response for rollout in again]
+    other = engine.generate(PROMPTS, sampling=SAMPLING.model_copy(update={"seed": 1}))
+    assert [rollout.response for rollout in first] != [rollout.response for rollout in other]
+
+
+def test_weight_updates_between_calls_take_effect(model):
+    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2), slots=3)
+    before = engine.generate(PROMPTS, sampling=SAMPLING)
+    weight = model.lm_head.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(0.5)
+    changed = engine.generate(PROMPTS, sampling=SAMPLING)
+    with torch.no_grad():
+        weight.copy_(kept)
+    back = engine.generate(PROMPTS, sampling=SAMPLING)
+    assert [r.response for r in changed] != [r.response for r in before] == [r.response for r in back]

@@ -1,0 +1,86 @@
+"""The command as a user meets it: quick help, streamed text, one sentence and exit code 2 for a mistake."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparse_rl.cli import main
+from sparse_rl.rollout.console import printable
+
+PROMPT = "47+85+29+63+51+18+90+22="
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "sparse_rl", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["bench", "rollout", "--help"]])
+def test_help_comes_at_once_and_without_torch(arguments):
+    code = f"import sys; from sparse_rl.cli import main\ntry: main({arguments!r})\nfinally: assert 'torch' not in sys.modules"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sparse-rl" in done.stdout
+    assert time.perf_counter() - started < 3  # a second on an idle machine; this one may be busy
+
+
+def test_generate_streams_text_then_kv_use_and_speed(capsys):
+    main(["generate", "tiny", PROMPT, PROMPT, "--samples-per-prompt", "2", "--temperature", "0", "--kv.budget", "64",
+          "--kv.interval", "16", "--max-tokens", "60"])  # fmt: skip
+    out = capsys.readouterr().out
+    for header in ("prompt 1, sample 1", "prompt 1, sample 2", "prompt 2, sample 1", "prompt 2, sample 2"):
+        assert out.count(f"--- {header} ---\n47+85;7+5=12;4+8+1=13;132") == 1
+    assert "held 80 tokens" in out and "tokens/s" in out and "4 length" in out
+
+
+def test_flags_take_dashes_and_underscores_and_json(capsys):
+    main(["generate", "tiny", PROMPT, "--kv.protect_prompt", "true", "--kv.options", '{"mix": 0.2}', "--kv.budget", "64",
+          "--max_tokens", "3", "--stop", "[1]", "--seed", "5"])  # fmt: skip
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "tiny", "1+1=", "--kv.bugdet", "64"], "unknown argument --kv.bugdet: did you mean --kv.budget?"),
+        (["generate", "tiny", "1+1=", "--kv.budget", "8"], "sparse-rl: kv.budget = 8 leaves nothing to score"),
+        (["generate", "tiny", "1+1=", "--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
+        (["generate", "tiny", "1+1=", "--kv.options", "mix=1"], "kv.options = mix=1 is not JSON"),
+        (["generate", "tiny", "1+1=", "--max-tokens", "9000"], "passes the model's context of 8192"),
+        (["generate", "/nowhere/at/all", "1+1="], "could not be loaded"),
+        (["bench", "rollout", "--kv.policy", "full"], "The dense engine runs anyway"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_and_exit_code_2(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert sentence in err and err.startswith("sparse-rl: ") and err.count("\n") == 1
+
+
+def test_module_runs_as_a_command():
+    done = run("--version")
+    assert done.returncode == 0 and done.stdout.startswith("sparse-rl 0.")
+
+
+def test_bench_compares_three_ways_and_writes_its_figures(tmp_path, capsys):
+    import json
+
+    target = tmp_path / "rollout.json"
+    main(["bench", "rollout", "--model", "tiny", "--batch", "2", "--max-tokens", "40", "--kv.budget", "16", "--kv.interval", "8",
+          "--kv.window", "4", "--json", str(target)])  # fmt: skip
+    out = capsys.readouterr().out
+    assert "transformers generate" in out and "sparse-rl, dense" in out and "sparse-rl, rkv 16+8" in out
+    record = json.loads(target.read_text())
+    generate, dense, sparse = record["arms"]
+    assert generate["tokens"] == dense["tokens"] == sparse["tokens"] == 80
+    assert sparse["kv_bytes"] == 2 * 4 * 2 * 2 * 24 * 32 * 4
+    assert generate["kv_bytes"] == 2 * 4 * 2 * 2 * (32 + 39) * 32 * 4
+    assert record["versions"]["torch"] and record["machine"] and record["seed"] == 0
+
+
+def test_control_characters_of_a_model_do_not_drive_the_terminal():
+    assert printable("a\x1b[2Jb\n\tc\x07") == "a\\x1b[2Jb\n\tc\\x07"

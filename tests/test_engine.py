@@ -1,0 +1,180 @@
+"""The engine's contract: fields, endings, progress, figures, and one clear sentence for each mistake."""
+
+import pytest
+import torch
+
+from sparse_rl import KV, Engine, Sampling, UserError
+from sparse_rl.rollout.guard import RepetitionGuard
+
+SMALL = KV(budget=24, interval=6, window=4, sinks=2)
+
+
+def test_rollouts_are_prompt_major_with_the_fields_of_the_contract(model):
+    rollouts = Engine(model, SMALL, slots=4).generate([[5, 6], [7, 8, 9]], samples=3, sampling=Sampling(max_tokens=50))
+    assert [rollout.prompt for rollout in rollouts] == [[5, 6]] * 3 + [[7, 8, 9]] * 3
+    for rollout in rollouts:
+        assert 1 <= len(rollout.response) <= 50 and rollout.logprobs.dtype == torch.float32
+        assert rollout.logprobs.shape == (len(rollout.response),) and bool((rollout.logprobs <= 0).all())
+        assert (rollout.finish == "stop") == (rollout.response[-1] == 1)
+        assert 1 not in rollout.response[:-1]
+        assert rollout.kv_peak <= SMALL.capacity
+        assert rollout.evicted_at.dtype == torch.int32
+        assert rollout.evicted_at.shape[-1] == len(rollout.prompt) + len(rollout.response)
+
+
+def test_stop_ids_are_the_models_unless_given(model):
+    engine = Engine(model, SMALL, slots=4)
+    free = engine.generate([[5, 6]], samples=8, sampling=Sampling(max_tokens=60, stop=()))
+    assert {rollout.finish for rollout in free} == {"length"} and {len(rollout.response) for rollout in free} == {60}
+    stop = free[0].response[20]
+    stopped = engine.generate([[5, 6]], samples=8, sampling=Sampling(max_tokens=60, stop=(stop,)))
+    for whole, cut in zip(free, stopped, strict=True):
+        end = whole.response.index(stop) + 1 if stop in whole.response else 60
+        assert cut.response == whole.response[:end]
+        torch.testing.assert_close(cut.logprobs, whole.logprobs[:end], atol=1e-5, rtol=0)
+
+
+def test_a_rollout_may_end_with_its_first_token(model):
+    engine = Engine(model, SMALL, slots=2)
+    (rollout,) = engine.generate([[5, 6]], sampling=Sampling(max_tokens=1))
+    assert len(rollout.response) == 1 and rollout.finish == "length" and rollout.kv_peak == 2
+    everything = Sampling(max_tokens=9, stop=tuple(range(61)))
+    rollouts = engine.generate([[5, 6]], samples=5, sampling=everything)
+    assert {(len(rollout.response), rollout.finish) for rollout in rollouts} == {(1, "stop")}
+
+
+def test_repetition_guard_ends_a_rollout_that_repeats(model):
+    def repeats(tokens, period, span):
+        last = tokens[-span:]
+        return len(last) == span and any(last[p:] == last[:-p] for p in range(1, period + 1))
+
+    sampling = Sampling(max_tokens=200, stop=(), temperature=0.0)
+    engine = Engine(model, SMALL, slots=1)
+    (free,) = engine.generate([[5, 6]], sampling=sampling)
+    (guarded,) = engine.generate([[5, 6]], sampling=sampling.model_copy(update={"repetition": (8, 24)}))
+    ends = [end for end in range(1, 201) if repeats(free.response[:end], 8, 24)]
+    assert ends, "greedy decoding of this model should fall into a loop"
+    assert guarded.finish == "repetition" and guarded.response == free.response[: ends[0]]
+
+
+def test_repetition_guard_agrees_with_a_look_at_the_whole_text():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        tokens = torch.randint(2, (40,), generator=generator).tolist()
+        guard = RepetitionGuard(period=3, span=7)
+        for end in range(1, 41):
+            last = tokens[max(0, end - 7) : end]
+            expected = len(last) == 7 and any(last[p:] == last[:-p] for p in (1, 2, 3))
+            assert guard.sees_repetition(tokens[end - 1]) == expected
+
+
+def test_progress_tells_of_every_token_and_every_end(model):
+    seen, ended, calls = {}, [], []
+
+    def progress(state):
+        calls.append((state.finished, state.tokens))
+        ended.extend(state.ended)
+        for index, tokens in state.new.items():
+            seen.setdefault(index, []).extend(tokens)
+
+    rollouts = Engine(model, SMALL, slots=2).generate([[5, 6], [7]], samples=3, sampling=Sampling(max_tokens=30), progress=progress)
+    assert [seen[index] for index in range(6)] == [rollout.response for rollout in rollouts]
+    assert sorted(ended) == list(range(6))
+    assert calls == sorted(calls) and calls[-1] == (6, sum(len(rollout.response) for rollout in rollouts))
+
+
+def test_stats_count_what_happened(model):
+    engine = Engine(model, SMALL, slots=2)
+    rollouts = engine.generate([list(range(10, 50))], samples=2, sampling=Sampling(max_tokens=19, stop=()))
+    stats = engine.stats
+    assert stats.tokens == sum(len(rollout.response) for rollout in rollouts) == 38
+    assert stats.prompt_tokens == 40 and stats.steps == 18 and stats.idle_share == 0
+    assert stats.compactions == 2 * (1 + 2)  # the prompt, after 6 and after 12 tokens; at 18 it was over
+    dense = sum(40 + step for step in range(1, 19))
+    kept = sum(24 + (step - 1) % 6 + 1 for step in range(1, 19))
+    assert stats.token_savings == pytest.approx(1 - kept / dense)
+    assert 0 < stats.prefill_s and 0 < stats.decode_s and stats.tokens_per_s > 0
+    assert stats.scratch_bytes == 2 * 40 * 2 * 16 * 4  # one layer's keys and values of the prompt
+
+
+def test_the_model_keeps_its_mode_and_its_gradients(model):
+    model.train()
+    Engine(model, SMALL, slots=1).generate([[5, 6]], sampling=Sampling(max_tokens=3))
+    assert model.training
+    model.eval()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"budget": 12}, r"kv.budget = 12 leaves nothing to score: it must exceed window \+ sinks = 12. Try --kv.budget 64."),
+        ({"interval": 0}, "kv.interval = 0 would never let the cache grow: it must be at least 1"),
+        ({"budgte": 64}, "Unknown option kv.budgte: did you mean budget?"),
+        ({"budget": "many"}, "kv.budget = 'many' is refused: input should be a valid integer"),
+    ],
+)
+def test_wrong_kv_options_are_refused_in_one_sentence(options, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        KV(**options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kv", "sentence"),
+    [
+        ({"policy": "rvk"}, "Unknown KV policy 'rvk'.*did you mean 'rkv'"),
+        ({"policy": "no.such:Thing"}, "could not be imported"),
+        ({"options": {"mixx": 1}}, "Policy rkv has no option 'mixx'.*did you mean 'mix'"),
+        ({"policy": "snapkv", "options": {"form": "dcode"}}, "form = decode or prefill"),
+        ({"policy": "rkv", "window": 0}, "set window to 1 or more"),
+    ],
+)
+def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Engine(model, KV(**{"budget": 64, **kv}))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "sentence"),
+    [
+        ([], {}, "nothing to sample"),
+        ([[5], []], {}, "Prompt 1 is empty"),
+        ([[5, 61]], {}, "token id 61, outside the vocabulary of 61"),
+        ([[5, -1]], {}, "token id -1"),
+        (["text"], {}, "lists of token ids"),
+        ([[5] * 100], {"sampling": Sampling(max_tokens=8100)}, r"passes the model's context of 8192: max_tokens = 8092 fits"),
+        ([[5] * 8192], {"sampling": Sampling(max_tokens=1)}, "shorten the prompt"),
+        ([[5] * 9000], {}, "more than prefill_tokens = 8192"),
+        ([[5]], {"samples": 0}, "nothing to sample"),
+        ([[5]], {"samples": 2, "seeds": [1]}, "1 seeds do not fit 1 prompts with 2 samples"),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_sentence(model, prompts, options, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        Engine(model, SMALL, slots=1).generate(prompts, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_beyond_the_context_is_allowed_when_asked_for(model):
+    engine = Engine(model, SMALL, slots=1)
+    sampling = Sampling(max_tokens=8190, stop=(), repetition=(2, 3))
+    engine.generate([[5] * 40], sampling=sampling, allow_beyond_context=True)
+
+
+def test_a_protected_prompt_that_leaves_no_room_is_refused(model):
+    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2, protect_prompt=True), slots=1)
+    engine.generate([[5] * 19], sampling=Sampling(max_tokens=2))
+    with pytest.raises(UserError, match=r"Prompt 0 has 20 tokens and is protected.*window \+ 1 = 5"):
+        engine.generate([[5] * 20])
+
+
+def test_wrong_sampling_is_refused():
+    for options, sentence in (
+        ({"temperature": -1}, "sampling.temperature = -1 is refused"),
+        ({"max_tokens": 0}, "sampling.max_tokens = 0 is refused"),
+        ({"top_p": 0}, "sampling.top_p = 0 is refused"),
+        ({"repetition": (4, 4)}, "the span longer than it"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            Sampling(**options)

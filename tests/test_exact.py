@@ -1,0 +1,113 @@
+"""Exact: one parallel pass under the recorded evictions reproduces every log-prob the sampler recorded."""
+
+import pytest
+import torch
+from conftest import ARCHITECTURES
+
+from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
+from sparse_rl.kv.policies import POLICIES
+
+SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
+BOUNDED = KV(budget=32, interval=8, window=4, sinks=2)
+
+
+def farthest(replayed, rollouts):
+    return max(float((ours.detach() - rollout.logprobs).abs().max()) for ours, rollout in zip(replayed, rollouts, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replay_reproduces_the_sampler(models, policy, architecture):
+    model = models[architecture]
+    engine = Engine(model, BOUNDED.model_copy(update={"policy": policy}), slots=3)
+    rollouts = engine.generate([SHORT, LONG], samples=2, sampling=Sampling(max_tokens=130, stop=()))
+    assert farthest(replay(model, rollouts, "sparse"), rollouts) < 1e-4
+    evicted_at = rollouts[0].evicted_at
+    assert evicted_at.shape == (2, model.config.num_key_value_heads, len(SHORT) + 130)
+    if policy == "full":
+        assert bool((evicted_at == NEVER).all())
+        return
+    events = evicted_at[evicted_at != NEVER].unique()
+    assert len(events) >= 10 and bool(((events - len(SHORT)) % BOUNDED.interval == 0).all())
+    assert len(LONG) in rollouts[2].evicted_at  # the prompt was compressed before the first response token
+    assert farthest(replay(model, rollouts, "dense"), rollouts) > 0.01  # else the replay above proves nothing
+
+
+def test_evictions_are_those_the_cache_held(model):
+    """At the end of a rollout the cache's own positions are the keys that were never evicted, in time order."""
+    engine = Engine(model, BOUNDED, slots=1)
+    (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=75, stop=()))
+    fed = len(LONG) + 74  # the last token is sampled and never fed
+    held = int(engine.cache.lengths_S[0])
+    for layer in range(2):
+        for head in range(2):
+            alive = torch.nonzero(rollout.evicted_at[layer, head, :fed] == NEVER).flatten().tolist()
+            assert engine.cache.positions_LSHC[layer, 0, head, :held].tolist() == alive
+
+
+def test_with_nothing_evicted_sparse_and_dense_replay_are_equal_to_the_bit(model):
+    rollouts = Engine(model, KV(budget=256, interval=8), slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=40, stop=()))
+    sparse, dense = replay(model, rollouts, "sparse"), replay(model, rollouts, "dense")
+    assert all(torch.equal(left, right) for left, right in zip(sparse, dense, strict=True))
+
+
+def test_dense_replay_is_the_plain_model(model):
+    """The reference is transformers alone: no view, no packing, a full softmax."""
+    rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=20, stop=(), temperature=0.7))
+    for ours, rollout in zip(replay(model, rollouts, "dense"), rollouts, strict=True):
+        tokens = torch.tensor([rollout.prompt + rollout.response])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(rollout.prompt) - 1 : -1] / 0.7
+        plain = logits.log_softmax(-1).gather(-1, tokens[0, len(rollout.prompt) :, None])[:, 0]
+        torch.testing.assert_close(ours.detach(), plain, atol=1e-5, rtol=0)
+
+
+def test_sparse_replay_is_differentiable(model):
+    """The gradient is that of a model that masks each query by hand, computed without our attention."""
+    rollouts = Engine(model, BOUNDED, slots=1).generate([LONG], sampling=Sampling(max_tokens=30, stop=()))
+    model.zero_grad()
+    replay(model, rollouts, "sparse")[0].sum().backward()
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    ours = weight.grad.clone()
+    model.zero_grad()
+    epsilon, direction = 1e-3, torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    sums = []
+    with torch.no_grad():
+        for sign in (1, -1):
+            weight += sign * epsilon * direction
+            sums.append(float(replay(model, rollouts, "sparse")[0].double().sum()))
+            weight -= sign * epsilon * direction
+    slope = (sums[0] - sums[1]) / (2 * epsilon)
+    assert float((ours * direction).sum()) == pytest.approx(slope, rel=0.02)
+
+
+def test_packing_does_not_change_the_replay(model):
+    rollouts = Engine(model, BOUNDED, slots=4).generate([SHORT, LONG], samples=2, sampling=Sampling(max_tokens=40, stop=()))
+    packed, alone = replay(model, rollouts, "sparse"), replay(model, rollouts, "sparse", tokens_per_pass=1)
+    for left, right in zip(packed, alone, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=0)
+
+
+def test_log_probs_are_those_of_the_sampling_temperature(model):
+    for temperature, expected in ((0.7, 0.7), (0.0, 1.0)):
+        sampling = Sampling(max_tokens=40, stop=(), temperature=temperature)
+        rollouts = Engine(model, BOUNDED, slots=1).generate([LONG], sampling=sampling)
+        assert rollouts[0].temperature == expected
+        assert farthest(replay(model, rollouts, "sparse"), rollouts) < 1e-4
+        assert farthest(replay(model, rollouts, "sparse", temperature=1.7), rollouts) > 1e-2
+
+
+def test_replay_without_a_record_is_refused(model):
+    rollouts = Engine(model, BOUNDED, slots=1).generate([LONG], sampling=Sampling(max_tokens=4), record=False)
+    assert rollouts[0].evicted_at is None
+    with pytest.raises(UserError, match="record=True"):
+        replay(model, rollouts, "sparse")
+
+
+def test_protected_prompt_is_never_evicted(model):
+    kv = KV(budget=72, interval=8, window=4, sinks=2, protect_prompt=True)
+    rollouts = Engine(model, kv, slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=150, stop=()))
+    for rollout in rollouts:
+        assert bool((rollout.evicted_at[:, :, : len(rollout.prompt)] == NEVER).all())
+        assert bool((rollout.evicted_at != NEVER).any())
+    assert farthest(replay(model, rollouts, "sparse"), rollouts) < 1e-4

@@ -1,0 +1,142 @@
+"""The policies as users rely on them, their own included."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_rl import UserError
+from sparse_rl.kv.policies import POLICIES, Policy, get
+from sparse_rl.kv.policies.rkv import redundancy
+from sparse_rl.testing import check_policy
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_every_policy_passes_its_own_check(name, sinks):
+    check_policy(name, window=1 if name == "tova" else 4, sinks=sinks)
+
+
+def test_snapkv_prefill_form_passes_the_check():
+    check_policy("snapkv", form="prefill", pool="avg", kernel=5)
+
+
+def test_ties_go_to_the_lower_position():
+    keys = torch.ones(1, 1, 20, 4)
+    kept = get("knorm", window=2, sinks=1).select(None, keys, keys, 8)
+    assert kept[0, 0].tolist() == [0, 1, 2, 3, 4, 5, 18, 19]
+
+
+def test_protected_keys_stay_row_by_row():
+    keys = torch.randn(2, 2, 30, 8)
+    kept = get("streaming", window=4, sinks=1).select(None, keys, keys, 16, protected=torch.tensor([10, 3]))
+    assert kept[0, 1].tolist() == [*range(10), *range(24, 30)]
+    assert kept[1, 0].tolist() == [0, 1, 2, *range(17, 30)]
+
+
+def test_redundancy_is_the_formula_in_float64():
+    """A plain loop over the similarity matrix, past one tile of rows."""
+    torch.manual_seed(0)
+    keys = torch.randn(1, 1, 300, 4)
+    unit = (keys[0, 0] / (keys[0, 0].norm(dim=-1, keepdim=True) + 1e-8)).double()
+    similarity = unit @ unit.T
+    for row in range(300):
+        similarity[row, row] = 0
+        above = [column for column in range(300) if similarity[row, column] > 0.5]
+        similarity[row, above[-1] if above else 0] = 0
+    expected = similarity.mean(dim=0).softmax(-1)
+    torch.testing.assert_close(redundancy(keys, 0.5)[0, 0].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_random_keeps_a_uniform_sample_by_seed_head_and_position():
+    keys = torch.zeros(400, 2, 50, 4)
+    kept = get("random", window=0).select(None, keys, keys, 10, seeds=torch.arange(400))
+    counts = torch.bincount(kept.flatten(), minlength=50).float()
+    assert float((counts - 160).abs().max()) < 5 * (800 * 0.2 * 0.8) ** 0.5
+    assert not torch.equal(kept[:, 0], kept[:, 1]) and not torch.equal(kept[0], kept[1])
+
+
+def test_bfloat16_keys_are_scored_in_float32():
+    torch.manual_seed(0)
+    keys, queries = torch.randn(1, 2, 60, 32).bfloat16(), torch.randn(1, 4, 8, 32).bfloat16()
+    for name in POLICIES:
+        policy = get(name)
+        half = policy.scores(queries, keys, keys)
+        assert half.dtype == torch.float32
+        torch.testing.assert_close(half, policy.scores(queries.float(), keys.float(), keys.float()))
+
+
+# A user's own policy
+
+
+@dataclass(frozen=True)
+class Oldest(Policy):
+    """Module level, so that its dotted path can be imported."""
+
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return -torch.arange(keys.shape[2]).float().expand(keys.shape[:3])
+
+
+@dataclass(frozen=True)
+class LooksAtItsNeighbours(Policy):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return (keys - keys.mean(dim=0, keepdim=True)).norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class HidesThatItDraws(Policy):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return torch.sin(seeds[:, None, None] * torch.arange(1, keys.shape[2] + 1)).expand(keys.shape[:3])
+
+
+def test_own_policy_by_dotted_path():
+    check_policy(f"{__name__}:Oldest", window=4)
+    keys = torch.randn(1, 1, 20, 4)
+    assert get(f"{__name__}.Oldest", window=2).select(None, keys, keys, 6)[0, 0].tolist() == [0, 1, 2, 3, 18, 19]
+
+
+def test_own_policy_by_entry_point(tmp_path, monkeypatch):
+    """A real installed distribution, as importlib sees one."""
+    (tmp_path / "mine.py").write_text(Path(__file__).read_text().split("# A user's own policy")[0].split("EXAMPLE")[0] + OWN)
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sparse_rl.policies]\nnewest = mine:Newest\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_policy("newest", window=4)
+
+
+OWN = """
+@dataclass(frozen=True)
+class Newest(Policy):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return torch.arange(keys.shape[2]).float().expand(keys.shape[:3])
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [(LooksAtItsNeighbours(window=4), "depends on the rows beside it"), (HidesThatItDraws(window=4), "set uses_seeds = True")],
+)
+def test_the_check_finds_what_would_break_a_run(policy, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        check_policy(policy)
+
+
+def test_the_example_of_an_own_policy_runs():
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens" in done.stdout
+
+
+def test_unknown_names_and_options_are_refused():
+    with pytest.raises(UserError, match="did you mean 'streaming'"):
+        get("steaming")
+    with pytest.raises(UserError, match="has no option 'windw'"):
+        get("rkv", windw=4)

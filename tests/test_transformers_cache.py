@@ -1,0 +1,88 @@
+"""`BoundedCache` in `model.generate`: the engine's rollouts, in transformers' own loop."""
+
+import pytest
+import torch
+
+from sparse_rl import KV, Engine, Sampling, UserError
+from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.kv.policies import POLICIES
+
+SETTINGS = {"budget": 24, "interval": 6, "window": 4, "sinks": 2}
+PROMPTS = [[5, 6, 7], list(range(3, 40)), [9] * 20]
+
+
+def greedy(model, prompts, cache, tokens=50, **options):
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=tokens, do_sample=False, eos_token_id=-1, **options)
+    return [row.tolist() for row in out[:, width:]]
+
+
+@pytest.fixture(autouse=True)
+def our_attention(models):
+    for model in models.values():
+        model.set_attn_implementation("sparse_rl")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("full", "random")])
+def test_generate_with_a_bounded_cache_is_the_engine(models, architecture, policy):
+    """Left-padded, three lengths in a batch: the tokens are those the engine samples greedily."""
+    model = models[architecture]
+    engine = Engine(model, KV(policy=policy, **SETTINGS), slots=3)
+    expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=50, temperature=0, stop=()))
+    assert greedy(model, PROMPTS, BoundedCache(policy, **SETTINGS)) == [rollout.response for rollout in expected]
+
+
+def test_padding_changes_nothing_and_never_enters_the_cache(model):
+    cache = BoundedCache("streaming", **SETTINGS)
+    together = greedy(model, PROMPTS, cache)
+    for prompt, row in zip(PROMPTS, together, strict=True):
+        assert greedy(model, [prompt], BoundedCache("streaming", **SETTINGS)) == [row]
+    for layer in cache.layers:
+        positions = layer.cache.positions_LSHC[0, :, :, :2]
+        assert bool((positions == torch.tensor([0, 1])).all())  # the sinks are each row's first real tokens
+
+
+def test_bytes_are_those_of_the_capacity(model):
+    cache = BoundedCache("rkv", **SETTINGS)
+    greedy(model, PROMPTS, cache, tokens=200)
+    assert cache.get_seq_length() == 37 + 199
+    assert cache.kv_bytes == 2 * model.config.num_hidden_layers * 3 * 2 * (24 + 6) * 16 * 4
+    assert max(int(layer.cache.lengths_S.max()) for layer in cache.layers) <= 30
+
+
+def test_beams_carry_their_own_cache(model):
+    """With a budget that evicts nothing, beam search gives what it gives with transformers' own cache."""
+    roomy = BoundedCache("rkv", budget=128, interval=32)
+    assert greedy(model, PROMPTS, roomy, num_beams=3) == greedy(model, PROMPTS, None, num_beams=3)
+
+
+def test_a_second_turn_continues_the_cache(model):
+    """More tokens at once on a filled cache: the same as feeding them one by one."""
+    first, second = PROMPTS[1], [11, 12, 13, 14, 15, 16, 17]
+    logits = []
+    for pieces in ([first, second], [first, *([token] for token in second)]):
+        cache = BoundedCache("rkv", **SETTINGS)
+        with torch.no_grad():
+            for piece in pieces:
+                out = model(torch.tensor([piece]), past_key_values=cache)
+        logits.append(out.logits[0, -1])
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_wrong_attention_is_named(model, attention):
+    model.set_attn_implementation(attention)
+    with pytest.raises(UserError, match=r"set_attn_implementation\('sparse_rl'\)"):
+        greedy(model, PROMPTS, BoundedCache("rkv", **SETTINGS))
+
+
+def test_what_it_cannot_do_is_refused(model):
+    with pytest.raises(UserError, match="DynamicCache"):
+        BoundedCache("full")
+    with pytest.raises(UserError, match="leaves nothing to score"):
+        BoundedCache("rkv", budget=8)
+    with pytest.raises(UserError, match="cannot be cropped"):
+        BoundedCache("rkv").crop(-1)
