@@ -1,9 +1,12 @@
 """Get a model and its tokenizer: by hub id, from a folder, or `tiny`, the one that ships inside the package."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
 
 from ..errors import UserError
 
@@ -19,10 +22,10 @@ def load_model(
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
+    folder = resolve(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            resolve(path), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
-        )
+        with _no_bar() if folder == str(TINY) else contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(_sentence("model", path, error)) from error
     return model.to(device).eval()
@@ -33,6 +36,18 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(_sentence("tokenizer", path, error)) from error
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """The embedded model loads in no time: no progress bar for it."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def resolve(path: str) -> str:

@@ -34,6 +34,7 @@ def truncate(weights_BV: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_k:
         sorted_BV[:, top_k:] = 0
     if top_p < 1:
-        before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
-        sorted_BV = sorted_BV.masked_fill(before_BV >= top_p * sorted_BV.sum(dim=-1, keepdim=True), 0)
+        cumulative_BV = sorted_BV.double().cumsum(dim=-1)
+        reached_BV = cumulative_BV[:, :-1] >= top_p * cumulative_BV[:, -1:]
+        sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(reached_BV, 0)
     return weights_BV.new_zeros(weights_BV.shape).scatter_(-1, order_BV, sorted_BV)
