@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
-from ..kv.cache import CacheShape, SlotCache
+from ..kv.cache import CacheShape, SlotCache, ranks
 from ..kv.policies import Policy, get
 from ..kv.settings import KV
 from ..models.attention import BoundKeys
@@ -108,7 +108,8 @@ class BoundedLayer(CacheLayerMixin):
             real = slice(total - (last + 1), total)  # real tokens count from 0, so the last position tells how many
             q, k, v = (tensor[row : row + 1, :, real] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
             out_BQTD[row, :, real] = causal_attention(q, k, v, scale=scale)[0]
-            self.cache.fill(0, [row], q, k, v, self.kv.budget, self.policy, seeds=[derive(self.seed, row)])
+            place = ranks([[row]], [[derive(self.seed, row)]], shape.device)
+            self.cache.fill(0, place, q, k, v, self.kv.budget, self.policy)
             self.held.append(min(last + 1, self.kv.budget))
         return out_BQTD
 

@@ -29,9 +29,9 @@ def decode_attention(
     return out_SHGD.reshape(slots, q_heads, dim)
 
 
-def causal_attention(queries_1QTD: Tensor, keys_1HTD: Tensor, values_1HTD: Tensor, *, scale: float) -> Tensor:
-    """A whole sequence over itself, [1, Q, T, D]."""
-    return F.scaled_dot_product_attention(queries_1QTD, keys_1HTD, values_1HTD, is_causal=True, scale=scale, enable_gqa=True)
+def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:
+    """Whole sequences over themselves, [B, Q, T, D]."""
+    return F.scaled_dot_product_attention(queries_BQTD, keys_BHTD, values_BHTD, is_causal=True, scale=scale, enable_gqa=True)
 
 
 def shadow_attention(

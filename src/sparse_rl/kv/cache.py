@@ -5,7 +5,7 @@ at the front of its row. The host knows every length (the schedule is fixed), so
 """
 
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window; T tokens held, K kept
-# R rows of a tile: (layer, slot) pairs that are compacted together
+# R rows of a tile: (layer, slot) pairs that are compacted together; P prompts, m of them that have a sample of some rank
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +30,32 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The first samples of several prompts, or their second ones, and so on: the slots they enter."""
+
+    rows_m: Tensor
+    """Which of the P prompts have a sample of this rank."""
+    slots_m: Tensor
+    seeds_P: Tensor
+    """Of the samples; of any other where a prompt has none of this rank."""
+
+
+def ranks(slots: list[list[int]], seeds: list[list[int]], device: torch.device) -> list[Rank]:
+    """From the slots and seeds of each prompt's samples."""
+    found = []
+    for number in range(max(map(len, slots))):
+        rows = [row for row, of_prompt in enumerate(slots) if len(of_prompt) > number]
+        found.append(
+            Rank(
+                torch.tensor(rows, device=device),
+                torch.tensor([slots[row][number] for row in rows], device=device),
+                torch.tensor([of_prompt[min(number, len(of_prompt) - 1)] for of_prompt in seeds], device=device),
+            )
+        )
+    return found
 
 
 class SlotCache:
@@ -61,41 +87,43 @@ class SlotCache:
     def fill(
         self,
         layer: int,
-        slots: list[int],
-        queries_1QTD: Tensor,
-        keys_1HTD: Tensor,
-        values_1HTD: Tensor,
+        ranks: list[Rank],
+        queries_PQTD: Tensor,
+        keys_PHTD: Tensor,
+        values_PHTD: Tensor,
         budget: int,
         policy: Policy,
-        *,
-        seeds: list[int],
-    ) -> Tensor | None:
-        """A prompt enters the slots of its samples, compressed to `budget` where it is longer.
+    ) -> list[Tensor]:
+        """Prompts of one length enter the slots of their samples, compressed to `budget` where they are longer.
 
-        Returns the dropped positions [B, H, T - budget], None where nothing was. B is 1, for the samples drop the same,
-        unless the policy draws by the rollout's own seed.
+        Returns the dropped positions [P, H, T - budget]: nothing where they fit, one tensor where all samples of a
+        prompt drop the same, and one for each rank where the policy draws by the rollout's own seed.
         """
-        device, total = keys_1HTD.device, keys_1HTD.shape[2]
-        slots_n = torch.tensor(slots, device=device)
-        if self.ring:
-            places = torch.arange(max(0, total - self.ring), total, device=device)
-            self.queries_LSQWD[layer, slots_n[:, None], :, places % self.ring] = queries_1QTD[:, :, places].transpose(1, 2)
-        positions_BHT = torch.arange(total, device=device).expand(1, self.shape.kv_heads, total)
-        keys_BHTD, values_BHTD, dropped = keys_1HTD, values_1HTD, None
-        if policy.evicts and total > budget:
-            rows = len(slots) if policy.uses_seeds else 1
-            keys_BHTD, values_BHTD = keys_1HTD.expand(rows, -1, -1, -1), values_1HTD.expand(rows, -1, -1, -1)
-            positions_BHT = positions_BHT.expand(rows, -1, -1)
-            queries = queries_1QTD[:, :, total - self.ring :].expand(rows, -1, -1, -1) if self.ring else None
-            row_seeds = mix(torch.tensor(seeds[:rows], device=device), self.first_layer + layer)
-            kept = policy.select(queries, keys_BHTD, values_BHTD, budget, seeds=row_seeds, positions=positions_BHT)
-            dropped = _dropped(positions_BHT, kept)
-            keys_BHTD, values_BHTD, positions_BHT = _gather(keys_BHTD, kept), _gather(values_BHTD, kept), kept
-        held = keys_BHTD.shape[2]
-        self.keys_LSHCD[layer, slots_n, :, :held] = keys_BHTD
-        self.values_LSHCD[layer, slots_n, :, :held] = values_BHTD
-        self.positions_LSHC[layer, slots_n, :, :held] = positions_BHT.to(torch.int32)
-        self.lengths_S[slots_n] = held
+        total = keys_PHTD.shape[2]
+        places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)
+        positions_PHT = torch.arange(total, device=keys_PHTD.device).expand(*keys_PHTD.shape[:3])
+        keys, values, positions = keys_PHTD, values_PHTD, positions_PHT
+        dropped = []
+        for number, rank in enumerate(ranks):
+            if policy.evicts and total > budget and (number == 0 or policy.uses_seeds):
+                kept = policy.select(
+                    queries_PQTD[:, :, total - self.ring :] if self.ring else None,
+                    keys_PHTD,
+                    values_PHTD,
+                    budget,
+                    seeds=mix(rank.seeds_P, self.first_layer + layer),
+                    positions=positions_PHT,
+                )
+                keys, values, positions = _gather(keys_PHTD, kept), _gather(values_PHTD, kept), kept
+                dropped.append(_dropped(positions_PHT, kept))
+            held, rows_m, slots_m = keys.shape[2], rank.rows_m, rank.slots_m
+            self.keys_LSHCD[layer, slots_m, :, :held] = keys[rows_m]
+            self.values_LSHCD[layer, slots_m, :, :held] = values[rows_m]
+            self.positions_LSHC[layer, slots_m, :, :held] = positions[rows_m].to(torch.int32)
+            self.lengths_S[slots_m] = held
+            if self.ring:
+                last_mwQD = queries_PQTD[rows_m][:, :, places_w].transpose(1, 2)
+                self.queries_LSQWD[layer, slots_m[:, None], :, places_w % self.ring] = last_mwQD
         return dropped
 
     def append(self, layer: int, rows: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:

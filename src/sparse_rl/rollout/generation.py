@@ -82,7 +82,9 @@ class Generation:
         started = self._now()
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
-        prompts, logits, dropped = [], [], []
+        prompts: list[PromptInSlots] = []
+        logits: list[Tensor] = []
+        dropped: list[Tensor | None] = []
         for group in groups:
             slots = list(range(slot, slot + len(group)))
             slot += len(group)
@@ -95,12 +97,12 @@ class Generation:
                 prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group]))
         self.stash = None if prompts else self.stash
         if prompts:
-            first_logits = prefill(self.model, self.cache, self.policy, self.kv, prompts)
-            for prompt, logits_V in zip(prompts, first_logits, strict=True):
+            first_logits, gone = prefill(self.model, self.cache, self.policy, self.kv, prompts)
+            for prompt, logits_V, of_samples in zip(prompts, first_logits, gone, strict=True):
                 logits += [logits_V] * len(prompt.slots)
-                dropped += [prompt.dropped_of(sample) for sample in range(len(prompt.slots))]
+                dropped += of_samples
             self._count_prefill(prompts)
-            self._keep_aside(groups[-1][0].group, prompts[-1], first_logits[-1])
+            self._keep_aside(groups[-1][0].group, prompts[-1], first_logits[-1], gone[-1][0])
         self._start(requests, torch.stack(logits), dropped)
         self.stats.prefill_s += self._now() - started
 
@@ -111,15 +113,15 @@ class Generation:
         self.stats.prompt_tokens += tokens
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, 2 * tokens * key_bytes)
 
-    def _keep_aside(self, group: int, prompt: PromptInSlots, logits_V: Tensor) -> None:
+    def _keep_aside(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
         """If samples of this prompt still wait, copy its slot, unless each of them drops keys of its own choice."""
         waiting = self.scheduler.waiting
-        if not waiting or waiting[0].group != group or (prompt.dropped and self.policy.uses_seeds):
+        if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):
             return
         held = self._held_after_prefill(prompt.prompt)
         cache = SlotCache(self.cache.shape, 1, held, self.cache.ring)
         cache.copy_slot(self.cache, prompt.slots[0], 0, held)
-        self.stash = Stash(group, cache, held, logits_V, prompt.dropped_of(0))
+        self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
 
     def _held_after_prefill(self, prompt: list[int]) -> int:

@@ -1,69 +1,93 @@
 """Prompts go in: packed into one row of tokens, each attending to itself alone, compressed layer by layer as they pass.
 
-Only one layer's keys of the packed prompts exist at a time beside the cache: that is the scratch.
+Only one layer's keys of the packed prompts exist at a time beside the cache: that is the scratch. Prompts of one length
+lie side by side, so that attention and compression take them together.
 """
 
-# N tokens of all prompts, Q query heads, H kv heads, T tokens of one prompt, D head dimension
+# N tokens of all prompts, P prompts of one length, T their tokens, Q query heads, H kv heads, D head dimension, L layers
 
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.attention import causal_attention
-from ..kv.cache import SlotCache
+from ..kv.cache import Rank, SlotCache, ranks
 from ..kv.policies import Policy
 from ..kv.settings import KV
 from ..models.attention import run
 
 
-@dataclass
+@dataclass(frozen=True)
 class PromptInSlots:
-    """One prompt on its way into the slots of its samples."""
+    """One prompt and its samples."""
 
     prompt: list[int]
     slots: list[int]
     seeds: list[int]
-    dropped: list[Tensor] = field(default_factory=list)
-    """Positions dropped in each layer, [B, H, N]; B is 1 where all samples drop the same."""
 
-    def dropped_of(self, sample: int) -> Tensor | None:
-        """[L, H, N] of one sample, None where the prompt fitted the budget."""
-        if not self.dropped:
+
+@dataclass
+class Row:
+    """Prompts of one length among the packed tokens."""
+
+    start: int
+    stop: int
+    ranks: list[Rank]
+    dropped: list[list[Tensor]] = field(default_factory=list)
+    """What `SlotCache.fill` dropped in each layer."""
+
+    def dropped_of(self, prompt: int, sample: int) -> Tensor | None:
+        """[L, H, dropped] positions of one sample, None where its prompt fitted the budget."""
+        if not self.dropped or not self.dropped[0]:
             return None
-        return torch.stack([dropped[min(sample, dropped.shape[0] - 1)] for dropped in self.dropped])
+        return torch.stack([by_rank[min(sample, len(by_rank) - 1)][prompt] for by_rank in self.dropped])
 
 
 def prefill(
     model: PreTrainedModel, cache: SlotCache, policy: Policy, kv: KV, prompts: list[PromptInSlots]
-) -> Tensor:
-    """Fill the slots and return the logits [prompts, V] of the first response tokens."""
+) -> tuple[Tensor, list[list[Tensor | None]]]:
+    """Fill the slots; the logits [prompts, V] of the first response tokens, and what each sample of each prompt dropped."""
     device = cache.shape.device
-    tokens = [token for each in prompts for token in each.prompt]
-    positions = [position for each in prompts for position in range(len(each.prompt))]
-    ends = torch.tensor([len(each.prompt) for each in prompts], device=device).cumsum(0)
-    return run(
-        model,
-        torch.tensor([tokens], device=device),
-        torch.tensor([positions], device=device),
-        PrefillView(cache, policy, kv, prompts),
-        keep=ends - 1,
-    )[0]
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
+    rows: list[Row] = []
+    dropped: list[list[Tensor | None]] = [[] for _ in prompts]
+    members = []
+    start = 0
+    for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
+        numbers = list(group)
+        placed = ranks([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
+        rows.append(Row(start, start + length * len(numbers), placed))
+        members.append(numbers)
+        start = rows[-1].stop
+    tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
+    positions = torch.tensor([[at for number in order for at in range(len(prompts[number].prompt))]], device=device)
+    ends = torch.tensor([len(prompts[number].prompt) for number in order], device=device).cumsum(0)
+    logits = run(model, tokens, positions, PrefillView(cache, policy, kv, rows), keep=ends - 1)[0]
+    for row, numbers in zip(rows, members, strict=True):
+        for index, number in enumerate(numbers):
+            dropped[number] = [row.dropped_of(index, sample) for sample in range(len(prompts[number].slots))]
+    place_of = torch.tensor(order, device=device).argsort()
+    return logits[place_of], dropped
 
 
 class PrefillView:
-    def __init__(self, cache: SlotCache, policy: Policy, kv: KV, prompts: list[PromptInSlots]):
-        self.cache, self.policy, self.kv, self.prompts = cache, policy, kv, prompts
+    def __init__(self, cache: SlotCache, policy: Policy, kv: KV, rows: list[Row]):
+        self.cache, self.policy, self.kv, self.rows = cache, policy, kv, rows
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, positions_1N):
-        outputs, start = [], 0
-        for prompt in self.prompts:
-            stop = start + len(prompt.prompt)
-            q, k, v = (tensor[:, :, start:stop] for tensor in (queries_1QND, keys_1HND, values_1HND))
-            outputs.append(causal_attention(q, k, v, scale=scale))
-            dropped = self.cache.fill(layer, prompt.slots, q, k, v, self.kv.budget, self.policy, seeds=prompt.seeds)
-            if dropped is not None:
-                prompt.dropped.append(dropped)
-            start = stop
+        outputs = []
+        for row in self.rows:
+            count = len(row.ranks[0].rows_m)
+            q, k, v = (unpack(tensor, row, count) for tensor in (queries_1QND, keys_1HND, values_1HND))
+            out_PQTD = causal_attention(q, k, v, scale=scale)
+            outputs.append(out_PQTD.transpose(0, 1).flatten(1, 2)[None])
+            row.dropped.append(self.cache.fill(layer, row.ranks, q, k, v, self.kv.budget, self.policy))
         return torch.cat(outputs, dim=2)
+
+
+def unpack(packed_1HND: Tensor, row: Row, count: int) -> Tensor:
+    """The row's prompts as a batch [P, H, T, D]."""
+    return packed_1HND[0, :, row.start : row.stop].unflatten(1, (count, -1)).transpose(0, 1)
