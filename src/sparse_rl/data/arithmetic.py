@@ -1,14 +1,14 @@
-"""The embedded task: running sums with written steps.
+"""The embedded task: long sums by rewriting.
 
-A problem is a chain of two-digit addends. Its worked solution adds one addend a line, by columns:
+A problem is a chain of two-digit addends. Its worked solution adds the first two, writes down what is left, and so on:
 
-    47+85+29=                      the prompt
-    47+85;7+5=12;4+8+1=13;132      units; the rest of the total + tens + carry; the new total
-    132+29;2+9=11;13+2+1=16;161
-    #161                           the graded answer
+    47+85+29+63=                   the prompt
+    132+29+63=161+63=224           the response; what follows its last = is graded
 
-Every line must look back into the prompt for its addend, so a cache that forgets the prompt fails here; and with
-one token per character eight addends take about 190 tokens, long enough to evict. Plain Python, no torch, no files.
+Every step reads the expression before it: one number to work out, the others to copy. What lies further back is said
+again by what came later, as in the drafts of a person. So a cache that keeps the last expression can solve it, one that
+forgets at random cannot; and with one token per character eleven addends take about 170 tokens, long enough to evict.
+Plain Python, no torch, no files.
 """
 
 import hashlib
@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["train", "test"]
+ADDENDS = 11
 
 
 @dataclass(frozen=True)
 class Problem:
     prompt: str
-    """The addends, as in `47+85+29=`."""
+    """The addends, as in `47+85+29+63=`."""
     answer: str
     """The sum, as the graded text must spell it."""
     solution: str
-    """A whole worked response; it ends in `#` and the answer."""
+    """A whole worked response; it ends in the answer."""
 
 
-def make_problems(n: int, seed: int, addends: int = 8, split: Split = "train") -> list[Problem]:
+def make_problems(n: int, seed: int, addends: int = ADDENDS, split: Split = "train") -> list[Problem]:
     """`n` problems, the same ones for the same arguments; no prompt of one split ever occurs in the other."""
     if addends < 2:
         raise ValueError(f"addends = {addends} leaves nothing to add: it must be at least 2.")
@@ -45,21 +46,12 @@ def make_problems(n: int, seed: int, addends: int = 8, split: Split = "train") -
 
 
 def write_problem(numbers: list[int]) -> Problem:
-    total, lines = numbers[0], []
-    for addend in numbers[1:]:
-        lines.append(write_step(total, addend))
-        total += addend
-    return Problem("+".join(map(str, numbers)) + "=", str(total), "".join(lines) + f"#{total}")
-
-
-def write_step(total: int, addend: int) -> str:
-    """One line: 132 and 29 give `132+29;2+9=11;13+2+1=16;161`."""
-    rest, units = divmod(total, 10)
-    tens, ones = divmod(addend, 10)
-    carry = (units + ones) // 10
-    by_units = f"{units}+{ones}={units + ones}"
-    by_tens = f"{rest}+{tens}+{carry}={rest + tens + carry}"
-    return f"{total}+{addend};{by_units};{by_tens};{total + addend}\n"
+    expressions = [numbers]
+    while len(expressions[-1]) > 1:
+        first, second, *rest = expressions[-1]
+        expressions.append([first + second, *rest])
+    prompt, *steps = ["+".join(map(str, expression)) for expression in expressions]
+    return Problem(prompt + "=", steps[-1], "=".join(steps))
 
 
 def split_of(prompt: str) -> Split:
@@ -68,6 +60,5 @@ def split_of(prompt: str) -> Split:
 
 
 def grade(text: str, answer: str) -> float:
-    """1.0 if what follows the last `#` is exactly the answer, else 0.0."""
-    _, mark, given = text.rpartition("#")
-    return float(bool(mark) and given == answer)
+    """1.0 if what follows the last `=` is exactly the answer, else 0.0."""
+    return float(text.rpartition("=")[2] == answer)

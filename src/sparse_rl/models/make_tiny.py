@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from sparse_rl.data.arithmetic import Problem, grade, make_problems
+from sparse_rl.data.arithmetic import ADDENDS, Problem, grade, make_problems
 
 STEPS = 700
 """Where the held-out score leaves room to improve; see score.json beside the weights."""
@@ -34,7 +34,7 @@ WARMUP_STEPS = 100
 HELD_OUT_PROBLEMS = 500
 HELD_OUT_SEED = 0
 MAX_NEW_TOKENS = 256
-"""Longer than any worked solution of eight addends."""
+"""Longer than any worked solution."""
 IGNORED = -100
 """The label transformers leaves out of the loss."""
 
@@ -82,10 +82,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def training_problems(seed: int) -> Iterator[Problem]:
-    """Mostly eight addends; some shorter and longer chains, so that counting to eight is not what is learned."""
+    """Mostly the length of the task; some shorter and longer chains, so that counting is not what is learned."""
     rng = random.Random(seed)
     while True:
-        addends = 8 if rng.random() < 0.6 else rng.randint(2, 10)
+        addends = ADDENDS if rng.random() < 0.6 else rng.randint(2, ADDENDS + 2)
         yield from make_problems(1, seed=rng.getrandbits(64), addends=addends, split="train")
 
 
@@ -99,12 +99,11 @@ def collate(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> tupl
     return input_ids, input_ids.masked_fill(in_prompt | (input_ids == tokenizer.pad_token_id), IGNORED)
 
 
-def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> None:
-    """Supervised training at a constant rate after the warm-up.
+def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> Iterator[int]:
+    """Supervised training at a constant rate after the warm-up; yields the number of steps done.
 
     A decayed rate would take the greedy score to 99 % and leave only sampling noise to remove; stopped at full rate
-    the model still makes mistakes of its own: it misses a carry, copies the wrong addend, loses count of the lines.
-    The price is a score that swings from step to step.
+    the model still makes mistakes of its own. The price is a score that swings from step to step.
     """
     problems = training_problems(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
@@ -121,6 +120,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, step
         schedule.step()
         if step % 100 == 0 or step == steps:
             print(f"step {step}/{steps}  loss {loss.item():.4f}  {time.perf_counter() - started_s:.0f} s", flush=True)
+        yield step
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
         "accuracy_greedy": accuracy(greedy),
         "problems": len(problems),
         "problems_seed": HELD_OUT_SEED,
-        "addends": 8,
+        "addends": ADDENDS,
         "mean_response_tokens": sum(len(text) + 1 for text in sampled) / len(sampled),  # + 1: <eos>
         "seed": seed,
         "steps": steps,
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model and score.json to")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights, the training problems, the sampling")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of training, {BATCH} problems each")
+    parser.add_argument("--every", type=int, help="also write OUT/step-N every so many steps: what --steps N would make")
     args = parser.parse_args()
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it for sums in a fixed order
@@ -178,10 +179,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
-    warm_start(model, tokenizer, args.steps, args.seed)
-    scores = score(model, tokenizer, args.steps, args.seed)
-    save(model, tokenizer, scores, args.out)
-    print(json.dumps(scores, indent=2))
+    for step in warm_start(model, tokenizer, args.steps, args.seed):
+        if step == args.steps or (args.every and step % args.every == 0):
+            scores = score(model, tokenizer, step, args.seed)
+            save(model, tokenizer, scores, args.out if step == args.steps else args.out / f"step-{step}")
+            print(json.dumps(scores, indent=2), flush=True)
 
 
 if __name__ == "__main__":
