@@ -1,6 +1,6 @@
 """Sample the embedded arithmetic task with the embedded model, dense and sparse, and see what it costs.
 
-    python examples/quickstart.py [--problems 64] [--budget 112]
+python examples/quickstart.py [--problems 64] [--budget 112]
 """
 
 import argparse
@@ -17,7 +17,7 @@ from sparse_rl.data.arithmetic import grade, make_problems
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=64, help="held-out problems, one rollout each [64]")
-    parser.add_argument("--budget", type=int, default=112, help="tokens the sparse caches keep [112, half of what is needed]")
+    parser.add_argument("--budget", type=int, default=104, help="tokens the sparse caches keep [104, half of what is needed]")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -27,14 +27,23 @@ def main() -> None:
     prompts = [tokenizer(problem.prompt).input_ids for problem in problems]
     sampling = Sampling(max_tokens=256, seed=args.seed)
 
-    table = Table(title=f"{args.problems} sums of eight numbers with written steps, sampled at temperature 1")
-    for column in ("KV cache", "right", "tokens", "held at most", "peak KV", "tokens not held", "tokens/s", "mean |sampler - replay|"):
+    table = Table(title=f"{args.problems} sums of eleven numbers with written steps, sampled at temperature 1")
+    for column in (
+        "KV cache",
+        "right",
+        "tokens",
+        "held at most",
+        "peak KV",
+        "tokens not held",
+        "tokens/s",
+        "mean |sampler - replay|",
+    ):
         table.add_column(column, justify="right" if column != "KV cache" else "left")
     for kv in (
         KV(policy="full"),
-        KV(policy="rkv", budget=args.budget, interval=16),
-        KV(policy="snapkv", budget=args.budget, interval=16),
-        KV(policy="random", budget=args.budget, interval=16),
+        KV(policy="rkv", budget=args.budget, interval=26),
+        KV(policy="streaming", budget=args.budget, interval=26),
+        KV(policy="random", budget=args.budget, interval=26),
     ):
         name = "dense" if kv.policy == "full" else f"{kv.policy} {kv.budget}+{kv.interval}"
         engine = Engine(model, kv, slots=32)
@@ -55,7 +64,9 @@ def main() -> None:
             f"{float(sum(noise) / len(noise)):.0e}",
         )
         if kv.policy == "rkv":
-            console.print(f"\n[bold]One rollout[/bold] of {problems[0].prompt} with {name} (the answer is {problems[0].answer}):")
+            console.print(
+                f"\n[bold]One rollout[/bold] of {problems[0].prompt} with {name} (the answer is {problems[0].answer}):"
+            )
             console.print(texts[0], markup=False, highlight=False)
             console.print()
     console.print(table)

@@ -4,9 +4,9 @@
     python experiments/policies.py products --model FOLDER --out benchmarks/results/policies-products.json
 
 `arithmetic` is the embedded task with the embedded model, sampled at temperature 1. `products` asks an instruction
-model (SmolLM2-135M-Instruct) for products of small numbers after a few worked ones, greedily. The needed budget is what
-a dense cache holds at the end of a typical rollout: its 95th percentile. Every policy runs at half of that, with
-interval = budget / 4, sinks 0 and 4, on the same problems with the same seeds.
+model (SmolLM2-135M-Instruct) for products of small numbers, greedily; `--length 4` puts four worked ones before the
+question. The needed budget is what a dense cache holds at the end of a long rollout: its 95th percentile. Every policy
+runs at half of that, with interval = budget / 4, sinks 0 and 4, on the same problems with the same seeds.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from sparse_rl import KV, Engine, Sampling, load_model, load_tokenizer, replay
-from sparse_rl.data.arithmetic import grade, make_problems
+from sparse_rl.data.arithmetic import ADDENDS, grade, make_problems
 from sparse_rl.kv.policies import POLICIES
 
 
@@ -50,8 +50,8 @@ def products(tokenizer, n, seed, shots):
 
 
 TASKS = {
-    "arithmetic": (arithmetic, "tiny", Sampling(max_tokens=256, temperature=1.0), 8),
-    "products": (products, None, Sampling(max_tokens=64, temperature=0.0), 4),
+    "arithmetic": (arithmetic, "tiny", Sampling(max_tokens=256, temperature=1.0), ADDENDS),
+    "products": (products, None, Sampling(max_tokens=64, temperature=0.0), 0),
 }
 
 
@@ -68,7 +68,9 @@ def percentile(values, share):
 def measure(model, tokenizer, kv, prompts, graders, sampling, slots):
     engine = Engine(model, kv, slots=slots)
     rollouts = engine.generate(prompts, sampling=sampling)
-    right = [grader(tokenizer.decode(r.response, skip_special_tokens=True)) for grader, r in zip(graders, rollouts, strict=True)]
+    right = [
+        grader(tokenizer.decode(r.response, skip_special_tokens=True)) for grader, r in zip(graders, rollouts, strict=True)
+    ]
     views = {}
     with torch.no_grad():
         for view in ("sparse", "dense"):
@@ -99,7 +101,8 @@ def main():
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--model", help="hub id or folder; arithmetic takes tiny")
     parser.add_argument("--problems", type=int, default=500)
-    parser.add_argument("--length", type=int, help="addends of a sum [8], worked products before the question [4]")
+    parser.add_argument("--length", type=int, help="addends of a sum [11], worked products before the question [0]")
+    parser.add_argument("--policies", nargs="+", default=[name for name in POLICIES if name != "full"], help="[all]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
@@ -121,7 +124,7 @@ def main():
     interval = max(1, budget // 4)
     rows = [dense]
     report(dense)
-    for policy in [name for name in POLICIES if name != "full"]:
+    for policy in args.policies:
         for sinks in (0, 4):
             kv = KV(policy=policy, budget=budget, interval=interval, sinks=sinks)
             row, right, _ = measure(model, tokenizer, kv, prompts, graders, sampling, args.slots)

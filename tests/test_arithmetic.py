@@ -1,6 +1,7 @@
 """The embedded task: problems repeat by seed, splits never meet, worked solutions are right, grading is exact."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,7 @@ def test_same_arguments_make_the_same_problems():
 
 def test_problems_do_not_change_between_versions():
     # the shipped score is of these problems
-    assert make_problems(1, seed=0, split="test")[0].prompt == "91+51+19+50+20+34+38+35="
+    assert make_problems(1, seed=0, split="test")[0].prompt == "50+31+23+52+34+33+48+83+49+34+62="
 
 
 @pytest.mark.parametrize("addends", [2, 8])
@@ -39,26 +40,15 @@ def test_every_solution_earns_the_reward(addends, split):
         assert grade(problem.solution, problem.answer) == 1.0
 
 
-@pytest.mark.parametrize("addends", [2, 8, 10])
+@pytest.mark.parametrize("addends", [2, 3, 11])
 def test_every_written_step_is_right(addends):
-    """Read back from the text alone: column sums, carries as decimal digits, totals as sums of prefixes."""
+    """Read back from the text alone: every expression has the same value and one number less than the one before."""
     for problem in make_problems(100, seed=2, addends=addends):
-        numbers = [int(number) for number in problem.prompt[:-1].split("+")]
-        *lines, last = problem.solution.split("\n")
-        assert len(lines) == addends - 1
-        for i, line in enumerate(lines):
-            task, units, tens, total = line.split(";")
-            assert task == f"{sum(numbers[: i + 1])}+{numbers[i + 1]}"
-            assert int(total) == sum(numbers[: i + 2])
-            for column in (units, tens):
-                terms, result = column.split("=")
-                assert sum(map(int, terms.split("+"))) == int(result)
-            old, addend = task.split("+")
-            assert units.split("=")[0] == f"{old[-1]}+{addend[-1]}"
-            carry = units.split("=")[1].zfill(2)[0]
-            assert tens.split("=")[0] == f"{old[:-1]}+{addend[0]}+{carry}"
-            assert total == tens.split("=")[1] + units.split("=")[1][-1]
-        assert last == f"#{problem.answer}"
+        expressions = (problem.prompt + problem.solution).split("=")
+        assert len(expressions) == addends
+        for before, after in pairwise(expressions):
+            old, new = ([int(number) for number in text.split("+")] for text in (before, after))
+            assert sum(new) == sum(old) and len(new) == len(old) - 1 and new[1:] == old[2:]
 
 
 def test_responses_are_long_enough_to_evict():
@@ -67,13 +57,13 @@ def test_responses_are_long_enough_to_evict():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "161", "#", "#16", "#1610", "#162", "# 161", "#161\n", "#161#", "#161#162", "#161<eos>", "#0161"]
+    "text", ["", "=", "16", "1610", "162", " 161", "161\n", "161=", "161=162", "161<eos>", "0161", "1+160"]
 )
 def test_anything_but_the_exact_answer_earns_nothing(text):
     assert grade(text, "161") == 0.0
 
 
-@pytest.mark.parametrize("text", ["#161", "no steps at all#161", "#12\n#161"])
+@pytest.mark.parametrize("text", ["161", "100+61=161", "12=161"])
 def test_only_what_follows_the_last_mark_counts(text):
     assert grade(text, "161") == 1.0
 

@@ -15,7 +15,7 @@ def rollouts_with(model, policy, *, slots, order, prefill_tokens=8192):
     kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2)
     engine = Engine(model, kv, slots=slots, prefill_tokens=prefill_tokens)
     results = engine.generate([PROMPTS[i] for i in order], sampling=SAMPLING, seeds=[SEEDS[i] for i in order])
-    return {i: rollout for i, rollout in zip(order, results, strict=True)}
+    return dict(zip(order, results, strict=True))
 
 
 def assert_same(left, right):

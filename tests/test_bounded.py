@@ -35,7 +35,9 @@ def test_memory_is_bounded_however_long_the_rollout(tiny):
             live.append(live_bytes())
         held.append(int(cache.lengths_S.max()))
 
-    rollouts = engine.generate([[4, 20, 21, 22], list(range(10, 110))], sampling=Sampling(max_tokens=4000, stop=()), progress=look)
+    rollouts = engine.generate(
+        [[4, 20, 21, 22], list(range(10, 110))], sampling=Sampling(max_tokens=4000, stop=()), progress=look
+    )
     assert [len(rollout.response) for rollout in rollouts] == [4000, 4000]
     assert (engine.cache.keys_LSHCD.data_ptr(), engine.cache.values_LSHCD.data_ptr()) == storage
     assert max(held) <= BUDGET + INTERVAL and max(rollout.kv_peak for rollout in rollouts) == BUDGET + INTERVAL
@@ -81,7 +83,10 @@ def test_compaction_scratch_does_not_grow_with_the_slots():
                 largest = max(largest, out.untyped_storage().nbytes())
             return out
 
-    own = {tensor.untyped_storage().data_ptr() for tensor in (cache.keys_LSHCD, cache.values_LSHCD, cache.positions_LSHC, cache.queries_LSQWD)}
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (cache.keys_LSHCD, cache.values_LSHCD, cache.positions_LSHC, cache.queries_LSQWD)
+    }
     with Watch():
         cache.compact(list(range(64)), 80, 64, get("rkv", window=8, sinks=4), ends=[80] * 64, seeds=[0] * 64)
     assert largest < 0.05 * cache.kv_bytes

@@ -9,7 +9,7 @@ import pytest
 from sparse_rl.cli import main
 from sparse_rl.rollout.console import printable
 
-PROMPT = "47+85+29+63+51+18+90+22="
+PROMPT = "47+85+29+63+51+18+90+22+34+56+71="
 
 
 def run(*arguments):
@@ -31,7 +31,7 @@ def test_generate_streams_text_then_kv_use_and_speed(capsys):
           "--kv.interval", "16", "--max-tokens", "60"])  # fmt: skip
     out = capsys.readouterr().out
     for header in ("prompt 1, sample 1", "prompt 1, sample 2", "prompt 2, sample 1", "prompt 2, sample 2"):
-        assert out.count(f"--- {header} ---\n47+85;7+5=12;4+8+1=13;132") == 1
+        assert out.count(f"--- {header} ---\n132+29+63+51+18+90+22+34+56+71=161+63") == 1
     assert "held 75 tokens" in out and "tokens/s" in out and "4 length" in out
 
 

@@ -77,7 +77,9 @@ def test_progress_tells_of_every_token_and_every_end(model):
         for index, tokens in state.new.items():
             seen.setdefault(index, []).extend(tokens)
 
-    rollouts = Engine(model, SMALL, slots=2).generate([[5, 6], [7]], samples=3, sampling=Sampling(max_tokens=30), progress=progress)
+    rollouts = Engine(model, SMALL, slots=2).generate(
+        [[5, 6], [7]], samples=3, sampling=Sampling(max_tokens=30), progress=progress
+    )
     assert [seen[index] for index in range(6)] == [rollout.response for rollout in rollouts]
     assert sorted(ended) == list(range(6))
     assert calls == sorted(calls) and calls[-1] == (6, sum(len(rollout.response) for rollout in rollouts))
@@ -93,7 +95,7 @@ def test_stats_count_what_happened(model):
     dense = sum(40 + step for step in range(1, 19))
     kept = sum(24 + (step - 1) % 6 + 1 for step in range(1, 19))
     assert stats.token_savings == pytest.approx(1 - kept / dense)
-    assert 0 < stats.prefill_s and 0 < stats.decode_s and stats.tokens_per_s > 0
+    assert stats.prefill_s > 0 and stats.decode_s > 0 and stats.tokens_per_s > 0
     assert stats.scratch_bytes == 2 * 40 * 2 * 16 * 4  # one layer's keys and values of the prompt
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import ARCHITECTURES
 
+from conftest import ARCHITECTURES
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.kv.policies import POLICIES
 
@@ -46,14 +46,18 @@ def test_evictions_are_those_the_cache_held(model):
 
 
 def test_with_nothing_evicted_sparse_and_dense_replay_are_equal_to_the_bit(model):
-    rollouts = Engine(model, KV(budget=256, interval=8), slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=40, stop=()))
+    rollouts = Engine(model, KV(budget=256, interval=8), slots=2).generate(
+        [SHORT, LONG], sampling=Sampling(max_tokens=40, stop=())
+    )
     sparse, dense = replay(model, rollouts, "sparse"), replay(model, rollouts, "dense")
     assert all(torch.equal(left, right) for left, right in zip(sparse, dense, strict=True))
 
 
 def test_dense_replay_is_the_plain_model(model):
     """The reference is transformers alone: no view, no packing, a full softmax."""
-    rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=20, stop=(), temperature=0.7))
+    rollouts = Engine(model, BOUNDED, slots=2).generate(
+        [SHORT, LONG], sampling=Sampling(max_tokens=20, stop=(), temperature=0.7)
+    )
     for ours, rollout in zip(replay(model, rollouts, "dense"), rollouts, strict=True):
         tokens = torch.tensor([rollout.prompt + rollout.response])
         with torch.no_grad():

@@ -128,4 +128,6 @@ def test_policies_match_kvpress(path, layer):
 def test_streaming_keeps_the_first_and_the_most_recent(path):
     meta, golden = load(path)
     keys = torch.randn(1, meta["Hkv"], meta["T"], 8)
-    assert torch.equal(get("streaming", sinks=meta["first_tokens"]).select(None, keys, keys, meta["budget"]), golden["kept_sorted"])
+    assert torch.equal(
+        get("streaming", sinks=meta["first_tokens"]).select(None, keys, keys, meta["budget"]), golden["kept_sorted"]
+    )

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import random_model
 
+from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.kv.policies import POLICIES
 
@@ -43,7 +43,9 @@ def test_cpu_and_gpu_sample_the_same_tokens():
 def test_bfloat16_noise_does_not_grow_with_length():
     model = load_model("tiny", dtype="bfloat16", device="cuda")
     rollouts = Engine(model, KV(policy="rkv", **SMALL), slots=64).generate([PROMPTS[1]], 64, Sampling(max_tokens=600, stop=()))
-    noise = torch.stack([(ours.detach().cpu() - r.logprobs).abs() for ours, r in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)])
+    noise = torch.stack(
+        [(ours.detach().cpu() - r.logprobs).abs() for ours, r in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)]
+    )
     early, late = float(noise[:, :100].mean()), float(noise[:, 500:].mean())
     assert early < 0.1 and late < 2 * early + 0.01
 

@@ -100,7 +100,10 @@ def test_sliding_windows_run_right_within_and_are_refused_beyond(config):
     "config",
     [
         GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=1, eos_token_id=2),
-        LlamaConfig(**SIZE, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}),
+        LlamaConfig(
+            **SIZE,
+            rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128},
+        ),
     ],
     ids=["gpt2-learned-positions", "llama-yarn"],
 )
@@ -118,7 +121,9 @@ def test_half_precision_models_run_with_a_cache_of_their_dtype(models, dtype):
         engine = Engine(model, SMALL, slots=2)
         rollouts = engine.generate([[5, 6, 7], [8] * 30], sampling=Sampling(max_tokens=60, stop=()))
         assert engine.cache.keys_LSHCD.dtype == dtype
-        noise = torch.cat([ours.detach() - r.logprobs for ours, r in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)])
+        noise = torch.cat(
+            [ours.detach() - r.logprobs for ours, r in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)]
+        )
         assert float(noise.abs().mean()) < 0.1  # rounding, not another distribution
     finally:
         model.to(torch.float32)

@@ -15,7 +15,9 @@ def greedy(model, prompts, cache, tokens=50, **options):
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=tokens, do_sample=False, eos_token_id=-1, **options)
+    out = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=tokens, do_sample=False, eos_token_id=-1, **options
+    )
     return [row.tolist() for row in out[:, width:]]
 
 

@@ -15,7 +15,7 @@ _PUBLIC = {
     "load_tokenizer": "models.load",
     "replay": "learner.replay",
 }
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+__all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from .errors import UserError as UserError

@@ -52,7 +52,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=generate, parser=parser)
     parser.description = "Sample from a model with a bounded KV cache; the text streams, then come KV use and speed."
     parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, or tiny (the embedded model)")
-    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text; rendered with the model's chat template if it has one")
+    parser.add_argument(
+        "prompts", metavar="PROMPT", nargs="+", help="text; rendered with the model's chat template if it has one"
+    )
     parser.add_argument("--samples-per-prompt", type=int, default=1, metavar="N", help="rollouts of each prompt [1]")
     parser.add_argument("--raw", action="store_true", help="take the prompts as they are, without the chat template")
     parser.add_argument("--slots", type=int, default=64, metavar="N", help="rollouts that run at a time, at most [64]")
@@ -68,12 +70,16 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     rollout = benches.add_parser("rollout", help="transformers generate, our dense and our sparse engine", allow_abbrev=False)
     rollout.set_defaults(command=bench_rollout, parser=rollout)
     rollout.description = "Sample the same work three ways in one process and print tokens/s, KV bytes and ratios."
-    rollout.add_argument("--model", default="135M", help=f"random weights of a shape ({', '.join(SHAPES)}), a hub id, a folder or tiny [135M]")
+    rollout.add_argument(
+        "--model", default="135M", help=f"random weights of a shape ({', '.join(SHAPES)}), a hub id, a folder or tiny [135M]"
+    )
     rollout.add_argument("--batch", type=int, default=16, help="sequences, and slots [16]")
     rollout.add_argument("--prompt-tokens", type=int, default=32, help="random tokens of each prompt [32]")
     rollout.add_argument("--max-tokens", type=int, default=1024, help="response tokens of each sequence [1024]")
     rollout.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling [0]")
-    rollout.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file")
+    rollout.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"
+    )
     _add_model_flags(rollout)
     add_flags(rollout, KV)
 

@@ -44,7 +44,9 @@ def _check_indices(policy: Policy, kept: Tensor, shape: tuple[int, ...], total: 
     if not policy.evicts:
         assert kept.shape[-1] == total, "A policy that does not evict must keep every key."
         return
-    assert kept.dtype == torch.int64 and kept.shape == shape, f"select must give int64 {shape}, not {kept.dtype} {tuple(kept.shape)}."
+    assert kept.dtype == torch.int64 and kept.shape == shape, (
+        f"select must give int64 {shape}, not {kept.dtype} {tuple(kept.shape)}."
+    )
     assert int(kept.min()) >= 0 and int(kept.max()) < total, "An index lies outside the keys."
     assert bool((kept.diff(dim=-1) > 0).all()), "Indices must be ascending and different: the cache stays in time order."
     forced = [*range(policy.sinks), *range(total - policy.window, total)]

@@ -154,5 +154,7 @@ def _record(args: argparse.Namespace, kv: KV, model: PreTrainedModel, arms: list
         "prompt_tokens": args.prompt_tokens,
         "max_tokens": args.max_tokens,
         "kv": kv.model_dump(),
-        "arms": [asdict(arm) | {"tokens_per_s": arm.tokens_per_s, "ratio": arm.tokens_per_s / arms[0].tokens_per_s} for arm in arms],
+        "arms": [
+            asdict(arm) | {"tokens_per_s": arm.tokens_per_s, "ratio": arm.tokens_per_s / arms[0].tokens_per_s} for arm in arms
+        ],
     }

@@ -61,7 +61,9 @@ class BoundedCache(Cache):
         raise UserError("A BoundedCache cannot be cropped, for what it evicted is gone: turn assisted decoding off.")
 
     def batch_repeat_interleave(self, repeats: int):
-        raise UserError("A BoundedCache cannot be repeated: pass num_return_sequences, which repeats the prompts before prefill.")
+        raise UserError(
+            "A BoundedCache cannot be repeated: pass num_return_sequences, which repeats the prompts before prefill."
+        )
 
     batch_select_indices = batch_repeat_interleave
 
@@ -96,7 +98,9 @@ class BoundedLayer(CacheLayerMixin):
         self.seen += new
         return out_BQTD
 
-    def _prefill(self, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, positions_BT: Tensor) -> Tensor:
+    def _prefill(
+        self, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, positions_BT: Tensor
+    ) -> Tensor:
         rows, q_heads, total, dim = queries_BQTD.shape
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
         ring = self.kv.window if self.policy.uses_queries else 0

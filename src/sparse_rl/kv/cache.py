@@ -61,15 +61,14 @@ def ranks(slots: list[list[int]], seeds: list[list[int]], device: torch.device) 
 class SlotCache:
     def __init__(self, shape: CacheShape, slots: int, capacity: int, ring: int = 0, first_layer: int = 0):
         self.shape, self.slots, self.capacity, self.ring, self.first_layer = shape, slots, capacity, ring, first_layer
-        place = {"device": shape.device}
-        size = (shape.layers, slots, shape.kv_heads, capacity)
+        rows = (shape.layers, slots, shape.kv_heads, capacity)
+        ring_rows = (shape.layers, slots, shape.q_heads, ring)
         # Zeros, not empty: a masked key has weight 0, and 0 times a NaN of fresh memory would be NaN.
-        self.keys_LSHCD = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, **place)
-        self.values_LSHCD = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, **place)
-        self.positions_LSHC = torch.zeros(size, dtype=torch.int32, **place)
-        self.lengths_S = torch.zeros(slots, dtype=torch.int64, **place)
-        ring_size = (shape.layers, slots, shape.q_heads, ring, shape.head_dim)
-        self.queries_LSQWD = torch.zeros(ring_size, dtype=shape.dtype, **place)
+        self.keys_LSHCD = torch.zeros(*rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        self.values_LSHCD = torch.zeros_like(self.keys_LSHCD)
+        self.positions_LSHC = torch.zeros(rows, dtype=torch.int32, device=shape.device)
+        self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=shape.device)
+        self.queries_LSQWD = torch.zeros(*ring_rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
 
     @property
     def kv_bytes(self) -> int:

@@ -36,7 +36,9 @@ def replay(
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
     if model.config._attn_implementation != NAME:
         prepare(model)
-    return [logprobs for pack in _packs(rollouts, tokens_per_pass) for logprobs in _replay_pack(model, pack, view, temperature)]
+    return [
+        logprobs for pack in _packs(rollouts, tokens_per_pass) for logprobs in _replay_pack(model, pack, view, temperature)
+    ]
 
 
 def _packs(rollouts: list[Rollout], tokens_per_pass: int) -> Iterator[list[Rollout]]:

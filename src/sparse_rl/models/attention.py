@@ -23,7 +23,13 @@ NAME = "sparse_rl"
 
 class View(Protocol):
     def attend(
-        self, layer: int, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, positions_BT: Tensor | None
+        self,
+        layer: int,
+        queries_BQTD: Tensor,
+        keys_BHTD: Tensor,
+        values_BHTD: Tensor,
+        scale: float,
+        positions_BT: Tensor | None,
     ) -> Tensor:
         """[B, Q, T, D]."""
         ...
@@ -143,7 +149,9 @@ class _Probe:
 
     def shape(self, kind: str, layers: int) -> CacheShape:
         if self.last is None:
-            raise UserError(f"{kind} does not compute attention through transformers' attention interface: use a model that does.")
+            raise UserError(
+                f"{kind} does not compute attention through transformers' attention interface: use a model that does."
+            )
         if sorted(self.layers) != list(range(layers)):
             raise UserError(
                 f"{kind} has attention in {len(self.layers)} of {layers} layers (a hybrid model): "
@@ -153,8 +161,12 @@ class _Probe:
             names = {"softcap": "soft-capped logits", "s_aux": "learned sinks", "position_bias": "a position bias"}
             raise UserError(f"{kind} uses {names[min(self.extras)]} in attention, which is not supported: use another model.")
         if len(self.shapes) > 1:
-            raise UserError(f"{kind} has layers of different head shapes, which one cache tensor cannot hold: use another model.")
+            raise UserError(
+                f"{kind} has layers of different head shapes, which one cache tensor cannot hold: use another model."
+            )
         ((q_heads, kv_heads, q_dim, k_dim, v_dim),) = self.shapes
         if not q_dim == k_dim == v_dim:
-            raise UserError(f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model.")
+            raise UserError(
+                f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
+            )
         return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)

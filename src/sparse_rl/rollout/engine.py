@@ -59,7 +59,7 @@ class Engine:
         """
         sampling = sampling or Sampling()
         prompts = self._checked(prompts, samples, sampling, seeds, allow_beyond_context)
-        requests = []
+        requests: list[Request] = []
         for group, prompt in enumerate(prompts):
             for number in range(samples):
                 index = len(requests)
@@ -115,7 +115,9 @@ class Engine:
         if len(prompts) == 0 or samples < 1:
             raise UserError(f"There is nothing to sample: {len(prompts)} prompts with {samples} samples each.")
         if seeds is not None and len(seeds) != len(prompts) * samples:
-            raise UserError(f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: give one per rollout.")
+            raise UserError(
+                f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: give one per rollout."
+            )
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         limits = self.limits
         for number, prompt in enumerate(prompts):
@@ -123,9 +125,13 @@ class Engine:
                 raise UserError(f"Prompt {number} is empty: give it at least one token, such as the model's BOS.")
             if min(prompt) < 0 or max(prompt) >= limits.vocab:
                 wrong = next(token for token in prompt if not 0 <= token < limits.vocab)
-                raise UserError(f"Prompt {number} has token id {wrong}, outside the vocabulary of {limits.vocab}: is it this model's tokenizer?")
+                raise UserError(
+                    f"Prompt {number} has token id {wrong}, outside the vocabulary of {limits.vocab}: is it this model's tokenizer?"
+                )
             if len(prompt) > self.prefill_tokens:
-                raise UserError(f"Prompt {number} has {len(prompt)} tokens, more than prefill_tokens = {self.prefill_tokens}: raise that.")
+                raise UserError(
+                    f"Prompt {number} has {len(prompt)} tokens, more than prefill_tokens = {self.prefill_tokens}: raise that."
+                )
             if self.kv.protect_prompt and self.policy.evicts and self.kv.budget - len(prompt) < self.kv.window + 1:
                 raise UserError(
                     f"Prompt {number} has {len(prompt)} tokens and is protected, which leaves fewer than window + 1 = "

@@ -159,7 +159,14 @@ class Generation:
         with decode_context(device):
             for step in range(steps):
                 tokens, logprobs = decode_step(
-                    self.model, self.cache, tokens, positions + step, seeds, self.sampling, longest=longest + step + 1, even=even
+                    self.model,
+                    self.cache,
+                    tokens,
+                    positions + step,
+                    seeds,
+                    self.sampling,
+                    longest=longest + step + 1,
+                    even=even,
                 )
                 sampled.append(tokens)
                 sampled_logprobs.append(logprobs)

@@ -71,7 +71,9 @@ def _load_dotted(path: str) -> Callable[..., Policy]:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"KV policy {path!r} could not be imported ({error}): write it as package.module:ClassName.") from error
+        raise UserError(
+            f"KV policy {path!r} could not be imported ({error}): write it as package.module:ClassName."
+        ) from error
 
 
 def _nearest(word: str, known: list[str]) -> str:
