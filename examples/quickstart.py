@@ -58,7 +58,7 @@ def main() -> None:
             f"{right / len(problems):.0%}",
             f"{engine.stats.tokens:,}",
             str(max(rollout.kv_peak for rollout in rollouts)),
-            f"{engine.stats.kv_bytes / 2**20:.1f} MiB",
+            f"{engine.stats.peak_kv_bytes / 2**20:.1f} MiB",
             f"{engine.stats.token_savings:.0%}",
             f"{engine.stats.tokens_per_s:,.0f}",
             f"{float(sum(noise) / len(noise)):.0e}",

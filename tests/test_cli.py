@@ -32,7 +32,7 @@ def test_generate_streams_text_then_kv_use_and_speed(capsys):
     out = capsys.readouterr().out
     for header in ("prompt 1, sample 1", "prompt 1, sample 2", "prompt 2, sample 1", "prompt 2, sample 2"):
         assert out.count(f"--- {header} ---\n132+29+63+51+18+90+22+34+56+71=161+63") == 1
-    assert "held 75 tokens" in out and "tokens/s" in out and "4 length" in out
+    assert "held 80 tokens" in out and "tokens/s" in out and "4 length" in out
 
 
 def test_flags_take_dashes_and_underscores_and_json(capsys):

@@ -57,5 +57,5 @@ def test_allocated_memory_is_the_capacity():
     engine = Engine(model, KV(policy="rkv", budget=512, interval=128), slots=64)
     shape = engine.limits.shape
     expected = 2 * shape.layers * 64 * shape.kv_heads * 640 * shape.head_dim * 2
-    assert engine.stats.kv_bytes == 0 and engine.cache.kv_bytes == expected
+    assert engine.stats.peak_kv_bytes == 0 and engine.cache.kv_bytes == expected
     assert torch.cuda.memory_allocated() - before < expected * 1.2

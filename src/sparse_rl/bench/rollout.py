@@ -106,7 +106,7 @@ def _engine(model: PreTrainedModel, kv: KV, prompts: torch.Tensor, args: argpars
     sampling = Sampling(max_tokens=args.max_tokens, stop=(), seed=args.seed)
     rollouts = engine.generate(prompts.tolist(), sampling=sampling, allow_beyond_context=True)
     seconds = _now(model) - started
-    return sum(len(rollout.response) for rollout in rollouts), seconds, engine.stats.kv_bytes
+    return sum(len(rollout.response) for rollout in rollouts), seconds, engine.stats.peak_kv_bytes
 
 
 def _now(model: PreTrainedModel) -> float:

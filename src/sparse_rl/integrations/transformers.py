@@ -75,6 +75,8 @@ class BoundedLayer(CacheLayerMixin):
 
     def __init__(self, kv: KV, policy: Policy, seed: int, layer: int = 0):
         super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         self.kv, self.policy, self.seed, self.layer = kv, policy, seed, layer
         self.cache: SlotCache | None = None
         self.seen = 0
@@ -106,7 +108,8 @@ class BoundedLayer(CacheLayerMixin):
         ring = self.kv.window if self.policy.uses_queries else 0
         self.cache = SlotCache(shape, rows, self.kv.capacity, ring, first_layer=self.layer)
         self.is_initialized = True
-        self.keys, self.values = self.cache.keys_LSHCD[0], self.cache.values_LSHCD[0]
+        self.keys = self.cache.keys_LSHCD[0]
+        self.values = self.cache.values_LSHCD[0]
         out_BQTD = torch.zeros_like(queries_BQTD)
         for row, last in enumerate(positions_BT[:, -1].tolist()):
             real = slice(total - (last + 1), total)  # real tokens count from 0, so the last position tells how many

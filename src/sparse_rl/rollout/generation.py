@@ -57,7 +57,7 @@ class Generation:
         self.model, self.cache, self.policy, self.kv, self.sampling = model, cache, policy, kv, sampling
         self.chunk, self.prefill_tokens, self.record, self.progress = chunk, prefill_tokens, record, progress
         self.scheduler = Scheduler(requests, cache.slots, sampling, stop)
-        self.stats = Stats(kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
+        self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
         self.stash: Stash | None = None

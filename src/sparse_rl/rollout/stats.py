@@ -17,8 +17,8 @@ class Stats:
     compactions: int = 0
     """Of single sequences, the compression of long prompts included."""
     steps: int = 0
-    kv_bytes: int = 0
-    """Keys and values as allocated: the peak, since they never grow."""
+    peak_kv_bytes: int = 0
+    """Keys and values as allocated; they never grow."""
     side_bytes: int = 0
     """Positions, lengths and the ring of queries beside them."""
     scratch_bytes: int = 0
