@@ -9,12 +9,12 @@ from sparse_rl.testing import check_policy
 
 @dataclass(frozen=True)
 class LargeValues(Policy):
-    """B rows, H kv heads, T cached tokens, D head dimension. The window and the sinks stay without being asked."""
+    """keys and values are [rows, kv heads, tokens, head dim]. The window and the sinks stay without being asked."""
 
     power: float = 2.0
 
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        return values_BHTD.float().norm(p=self.power, dim=-1)
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return values.float().norm(p=self.power, dim=-1)
 
 
 if __name__ == "__main__":

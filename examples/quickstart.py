@@ -1,6 +1,6 @@
 """Sample the embedded arithmetic task with the embedded model, dense and sparse, and see what it costs.
 
-python examples/quickstart.py [--problems 64] [--budget 112]
+python examples/quickstart.py [--problems 64] [--budget 104]
 """
 
 import argparse

@@ -50,7 +50,10 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
         (["generate", "tiny", "1+1=", "--kv.options", "mix=1"], "kv.options = mix=1 is not JSON"),
         (["generate", "tiny", "1+1=", "--max-tokens", "9000"], "passes the model's context of 8192"),
         (["generate", "/nowhere/at/all", "1+1="], "could not be loaded"),
+        (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),
         (["bench", "rollout", "--kv.policy", "full"], "The dense engine runs anyway"),
+        (["bench", "rollout", "--json", "/no/such/folder/x.json"], "does not exist"),
+        (["genrate", "tiny"], "invalid choice: 'genrate'"),
     ],
 )
 def test_mistakes_end_in_one_sentence_and_exit_code_2(arguments, sentence, capsys):

@@ -130,6 +130,10 @@ def test_wrong_kv_options_are_refused_in_one_sentence(options, sentence):
         ({"options": {"mixx": 1}}, "Policy rkv has no option 'mixx'.*did you mean 'mix'"),
         ({"policy": "snapkv", "options": {"form": "dcode"}}, "form = decode or prefill"),
         ({"policy": "rkv", "window": 0}, "set window to 1 or more"),
+        ({"options": {"window": 4}}, "set kv.window = 4"),
+        ({"options": {"kernel": 4}}, "must be an odd number"),
+        ({"options": {"mix": 7.0}}, "must lie between 0 and 1"),
+        ({"options": {"mix": "a"}}, "refused its options"),
     ],
 )
 def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
@@ -147,14 +151,18 @@ def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
         (["text"], {}, "lists of token ids"),
         ([[5] * 100], {"sampling": Sampling(max_tokens=8100)}, r"passes the model's context of 8192: max_tokens = 8092 fits"),
         ([[5] * 8192], {"sampling": Sampling(max_tokens=1)}, "shorten the prompt"),
-        ([[5] * 9000], {}, "more than prefill_tokens = 8192"),
+        ([[5] * 9000], {}, "shorten the prompt"),
+        ([[5] * 60], {"prefill": 50}, "build the engine with prefill_tokens = 60 or more"),
+        (torch.tensor([5, 6]), {}, "lists of token ids"),
+        ([[5.9]], {}, "token id 5.9"),
+        ([[5]], {"seeds": [2**63]}, "from 0 to 2"),
         ([[5]], {"samples": 0}, "nothing to sample"),
         ([[5]], {"samples": 2, "seeds": [1]}, "1 seeds do not fit 1 prompts with 2 samples"),
     ],
 )
 def test_wrong_requests_are_refused_in_one_sentence(model, prompts, options, sentence):
     with pytest.raises(UserError, match=sentence) as error:
-        Engine(model, SMALL, slots=1).generate(prompts, **options)
+        Engine(model, SMALL, slots=1, prefill_tokens=options.pop("prefill", 8192)).generate(prompts, **options)
     assert "\n" not in str(error.value)
 
 

@@ -36,8 +36,8 @@ def test_cpu_and_gpu_sample_the_same_tokens():
     sampling = Sampling(max_tokens=200, stop=())
     on_cpu = Engine(model, KV(policy="rkv", **SMALL), slots=2).generate(PROMPTS, sampling=sampling)
     on_gpu = Engine(model.cuda(), KV(policy="rkv", **SMALL), slots=2).generate(PROMPTS, sampling=sampling)
-    same = [left.response == right.response for left, right in zip(on_cpu, on_gpu, strict=True)]
-    assert any(same)
+    for left, right in zip(on_cpu, on_gpu, strict=True):
+        assert left.response[:50] == right.response[:50]
 
 
 def test_bfloat16_noise_does_not_grow_with_length():

@@ -4,15 +4,20 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     DeepseekV3Config,
+    DogeConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
+    PhimoeConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -54,17 +59,27 @@ def build(config):
         (
             JambaConfig(**{**SIZE, "num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False,
                         num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4),
-            r"attention in 2 of 4 layers \(a hybrid model\)",
+            "calls attention 2 times in 4 layers, as hybrid models do",
         ),
+        (
+            FalconH1Config(**SIZE, head_dim=16, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_expand=1,
+                           mamba_n_groups=1, mamba_chunk_size=8),
+            "does more than attention over cached keys",
+        ),
+        (DogeConfig(**SIZE, keep_window_size=8), "masks attention in a way of its own"),
+        (BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=2), "does not"),
         (GptOssConfig(**SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "learned sinks"),
         (Phi3Config(**{**SIZE, "original_max_position_embeddings": 128}, rope_parameters={
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 128}), "rotates by sequence length"),
     ],
-    ids=["gemma2", "deepseek-mla", "jamba-hybrid", "gpt-oss", "phi3-longrope"],
+    ids=["gemma2", "deepseek-mla", "jamba-hybrid", "falcon-h1-hybrid", "doge", "bloom-alibi", "gpt-oss", "phi3-longrope"],
 )  # fmt: skip
 def test_attention_we_do_not_get_right_is_refused(config, sentence):
     model = build(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # fresh weights hardly mix tokens at all
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
     before = model.config._attn_implementation
     with pytest.raises(UserError, match=sentence) as error:
         Engine(model, SMALL, slots=1)
@@ -83,8 +98,12 @@ def test_encoder_decoders_are_refused():
     [
         MistralConfig(**SIZE, sliding_window=64),
         Gemma3TextConfig(**SIZE, head_dim=16, sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
+        Llama4TextConfig(
+            **SIZE, head_dim=16, attention_chunk_size=64, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1
+        ),
+        PhimoeConfig(**SIZE, sliding_window=64, num_local_experts=2, num_experts_per_tok=1),
     ],
-    ids=["mistral", "gemma3"],
+    ids=["mistral", "gemma3", "llama4-chunks", "phimoe-window-in-the-mask"],
 )
 def test_sliding_windows_run_right_within_and_are_refused_beyond(config):
     model = build(config)
@@ -112,6 +131,42 @@ def test_other_models_with_the_same_interface_run(config):
     rollouts = Engine(model, SMALL, slots=2).generate([[5, 6, 7], [8] * 30], sampling=Sampling(max_tokens=60, stop=()))
     for ours, rollout in zip(replay(model, rollouts, "sparse"), rollouts, strict=True):
         torch.testing.assert_close(ours.detach(), rollout.logprobs, atol=1e-4, rtol=0)
+
+
+def test_learned_positions_are_never_passed_by_idle_steps():
+    """A sequence that ends inside a chunk idles beside others: its position stays within the context."""
+    model = build(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2))
+    engine = Engine(model, SMALL, slots=2)
+    rollouts = engine.generate([[5] * 7], samples=12, sampling=Sampling(max_tokens=57))
+    assert "length" in {rollout.finish for rollout in rollouts}
+
+
+def test_an_engine_survives_a_change_of_attention_and_notices_a_change_of_dtype():
+    model = build(LlamaConfig(**SIZE))
+    engine = Engine(model, SMALL, slots=1)
+    sampling = Sampling(max_tokens=20, stop=())
+    (before,) = engine.generate([[5, 6, 7]], sampling=sampling)
+    model.set_attn_implementation("sdpa")
+    (after,) = engine.generate([[5, 6, 7]], sampling=sampling)
+    assert after.response == before.response
+    model.to(torch.float64)
+    with pytest.raises(UserError, match="build a new Engine"):
+        engine.generate([[5, 6, 7]])
+
+
+def test_broken_weights_are_named_and_leave_no_trace():
+    model = build(LlamaConfig(**SIZE))
+    engine = Engine(model, SMALL, slots=1)
+    sampling = Sampling(max_tokens=20, stop=())
+    (before,) = engine.generate([[5, 6, 7]], sampling=sampling)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match="logits are not finite"):
+        engine.generate([[5, 6, 7]], sampling=sampling)
+    weight.data.copy_(kept)
+    (after,) = engine.generate([[5, 6, 7]], sampling=sampling)
+    assert after.response == before.response
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -119,6 +119,22 @@ class Newest(Policy):
 """
 
 
+@dataclass(frozen=True)
+class HidesThatItReadsQueries(Policy):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return queries.mean() + keys.norm(dim=-1)
+
+
+def test_the_check_gives_queries_only_where_they_were_asked_for():
+    with pytest.raises(AttributeError):
+        check_policy(HidesThatItReadsQueries(window=4))
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(UserError, match="derive it from sparse_rl.kv.policies.Policy"):
+        get("collections:OrderedDict")
+
+
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [(LooksAtItsNeighbours(window=4), "depends on the rows beside it"), (HidesThatItDraws(window=4), "set uses_seeds = True")],

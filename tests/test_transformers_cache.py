@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import Gemma2Config, GptOssConfig, MistralConfig
 
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv.policies import POLICIES
+from test_models import SIZE, build
 
 SETTINGS = {"budget": 24, "interval": 6, "window": 4, "sinks": 2}
 PROMPTS = [[5, 6, 7], list(range(3, 40)), [9] * 20]
@@ -78,6 +80,44 @@ def test_a_second_turn_continues_the_cache(model):
 def test_the_wrong_attention_is_named(model, attention):
     model.set_attn_implementation(attention)
     with pytest.raises(UserError, match=r"set_attn_implementation\('sparse_rl'\)"):
+        greedy(model, PROMPTS, BoundedCache("rkv", **SETTINGS))
+
+
+def test_padding_is_read_from_the_mask_when_no_positions_are_given(model):
+    """A plain forward with a left-padded mask: as with transformers' own cache while nothing is evicted."""
+    tokens = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        ours = model(tokens, attention_mask=mask, past_key_values=BoundedCache("rkv", **SETTINGS)).logits[:, -1]
+        plain = model(tokens, attention_mask=mask).logits[:, -1]
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=0)
+
+
+def test_padding_elsewhere_is_refused(model):
+    cache = BoundedCache("rkv", **SETTINGS)
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    with torch.no_grad():
+        with pytest.raises(UserError, match="padding_side = 'left'"):
+            model(tokens, attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]), past_key_values=cache)
+        cache = BoundedCache("rkv", **SETTINGS)
+        model(tokens, past_key_values=cache)
+        with pytest.raises(UserError, match="pad nothing after it"):
+            model(tokens, attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (MistralConfig(**SIZE, sliding_window=8), "pass the model's sliding window of 8"),
+        (Gemma2Config(**SIZE, head_dim=16), "soft-capped logits"),
+        (GptOssConfig(**SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "learned sinks"),
+    ],
+    ids=["mistral", "gemma2", "gpt-oss"],
+)
+def test_models_it_would_get_wrong_are_refused(config, sentence):
+    model = build(config)
+    model.set_attn_implementation("sparse_rl")
+    with pytest.raises(UserError, match=sentence):
         greedy(model, PROMPTS, BoundedCache("rkv", **SETTINGS))
 
 

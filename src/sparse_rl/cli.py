@@ -27,8 +27,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"sparse-rl: {message}; see {self.prog} --help.\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sparse-rl", description="Reinforcement learning with rollouts in a bounded KV cache.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"sparse-rl {__version__}")

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -36,7 +36,7 @@ def from_flags(args: argparse.Namespace, section: type[S]) -> S:
 
 def _parsed(text: str, key: str, annotation: Any) -> Any:
     """Containers are written as JSON (`[2, 50256]`, `{"mix": 0.2}`); the section converts and checks the rest."""
-    if "tuple" not in str(annotation) and "dict" not in str(annotation):
+    if not {get_origin(kind) for kind in (annotation, *get_args(annotation))} & {tuple, dict}:
         return text
     try:
         return json.loads(text)

@@ -20,13 +20,14 @@ def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
             def random(*size: int, generator=generator, dtype=dtype) -> Tensor:
                 return torch.randn(*size, generator=generator).to(dtype)
 
-            queries = random(3, q_heads, max(policy.window, 1), dim)
+            queries = random(3, q_heads, max(policy.window, 1), dim) if policy.uses_queries else None
             keys, values = random(3, kv_heads, total, dim), random(3, kv_heads, total, dim)
             seeds = torch.tensor([5, 6, 7])
             positions = (torch.arange(total) * 2).expand(3, kv_heads, total)
 
             def select(rows: slice, seeds: Tensor, q=queries, k=keys, v=values, p=positions) -> Tensor:
-                return policy.select(q[rows], k[rows], v[rows], budget, seeds=seeds[rows], positions=p[rows])
+                window = None if q is None else q[rows]
+                return policy.select(window, k[rows], v[rows], budget, seeds=seeds[rows], positions=p[rows])
 
             kept = select(slice(None), seeds)
             _check_indices(policy, kept, (3, kv_heads, budget), total)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .. import __version__
 from ..errors import UserError
-from ..kv.policies import get
+from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.load import DTYPES, load_model
 from ..rollout.engine import Engine
@@ -43,7 +43,9 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
         raise UserError(f"batch and prompt-tokens must be at least 1, and max-tokens more than {WARM_UP_TOKENS}.")
     if kv.policy == "full":
         raise UserError("The dense engine runs anyway: name the sparse policy to compare, such as --kv.policy rkv.")
-    get(kv.policy, window=kv.window, sinks=kv.sinks, **kv.options)  # a typo shows before minutes of work
+    from_settings(kv)  # a typo shows before minutes of work
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"The folder of {args.json} does not exist: make it first.")
     console = Console()
     model = _model(args)
     generator = torch.Generator().manual_seed(args.seed)

@@ -9,7 +9,6 @@ tokens. In a left-padded batch the padding never enters the cache, so the sinks 
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
 
-from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
-from ..kv.cache import CacheShape, SlotCache, ranks
-from ..kv.policies import Policy, get
+from ..kv.cache import CacheShape, SlotCache, due, ranks
+from ..kv.policies import Policy, from_settings
 from ..kv.settings import KV
 from ..models.attention import BoundKeys
 
@@ -43,13 +42,14 @@ class BoundedCache(Cache):
         self.kv = KV(policy=policy, budget=budget, interval=interval, window=window, sinks=sinks, options=options or {})
         if policy == "full":
             raise UserError("A BoundedCache bounds: for policy full use transformers' own DynamicCache.")
-        chosen = get(policy, window=window, sinks=sinks, **self.kv.options)
+        chosen = from_settings(self.kv)
         super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed))
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         while len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate(layer=len(self.layers)))
-        bound = BoundKeys(self.layers[layer_idx], key_states, value_states)
+        layer = self.layers[layer_idx]
+        bound = BoundKeys(layer, key_states, value_states, layer.seen)
         return bound, bound
 
     @property
@@ -65,7 +65,8 @@ class BoundedCache(Cache):
             "A BoundedCache cannot be repeated: pass num_return_sequences, which repeats the prompts before prefill."
         )
 
-    batch_select_indices = batch_repeat_interleave
+    def batch_select_indices(self, indices: Tensor):
+        raise UserError("Rows of a BoundedCache cannot be selected: use greedy search, sampling or beam search.")
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -82,28 +83,33 @@ class BoundedLayer(CacheLayerMixin):
         self.seen = 0
         """Columns of the batch so far, padding included."""
         self.entered = 0
+        """Tokens after the prompt."""
+        self.prompts: list[int] = []
+        """Real tokens of each row's prompt."""
         self.held: list[int] = []
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, positions_BT):
-        rows, _, new, _ = queries_BQTD.shape
-        if positions_BT is None:
-            positions_BT = torch.arange(self.seen, self.seen + new, device=keys_BHTD.device)[None]
-        positions_BT = positions_BT.expand(rows, -1)
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+        new = queries_BQTD.shape[2]
+        real_BT = None if mask is None else mask[:, 0, -1, -new:]  # what the last query may see of the new tokens
         if self.cache is None:
-            out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, positions_BT)
+            out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT)
         else:
-            steps = [
-                self._step(queries_BQTD[:, :, t], keys_BHTD[:, :, t], values_BHTD[:, :, t], scale, positions_BT[:, t])
-                for t in range(new)
-            ]
+            if real_BT is not None and not bool(real_BT.all()):
+                raise UserError("A BoundedCache takes padding only on the left of the first prompt: pad nothing after it.")
+            steps = [self._step(queries_BQTD[:, :, t], keys_BHTD[:, :, t], values_BHTD[:, :, t], scale) for t in range(new)]
             out_BQTD = torch.stack(steps, dim=2)
         self.seen += new
         return out_BQTD
 
     def _prefill(
-        self, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, positions_BT: Tensor
+        self, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, real_BT: Tensor | None
     ) -> Tensor:
         rows, q_heads, total, dim = queries_BQTD.shape
+        counts = [total] * rows if real_BT is None else real_BT.sum(dim=-1).tolist()
+        if real_BT is not None and not bool((real_BT.long().diff(dim=-1) >= 0).all()):
+            raise UserError("A BoundedCache takes padding only on the left: set tokenizer.padding_side = 'left'.")
+        if min(counts) == 0:
+            raise UserError("A prompt is all padding in the first piece: leave prefill_chunk_size out, or pad less.")
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
         ring = self.kv.window if self.policy.uses_queries else 0
         self.cache = SlotCache(shape, rows, self.kv.capacity, ring, first_layer=self.layer)
@@ -111,19 +117,20 @@ class BoundedLayer(CacheLayerMixin):
         self.keys = self.cache.keys_LSHCD[0]
         self.values = self.cache.values_LSHCD[0]
         out_BQTD = torch.zeros_like(queries_BQTD)
-        for row, last in enumerate(positions_BT[:, -1].tolist()):
-            real = slice(total - (last + 1), total)  # real tokens count from 0, so the last position tells how many
-            q, k, v = (tensor[row : row + 1, :, real] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
-            out_BQTD[row, :, real] = causal_attention(q, k, v, scale=scale)[0]
+        for row, count in enumerate(counts):
+            q, k, v = (tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
+            out_BQTD[row, :, total - count :] = causal_attention(q, k, v, scale=scale)[0]
             place = ranks([[row]], [[derive(self.seed, row)]], shape.device)
             self.cache.fill(0, place, q, k, v, self.kv.budget, self.policy)
-            self.held.append(min(last + 1, self.kv.budget))
+        self.prompts = counts
+        self.held = [min(count, self.kv.budget) for count in counts]
         return out_BQTD
 
-    def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float, positions_B: Tensor) -> Tensor:
+    def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float) -> Tensor:
         cache = self.cache
         assert cache is not None
         rows = torch.arange(len(self.held), device=keys_BHD.device)
+        positions_B = torch.tensor(self.prompts, device=keys_BHD.device) + self.entered
         cache.append(0, rows, keys_BHD, values_BHD)
         cache.append_queries(0, rows, queries_BQD, positions_B)
         cache.advance(rows, positions_B)
@@ -139,19 +146,16 @@ class BoundedLayer(CacheLayerMixin):
         )
         self.entered += 1
         if self.entered % self.kv.interval == 0:
-            self._compact((positions_B + 1).tolist())
+            self._compact()
         return out_BQD
 
-    def _compact(self, ends: list[int]) -> None:
+    def _compact(self) -> None:
         assert self.cache is not None
-        due_by_held = defaultdict(list)
-        for row, held in enumerate(self.held):
-            if held > self.kv.budget:
-                due_by_held[held].append(row)
-        for held, due in due_by_held.items():
-            seeds = [derive(self.seed, row) for row in due]
-            self.cache.compact(due, held, self.kv.budget, self.policy, ends=[ends[row] for row in due], seeds=seeds)
-            for row in due:
+        for held, rows in due(self.held, self.kv.budget).items():
+            ends = [self.prompts[row] + self.entered for row in rows]
+            seeds = [derive(self.seed, row) for row in rows]
+            self.cache.compact(rows, held, self.kv.budget, self.policy, ends=ends, seeds=seeds)
+            for row in rows:
                 self.held[row] = self.kv.budget
 
     # What transformers asks of a layer
@@ -174,7 +178,7 @@ class BoundedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     def reset(self) -> None:
-        self.cache, self.seen, self.entered, self.held = None, 0, 0, []
+        self.cache, self.seen, self.entered, self.prompts, self.held = None, 0, 0, [], []
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -182,3 +186,4 @@ class BoundedLayer(CacheLayerMixin):
         if self.cache is not None:
             self.cache.reorder(beam_idx)
             self.held = [self.held[row] for row in beam_idx.tolist()]
+            self.prompts = [self.prompts[row] for row in beam_idx.tolist()]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..kernels.counter_rng import mix
 from .policies import Policy
+from .policies.rkv import TILE_ROWS
 
 SCRATCH_SHARE = 0.05  # of the cache, for the temporaries of a compaction
-ROW_SCRATCH = 4  # temporaries of one compacted row over the row's own bytes: copies, float32 keys, what is kept
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ class SlotCache:
         """Of what lies beside them: positions, lengths and the ring of queries."""
         beside = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
         return sum(tensor.untyped_storage().nbytes() for tensor in beside)
+
+    def clear(self) -> None:
+        for tensor in (self.keys_LSHCD, self.values_LSHCD, self.queries_LSQWD, self.positions_LSHC, self.lengths_S):
+            tensor.zero_()
 
     # Writing
 
@@ -178,7 +182,7 @@ class SlotCache:
         seeds_n = torch.tensor(seeds, device=device)
         protected_n = None if protected is None else torch.tensor(protected, device=device)
         dropped = []
-        for layer_R, which_R in self._tiles(len(slots)):
+        for layer_R, which_R in self._tiles(len(slots), held):
             slot_R = slots_n[which_R]
             keys_RHTD = self.keys_LSHCD[layer_R, slot_R, :, :held]
             values_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held]
@@ -200,12 +204,20 @@ class SlotCache:
         self.lengths_S[slots_n] = budget
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
-    def _tiles(self, slots: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tiles(self, slots: int, held: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(layer, index of the slot) of each row, layer by layer, as many rows at a time as the scratch takes."""
-        rows = max(1, int(self.shape.layers * self.slots * SCRATCH_SHARE / ROW_SCRATCH))
+        rows = max(1, int(SCRATCH_SHARE * self.kv_bytes / self._row_scratch_bytes(held)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots
+
+    def _row_scratch_bytes(self, held: int) -> int:
+        """What compacting one row takes beside the cache: copies of keys and values, what is kept of them, three
+        float32 forms of the keys, and a tile of R-KV's similarities with its comparisons, the hungriest of the policies."""
+        key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
+        float_bytes = held * self.shape.head_dim * 4
+        similarity_bytes = min(held, TILE_ROWS) * held * 10
+        return self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
 
     def _ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
         """The window's queries [R, Q, W, D], oldest first."""
@@ -214,11 +226,22 @@ class SlotCache:
         return self.queries_LSQWD[layer_R[:, None], slot_R[:, None], :, places_RW].transpose(1, 2)
 
 
+def due(held: list[int], budget: int) -> dict[int, list[int]]:
+    """The slots that hold more than the budget, by how many tokens they hold: those are compacted together."""
+    found: dict[int, list[int]] = {}
+    for slot, tokens in enumerate(held):
+        if tokens > budget:
+            found.setdefault(tokens, []).append(slot)
+    return found
+
+
 def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:
     return tensor_BHTD.gather(2, kept_BHK[..., None].expand(-1, -1, -1, tensor_BHTD.shape[-1]))
 
 
 def _dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
     """The positions that are not kept, ascending, as int32 [B, H, T - K]."""
-    gone_BHT = torch.ones_like(positions_BHT, dtype=torch.bool).scatter_(2, kept_BHK, False)
-    return positions_BHT[gone_BHT].view(*positions_BHT.shape[:2], -1).to(torch.int32)
+    is_kept_BHT = torch.zeros(positions_BHT.shape, dtype=torch.uint8, device=kept_BHK.device).scatter_(2, kept_BHK, 1)
+    order_BHT = is_kept_BHT.sort(dim=-1, stable=True).indices  # a mask would have to ask the device how many
+    dropped = positions_BHT.shape[2] - kept_BHK.shape[2]
+    return positions_BHT.gather(2, order_BHT[..., :dropped]).to(torch.int32)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import UserError
 from ..kernels.attention import causal_attention, shadow_attention
 from ..kv.trace import NEVER
-from ..models.attention import NAME, prepare, run
+from ..models.attention import prepare, run
 from ..rollout.rollout import Rollout
 
 
@@ -28,14 +28,15 @@ def replay(
     """Float32 log-probs of each rollout's response tokens, differentiable.
 
     `sparse` rebuilds what the sampler saw from `evicted_at`; `dense` sees every key. `temperature` is the rollouts' own
-    unless given. Rollouts are packed without padding, `tokens_per_pass` of them at a time (at least one rollout).
+    unless given (0 is greedy: log-probs at 1). Rollouts are packed without padding, `tokens_per_pass` of them at a time (at least one rollout).
     """
     if view not in ("sparse", "dense"):
         raise UserError(f"view = {view!r} is unknown: it is 'sparse' or 'dense'.")
     if view == "sparse" and any(rollout.trace is None for rollout in rollouts):
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
-    if model.config._attn_implementation != NAME:
-        prepare(model)
+    if temperature is not None and temperature < 0:
+        raise UserError(f"temperature = {temperature} must not be negative.")
+    prepare(model)
     return [
         logprobs for pack in _packs(rollouts, tokens_per_pass) for logprobs in _replay_pack(model, pack, view, temperature)
     ]
@@ -77,7 +78,8 @@ def _replay_pack(model: PreTrainedModel, pack: list[Rollout], view: str, tempera
     )[0]
     results, start = [], 0
     for rollout in pack:
-        logits = logits_nV[start : start + len(rollout.response)].float() / (temperature or rollout.temperature)
+        divisor = rollout.temperature if temperature is None else temperature or 1.0  # log-probs of greedy are at 1
+        logits = logits_nV[start : start + len(rollout.response)].float() / divisor
         targets = torch.tensor(rollout.response, device=device)
         results.append(logits.log_softmax(dim=-1).gather(-1, targets[:, None]).squeeze(-1))
         start += len(rollout.response)
@@ -105,7 +107,7 @@ class ReplayView:
     def __init__(self, spans: list[Span]):
         self.spans = spans
 
-    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, positions_1N):
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         outputs = []
         for span in self.spans:
             q, k, v = (tensor[:, :, span.start : span.stop] for tensor in (queries_1QND, keys_1HND, values_1HND))

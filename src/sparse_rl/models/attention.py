@@ -1,12 +1,13 @@
 """Where transformers models meet our caches: one attention function, registered once, that hands over to a view.
 
-A view is whatever answers `attend(layer, queries, keys, values, scale, positions)`: the prompts being prefilled, the
+A view is whatever answers `attend(layer, queries, keys, values, scale, mask)`: the prompts being prefilled, the
 slots being decoded, a rollout being replayed. It travels as an argument of the model's forward, or inside the keys a
 cache returns. Without a view the function is transformers' own SDPA, so a prepared model behaves as before.
 """
 
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,43 +24,47 @@ NAME = "sparse_rl"
 
 class View(Protocol):
     def attend(
-        self,
-        layer: int,
-        queries_BQTD: Tensor,
-        keys_BHTD: Tensor,
-        values_BHTD: Tensor,
-        scale: float,
-        positions_BT: Tensor | None,
+        self, layer: int, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, mask: Tensor | None
     ) -> Tensor:
-        """[B, Q, T, D]."""
+        """[B, Q, T, D]. Only the view of a transformers cache looks at the mask, for padding."""
         ...
 
 
 @dataclass(frozen=True)
 class BoundKeys:
-    """Keys and values on their way to the view of a transformers cache."""
+    """Keys and values on their way to the view of a transformers cache, which has `seen` so many tokens before them."""
 
     view: View
     keys_BHTD: Tensor
     values_BHTD: Tensor
+    seen: int
 
     def __getattr__(self, name: str):
         raise UserError(
-            "A BoundedCache needs the attention that knows it: call model.set_attn_implementation('sparse_rl') first."
+            "A BoundedCache needs the attention that knows it: call model.set_attn_implementation('sparse_rl') first "
+            "(if you did, this model handles keys in a way of its own and cannot use one)."
         )
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, sparse_view=None, position_ids=None, **kwargs):
+def attention(module, query, key, value, attention_mask, scaling=None, sparse_view=None, **kwargs):
     if isinstance(key, BoundKeys):
+        window, tokens = kwargs.get("sliding_window"), key.seen + query.shape[2]
+        if window and tokens > window:
+            raise UserError(f"A BoundedCache does not slide: {tokens} tokens pass the model's sliding window of {window}.")
         sparse_view, key, value = key.view, key.keys_BHTD, key.values_BHTD
     if sparse_view is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for name, meaning in UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise UserError(f"{type(module).__name__} uses {meaning}, which is not supported: use another model.")
     if isinstance(sparse_view, _Probe):
-        sparse_view.note(query, key, value, kwargs)
+        sparse_view.note(query, key, value, attention_mask, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out_BQTD = sparse_view.attend(module.layer_idx, query, key, value, scale, position_ids)
+    out_BQTD = sparse_view.attend(module.layer_idx, query, key, value, scale, attention_mask)
     return out_BQTD.transpose(1, 2).contiguous(), None
 
+
+UNSUPPORTED = {"softcap": "soft-capped logits", "s_aux": "learned sinks", "position_bias": "a position bias"}
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -79,11 +84,10 @@ class AttentionLimits:
 
 def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: View, keep: Tensor | int) -> Tensor:
     """Logits [B, n, V] of the tokens `keep` names, with attention left to the view."""
-    no_mask = tokens_BT.new_empty(1, 1, 1, 1, dtype=torch.bool)  # four dimensions: transformers builds none of its own
     output = model(
         input_ids=tokens_BT,
         position_ids=positions_BT,
-        attention_mask=no_mask,
+        attention_mask=tokens_BT.new_empty(NO_MASK, dtype=torch.bool),
         use_cache=False,
         logits_to_keep=keep,
         sparse_view=view,
@@ -91,10 +95,46 @@ def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: V
     return output.logits
 
 
+NO_MASK = (1, 1, 1, 1)  # four dimensions: transformers takes it for a finished mask and builds none of its own
+
+_prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
+
+
 def prepare(model: PreTrainedModel) -> AttentionLimits:
-    """Switch the model to our attention and find out, with one token, whether its attention is one we get right."""
+    """Switch the model to our attention and find out, with one token, whether its attention is one we get right.
+
+    Done once for a model; again if its attention, dtype or device was changed since.
+    """
+    known = _prepared.get(model)
+    place = (model.dtype, model.device)
+    if known is not None and model.config._attn_implementation == NAME and place == (known.shape.dtype, known.shape.device):
+        return known
     config = model.config.get_text_config()
     kind = f"{type(model).__name__} ({config.model_type})"
+    _refuse_by_config(model, config, kind)
+    before = model.config._attn_implementation
+    probe = _Probe()
+    try:
+        model.set_attn_implementation(NAME)
+        with torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            run(model, token, token, probe, keep=1)
+        shape = probe.shape(kind, config.num_hidden_layers)
+    except Exception as error:
+        model.set_attn_implementation(before)
+        if isinstance(error, UserError):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{kind} does not run with sparse-rl's attention ({reason}): use another model.") from error
+    windows = [*probe.sliding_windows, *_windows_of_the_mask(config)]
+    limits = AttentionLimits(
+        shape, getattr(config, "max_position_embeddings", None), min(windows, default=None), config.vocab_size
+    )
+    _prepared[model] = limits
+    return limits
+
+
+def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
     if model.config.is_encoder_decoder:
         raise UserError(f"{kind} is an encoder-decoder: sparse-rl takes decoder-only causal language models.")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -106,23 +146,14 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
             )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UserError(f"{kind} shares keys between layers, which a cache per layer cannot hold: use another model.")
-    before = model.config._attn_implementation
-    probe = _Probe()
-    try:
-        model.set_attn_implementation(NAME)
-        with torch.no_grad():
-            token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            run(model, token, token, probe, keep=1)
-        shape = probe.shape(kind, config.num_hidden_layers)
-    except BaseException:
-        model.set_attn_implementation(before)
-        raise
-    return AttentionLimits(
-        shape=shape,
-        context=getattr(config, "max_position_embeddings", None),
-        sliding_window=min(probe.sliding_windows, default=None),
-        vocab=config.vocab_size,
-    )
+
+
+def _windows_of_the_mask(config) -> list[int]:
+    """Windows that some models apply only through the mask, which our views do without."""
+    layer_types = getattr(config, "layer_types", None)
+    local = layer_types is None or any(kind != "full_attention" for kind in layer_types)
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return [size for size in sizes if size] if local else []
 
 
 @dataclass
@@ -132,17 +163,17 @@ class _Probe:
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple] = field(default_factory=set)
     sliding_windows: list[int] = field(default_factory=list)
-    extras: set[str] = field(default_factory=set)
+    own_mask: bool = False
     last: Tensor | None = None
 
-    def note(self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict) -> None:
+    def note(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
         self.shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
         if kwargs.get("sliding_window"):
             self.sliding_windows.append(kwargs["sliding_window"])
-        self.extras |= {name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None}
+        self.own_mask |= mask is None or mask.dtype != torch.bool or mask.shape != NO_MASK
         self.last = key
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, positions_BT):
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
         self.layers.append(layer)
         groups = queries_BQTD.shape[1] // values_BHTD.shape[1]
         return values_BHTD.repeat_interleave(groups, dim=1)  # one token attends to itself
@@ -152,14 +183,6 @@ class _Probe:
             raise UserError(
                 f"{kind} does not compute attention through transformers' attention interface: use a model that does."
             )
-        if sorted(self.layers) != list(range(layers)):
-            raise UserError(
-                f"{kind} has attention in {len(self.layers)} of {layers} layers (a hybrid model): "
-                "use a model with attention in every layer."
-            )
-        if self.extras:
-            names = {"softcap": "soft-capped logits", "s_aux": "learned sinks", "position_bias": "a position bias"}
-            raise UserError(f"{kind} uses {names[min(self.extras)]} in attention, which is not supported: use another model.")
         if len(self.shapes) > 1:
             raise UserError(
                 f"{kind} has layers of different head shapes, which one cache tensor cannot hold: use another model."
@@ -169,4 +192,11 @@ class _Probe:
             raise UserError(
                 f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
             )
+        if sorted(self.layers) != list(range(layers)):
+            raise UserError(
+                f"{kind} calls attention {len(self.layers)} times in {layers} layers, as hybrid models do: "
+                "use a model with attention once in every layer."
+            )
+        if self.own_mask:
+            raise UserError(f"{kind} masks attention in a way of its own, which is not supported: use another model.")
         return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)

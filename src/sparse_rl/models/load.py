@@ -28,7 +28,12 @@ def load_model(
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(_sentence("model", path, error)) from error
-    return model.to(device).eval()
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"Device {device!r} cannot be used ({str(error).splitlines()[0]}): name another with --device."
+        ) from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

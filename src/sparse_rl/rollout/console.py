@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from ..kv.policies import get
+from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.load import load_model, load_tokenizer
 from .engine import Engine
@@ -22,8 +22,7 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling) -> None:
     """`sparse-rl generate`."""
     if args.samples_per_prompt < 1 or args.slots < 1:
         raise UserError("samples-per-prompt and slots must both be at least 1.")
-    if kv.policy != "full":
-        get(kv.policy, window=kv.window, sinks=kv.sinks, **kv.options)  # a typo shows before the model is loaded
+    from_settings(kv)  # a typo shows before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     prompts = [encode(tokenizer, prompt, raw=args.raw) for prompt in args.prompts]
     model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
@@ -48,7 +47,7 @@ class Printer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: int, samples: int):
         self.tokenizer, self.samples, self.total = tokenizer, samples, prompts * samples
         self.tokens: list[list[int]] = [[] for _ in range(self.total)]
-        self.current, self.printed = 0, ""
+        self.current, self.started, self.printed = 0, False, ""
         self.ended: set[int] = set()
 
     def __call__(self, progress: Progress) -> None:
@@ -62,19 +61,20 @@ class Printer:
             self._next()
 
     def _print_more(self) -> None:
-        if not self.printed and self.total > 1 and self.tokens[self.current]:
+        if not self.started and self.total > 1 and self.tokens[self.current]:
             prompt, sample = divmod(self.current, self.samples)
             sys.stdout.write(f"--- prompt {prompt + 1}, sample {sample + 1} ---\n")
+            self.started = True
         text = printable(self.tokenizer.decode(self.tokens[self.current], skip_special_tokens=True))
         if self.current not in self.ended:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the rest of a character is still to come
         sys.stdout.write(text[len(self.printed) :])
         sys.stdout.flush()
-        self.printed = text or self.printed
+        self.printed = text
 
     def _next(self) -> None:
         sys.stdout.write("\n")
-        self.current, self.printed = self.current + 1, ""
+        self.current, self.started, self.printed = self.current + 1, False, ""
 
     def close(self) -> None:
         sys.stdout.write("\n")

@@ -21,7 +21,7 @@ class DecodeView:
         self.cache, self.positions_S, self.longest, self.even = cache, positions_S, longest, even
         self.rows = torch.arange(len(positions_S), device=positions_S.device)
 
-    def attend(self, layer, queries_SQ1D, keys_SH1D, values_SH1D, scale, positions):
+    def attend(self, layer, queries_SQ1D, keys_SH1D, values_SH1D, scale, mask):
         cache, active = self.cache, len(self.rows)
         cache.append(layer, self.rows, keys_SH1D.squeeze(2), values_SH1D.squeeze(2))
         cache.append_queries(layer, self.rows, queries_SQ1D.squeeze(2), self.positions_S)

@@ -8,12 +8,13 @@ from transformers import PreTrainedModel
 from ..errors import UserError
 from ..kernels.counter_rng import derive
 from ..kv.cache import SlotCache
-from ..kv.policies import get
+from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.attention import prepare
 from .generation import Generation
 from .rollout import Rollout
 from .scheduler import Request
+from .selfcheck import check_attention
 from .settings import Sampling
 from .stats import Progress, Stats
 
@@ -29,12 +30,13 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, kv: KV | None = None, *, slots: int = 64, prefill_tokens: int = 8192):
         self.kv = kv or KV()
-        options = {"window": self.kv.window, "sinks": self.kv.sinks} if self.kv.policy != "full" else {}
-        self.policy = get(self.kv.policy, **options, **self.kv.options)
-        if slots < 1 or prefill_tokens < 1:
-            raise UserError(f"slots = {slots} and prefill_tokens = {prefill_tokens} must both be at least 1.")
+        self.policy = from_settings(self.kv)
+        for name, value in (("slots", slots), ("prefill_tokens", prefill_tokens)):
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} = {value!r} must be a whole number of at least 1.")
         self.model, self.slots, self.prefill_tokens = model, slots, prefill_tokens
         self.limits = prepare(model)
+        check_attention(model, self.limits)
         self.chunk = CHUNK
         if self.policy.evicts:
             self.chunk = max(step for step in range(1, CHUNK + 1) if self.kv.interval % step == 0)
@@ -58,6 +60,8 @@ class Engine:
         evictions out (`evicted_at` is then None). `progress` is called between chunks of steps.
         """
         sampling = sampling or Sampling()
+        if prepare(self.model).shape != self.limits.shape:
+            raise UserError("The model's dtype or device changed since the engine was built: build a new Engine.")
         prompts = self._checked(prompts, samples, sampling, seeds, allow_beyond_context)
         requests: list[Request] = []
         for group, prompt in enumerate(prompts):
@@ -87,6 +91,9 @@ class Engine:
         try:
             with torch.no_grad():
                 return generation.run()
+        except BaseException:
+            self.cache.clear()  # what a failed call left, NaNs perhaps, must not reach the next one
+            raise
         finally:
             self.model.train(was_training)
 
@@ -110,44 +117,48 @@ class Engine:
 
     def _checked(self, prompts, samples, sampling, seeds, allow_beyond_context) -> list[list[int]]:
         """All that can be wrong with a request, before any work starts."""
-        if isinstance(prompts, str) or any(isinstance(prompt, (str, int)) for prompt in prompts):
+        prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
+        if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
             raise UserError("Prompts are lists of token ids: encode text with the model's tokenizer first.")
         if len(prompts) == 0 or samples < 1:
             raise UserError(f"There is nothing to sample: {len(prompts)} prompts with {samples} samples each.")
-        if seeds is not None and len(seeds) != len(prompts) * samples:
+        if seeds is not None and (len(seeds) != len(prompts) * samples or not all(0 <= seed < 2**63 for seed in seeds)):
             raise UserError(
-                f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: give one per rollout."
+                f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: "
+                "give one per rollout, from 0 to 2**63 - 1."
             )
-        prompts = [[int(token) for token in prompt] for prompt in prompts]
-        limits = self.limits
         for number, prompt in enumerate(prompts):
-            if not prompt:
-                raise UserError(f"Prompt {number} is empty: give it at least one token, such as the model's BOS.")
-            if min(prompt) < 0 or max(prompt) >= limits.vocab:
-                wrong = next(token for token in prompt if not 0 <= token < limits.vocab)
+            self._check_prompt(number, prompt, sampling, allow_beyond_context)
+        return [list(prompt) for prompt in prompts]
+
+    def _check_prompt(self, number: int, prompt: Sequence[int], sampling: Sampling, allow_beyond_context: bool) -> None:
+        limits, kv, tokens = self.limits, self.kv, len(prompt)
+        if not tokens:
+            raise UserError(f"Prompt {number} is empty: give it at least one token, such as the model's BOS.")
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < limits.vocab:
                 raise UserError(
-                    f"Prompt {number} has token id {wrong}, outside the vocabulary of {limits.vocab}: is it this model's tokenizer?"
+                    f"Prompt {number} has token id {token}, outside the vocabulary of {limits.vocab}: "
+                    "encode it with this model's tokenizer."
                 )
-            if len(prompt) > self.prefill_tokens:
-                raise UserError(
-                    f"Prompt {number} has {len(prompt)} tokens, more than prefill_tokens = {self.prefill_tokens}: raise that."
-                )
-            if self.kv.protect_prompt and self.policy.evicts and self.kv.budget - len(prompt) < self.kv.window + 1:
-                raise UserError(
-                    f"Prompt {number} has {len(prompt)} tokens and is protected, which leaves fewer than window + 1 = "
-                    f"{self.kv.window + 1} of kv.budget = {self.kv.budget}: try --kv.budget {len(prompt) + 64}."
-                )
-        longest = max(range(len(prompts)), key=lambda number: len(prompts[number]))
-        room = [
-            (limits.context, "context"),
-            (limits.sliding_window, "sliding attention window, beyond which its layers forget on their own"),
-        ]
-        for limit, name in room[allow_beyond_context:]:
-            if limit is not None and len(prompts[longest]) + sampling.max_tokens > limit:
-                fits = limit - len(prompts[longest])
+        room = [(limits.sliding_window, "sliding attention window, beyond which its layers forget on their own,")]
+        if not allow_beyond_context:
+            room.append((limits.context, "context"))
+        for limit, name in room:
+            if limit is not None and tokens + sampling.max_tokens > limit:
+                fits = limit - tokens
                 remedy = f"max_tokens = {fits} fits" if fits > 0 else "shorten the prompt"
                 raise UserError(
-                    f"Prompt {longest} has {len(prompts[longest])} tokens and with max_tokens = {sampling.max_tokens} "
+                    f"Prompt {number} has {tokens} tokens and with max_tokens = {sampling.max_tokens} "
                     f"passes the model's {name} of {limit}: {remedy}."
                 )
-        return prompts
+        if tokens > self.prefill_tokens:
+            raise UserError(
+                f"Prompt {number} has {tokens} tokens, more than pass through the model at once: "
+                f"build the engine with prefill_tokens = {tokens} or more."
+            )
+        if kv.protect_prompt and self.policy.evicts and kv.budget - tokens < kv.window + 1:
+            raise UserError(
+                f"Prompt {number} has {tokens} tokens and is protected, which leaves fewer than window + 1 = "
+                f"{kv.window + 1} of kv.budget = {kv.budget}: try --kv.budget {tokens + 64}."
+            )

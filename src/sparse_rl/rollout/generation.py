@@ -2,8 +2,8 @@
 
 # L layers, H kv heads, N tokens dropped, V vocabulary
 
+import math
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..errors import UserError
 from ..kernels.counter_rng import uniform
 from ..kernels.linear import decode_context
-from ..kv.cache import SlotCache
+from ..kv.cache import SlotCache, due
 from ..kv.policies import Policy
 from ..kv.settings import KV
 from ..kv.trace import TraceRecorder
@@ -74,7 +75,8 @@ class Generation:
                 self._retire()
                 self._compact()
             self._report()
-        return [rollout for rollout in self.rollouts if rollout is not None]
+        assert all(rollout is not None for rollout in self.rollouts)
+        return self.rollouts  # type: ignore[return-value]
 
     # Prompts
 
@@ -153,6 +155,8 @@ class Generation:
         tokens = torch.tensor([sequence.response[-1] for sequence in active], device=device)
         positions = torch.tensor([sequence.position for sequence in active], device=device)
         seeds = torch.tensor([sequence.request.seed for sequence in active], device=device)
+        # A sequence that ends within the chunk idles to its end; its position must not pass what the model was made for.
+        last = torch.tensor([len(s.request.prompt) + self.sampling.max_tokens - 1 for s in active], device=device)
         longest = max(sequence.held for sequence in active)
         even = longest == min(sequence.held for sequence in active)
         sampled, sampled_logprobs = [], []
@@ -162,7 +166,7 @@ class Generation:
                     self.model,
                     self.cache,
                     tokens,
-                    positions + step,
+                    torch.minimum(positions + step, last),
                     seeds,
                     self.sampling,
                     longest=longest + step + 1,
@@ -184,6 +188,8 @@ class Generation:
         self.stats.decode_s += self._now() - started
 
     def _take(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> int:
+        if not all(map(math.isfinite, logprobs)):
+            raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
         taken = sequence.take(tokens, logprobs, self.scheduler.stop, self.sampling.max_tokens)
         self.stats.tokens += taken
         self.new_tokens.setdefault(sequence.request.index, []).extend(tokens[:taken])
@@ -194,13 +200,14 @@ class Generation:
         for source, slot in moves:
             self.cache.copy_slot(self.cache, source, slot, self.scheduler.active[slot].held)
         for sequence in finished:
+            assert sequence.finish is not None
             request, shape = sequence.request, self.cache.shape
             tokens = len(request.prompt) + len(sequence.response)
             self.rollouts[request.index] = Rollout(
                 prompt=request.prompt,
                 response=sequence.response,
                 logprobs=torch.tensor(sequence.logprobs, dtype=torch.float32),
-                finish=sequence.finish or "length",
+                finish=sequence.finish,
                 kv_peak=sequence.kv_peak,
                 temperature=self.sampling.logprob_temperature,
                 seed=request.seed,
@@ -216,27 +223,25 @@ class Generation:
         if not self.policy.evicts:
             return
         started = self._now()
-        due_by_held = defaultdict(list)
-        for slot, sequence in enumerate(self.scheduler.active):
-            if sequence.entered % self.kv.interval == 0 and sequence.held > self.kv.budget:
-                due_by_held[sequence.held].append(slot)
-        for held, slots in due_by_held.items():
-            due = [self.scheduler.active[slot] for slot in slots]
+        active = self.scheduler.active
+        full_intervals = [sequence.held if sequence.entered % self.kv.interval == 0 else 0 for sequence in active]
+        for held, slots in due(full_intervals, self.kv.budget).items():
+            ripe = [active[slot] for slot in slots]
             dropped_LnHN = self.cache.compact(
                 slots,
                 held,
                 self.kv.budget,
                 self.policy,
-                ends=[sequence.position for sequence in due],
-                seeds=[sequence.request.seed for sequence in due],
-                protected=[len(sequence.request.prompt) for sequence in due] if self.kv.protect_prompt else None,
+                ends=[sequence.position for sequence in ripe],
+                seeds=[sequence.request.seed for sequence in ripe],
+                protected=[len(sequence.request.prompt) for sequence in ripe] if self.kv.protect_prompt else None,
             )
             dropped_LnHN = dropped_LnHN.cpu() if self.record else dropped_LnHN
-            for index, sequence in enumerate(due):
+            for index, sequence in enumerate(ripe):
                 sequence.held = self.kv.budget
                 if self.record:
                     sequence.trace.record(sequence.entered, dropped_LnHN[:, index])
-            self.stats.compactions += len(due)
+            self.stats.compactions += len(ripe)
         self.stats.compaction_s += self._now() - started
 
     def _report(self) -> None:

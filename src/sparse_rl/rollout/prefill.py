@@ -77,7 +77,7 @@ class PrefillView:
     def __init__(self, cache: SlotCache, policy: Policy, kv: KV, rows: list[Row]):
         self.cache, self.policy, self.kv, self.rows = cache, policy, kv, rows
 
-    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, positions_1N):
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         outputs = []
         for row in self.rows:
             count = len(row.ranks[0].rows_m)

@@ -10,7 +10,7 @@ class Stats:
     tokens: int = 0
     """Response tokens in the rollouts; what was sampled after a stop does not count."""
     prompt_tokens: int = 0
-    """Prefilled: each prompt once per group."""
+    """Prefilled: each prompt once per group, unless its samples drop different keys of it and wait for a slot."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compaction_s: float = 0.0

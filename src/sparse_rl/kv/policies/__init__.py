@@ -5,8 +5,10 @@ import importlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
+from inspect import signature
 
 from ...errors import UserError
+from ..settings import KV
 from .base import Policy
 from .full import Full
 from .keydiff import KeyDiff
@@ -17,7 +19,7 @@ from .snapkv import SnapKV
 from .streaming import Streaming
 from .tova import TOVA
 
-__all__ = ["ENTRY_POINT_GROUP", "POLICIES", "Policy", "find", "get"]
+__all__ = ["ENTRY_POINT_GROUP", "POLICIES", "Policy", "find", "from_settings", "get"]
 
 ENTRY_POINT_GROUP = "sparse_rl.policies"
 
@@ -33,6 +35,20 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
+def from_settings(kv: KV) -> Policy:
+    """The policy a section names, with its window, sinks and options."""
+    for name in ("window", "sinks"):
+        if name in kv.options:
+            raise UserError(f"kv.options has {name}, which is an option of its own: set kv.{name} = {kv.options[name]}.")
+    forced = {} if kv.policy == "full" else {"window": kv.window, "sinks": kv.sinks}
+    policy = get(kv.policy, **forced, **kv.options)
+    if kv.protect_prompt and "protected" not in signature(policy.select).parameters:
+        raise UserError(
+            f"Policy {kv.policy} has a select() without `protected`, which kv.protect_prompt needs: add that argument."
+        )
+    return policy
+
+
 def get(name: str, **options) -> Policy:
     """The policy of that name with its options: `get("rkv", window=8, sinks=4, mix=0.1)`.
 
@@ -46,9 +62,14 @@ def get(name: str, **options) -> Policy:
             if option not in known:
                 raise UserError(f"Policy {name} has no option {option!r}{_nearest(option, known)}; it has {', '.join(known)}.")
     try:
-        return make(**options)
+        policy = make(**options)
     except (TypeError, ValueError) as error:
         raise UserError(f"Policy {name} refused its options: {error}") from error
+    if not isinstance(policy, Policy):
+        raise UserError(
+            f"{name} makes a {type(policy).__name__}, which is no policy: derive it from sparse_rl.kv.policies.Policy."
+        )
+    return policy
 
 
 def find(name: str) -> Callable[..., Policy]:

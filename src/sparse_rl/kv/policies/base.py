@@ -4,7 +4,8 @@ A policy is a frozen dataclass with one method, `scores`. It sees rotated querie
 cache and knows no model, no slots and no schedule.
 """
 
-# B rows, Hq query heads, H kv heads, W queries of the window, T cached tokens, D head dimension; n scored tokens
+# queries [B, Q, W, D], keys and values [B, H, T, D], already rotated: B rows, Q query heads, H kv heads, W window,
+# T cached tokens, D head dimension; n scored tokens
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,9 +40,9 @@ class Policy:
 
     def scores(
         self,
-        queries_BHWD: Tensor | None,
-        keys_BHTD: Tensor,
-        values_BHTD: Tensor,
+        queries: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
         *,
         seeds: Tensor | None = None,
         positions: Tensor | None = None,
@@ -51,9 +52,9 @@ class Policy:
 
     def select(
         self,
-        queries_BHWD: Tensor | None,
-        keys_BHTD: Tensor,
-        values_BHTD: Tensor,
+        queries: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
         budget: int,
         *,
         seeds: Tensor | None = None,
@@ -65,12 +66,12 @@ class Policy:
         `seeds` [B] is the row's own, `positions` [B, H, T] are absolute, and `protected` [B] counts leading keys
         that stay beside the sinks. Ties go to the lower position (see `rank`).
         """
-        rows, heads, total, _ = keys_BHTD.shape
-        index_T = torch.arange(total, device=keys_BHTD.device)
+        rows, heads, total, _ = keys.shape
+        index_T = torch.arange(total, device=keys.device)
         if total <= budget:
             return index_T.expand(rows, heads, total)  # type: ignore[return-value]
         competing = total - self.window
-        scores_BHn = self.scores(queries_BHWD, keys_BHTD, values_BHTD, seeds=seeds, positions=positions)
+        scores_BHn = self.scores(queries, keys, values, seeds=seeds, positions=positions)
         scores_BHn = scores_BHn[..., :competing].float()
         forced_Bn = index_T[None, :competing] < self.sinks
         if protected is not None:
@@ -84,7 +85,7 @@ class Policy:
 def rank(scores_BHn: Tensor) -> LongTensor:
     """Indices from best to worst, [B, H, n]; among ties the lower position first.
 
-    Neighbours in score that are equal up to rounding are ties. They are common (the first layer's keys of one token
+    Neighbours in score that are equal up to rounding are ties, and a tie's ties are, too. They are common (the first layer's keys of one token
     have the same norm at every position, max pooling repeats its maximum), and were they left to the last bit, the
     choice would change with the batch a sequence happens to run in.
     """

@@ -14,9 +14,9 @@ class Full(Policy):
 
     evicts: ClassVar[bool] = False
 
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        return keys_BHTD.new_zeros(keys_BHTD.shape[:3], dtype=torch.float32)
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
-    def select(self, queries_BHWD, keys_BHTD, values_BHTD, budget, *, seeds=None, positions=None, protected=None):
-        rows, heads, total, _ = keys_BHTD.shape
-        return torch.arange(total, device=keys_BHTD.device).expand(rows, heads, total)
+    def select(self, queries, keys, values, budget, *, seeds=None, positions=None, protected=None):
+        rows, heads, total, _ = keys.shape
+        return torch.arange(total, device=keys.device).expand(rows, heads, total)

@@ -9,7 +9,6 @@ from .base import Policy
 
 @dataclass(frozen=True)
 class KeyDiff(Policy):
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        keys = keys_BHTD.float()
-        anchor_BH1D = F.normalize(keys, dim=-1).mean(dim=2, keepdim=True)
-        return -F.cosine_similarity(keys, anchor_BH1D, dim=-1)
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        anchor_BH1D = F.normalize(keys.float(), dim=-1).mean(dim=2, keepdim=True)
+        return -F.cosine_similarity(keys.float(), anchor_BH1D, dim=-1)

@@ -7,5 +7,5 @@ from .base import Policy
 
 @dataclass(frozen=True)
 class KNorm(Policy):
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        return -keys_BHTD.float().norm(dim=-1)
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return -keys.float().norm(dim=-1)

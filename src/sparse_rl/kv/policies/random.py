@@ -17,9 +17,9 @@ from .base import Policy
 class Random(Policy):
     uses_seeds: ClassVar[bool] = True
 
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        rows, heads, total, _ = keys_BHTD.shape
-        device = keys_BHTD.device
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        rows, heads, total, _ = keys.shape
+        device = keys.device
         if seeds is None:
             seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         if positions is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import Policy
-from .window_attention import decode_importance, pool
+from .window_attention import check_kernel, decode_importance, pool
 
 TILE_ROWS = 256  # of the similarity matrix: for long rows [T, T] per head never exists
 
@@ -27,9 +27,17 @@ class RKV(Policy):
 
     uses_queries: ClassVar[bool] = True
 
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        importance_BHn = pool(decode_importance(queries_BHWD, keys_BHTD), self.kernel, "max")
-        redundancy_BHn = redundancy(keys_BHTD, self.threshold)[..., : importance_BHn.shape[-1]]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kernel(self.kernel)
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix = {self.mix} must lie between 0 and 1.")
+        if not -1 <= self.threshold <= 1:
+            raise ValueError(f"threshold = {self.threshold} is a cosine and must lie between -1 and 1.")
+
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        importance_BHn = pool(decode_importance(queries, keys), self.kernel, "max")
+        redundancy_BHn = redundancy(keys, self.threshold)[..., : importance_BHn.shape[-1]]
         return self.mix * importance_BHn - (1 - self.mix) * redundancy_BHn
 
 
@@ -49,7 +57,9 @@ def redundancy(keys_BHTD: Tensor, threshold: float) -> Tensor:
         rows = column_T[start : start + TILE_ROWS]
         similarity_BHRT = unit_BHTD[:, :, start : start + TILE_ROWS] @ unit_BHDT
         similarity_BHRT[:, :, rows - start, rows] = 0
-        last_BHR1 = torch.where(similarity_BHRT > threshold, column_T, 0).amax(dim=-1, keepdim=True)
+        above_BHRT = similarity_BHRT > threshold
+        from_end_BHR1 = above_BHRT.flip(-1).view(torch.uint8).argmax(dim=-1, keepdim=True)
+        last_BHR1 = torch.where(above_BHRT.any(dim=-1, keepdim=True), total - 1 - from_end_BHR1, 0)
         similarity_BHRT.scatter_(-1, last_BHR1, 0)
         sums_BHT += similarity_BHRT.sum(dim=-2)
     return (sums_BHT / total).softmax(dim=-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from .base import Policy
-from .window_attention import causal_window_logits, decode_importance, pool
+from .window_attention import causal_window_logits, check_kernel, decode_importance, pool
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,14 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kernel(self.kernel)
         if self.form not in ("decode", "prefill") or self.pool not in ("max", "avg"):
             raise ValueError(f"snapkv knows form = decode or prefill and pool = max or avg, not {self.form}, {self.pool}.")
 
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
         if self.form == "decode":
-            return pool(decode_importance(queries_BHWD, keys_BHTD), self.kernel, self.pool)
-        weights_BHGWT = causal_window_logits(queries_BHWD, keys_BHTD).softmax(dim=-1)
+            return pool(decode_importance(queries, keys), self.kernel, self.pool)
+        weights_BHGWT = causal_window_logits(queries, keys).softmax(dim=-1)
         window, total = weights_BHGWT.shape[-2:]
         sums_BHGn = weights_BHGWT.sum(dim=-2)[..., : total - window]
         pooled_BHGn = pool(sums_BHGn.flatten(1, 2), self.kernel, self.pool).view_as(sums_BHGn)

@@ -9,6 +9,6 @@ from .base import Policy
 
 @dataclass(frozen=True)
 class Streaming(Policy):
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        rows, heads, total, _ = keys_BHTD.shape
-        return torch.arange(total, device=keys_BHTD.device, dtype=torch.float32).expand(rows, heads, total)
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        rows, heads, total, _ = keys.shape
+        return torch.arange(total, device=keys.device, dtype=torch.float32).expand(rows, heads, total)

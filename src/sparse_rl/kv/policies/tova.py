@@ -13,6 +13,6 @@ class TOVA(Policy):
 
     uses_queries: ClassVar[bool] = True
 
-    def scores(self, queries_BHWD, keys_BHTD, values_BHTD, *, seeds=None, positions=None):
-        weights_BHGT = window_logits(queries_BHWD[:, :, -1:], keys_BHTD).softmax(dim=-1).squeeze(-2)
-        return weights_BHGT.mean(dim=(1, 2))[:, None].expand(keys_BHTD.shape[:3])
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        weights_BHGT = window_logits(queries[:, :, -1:], keys).softmax(dim=-1).squeeze(-2)
+        return weights_BHGT.mean(dim=(1, 2))[:, None].expand(keys.shape[:3])

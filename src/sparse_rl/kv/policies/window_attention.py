@@ -25,6 +25,11 @@ def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
     return logits_BHWn.softmax(dim=-1).mean(dim=-2)
 
 
+def check_kernel(kernel: int) -> None:
+    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"kernel = {kernel!r} must be an odd number of tokens, such as 7.")
+
+
 def pool(scores_BHn: Tensor, kernel: int, kind: str) -> Tensor:
     """Max or average pooling along time, stride 1, same length."""
     pooling = F.max_pool1d if kind == "max" else F.avg_pool1d
