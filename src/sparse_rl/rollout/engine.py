@@ -35,8 +35,13 @@ class Engine:
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} = {value!r} must be a whole number of at least 1.")
         self.model, self.slots, self.prefill_tokens = model, slots, prefill_tokens
+        before = model.config._attn_implementation
         self.limits = prepare(model)
-        check_attention(model, self.limits)
+        try:
+            check_attention(model, self.limits)
+        except UserError:
+            model.set_attn_implementation(before)
+            raise
         self.chunk = CHUNK
         if self.policy.evicts:
             self.chunk = max(step for step in range(1, CHUNK + 1) if self.kv.interval % step == 0)
