@@ -87,16 +87,19 @@ def _generate(model: PreTrainedModel, prompts: torch.Tensor, args: argparse.Name
             max_new_tokens=tokens,
             do_sample=True,
             top_k=0,
-            eos_token_id=-1,
             pad_token_id=0,
         )
         return cache
 
     torch.manual_seed(args.seed)
-    run(WARM_UP_TOKENS)
-    started = _now(model)
-    cache = run(args.max_tokens)
-    seconds = _now(model) - started
+    stop, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None  # every row runs to the end
+    try:
+        run(WARM_UP_TOKENS)
+        started = _now(model)
+        cache = run(args.max_tokens)
+        seconds = _now(model) - started
+    finally:
+        model.generation_config.eos_token_id = stop
     kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return args.batch * args.max_tokens, seconds, kv_bytes
 

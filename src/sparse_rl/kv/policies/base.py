@@ -85,9 +85,9 @@ class Policy:
 def rank(scores_BHn: Tensor) -> LongTensor:
     """Indices from best to worst, [B, H, n]; among ties the lower position first.
 
-    Neighbours in score that are equal up to rounding are ties, and a tie's ties are, too. They are common (the first layer's keys of one token
-    have the same norm at every position, max pooling repeats its maximum), and were they left to the last bit, the
-    choice would change with the batch a sequence happens to run in.
+    Neighbours in score that are equal up to rounding are ties, and a tie's ties are, too. They are common (the first
+    layer's keys of one token have the same norm at every position, max pooling repeats its maximum), and were they left
+    to the last bit, the choice would change with the batch a sequence happens to run in.
     """
     total = scores_BHn.shape[-1]
     scores_BHn = scores_BHn.clamp(min=torch.finfo(torch.float32).min)
