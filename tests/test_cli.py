@@ -32,11 +32,11 @@ def test_generate_streams_text_then_kv_use_and_speed(capsys):
     out = capsys.readouterr().out
     for header in ("prompt 1, sample 1", "prompt 1, sample 2", "prompt 2, sample 1", "prompt 2, sample 2"):
         assert out.count(f"--- {header} ---\n132+29+63+51+18+90+22+34+56+71=161+63") == 1
-    assert "held 80 tokens" in out and "tokens/s" in out and "4 length" in out
+    assert "80 tokens of a sequence" in out and "tokens/s" in out and "4 length" in out
 
 
 def test_flags_take_dashes_and_underscores_and_json(capsys):
-    main(["generate", "tiny", PROMPT, "--kv.protect_prompt", "true", "--kv.options", '{"mix": 0.2}', "--kv.budget", "64",
+    main(["generate", "tiny", PROMPT, "--kv.protect_prompt", "--kv.options", '{"mix": 0.2}', "--kv.budget", "64",
           "--max_tokens", "3", "--stop", "[1]", "--seed", "5"])  # fmt: skip
     assert "tokens/s" in capsys.readouterr().out
 
@@ -50,6 +50,8 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
         (["generate", "tiny", "1+1=", "--kv.options", "mix=1"], "kv.options = mix=1 is not JSON"),
         (["generate", "tiny", "1+1=", "--max-tokens", "9000"], "passes the model's context of 8192"),
         (["generate", "/nowhere/at/all", "1+1="], "could not be loaded"),
+        (["generate", "tinny", "1+1="], "did you mean tiny?"),
+        (["generate", "tiny", ""], "A prompt is empty"),
         (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),
         (["bench", "rollout", "--kv.policy", "full"], "The dense engine runs anyway"),
         (["bench", "rollout", "--json", "/no/such/folder/x.json"], "does not exist"),

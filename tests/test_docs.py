@@ -18,10 +18,10 @@ def blocks(language):
 
 def test_the_first_python_example_runs_and_is_exact(capsys):
     exec(compile(blocks("python")[0], "README.md", "exec"), {})
-    text, numbers, distances = capsys.readouterr().out.strip().splitlines()
+    text, numbers, *distances = capsys.readouterr().out.strip().splitlines()
     assert text.startswith("132+29")
     assert int(numbers.split()[0]) <= 130
-    sparse, dense = (float(number) for number in re.findall(r"tensor\(([\d.e-]+)", distances))
+    sparse, dense = map(float, distances)
     assert sparse < 1e-4 < dense
 
 
@@ -35,5 +35,5 @@ def test_the_shell_examples_run(line, capsys):
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/rollouts.md", "docs/policies.md"])
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()):
         assert target.startswith("http") or ((ROOT / page).parent / target).exists(), target

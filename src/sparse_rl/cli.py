@@ -58,7 +58,9 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=generate, parser=parser)
     parser.description = "Sample from a model with a bounded KV cache; the text streams, then come KV use and speed."
-    parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, or tiny (the embedded model)")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a hub id, a folder, or tiny: the embedded model, which only adds two-digit numbers"
+    )
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="+", help="text; rendered with the model's chat template if it has one"
     )

@@ -19,9 +19,13 @@ def add_flags(parser: argparse.ArgumentParser, section: type[Section], *, prefix
     for name, field in section.model_fields.items():
         default = field.get_default(call_default_factory=True)
         shown = "" if default in (None, PydanticUndefined) or default == {} else f" [{default}]"
-        flags = list(dict.fromkeys([f"--{prefix}{name.replace('_', '-')}", f"--{prefix}{name}"]))
-        metavar = "JSON" if isinstance(default, dict) else name.upper()
-        group.add_argument(*flags, dest=f"{section.section}.{name}", metavar=metavar, help=f"{field.description}{shown}")
+        how: dict[str, Any] = {"metavar": "JSON" if _is_container(field.annotation) else name.upper()}
+        if field.annotation is bool:
+            how = {"nargs": "?", "const": "true", "metavar": "true|false"}
+        dest, dashed = f"{section.section}.{name}", name.replace("_", "-")
+        group.add_argument(f"--{prefix}{dashed}", dest=dest, help=f"{field.description}{shown}".replace("%", "%%"), **how)
+        if dashed != name:
+            group.add_argument(f"--{prefix}{name}", dest=dest, help=argparse.SUPPRESS, **how)
 
 
 def from_flags(args: argparse.Namespace, section: type[S]) -> S:
@@ -36,9 +40,13 @@ def from_flags(args: argparse.Namespace, section: type[S]) -> S:
 
 def _parsed(text: str, key: str, annotation: Any) -> Any:
     """Containers are written as JSON (`[2, 50256]`, `{"mix": 0.2}`); the section converts and checks the rest."""
-    if not {get_origin(kind) for kind in (annotation, *get_args(annotation))} & {tuple, dict}:
+    if not _is_container(annotation):
         return text
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{key} = {text} is not JSON ({error.msg}): write it like '[1, 2]' or '{{\"mix\": 0.2}}'.") from error
+
+
+def _is_container(annotation: Any) -> bool:
+    return bool({get_origin(kind) for kind in (annotation, *get_args(annotation))} & {tuple, dict})

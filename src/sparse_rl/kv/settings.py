@@ -19,7 +19,8 @@ class KV(Section):
     sinks: int = Field(4, ge=0, description="First tokens of the sequence that always stay.")
     protect_prompt: bool = Field(False, description="Whether no token of the prompt is ever evicted.")
     options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of the policy: kernel mix threshold (rkv), kernel form pool (snapkv)."
+        default_factory=dict,
+        description='Options of the policy, such as {"mix": 0.2}: kernel mix threshold (rkv), kernel form pool (snapkv).',
     )
 
     @model_validator(mode="after")

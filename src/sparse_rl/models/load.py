@@ -1,6 +1,7 @@
 """Get a model and its tokenizer: by hub id, from a folder, or `tiny`, the one that ships inside the package."""
 
 import contextlib
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(_sentence("tokenizer", path, error)) from error
+        raise UserError(_sentence("tokenizer of", path, error)) from error
 
 
 @contextlib.contextmanager
@@ -56,8 +57,12 @@ def _no_bar() -> Iterator[None]:
 
 
 def resolve(path: str) -> str:
-    """`tiny` is the embedded model, unless a folder of that name lies here."""
-    return str(TINY) if path == "tiny" and not Path("tiny").is_dir() else path
+    """`tiny` is the embedded model, unless a folder of that name lies here; a misspelt one is not looked for on the hub."""
+    if path == "tiny" and not Path("tiny").is_dir():
+        return str(TINY)
+    if difflib.get_close_matches(path, ["tiny"], cutoff=0.8) and not Path(path).is_dir():
+        raise UserError(f"There is no model {path!r}: did you mean tiny?")
+    return path
 
 
 def _sentence(kind: str, path: str, error: Exception) -> str:

@@ -22,6 +22,8 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling) -> None:
     """`sparse-rl generate`."""
     if args.samples_per_prompt < 1 or args.slots < 1:
         raise UserError("samples-per-prompt and slots must both be at least 1.")
+    if not all(prompt.strip() for prompt in args.prompts):
+        raise UserError("A prompt is empty: say something to continue.")
     from_settings(kv)  # a typo shows before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     prompts = [encode(tokenizer, prompt, raw=args.raw) for prompt in args.prompts]
@@ -94,14 +96,15 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     table = Table(show_header=False)
     table.add_row("rollouts", f"{len(rollouts)} ({', '.join(f'{count} {finish}' for finish, count in ends.items())})")
     table.add_row("tokens", f"{stats.tokens:,} in {stats.seconds:.1f} s, {stats.tokens_per_s:,.1f} tokens/s")
-    table.add_row("KV cache", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens")
-    table.add_row(
-        "longest sequence",
-        f"held {max(rollout.kv_peak for rollout in rollouts)} tokens, {size(cache.capacity * token_bytes)}; "
-        f"dense {longest} tokens, {size(longest * token_bytes)}",
-    )
-    table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's, over all steps")
-    table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")
+    table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens")
+    held = max(rollout.kv_peak for rollout in rollouts)
+    table.add_row("held at most", f"{held} tokens of a sequence, {size(held * token_bytes)}")
+    table.add_row("dense would hold", f"{longest} tokens, {size(longest * token_bytes)}")
+    if stats.compactions:
+        table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's, over all steps")
+        table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")
+    else:
+        table.add_row("compactions", "none: every sequence fitted")
     return table
 
 

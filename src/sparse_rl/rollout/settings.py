@@ -18,10 +18,11 @@ class Sampling(Section):
     top_k: int = Field(0, ge=0, description="Draw from this many most likely tokens; 0 is all.")
     seed: int = Field(0, ge=0, lt=2**63, description="Every rollout's own seed is derived from it.")
     stop: tuple[int, ...] | None = Field(
-        None, description="Token ids that end a rollout; none given takes the model's, an empty list stops at nothing."
+        None, description="Token ids that end a rollout, such as [2]; by default the model's own, [] is none."
     )
     repetition: tuple[int, int] | None = Field(
-        None, description="(period, span): end a rollout whose last span tokens repeat with a period of at most period."
+        None,
+        description="[period, span], such as [64, 512]: end a rollout whose last span tokens repeat with a period of at most that.",
     )
 
     @model_validator(mode="after")
