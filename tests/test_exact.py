@@ -5,7 +5,10 @@ import torch
 
 from conftest import ARCHITECTURES
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
-from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kernels.counter_rng import derive
+from sparse_rl.kv.policies import POLICIES, get
+from sparse_rl.learner.replay import ReplayView, Span
+from sparse_rl.models.attention import run
 
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
 BOUNDED = KV(budget=32, interval=8, window=4, sinks=2)
@@ -115,3 +118,46 @@ def test_protected_prompt_is_never_evicted(model):
         assert bool((rollout.evicted_at[:, :, : len(rollout.prompt)] == NEVER).all())
         assert bool((rollout.evicted_at != NEVER).any())
     assert farthest(replay(model, rollouts, "sparse"), rollouts) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"), [("rkv", {}), ("snapkv", {}), ("snapkv", {"form": "prefill"}), ("tova", {}), ("random", {})]
+)
+@pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
+def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, options, prompt):
+    """Queries and keys taken from one parallel pass, the schedule walked by hand: the engine's ring, order and times."""
+    kv = BOUNDED.model_copy(update={"policy": policy, "options": options})
+    engine = Engine(model, kv, slots=2)
+    rollout = engine.generate([SHORT, prompt], sampling=Sampling(max_tokens=70, stop=()))[1]
+    seen = Recorded([Span(0, len(prompt) + 69, rollout.evicted_at[:, :, : len(prompt) + 69])])
+    tokens = torch.tensor([(prompt + rollout.response)[:-1]])
+    with torch.no_grad():
+        run(model, tokens, torch.arange(tokens.shape[1])[None], seen, keep=1)
+    chosen = get(policy, window=kv.window, sinks=kv.sinks, **options)
+    for layer, (queries, keys) in seen.layers.items():
+        alive = torch.arange(len(prompt)).expand(1, 2, -1)
+        expected = torch.full((2, len(prompt) + 70), NEVER, dtype=torch.int32)
+        for n in range(70):
+            now = len(prompt) + n
+            if n:
+                alive = torch.cat([alive, torch.full((1, 2, 1), now - 1)], dim=-1)
+            if n % kv.interval == 0 and alive.shape[-1] > kv.budget:
+                cached = keys.gather(2, alive[..., None].expand(-1, -1, -1, keys.shape[-1]))
+                seeds = torch.tensor([derive(rollout.seed, layer)])
+                kept = chosen.select(
+                    queries[:, :, now - kv.window : now], cached, cached, kv.budget, seeds=seeds, positions=alive
+                )
+                survivors = alive.gather(-1, kept)
+                for head in range(2):
+                    gone = set(alive[0, head].tolist()) - set(survivors[0, head].tolist())
+                    expected[head, list(gone)] = now
+                alive = survivors
+        assert torch.equal(rollout.evicted_at[layer], expected)
+
+
+class Recorded(ReplayView):
+    """A replay that keeps the queries and keys of each layer."""
+
+    def attend(self, layer, queries, keys, values, scale, mask):
+        self.__dict__.setdefault("layers", {})[layer] = (queries, keys)
+        return super().attend(layer, queries, keys, values, scale, mask)
