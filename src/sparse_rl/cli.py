@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .config import add_flags, from_flags
+from .config import add_flags, from_flags, recipe, recipe_names
 from .errors import UserError
 from .kv.settings import KV
 from .rollout.settings import Sampling
@@ -40,6 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands.add_parser("train", help="post-train a model, rollouts in a bounded cache", allow_abbrev=False))
+    _add_export(commands.add_parser("export", help="write a run's weights as a Hugging Face folder", allow_abbrev=False))
     _add_generate(commands.add_parser("generate", help="sample from a model and see what it costs", allow_abbrev=False))
     _add_bench(commands.add_parser("bench", help="measure this machine against transformers", allow_abbrev=False))
     return parser
@@ -53,6 +55,29 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
         hint = f"did you mean {close[0]}?" if close else f"see {args.parser.prog} --help."
         parser.exit(2, f"sparse-rl: unknown argument {unknown[0]}: {hint}\n")
     return args
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    from .train.settings import Config
+
+    parser.set_defaults(command=train, parser=parser)
+    parser.description = "Post-train a model by reinforcement learning. Every flag below is a key of a recipe, too."
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help=f"a TOML file or a shipped one: {', '.join(recipe_names())}"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show configuration, batch and first prompt, and do nothing")
+    parser.add_argument("--resume", action="store_true", help="continue the run in run_dir from its last checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run in run_dir first")
+    add_flags(parser, Config)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=export, parser=parser)
+    parser.description = "Write the weights of a run as a folder that transformers and vLLM read."
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step [the last]")
+    parser.add_argument("--merge", action="store_true", help="merge the adapter into the weights")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +124,35 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from the hub")
 
 
+def train(args: argparse.Namespace) -> None:
+    from .train.settings import Config
+
+    base = recipe(args.recipe) if args.recipe else {}
+    if args.resume and not args.recipe:
+        from .train.folder import RunFolder
+
+        base = RunFolder(args.run_dir or Config().run_dir).stored_config()
+    config = from_flags(args, Config, base)
+    if args.resume and args.overwrite:
+        raise UserError("--resume continues a run and --overwrite deletes it: choose one.")
+    from .train import command
+
+    if args.dry_run:
+        command.dry_run(config)
+    else:
+        command.train(config, resume=args.resume, overwrite=args.overwrite)
+
+
+def export(args: argparse.Namespace) -> None:
+    from .train import command
+
+    command.export(args.run, args.out, step=args.step, merge=args.merge)
+
+
 def generate(args: argparse.Namespace) -> None:
-    kv, sampling = from_flags(args, KV), from_flags(args, Sampling)
+    from .models.stored_kv import stored_kv
+
+    kv, sampling = from_flags(args, KV, stored_kv(args.model)), from_flags(args, Sampling)
     from .rollout.console import stream
 
     stream(args, kv, sampling)

@@ -1,7 +1,11 @@
-"""Sections as flags: every field of a section is `--section.field`, checked by the section itself."""
+"""Sections as flags and as TOML: one schema, every field is `--section.field`, checked by the section itself."""
 
 import argparse
+import difflib
 import json
+import tomllib
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
@@ -12,34 +16,64 @@ from .settings import Section
 S = TypeVar("S", bound=Section)
 
 
+# Flags
+
+
 def add_flags(parser: argparse.ArgumentParser, section: type[Section], *, prefix: str | None = None) -> None:
     """`--kv.budget 512` for each field; `prefix=""` gives plain `--max-tokens`. Dashes and underscores are the same."""
-    prefix = f"{section.section}." if prefix is None else prefix
+    prefix = _dotted(section) if prefix is None else prefix
     group = parser.add_argument_group(section.section, (section.__doc__ or "").splitlines()[0])
-    for name, field in section.model_fields.items():
+    for name, key, field in _fields(section):
+        if nested := _section_of(field.annotation):
+            add_flags(parser, nested)
+            continue
         default = field.get_default(call_default_factory=True)
-        shown = "" if default in (None, PydanticUndefined) or default == {} else f" [{default}]"
+        shown = "" if default in (None, PydanticUndefined, ()) or default == {} else f" [{default}]"
         how: dict[str, Any] = {"metavar": "JSON" if _is_container(field.annotation) else name.upper()}
         if field.annotation is bool:
             how = {"nargs": "?", "const": "true", "metavar": "true|false"}
-        dest, dashed = f"{section.section}.{name}", name.replace("_", "-")
+        dest, dashed = _dotted(section) + key, key.replace("_", "-")
         group.add_argument(f"--{prefix}{dashed}", dest=dest, help=f"{field.description}{shown}".replace("%", "%%"), **how)
-        if dashed != name:
-            group.add_argument(f"--{prefix}{name}", dest=dest, help=argparse.SUPPRESS, **how)
+        if dashed != key:
+            group.add_argument(f"--{prefix}{key}", dest=dest, help=argparse.SUPPRESS, **how)
 
 
-def from_flags(args: argparse.Namespace, section: type[S]) -> S:
-    """The section as the flags set it; what is not named keeps its default."""
-    given = {}
-    for name in section.model_fields:
-        value = getattr(args, f"{section.section}.{name}")
+def from_flags(args: argparse.Namespace, section: type[S], base: dict[str, Any] | None = None) -> S:
+    """The section as `base` and then the flags set it; what neither names keeps its default."""
+    return section(**_merged(base or {}, flags_given(args, section)))
+
+
+def flags_given(args: argparse.Namespace, section: type[Section]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for _, key, field in _fields(section):
+        if nested := _section_of(field.annotation):
+            if inner := flags_given(args, nested):
+                given[key] = inner
+            continue
+        value = getattr(args, _dotted(section) + key, None)
         if value is not None:
-            given[name] = _parsed(value, f"{section.section}.{name}", section.model_fields[name].annotation)
-    return section(**given)
+            given[key] = _parsed(value, _dotted(section) + key, field.annotation)
+    return given
+
+
+def _dotted(section: type[Section]) -> str:
+    return f"{section.section}." if section.section else ""
+
+
+def _fields(section: type[Section]):
+    """(Python's name, the key in TOML and flags, the field): they differ where the key is a word of Python's."""
+    for name, field in section.model_fields.items():
+        yield name, field.alias or name, field
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def _parsed(text: str, key: str, annotation: Any) -> Any:
     """Containers are written as JSON (`[2, 50256]`, `{"mix": 0.2}`); the section converts and checks the rest."""
+    if text.lower() in ("none", "null") and type(None) in get_args(annotation):
+        return None
     if not _is_container(annotation):
         return text
     try:
@@ -50,3 +84,70 @@ def _parsed(text: str, key: str, annotation: Any) -> Any:
 
 def _is_container(annotation: Any) -> bool:
     return bool({get_origin(kind) for kind in (annotation, *get_args(annotation))} & {tuple, dict})
+
+
+# TOML
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """A shipped recipe by name, or a TOML file by path, on top of the one it `extends`."""
+    return _recipe(name, ())
+
+
+def recipe_names() -> list[str]:
+    return sorted(entry.name.removesuffix(".toml") for entry in _shipped().iterdir() if entry.name.endswith(".toml"))
+
+
+def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
+    if name in via:
+        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join((*via, name))}): remove one extends.")
+    values = _read_toml(name)
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    if not isinstance(parent, str):
+        raise UserError(f"extends = {parent!r} in {name} must be the name of a recipe or a path.")
+    if parent.endswith(".toml") and name.endswith(".toml"):  # a path is meant from the file that names it
+        parent = str(Path(name).parent / parent)
+    return _merged(_recipe(parent, (*via, name)), values)
+
+
+def _read_toml(name: str) -> dict[str, Any]:
+    shipped = _shipped() / f"{name}.toml"
+    try:
+        text = shipped.read_text() if name in recipe_names() else Path(name).read_text()
+        return tomllib.loads(text)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        close = difflib.get_close_matches(name, recipe_names(), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"give a path or one of {', '.join(recipe_names())}."
+        raise UserError(f"There is no recipe {name!r}: {hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The recipe {name} cannot be read ({error}): give a TOML file.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The recipe {name} is not TOML: {error}.") from error
+
+
+def _shipped():
+    return files("sparse_rl") / "recipes"
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` wins, key by key; only the tables of sections are merged, `kv.options` is a value."""
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict) and key != "options"
+        merged[key] = _merged(merged[key], value) if both_tables else value
+    return merged
+
+
+def to_toml(section: Section) -> str:
+    """The resolved values; None is left out, as TOML has no word for it."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(section.model_dump(mode="json", by_alias=True)))
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value for key, value in values.items() if value is not None
+    }

@@ -27,7 +27,7 @@ class Section(BaseModel):
         first = error.errors()[0]
         key = ".".join([cls.section, *(str(part) for part in first["loc"])]) if first["loc"] else cls.section
         if first["type"] == "extra_forbidden":
-            known = list(cls.model_fields)
+            known = [field.alias or name for name, field in cls.model_fields.items()]
             close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
             return f"Unknown option {key}: {hint}"

@@ -1,57 +1,66 @@
-"""The embedded task: long sums by rewriting.
+"""The embedded task: a sequence in which every number is the sum of the two before it, last two digits only.
 
-A problem is a chain of two-digit addends. Its worked solution adds the first two, writes down what is left, and so on:
+A problem names how many sums to write and the first one. The response writes them all, counting down:
 
-    47+85+29+63=                   the prompt
-    132+29+63=161+63=224           the response; what follows its last = is graded
+    15:47+85=                                    the prompt
+    32 14:85+32=17 13:32+17=49 … 1:51+42=93      the response; what follows its last = is graded
 
-Every step reads the expression before it: one number to work out, the others to copy. What lies further back is said
-again by what came later, as in the drafts of a person. So a cache that keeps the last expression can solve it, one that
-forgets at random cannot; and with one token per character eleven addends take about 170 tokens, long enough to evict.
+A line reads the line before it and nothing else, so a cache that keeps the last line can go on for ever, and one that
+forgets at random cannot. One token per character: fifteen sums take 162 tokens, long enough to evict.
 Plain Python, no torch, no files.
 """
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["train", "test"]
-ADDENDS = 11
+SUMS = 15
+DIGITS = 2
 
 
 @dataclass(frozen=True)
 class Problem:
+    first: int
+    second: int
     prompt: str
-    """The addends, as in `47+85+29+63=`."""
+    """The number of sums and the first of them, as in `15:47+85=`."""
     answer: str
-    """The sum, as the graded text must spell it."""
+    """The last sum, as the graded text must spell it."""
     solution: str
-    """A whole worked response; it ends in the answer."""
+    """A whole worked response; without a slip it ends in the answer."""
 
 
-def make_problems(n: int, seed: int, addends: int = ADDENDS, split: Split = "train") -> list[Problem]:
+def make_problems(n: int, seed: int, sums: int = SUMS, split: Split = "train") -> list[Problem]:
     """`n` problems, the same ones for the same arguments; no prompt of one split ever occurs in the other."""
-    if addends < 2:
-        raise ValueError(f"addends = {addends} leaves nothing to add: it must be at least 2.")
+    if sums < 1:
+        raise ValueError(f"sums = {sums} leaves nothing to add: it must be at least 1.")
     if split not in ("train", "test"):
         raise ValueError(f"split = {split!r} is unknown: it is 'train' or 'test'.")
-    rng = random.Random(f"{split}/{addends}/{seed}")
+    rng = random.Random(f"{split}/{sums}/{seed}")
     problems: list[Problem] = []
     while len(problems) < n:
-        problem = write_problem([rng.randint(10, 99) for _ in range(addends)])
+        problem = write_problem(rng.randrange(10**DIGITS), rng.randrange(10**DIGITS), sums)
         if split_of(problem.prompt) == split:
             problems.append(problem)
     return problems
 
 
-def write_problem(numbers: list[int]) -> Problem:
-    expressions = [numbers]
-    while len(expressions[-1]) > 1:
-        first, second, *rest = expressions[-1]
-        expressions.append([first + second, *rest])
-    prompt, *steps = ["+".join(map(str, expression)) for expression in expressions]
-    return Problem(prompt + "=", steps[-1], "=".join(steps))
+def write_problem(first: int, second: int, sums: int, slip: Callable[[], int] = lambda: 0) -> Problem:
+    """The problem that starts with these two numbers. `slip()` is added to each sum as it is written: 0 is no mistake."""
+    answer, (before, last) = 0, (first, second)
+    for _ in range(sums):
+        answer = (before + last) % 10**DIGITS
+        before, last = last, answer
+    lines, (before, last) = [], (first, second)
+    for left in range(sums, 0, -1):
+        total = (before + last + slip()) % 10**DIGITS
+        lines.append(f"{left}:{before:0{DIGITS}}+{last:0{DIGITS}}={total:0{DIGITS}}")
+        before, last = last, total
+    prompt, mark, solution = " ".join(lines).partition("=")
+    return Problem(first, second, prompt + mark, f"{answer:0{DIGITS}}", solution)
 
 
 def split_of(prompt: str) -> Split:

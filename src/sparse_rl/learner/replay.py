@@ -1,8 +1,8 @@
 """Replay: the log-probs of rollouts in one parallel pass, as a dense model sees them or as the sampler did."""
 
-# N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, V vocabulary
+# N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, n response tokens, D hidden dimension
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,14 +13,18 @@ from transformers import PreTrainedModel
 from ..errors import UserError
 from ..kernels.attention import causal_attention, shadow_attention
 from ..kv.trace import NEVER
-from ..models.attention import prepare, run
+from ..models.attention import prepare
+from ..models.head import head_of, hidden_states
 from ..rollout.rollout import Rollout
+from .logprobs import token_logprobs
+
+ReplayKind = Literal["sparse", "dense"]
 
 
 def replay(
     model: PreTrainedModel,
     rollouts: list[Rollout],
-    view: Literal["sparse", "dense"],
+    view: ReplayKind,
     temperature: float | None = None,
     *,
     tokens_per_pass: int = 4096,
@@ -36,27 +40,40 @@ def replay(
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
     if temperature is not None and temperature < 0:
         raise UserError(f"temperature = {temperature} must not be negative.")
-    prepare(model)
-    return [
-        logprobs for pack in _packs(rollouts, tokens_per_pass) for logprobs in _replay_pack(model, pack, view, temperature)
-    ]
+    results: list[Tensor] = []
+    for indices in packs(rollouts, tokens_per_pass):
+        pack = [rollouts[index] for index in indices]
+        logprobs_n, _ = response_logprobs(model, forward(model, pack, view, temperature))
+        results += logprobs_n.split([len(rollout.response) for rollout in pack])
+    return results
 
 
-def _packs(rollouts: list[Rollout], tokens_per_pass: int) -> Iterator[list[Rollout]]:
-    pack: list[Rollout] = []
+def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[int]]:
+    """Indices of the rollouts in order, `tokens_per_pass` tokens at a time, at least one rollout."""
+    pack: list[int] = []
     tokens = 0
-    for rollout in rollouts:
+    for index, rollout in enumerate(rollouts):
         length = len(rollout.prompt) + len(rollout.response)
         if pack and tokens + length > tokens_per_pass:
             yield pack
             pack, tokens = [], 0
-        pack.append(rollout)
+        pack.append(index)
         tokens += length
     if pack:
         yield pack
 
 
-def _replay_pack(model: PreTrainedModel, pack: list[Rollout], view: str, temperature: float | None) -> list[Tensor]:
+@dataclass(frozen=True)
+class Seen:
+    """One pass over packed rollouts: what the head reads at the tokens that predict a response token, and what came."""
+
+    hidden_nD: Tensor
+    targets_n: Tensor
+    temperatures_n: Tensor
+
+
+def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> Seen:
+    prepare(model)
     device = model.device
     tokens: list[int] = []
     positions: list[int] = []
@@ -69,21 +86,27 @@ def _replay_pack(model: PreTrainedModel, pack: list[Rollout], view: str, tempera
         tokens += fed
         positions += range(len(fed))
         spans.append(Span(start, start + len(fed), _evictions(rollout, len(fed), device) if view == "sparse" else None))
-    logits_nV = run(
+    hidden_nD = hidden_states(
         model,
         torch.tensor([tokens], device=device),
         torch.tensor([positions], device=device),
         ReplayView(spans),
-        keep=torch.tensor(predicting, device=device),
-    )[0]
-    results, start = [], 0
-    for rollout in pack:
-        divisor = rollout.temperature if temperature is None else temperature or 1.0  # log-probs of greedy are at 1
-        logits = logits_nV[start : start + len(rollout.response)].float() / divisor
-        targets = torch.tensor(rollout.response, device=device)
-        results.append(logits.log_softmax(dim=-1).gather(-1, targets[:, None]).squeeze(-1))
-        start += len(rollout.response)
-    return results
+        torch.tensor(predicting, device=device),
+    )
+    temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]  # greedy: at 1
+    lengths = torch.tensor([len(rollout.response) for rollout in pack])
+    return Seen(
+        hidden_nD,
+        torch.tensor([token for rollout in pack for token in rollout.response], device=device),
+        torch.tensor(temperatures, dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
+        .repeat_interleave(lengths)
+        .to(device),
+    )
+
+
+def response_logprobs(model: PreTrainedModel, seen: Seen) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) of all response tokens of a pass, [n] each."""
+    return token_logprobs(head_of(model), seen.hidden_nD, seen.targets_n, seen.temperatures_n)
 
 
 def _evictions(rollout: Rollout, tokens: int, device: torch.device) -> Tensor | None:

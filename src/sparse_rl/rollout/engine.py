@@ -102,6 +102,10 @@ class Engine:
         finally:
             self.model.train(was_training)
 
+    def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse, before any work starts, what `generate` would refuse of this prompt."""
+        self._checked([prompt], 1, sampling, None, False)
+
     def _allocate(self, capacity: int) -> SlotCache:
         ring = self.policy.window if self.policy.uses_queries else 0
         return SlotCache(self.limits.shape, self.slots, capacity, ring)

@@ -183,6 +183,7 @@ class Generation:
             sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken)
             sequence.held += steps
             sequence.entered += steps
+        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, sum(sequence.position for sequence in active))
         self.stats.steps += steps
         self.stats.slot_steps += steps * self.cache.slots
         self.stats.decode_s += self._now() - started

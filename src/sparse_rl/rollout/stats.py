@@ -28,6 +28,8 @@ class Stats:
     """Tokens held, summed over decode steps and sequences."""
     dense_tokens: int = 0
     """Tokens a dense cache would have held at the same steps."""
+    dense_peak_tokens: int = 0
+    """The most tokens, over all sequences at one moment, that a dense cache would have held."""
 
     @property
     def seconds(self) -> float:

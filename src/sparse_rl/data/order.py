@@ -1,0 +1,27 @@
+"""In which order training sees its problems. To resume, the number of problems seen so far is enough."""
+
+import random
+from functools import lru_cache
+
+
+class Order:
+    """An endless stream of the indices below `n`: each epoch holds every one once, shuffled anew.
+
+    A pure function of (n, seed, cursor), the same on every machine. Near the end of an epoch `take` may reach into the next.
+    """
+
+    def __init__(self, n: int, seed: int):
+        if n < 1:
+            raise ValueError(f"n = {n} leaves nothing to order: it must be at least 1.")
+        self.n, self.seed = n, seed
+
+    def take(self, cursor: int, count: int) -> list[int]:
+        """Entries cursor, …, cursor + count - 1 of the stream."""
+        return [shuffled(self.n, self.seed, at // self.n)[at % self.n] for at in range(cursor, cursor + count)]
+
+
+@lru_cache(maxsize=4)
+def shuffled(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    # sorted by random() because, unlike shuffle(), its sequence is promised to be the same in every version of Python
+    rng = random.Random(f"order/{seed}/{epoch}")
+    return tuple(sorted(range(n), key=lambda _: rng.random()))

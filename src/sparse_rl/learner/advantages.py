@@ -1,0 +1,83 @@
+"""What a sample is worth against the others of its prompt. Functions on tensors; importing the options loads no torch."""
+
+# P prompts, G samples of each, N responses
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from ..errors import UserError
+from ..settings import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPSILON = 1e-6  # of the published code, beside the standard deviation
+
+
+class Advantage(Section):
+    """What a sample is worth against the others of its prompt."""
+
+    section: ClassVar[str] = "advantage"
+
+    std: bool = Field(True, description="Whether advantages are divided by the group's standard deviation.")
+    drop_zero_signal: bool = Field(
+        False,
+        description="Whether groups whose rewards are all equal are dropped; loss.name = dapo always does, and draws others.",
+    )
+    overlong: int = Field(
+        0, ge=0, description="Tokens before max_tokens over which a penalty on long answers grows to -1 (DAPO); 0 is off."
+    )
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages with who takes part."""
+
+    advantages: Tensor
+    """Float [P, G]; 0 for samples that take no part and in groups without signal."""
+    takes_part: Tensor
+    """Bool [P, G]: has a verdict, in a group that has at least two."""
+    dropped: Tensor
+    """Bool [P]: groups with fewer than two verdicts."""
+    no_signal: Tensor
+    """Bool [P]: groups with two verdicts or more, all equal."""
+
+
+def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
+    """A_i = (r_i - mean r)/(std r + 1e-6) over a group's samples with a verdict, std with ddof 1; NaN is no verdict.
+
+    `rewards` is [P, G]. It is taken before anything is rejected.
+    """
+    verdict_PG = rewards.isfinite()
+    verdicts_P1 = verdict_PG.sum(dim=1, keepdim=True)
+    takes_part_PG = verdict_PG & (verdicts_P1 >= 2)
+    known_PG = rewards.masked_fill(~verdict_PG, 0)
+    mean_P1 = known_PG.sum(dim=1, keepdim=True) / verdicts_P1.clamp(min=1)
+    centred_PG = (known_PG - mean_P1).masked_fill(~takes_part_PG, 0)
+    # equal rewards are asked of the rewards themselves: their mean may round, and 1e-8/1e-6 is no small advantage
+    high_P1 = rewards.masked_fill(~verdict_PG, -float("inf")).amax(dim=1, keepdim=True)
+    low_P1 = rewards.masked_fill(~verdict_PG, float("inf")).amin(dim=1, keepdim=True)
+    no_signal_P1 = (verdicts_P1 >= 2) & (high_P1 == low_P1)
+    advantages_PG = centred_PG.masked_fill(no_signal_P1, 0)
+    if std:
+        variance_P1 = (advantages_PG**2).sum(dim=1, keepdim=True) / (verdicts_P1 - 1).clamp(min=1)
+        advantages_PG = advantages_PG / (variance_P1.sqrt() + EPSILON)
+    return Advantages(advantages_PG, takes_part_PG, dropped=verdicts_P1[:, 0] < 2, no_signal=no_signal_P1[:, 0])
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, overlong: int) -> Tensor:
+    """DAPO's soft penalty (arXiv 2503.14476, eq. 13), float [N], to be added to the rewards before `group_advantages`.
+
+    0 up to max_tokens - overlong tokens, then linear to -1 at max_tokens.
+    """
+    if overlong > max_tokens:
+        raise UserError(
+            f"advantage.overlong = {overlong} exceeds rollout.max_tokens = {max_tokens}: every answer would be too long. "
+            f"Try --advantage.overlong {max_tokens // 4}."
+        )
+    excess_N = (lengths - (max_tokens - overlong)).clamp(min=0, max=overlong)
+    return -excess_N / max(overlong, 1)

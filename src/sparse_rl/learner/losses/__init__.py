@@ -1,0 +1,24 @@
+"""Policy losses, one a file; `get` finds one by name. Functions on tensors that load no torch of their own."""
+
+import difflib
+
+from ...errors import UserError
+from .base import LossInputs, PolicyLoss
+from .cispo import CISPO
+from .dapo import DAPO
+from .dr_grpo import DR_GRPO
+from .grpo import GRPO
+from .gspo import GSPO
+
+__all__ = ["LOSSES", "LossInputs", "PolicyLoss", "get"]
+
+LOSSES: dict[str, PolicyLoss] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "dapo": DAPO, "gspo": GSPO, "cispo": CISPO}
+
+
+def get(name: str) -> PolicyLoss:
+    """The loss of that name."""
+    if name not in LOSSES:
+        close = difflib.get_close_matches(name, LOSSES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(LOSSES)}."
+        raise UserError(f"Unknown loss {name!r}: {hint}")
+    return LOSSES[name]

@@ -1,0 +1,29 @@
+"""CISPO: clip the weight and keep every token's gradient (MiniMax-M1, arXiv 2506.13585).
+
+The paper sets no lower bound (epsilon_low so large that it never binds: 1 here, as w > 0) and tunes epsilon_high without
+printing it. The default is a weight of at most 5, epsilon_high = 4: what ScaleRL (arXiv 2510.13786) and TRL use.
+"""
+
+# B sequences, T response tokens
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import LIMIT, LossInputs, PolicyLoss, log_ratios, sums
+from .dapo import shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """- sum share xi_t sg[clip(w_t, 1 - low, 1 + high)] A_i log pi_theta. The value means little; the gradient is what counts."""
+    ratio_BT = log_ratios(inputs).detach().clamp(-LIMIT, LIMIT).exp()
+    clipped_BT = ratio_BT.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
+    logprobs_BT = inputs.logprobs.masked_fill(~(inputs.mask & inputs.logprobs.isfinite()), 0)
+    loss = -(inputs.shares * inputs.weights * clipped_BT * inputs.advantages[:, None] * logprobs_BT).sum()
+    return loss, sums(clipped_BT != ratio_BT, inputs)
+
+
+CISPO = PolicyLoss(loss, shares, clip_low=1.0, clip_high=4.0)

@@ -1,0 +1,25 @@
+"""DAPO: every token of the update weighs the same, and the upper clip is wider (arXiv 2503.14476).
+
+Its other parts are options of `advantage`: groups without signal dropped, a soft penalty on overlong answers.
+"""
+
+# B sequences, T response tokens
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import PolicyLoss
+from .grpo import loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
+    """1/(sum_i d_i), d_i = |o_i|: the mean over tokens, those of rejected sequences in the denominator."""
+    mask_BT = mask.bool()
+    return mask_BT / divisors.where(mask_BT.any(dim=1), 0).sum().clamp(min=1)
+
+
+DAPO = PolicyLoss(loss, shares, clip_low=0.2, clip_high=0.28)

@@ -1,0 +1,27 @@
+"""GRPO: the mean over sequences of their mean clipped surrogate (arXiv 2402.03300), with Sparse-RL's weights."""
+
+# B sequences, T response tokens
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
+    """1/(B d_i), d_i = |o_i|. B counts every sequence that has a token: rejected ones too, rows without one not."""
+    mask_BT = mask.bool()
+    sequences = mask_BT.any(dim=1).sum().clamp(min=1)
+    return mask_BT / (sequences * divisors[:, None])
+
+
+def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """J = sum_i 1/(B |o_i|) sum_t xi_t min(w_t A_i, clip(w_t, 1 - low, 1 + high) A_i), w_t = pi_theta/pi_old."""
+    return clipped_surrogate(log_ratios(inputs).clamp(-LIMIT, LIMIT).exp(), inputs)
+
+
+GRPO = PolicyLoss(loss, shares, clip_low=0.2, clip_high=0.2)

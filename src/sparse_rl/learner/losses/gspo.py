@@ -1,0 +1,28 @@
+"""GSPO: one ratio for the sequence, its likelihood ratio to the power 1/|y|, clipped as a whole (arXiv 2507.18071)."""
+
+# B sequences, T response tokens
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
+from .grpo import shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO-token: s_{i,t} = sg[s_i] pi_theta(y_t)/sg[pi_theta(y_t)], s_i = (pi_theta(y)/pi_old(y))^(1/|y|).
+
+    Its value is s_i for every token, so the clip takes a sequence or leaves it, and each token may carry its own weight
+    xi_t; with all weights 1 value and gradient are GSPO's.
+    """
+    delta_BT = log_ratios(inputs)
+    log_s_B1 = delta_BT.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
+    log_s_BT = log_s_B1.detach().clamp(-LIMIT, LIMIT) + (delta_BT - delta_BT.detach())
+    return clipped_surrogate(log_s_BT.exp(), inputs)
+
+
+GSPO = PolicyLoss(loss, shares, clip_low=3e-4, clip_high=4e-4)

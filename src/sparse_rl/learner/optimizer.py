@@ -1,0 +1,142 @@
+"""AdamW over master weights in float32, whatever dtype the model computes in; the schedule and the clip beside it.
+
+Gradients of half-precision weights are summed in float32 as they arrive, so nothing depends on how a batch was cut.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .settings import OptimizerSettings
+
+
+class Optimizer:
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, steps: int):
+        self.settings, self.steps = settings, steps
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        if not self.params:
+            raise UserError("The model has no trainable weights.")
+        self.masters = [self._master(param) for param in self.params]
+        decayed = [master for master in self.masters if master.dim() > 1]
+        plain = [master for master in self.masters if master.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = self._adamw([group for group in groups if group["params"]])
+
+    def _master(self, param: nn.Parameter) -> nn.Parameter:
+        """The float32 weight that AdamW owns: the model's own where that is one, else a copy that collects its gradients."""
+        device = torch.device("cpu") if self.settings.state == "offload" else param.device
+        if param.dtype in (torch.float32, torch.float64) and device == param.device:
+            return param
+        master = nn.Parameter(param.detach().to(device, torch.float32, copy=True))
+
+        def collect(param: Tensor) -> None:
+            assert param.grad is not None
+            arrived = param.grad.to(master.device, torch.float32)
+            master.grad = arrived if master.grad is None else master.grad.add_(arrived)
+            param.grad = None
+
+        param.register_post_accumulate_grad_hook(collect)
+        return master
+
+    def _adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        how: dict[str, Any] = {
+            "lr": self.settings.lr,
+            "betas": self.settings.betas,
+            "weight_decay": self.settings.weight_decay,
+        }
+        if self.settings.state != "8bit":
+            return torch.optim.AdamW(groups, fused=True, **how)
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise UserError("optimizer.state = 8bit needs torchao: pip install 'sparse-rl[8bit]'.") from error
+        return AdamW8bit(groups, **how)
+
+    def lr_at(self, step: int) -> float:
+        """Of the step counted from 0. Cosine ends at 0 after the last step."""
+        settings = self.settings
+        if step < settings.warmup_steps:
+            return settings.lr * (step + 1) / settings.warmup_steps
+        if settings.schedule == "constant":
+            return settings.lr
+        past = (step - settings.warmup_steps) / max(1, self.steps - settings.warmup_steps)
+        return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, past)))
+
+    def update(self, step: int) -> float | None:
+        """One AdamW update from the gradients collected so far. Returns their norm, None if it was not finite: then no update."""
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        norm = float(nn.utils.get_total_norm(grads)) if grads else 0.0
+        if not math.isfinite(norm):
+            self.clear()
+            return None
+        nn.utils.clip_grads_with_norm_(self.masters, self.settings.clip_norm, torch.tensor(norm))
+        for group in self.adamw.param_groups:
+            if isinstance(group["lr"], Tensor):  # torchao keeps it on the device
+                group["lr"].fill_(self.lr_at(step))
+            else:
+                group["lr"] = self.lr_at(step)
+        self.adamw.step()
+        self.clear()
+        self._write_back()
+        return norm
+
+    def allocate(self) -> None:
+        """Take the memory that the moments will need, now and not in the first update, which stays the first."""
+        if self.adamw.state:
+            return
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        for group in self.adamw.param_groups:
+            group["lr"] = group["lr"] * 0
+        self.adamw.step()  # a gradient and a rate of zero change nothing but the count
+        for state in self.adamw.state.values():
+            state["step"].zero_()
+        self.clear()
+
+    def clear(self) -> None:
+        for weight in (*self.masters, *self.params):
+            weight.grad = None
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param is not master:
+                param.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, and the master weights where the model's own are only their rounding."""
+        own = [None if param is master else master.detach() for param, master in zip(self.params, self.masters, strict=True)]
+        return {"adamw": self.adamw.state_dict(), "masters": own}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        for param, master, saved in zip(self.params, self.masters, state["masters"], strict=True):
+            if saved is not None:
+                master.copy_(saved)
+                param.copy_(master)
+
+
+@contextmanager
+def checkpointed(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Gradient checkpointing for the passes of the learner. Only the layers that do it are put into training mode: dropout
+    stays off, so that log-probs are the sampler's."""
+    if not enabled:
+        yield
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    was = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, training in zip(layers, was, strict=True):
+            layer.training = training
+        model.gradient_checkpointing_disable()  # type: ignore[operator]

@@ -1,0 +1,200 @@
+"""One optimizer update: the rollouts it learns from, micro-batch by micro-batch, and the step of the optimizer.
+
+Every quantity that divides is computed once for the whole update, so micro-batches are plain sums.
+"""
+
+# B rollouts of the update, b of a micro-batch, T response tokens of the longest, n response tokens of a micro-batch
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ..models.head import head_of
+from ..rollout.rollout import Rollout
+from .correction import Corrected, opsm
+from .logprobs import divergence
+from .losses import LossInputs
+from .losses.regularizers import kl, weighted_sum
+from .losses.settings import SMD, Loss
+from .optimizer import Optimizer, checkpointed
+from .replay import ReplayKind, Seen, forward, packs, response_logprobs
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an update learns from, a row for each rollout; tensors lie on the learner's device."""
+
+    rollouts: Sequence[Rollout]
+    advantages_B: Tensor
+    sampler_BT: Tensor
+    """Log-probs as the sampler recorded them."""
+    old_BT: Tensor
+    """Log-probs before the first update of the step, under the view that is learned."""
+    mask_BT: Tensor
+    corrected: Corrected
+    shares_BT: Tensor
+    kl_shares_BT: Tensor
+    """The same for the terms beside the policy loss, which run over `corrected.kl_mask`."""
+    reference_BT: Tensor | None = None
+
+    @property
+    def active(self) -> list[int]:
+        """Rows that the policy loss can learn from: not rejected, better or worse than their group."""
+        counts_B = (self.corrected.weights * self.shares_BT).sum(dim=1) * self.advantages_B.abs()
+        return torch.nonzero(counts_B > 0).flatten().tolist()
+
+
+def make_batch(
+    rollouts: Sequence[Rollout],
+    advantages_B: Tensor,
+    old: Sequence[Tensor],
+    corrected: Corrected,
+    loss: Loss,
+    max_tokens: int,
+    reference: Sequence[Tensor] | None = None,
+) -> Batch:
+    device = old[0].device
+    mask_BT = response_mask(rollouts).to(device)
+    shares = loss.policy.shares
+    return Batch(
+        rollouts=rollouts,
+        advantages_B=advantages_B.to(device),
+        sampler_BT=padded([rollout.logprobs for rollout in rollouts]).to(device),
+        old_BT=padded(old),
+        mask_BT=mask_BT,
+        corrected=corrected,
+        shares_BT=shares(mask_BT, corrected.divisors, max_tokens),
+        kl_shares_BT=shares(mask_BT, corrected.divisors, max_tokens) * corrected.kl_mask,
+        reference_BT=None if reference is None else padded(reference),
+    )
+
+
+def padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True)
+
+
+def response_mask(rollouts: Sequence[Rollout]) -> Tensor:
+    lengths_B = torch.tensor([len(rollout.response) for rollout in rollouts])
+    return torch.arange(int(lengths_B.max())) < lengths_B[:, None]
+
+
+def accumulate(
+    model: PreTrainedModel,
+    batch: Batch,
+    rows: Sequence[int],
+    loss: Loss,
+    view: ReplayKind,
+    smd: SMD | None,
+    opsm_delta: float | None,
+    tokens_per_microbatch: int,
+) -> dict[str, float]:
+    """Gradients of the objective over `rows`, left in the weights. Returns sums over tokens, and the loss."""
+    sums: dict[str, float] = defaultdict(float)
+    rollouts = [batch.rollouts[row] for row in rows]
+    for indices in packs(rollouts, tokens_per_microbatch):
+        pack = [rollouts[index] for index in indices]
+        chosen = torch.tensor([rows[index] for index in indices], device=batch.old_BT.device)
+        seen = forward(model, pack, view)
+        logprobs_n, entropy_n = response_logprobs(model, seen)
+        mask_bT = batch.mask_BT[chosen]
+        logprobs_bT = _spread(logprobs_n, mask_bT)
+        weights_bT = batch.corrected.weights[chosen]
+        if opsm_delta is not None:
+            stays_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
+            weights_bT = weights_bT * stays_b[:, None]
+            sums["opsm_dropped"] += float((~stays_b).sum())
+        low, high = loss.clips
+        inputs = LossInputs(
+            logprobs=logprobs_bT,
+            old_logprobs=batch.old_BT[chosen],
+            advantages=batch.advantages_B[chosen],
+            weights=weights_bT,
+            mask=mask_bT,
+            shares=batch.shares_BT[chosen],
+            clip_low=low,
+            clip_high=high,
+        )
+        total, counts = loss.policy.loss(inputs)
+        kl_mask_bT, kl_shares_bT = batch.corrected.kl_mask[chosen], batch.kl_shares_BT[chosen]
+        if batch.reference_BT is not None:
+            kl_bT = kl(logprobs_bT, batch.reference_BT[chosen], mask_bT, loss.kl_estimator)
+            total = total + loss.kl_coef * weighted_sum(kl_bT, kl_mask_bT, kl_shares_bT)
+            sums["kl_ref"] += float(kl_bT.detach().sum())
+        if loss.entropy_coef:
+            total = total - loss.entropy_coef * weighted_sum(_spread(entropy_n, mask_bT), kl_mask_bT, kl_shares_bT)
+        if smd is not None:
+            apart_bT = _spread(_distillation(model, pack, seen, smd), mask_bT)
+            total = total + smd.lambda_ * weighted_sum(apart_bT, kl_mask_bT, kl_shares_bT)
+            sums["distillation_kl"] += float(apart_bT.detach().sum())
+        total.backward()
+        sums["loss"] += float(total.detach())
+        for name, value in counts.items():
+            sums[name] += float(value)
+    return dict(sums)
+
+
+def _spread(values_n: Tensor, mask_bT: Tensor) -> Tensor:
+    """Packed values in their rows, [b, T], with gradient."""
+    return torch.zeros(mask_bT.shape, dtype=values_n.dtype, device=values_n.device).masked_scatter(mask_bT, values_n)
+
+
+def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen, smd: SMD) -> Tensor:
+    """Shadow Mask Distillation (arXiv 2605.06850): the distance of the dense and the shadow policy at each token, [n].
+
+    `dense_to_shadow` is KL(dense || sg shadow) and `jsd` its symmetric sibling: both pull the dense policy alone.
+    `shadow_to_dense` is KL(shadow || sg dense): the dense policy teaches.
+    """
+    teaches_dense = smd.direction != "shadow_to_dense"
+    with torch.set_grad_enabled(teaches_dense):
+        dense = forward(model, pack, "dense")
+    student, teacher = (dense, shadow) if teaches_dense else (shadow, dense)
+    kind = "jsd" if smd.direction == "jsd" else "kl"
+    return divergence(head_of(model), student.hidden_nD, teacher.hidden_nD, student.temperatures_n, kind=kind, top=smd.top_k)
+
+
+@dataclass(frozen=True)
+class Updated:
+    sums: dict[str, float]
+    grad_norm: float
+    learned: bool
+    """Whether the weights were changed."""
+    finite: bool
+
+
+def update(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    step: int,
+    batch: Batch,
+    loss: Loss,
+    *,
+    view: ReplayKind = "dense",
+    smd: SMD | None = None,
+    opsm_delta: float | None = None,
+) -> Updated:
+    """One update of the weights at the learning rate of `step`. Nothing is changed if no row can be learned from, or if the
+    loss or the gradient is not finite.
+
+    Rows without a part in the policy loss pass through the model only where a term beside it wants them.
+    """
+    rows = batch.active
+    if not rows:
+        return Updated({}, 0.0, learned=False, finite=True)
+    if batch.reference_BT is not None or loss.entropy_coef or smd is not None:
+        rows = torch.nonzero(batch.kl_shares_BT.sum(dim=1) + batch.shares_BT.sum(dim=1)).flatten().tolist()
+    settings = optimizer.settings
+    with checkpointed(model, settings.gradient_checkpointing):
+        sums = accumulate(model, batch, rows, loss, view, smd, opsm_delta, settings.tokens_per_microbatch)
+    if not math.isfinite(sums["loss"]):
+        optimizer.clear()
+        return Updated(sums, math.nan, learned=False, finite=False)
+    norm = optimizer.update(step)
+    if norm is None:
+        return Updated(sums, math.nan, learned=False, finite=False)
+    return Updated(sums, norm, learned=True, finite=True)

@@ -1,0 +1,103 @@
+"""The weights that learn and the weights that sample: one model, or with LoRA a base with adapters and a merged copy.
+
+The merged copy shares every tensor that has no adapter. It is rewritten in place after each update, W + s·BA summed in
+float32 and rounded once, so whatever was built on its storage stays valid.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from .settings import Lora
+
+ADAPTER = "default"
+
+
+class Actor:
+    def __init__(self, model: PreTrainedModel, lora: Lora, *, keep_reference: bool = False):
+        """Takes the model over. `keep_reference` keeps the policy as it is now: with LoRA for free, else as a frozen copy."""
+        self.learner = model
+        self.sampler = model
+        self.peft = None
+        self.frozen: PreTrainedModel | None = None
+        if lora.rank:
+            shared = copy.deepcopy(model, {id(weight): weight for weight in (*model.parameters(), *model.buffers())})
+            self.peft = _with_adapters(model, lora)
+            if lora.merge:
+                self.sampler = shared
+                for name, _ in self._adapted():
+                    layer = shared.get_submodule(name)
+                    layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+                self.sync()
+        elif keep_reference:
+            self.frozen = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Give the sampler what was learned. Needed after every update; free where both are one model."""
+        if self.sampler is self.learner:
+            return
+        for name, layer in self._adapted():
+            base = layer.get_base_layer().weight
+            merged = base.float() + layer.get_delta_weight(ADAPTER).float()
+            self.sampler.get_submodule(name).weight.copy_(merged)
+
+    def _adapted(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.learner.named_modules():
+            if hasattr(module, "get_delta_weight"):
+                yield name, module
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[PreTrainedModel]:
+        """The policy as it was at the start."""
+        if self.peft is not None:
+            with self.peft.disable_adapter():
+                yield self.learner
+        else:
+            assert self.frozen is not None, "built without keep_reference"
+            yield self.frozen
+
+    def save(self, folder: Path) -> None:
+        """A Hugging Face folder: the whole model, or the adapter alone."""
+        (self.peft or self.learner).save_pretrained(folder)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """The weights that `save` wrote, to the bit, into the tensors in use."""
+        from safetensors.torch import load_file
+
+        if self.peft is not None:
+            from peft import set_peft_model_state_dict
+
+            set_peft_model_state_dict(self.peft, load_file(folder / "adapter_model.safetensors"))
+        else:
+            saved = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+            missing, unexpected = self.learner.load_state_dict(saved, strict=False)
+            tied = set(self.learner.all_tied_weights_keys)
+            if unexpected or set(missing) - tied:
+                raise UserError(f"{folder} does not fit the model of this run: resume with the model it was trained from.")
+        self.sync()
+
+
+def _with_adapters(model: PreTrainedModel, lora: Lora):
+    from peft import LoraConfig, get_peft_model
+
+    targets = lora.targets if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,
+        target_modules=targets,
+        lora_dropout=0.0,  # a policy that forgets at random is not the one that sampled
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"model.lora.targets = {lora.targets!r} fits no layer of the model: try all-linear.") from error

@@ -1,0 +1,38 @@
+"""Trained weights as a Hugging Face folder that transformers and vLLM read, with the KV settings beside them."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UserError
+from ..kv.settings import KV
+from .actor import Actor
+from .stored_kv import FILE
+
+
+def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, kv: KV, *, merge: bool = False) -> None:
+    """The whole model, or with LoRA the adapter unless `merge`; sparse_rl.json has what it was trained under.
+
+    The folder appears when it is complete.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if merge:
+            actor.sampler.save_pretrained(partial)
+        else:
+            actor.save(partial)
+        tokenizer.save_pretrained(partial)
+        settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}
+        (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"The model could not be written to {folder} ({error}): free some space or name another folder."
+        ) from error

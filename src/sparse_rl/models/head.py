@@ -1,0 +1,77 @@
+"""From token ids to hidden states, and the head that turns those into logits: the learner never holds all logits."""
+
+# n kept tokens, D hidden dimension, V vocabulary
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from .attention import NO_MASK, View, prepare, run
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = scale * (hidden @ weight.T + bias)."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    scale: float
+
+    def __call__(self, hidden_nD: Tensor) -> Tensor:
+        logits_nV = F.linear(hidden_nD, self.weight_VD, self.bias_V)
+        return logits_nV if self.scale == 1.0 else logits_nV * self.scale
+
+
+_scales: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The model's head. Checked once, on one token: some models do more to their logits than a product."""
+    layer = model.get_output_embeddings()
+    bias = getattr(layer, "bias", None)
+    scale = _scales.get(model)
+    if scale is None:
+        scale = _scales[model] = _scale(model, Head(layer.weight, bias, 1.0))
+    return Head(layer.weight, bias, scale)
+
+
+def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: View, keep_n: Tensor) -> Tensor:
+    """What the head reads of the tokens `keep` names, [n, D], with attention left to the view."""
+    output = model.base_model(
+        input_ids=tokens_1N,
+        position_ids=positions_1N,
+        attention_mask=tokens_1N.new_empty(NO_MASK, dtype=torch.bool),
+        use_cache=False,
+        sparse_view=view,
+    )
+    return output.last_hidden_state[0, keep_n]
+
+
+@torch.no_grad()
+def _scale(model: PreTrainedModel, head: Head) -> float:
+    prepare(model)
+    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    view, first = _OneToken(), torch.zeros(1, dtype=torch.long, device=model.device)
+    position = torch.zeros_like(token)
+    own_V = run(model, token, position, view, keep=1)[0, -1].float()
+    plain_V = head(hidden_states(model, token, position, view, first))[0].float()
+    scale = float(own_V @ plain_V / (plain_V @ plain_V))
+    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
+    if not torch.allclose(own_V, scale * plain_V, rtol=1e-2, atol=1e-3 * float(own_V.abs().max())):
+        raise UserError(
+            f"{type(model).__name__} does more to its logits than a product with its head, which the learner cannot do in "
+            "chunks: use another model."
+        )
+    return scale
+
+
+class _OneToken:
+    """One token attends to itself."""
+
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+        return values_BHTD.repeat_interleave(queries_BQTD.shape[1] // values_BHTD.shape[1], dim=1)

@@ -1,0 +1,34 @@
+"""`model`: which weights are trained, in which dtype, whole or through adapters."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ..settings import Section
+
+
+class Lora(Section):
+    """Low-rank adapters (peft) in place of training every weight."""
+
+    section: ClassVar[str] = "model.lora"
+
+    rank: int = Field(0, ge=0, description="Of the adapters; 0 trains every weight.")
+    alpha: float | None = Field(None, gt=0, description="Adapters are scaled by alpha / rank; twice the rank unless given.")
+    targets: str = Field("all-linear", description="Layers that get one: all-linear, or names such as q_proj,v_proj.")
+    merge: bool = Field(
+        True, description="Whether the sampler has a merged copy of the adapted weights: faster, for one more copy of them."
+    )
+
+
+class Model(Section):
+    """Which weights are trained."""
+
+    section: ClassVar[str] = "model"
+
+    path: str = Field("tiny", description="A hub id, a folder, or tiny: the embedded model.")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Of the passes; bfloat16 on a GPU, float32 on a CPU unless given. Master weights are float32 always."
+    )
+    device: str | None = Field(None, description="Such as cpu or cuda:0; cuda if there is one unless given.")
+    trust_remote_code: bool = Field(False, description="Whether the model's own code from the hub may run.")
+    lora: Lora = Field(default_factory=Lora, description="Low-rank adapters.")

@@ -1,0 +1,32 @@
+"""sparse_rl.json: the KV settings a model was trained under, stored beside its weights. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+FILE = "sparse_rl.json"
+
+
+def stored_kv(path: str) -> dict[str, Any]:
+    """The `kv` options beside the model in a folder or on the hub; empty where there are none."""
+    file: Path | None = Path(path) / FILE
+    if file is None or not file.is_file():
+        file = None if Path(path).exists() or path.count("/") != 1 else _from_hub(path)
+    if file is None:
+        return {}
+    try:
+        return dict(json.loads(file.read_text())["kv"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} does not hold KV settings ({error}): write it anew with sparse-rl export.") from error
+
+
+def _from_hub(path: str) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(path, FILE))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
+        return None  # not every model was trained with us, and not every machine reaches the hub

@@ -1,0 +1,90 @@
+"""From the name of a reward to the function. Runs in a worker: a user's module is never imported into the trainer."""
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import UserError
+
+
+def find(spec: str) -> Callable[..., Any]:
+    """`exact`, `my_rewards:graded`, `my_rewards.graded` or `path/to/rewards.py:graded`; else a `UserError` in one sentence."""
+    where, _, name = spec.rpartition(":" if ":" in spec else ".")
+    if not name or (":" in spec and not where) or spec.endswith(".py"):
+        raise UserError(
+            f"reward.function = {spec} names no function: write it like my_rewards:graded or path/to/rewards.py:graded."
+        )
+    module = imported(where, spec) if where else importlib.import_module(".functions", __package__)
+    known = public_functions(module)
+    if not hasattr(module, name) or (not where and name not in known):
+        place = where or "the built-in rewards"
+        raise UserError(f"reward.function = {spec} is not there: no {name} in {place}, {nearest(name, known)}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise UserError(
+            f"reward.function = {spec} is of type {type(function).__name__} and cannot be called: {nearest(name, known)}"
+        )
+    return function
+
+
+def imported(where: str, spec: str) -> ModuleType:
+    try:
+        if where.endswith(".py"):
+            return from_file(Path(where), spec)
+        return importlib.import_module(where)
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name and (where == error.name or where.startswith(f"{error.name}.")):
+            here = [module.name for module in pkgutil.iter_modules(["."])]
+            raise UserError(
+                f"reward.function = {spec} is not there: no module {error.name} in the current folder or among the installed "
+                f"packages, {nearest(error.name, here, 'name its file, such as path/to/rewards.py:graded.')}"
+            ) from None
+        raise UserError(cannot_import(spec, error)) from error
+    except BaseException as error:  # a module may even call sys.exit
+        traceback.print_exc()
+        raise UserError(cannot_import(spec, error)) from error
+
+
+def from_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        here = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UserError(f"reward.function = {spec} is not there: no file {path}, {nearest(path.name, here)}")
+    sys.path.append(str(path.parent.resolve()))  # for what it imports from beside itself
+    found = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)  # a file math.py must not become math
+    assert found and found.loader
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def public_functions(module: ModuleType) -> list[str]:
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def nearest(name: str, known: list[str], otherwise: str = "") -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else otherwise or f"known are {', '.join(sorted(known)) or 'none'}."
+
+
+def cannot_import(spec: str, error: BaseException) -> str:
+    return f"reward.function = {spec} cannot be imported ({one_line(error)}): mend the module, or install what it needs."
+
+
+def one_line(error: BaseException) -> str:
+    """The exception as Python would print it, on one line and of bounded length."""
+    return " ".join(traceback.format_exception_only(error)[-1].split())[:300]

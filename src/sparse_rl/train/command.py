@@ -1,0 +1,148 @@
+"""`sparse-rl train` and `export`: one run, or several methods one after the other with a table at the end."""
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..config import to_toml
+from ..data.examples import encode, load
+from ..errors import UserError
+from ..models.load import load_model, load_tokenizer
+from ..rewards.pool import RewardPool
+from .folder import RunFolder
+from .settings import Config
+
+
+def dry_run(config: Config) -> None:
+    """Everything about a run but the run: nothing is written, no weights are loaded."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(to_toml(config), markup=False)
+    console.print(config.arithmetic, markup=False)
+    example = load(config.data.train, "train", n=1, seed=config.seed)[0]
+    with RewardPool(config.reward.function_for(config.data.train), 1, config.reward.timeout_s) as pool:
+        gold = "" if example.answer is None else example.answer
+        graded = pool.grade([example.prompt], [gold], {name: [value] for name, value in example.columns.items()})
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    ids = encode(tokenizer, example, config.data.template, config.data.raw)
+    shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
+    console.print(f"\nfirst prompt, {len(ids)} tokens: {shown}", markup=False)
+    grade = graded.values[0] if graded.errors + graded.timeouts == 0 else graded.first_error or "over time"
+    console.print(f"its gold: {json.dumps(gold, ensure_ascii=False)}, graded {grade}", markup=False)
+
+
+def train(config: Config, *, resume: bool, overwrite: bool) -> None:
+    console = Console(highlight=False)
+    configs = [config]
+    if config.compare:
+        configs = [
+            config.model_copy(update={"method": method, "run_dir": str(Path(config.run_dir) / method), "compare": ()})
+            for method in config.compare
+        ]
+    for each in configs:  # a folder in the way shows before any work is done
+        RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
+    for each in configs:
+        if not train_one(each, console, resume=resume, overwrite=overwrite):
+            sys.exit(130)
+    console.print(closing_table(configs))
+    for each in configs:
+        console.print(
+            f"{each.method}: {escape(each.run_dir)} (metrics.jsonl, rollouts/, checkpoints/, model/)", soft_wrap=True
+        )
+
+
+def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool) -> bool:
+    """Whether the run came to its last step."""
+    from .loop import Trainer
+    from .stop import StopAsked
+    from .view import View
+
+    folder = RunFolder(config.run_dir)
+    folder.open(config, resume=resume, overwrite=overwrite)
+    console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
+    with View(config, console) as view, StopAsked(view.warn) as stop:
+        trainer = Trainer(config, folder, view, resume=resume)
+        try:
+            trainer.run(stop)
+        finally:
+            trainer.close()
+        done = trainer.state.step >= config.steps
+        if not done:
+            view.note(f"Stopped at step {trainer.state.step}; continue with --resume.")
+    return done
+
+
+def closing_table(configs: list[Config]) -> Table:
+    """Held-out accuracy before and after, and what the rollouts cost, from the run folders alone."""
+    table = Table(title="held-out pass@1 before and after, 95 % intervals; KV of all rollouts at a time", title_justify="left")
+    headings = ("method", "cache", "before", "after", "KV allocated", "dense KV", "saved", "rejected")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("method", "cache") else "right")
+    for config in configs:
+        rows = RunFolder(config.run_dir).read_metrics()
+        steps = [row for row in rows if "reward/mean" in row]
+        keys = sorted({key for row in rows for key in row if key.startswith("eval/") and "pass@1" in key})
+        plain = [key for key in keys if not key.endswith(("_low", "_high"))] or [""]
+
+        def mean(key: str, steps=steps) -> float:
+            return sum(row[key] for row in steps) / len(steps)
+
+        for number, key in enumerate(plain):
+            scored = [row for row in rows if key in row]
+            before, after = (_score(scored[end], key) if scored else "" for end in (0, -1))
+            costs = [""] * 4
+            if number == 0:
+                costs = [
+                    _size(max(row["kv/peak_bytes"] for row in steps)),
+                    _size(max(row["kv/dense_bytes"] for row in steps)),
+                    f"{mean('kv/token_savings'):.0%}",
+                    f"{mean('sparse/rejection_rate'):.0%}",
+                ]
+            cache = _cache(config) if key.endswith("_sparse") else "dense"
+            table.add_row(config.method if number == 0 else "", cache, before, after, *costs)
+    return table
+
+
+def _score(row: dict[str, float], key: str) -> str:
+    return f"{row[key]:.1%} [{row[key + '_low']:.1%}, {row[key + '_high']:.1%}]"
+
+
+def _cache(config: Config) -> str:
+    return f"{config.kv.policy} {config.kv.budget}+{config.kv.interval}"
+
+
+def _size(count: float) -> str:
+    from ..rollout.console import size
+
+    return size(count)
+
+
+def export(run: Path, out: Path, *, step: int | None, merge: bool) -> None:
+    from ..models.actor import Actor
+    from ..models.export import write_model
+    from . import checkpoint
+
+    folder = RunFolder(run)
+    config = Config(**folder.stored_config())
+    steps = checkpoint.steps_in(folder.checkpoints)
+    if not steps:
+        raise UserError(f"{run} has no checkpoint to export: let it reach one, or lower checkpoint.every.")
+    if step is not None and step not in steps:
+        raise UserError(f"{run} has no checkpoint of step {step}: there are {', '.join(map(str, steps))}.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: name another folder.")
+    if merge and not config.model.lora.rank:
+        raise UserError("There is nothing to merge: the run trained every weight; leave --merge out.")
+    model = load_model(
+        config.model.path, dtype=config.model.dtype, device="cpu", trust_remote_code=config.model.trust_remote_code
+    )
+    actor = Actor(model, config.model.lora.model_copy(update={"merge": True}))
+    actor.load(folder.checkpoints / f"step-{step or steps[-1]}" / "weights")
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
+    Console().print(
+        f"Step {step or steps[-1]} of {escape(str(run))} is in {escape(str(out))}.", soft_wrap=True, highlight=False
+    )

@@ -1,0 +1,75 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, W&B and trackio, behind one small interface."""
+
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import UserError
+from .settings import Config
+
+
+class Logger(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, config: Config):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer.add_text("config", f"```json\n{config.model_dump_json(indent=1)}\n```")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbLike:
+    """wandb, and trackio, which has its interface."""
+
+    def __init__(self, module: Any, folder: Path, config: Config, **how: Any):
+        self.run = module.init(project=config.log.project, name=folder.name, config=config.model_dump(mode="json"), **how)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _tensorboard(folder: Path, config: Config) -> Logger:
+    return TensorBoard(folder, config)
+
+
+def _wandb(folder: Path, config: Config) -> Logger:
+    import wandb
+
+    return WandbLike(wandb, folder, config, dir=str(folder), resume="allow", id=_id(folder))
+
+
+def _trackio(folder: Path, config: Config) -> Logger:
+    import trackio
+
+    return WandbLike(trackio, folder, config, resume="allow")
+
+
+def _id(folder: Path) -> str:
+    return "".join(char if char.isalnum() else "-" for char in str(folder.resolve()))[-64:]
+
+
+def open_loggers(folder: Path, config: Config) -> list[Logger]:
+    loggers: list[Logger] = []
+    for name in config.log.to:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loggers.append({"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}[name](folder, config))
+        except ImportError as error:
+            raise UserError(f"log.to = {name} needs a package: pip install 'sparse-rl[{name}]'.") from error
+    return loggers

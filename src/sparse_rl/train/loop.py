@@ -1,0 +1,303 @@
+"""The training loop: sample, grade, ask the dense model, learn, write it down. Read it top to bottom.
+
+A step in five lines: `Dealer.draw` gives groups of graded rollouts, `_old_logprobs` what the dense model says of them,
+`correct` how far the sampler was off, `update` changes the weights, and the metrics say how it went.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..data.examples import encode, load
+from ..data.order import Order
+from ..errors import UserError
+from ..evaluate.accuracy import accuracy
+from ..learner.correction import correct
+from ..learner.optimizer import Optimizer
+from ..learner.replay import ReplayKind, forward, packs, replay, response_logprobs
+from ..learner.update import Updated, make_batch, padded, response_mask, update
+from ..models.actor import Actor
+from ..models.export import write_model
+from ..models.load import load_model, load_tokenizer
+from ..rewards.pool import RewardPool
+from ..rollout.engine import Engine
+from ..rollout.rollout import Rollout
+from . import checkpoint, rollout_log
+from .folder import RunFolder
+from .groups import Dealer, Drawn, Group, Sample
+from .loggers import open_loggers
+from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
+from .rehearsal import rehearse
+from .settings import SHADOW_METHODS, Config
+from .stop import StopAsked
+from .view import View
+
+AUTO_SLOTS = 256
+TASK_PROBLEMS = 4096
+"""Problems of a task that makes its own."""
+NOISE_ROLLOUTS = 8
+"""Rollouts of a step that are replayed to measure engine noise, where the method does not replay them all."""
+QUIET_STEPS = 5
+"""Steps in a row without any signal after which a warning is due."""
+
+
+class Trainer:
+    def __init__(self, config: Config, folder: RunFolder, view: View, *, resume: bool = False):
+        self.config, self.folder, self.view = config, folder, view
+        torch.manual_seed(config.seed)  # of fresh adapters; all else is drawn by counter
+        settings = config.model
+        self.tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
+        examples = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed)
+        prompts = [encode(self.tokenizer, example, config.data.template, config.data.raw) for example in examples]
+        self.pool = RewardPool(
+            config.reward.function_for(config.data.train),
+            config.reward.workers,
+            config.reward.timeout_s,
+            log=folder.path / "reward.log",
+        )
+        model = load_model(
+            settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
+        )
+        self.actor = Actor(model, settings.lora, keep_reference=config.loss.kl_coef > 0)
+        self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
+        slots = config.rollout.slots if config.rollout.slots != "auto" else min(AUTO_SLOTS, config.rollout.rollouts_per_step)
+        self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots)
+        self.dealer = Dealer(
+            config, examples, prompts, Order(len(examples), config.seed).take, self.engine, self.tokenizer, self.pool
+        )
+        self.longest_prompt = max(prompts, key=len)
+        self.engine.check_prompt(self.longest_prompt, config.rollout.sampling(config.seed))
+        self._prepare_evaluation()
+        self.state = checkpoint.State()
+        last = checkpoint.latest(folder.checkpoints) if resume else None
+        if last is not None:
+            self.state = checkpoint.load(last, self.actor, self.optimizer)
+            view.resume_at(self.state.step)
+        folder.forget_after(self.state.step if last else -1)
+        self.loggers = open_loggers(folder.path, config)
+
+    # The run
+
+    def run(self, stop: StopAsked) -> None:
+        """To the last step, or until asked to stop; either way the last step done is in a checkpoint."""
+        if self.state.step == 0:
+            rehearse(self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.engine.limits.shape)
+            self._log(self._evaluate())
+        while self.state.step < self.config.steps and not stop.asked:
+            metrics = self._step()
+            step, last = self.state.step, self.state.step == self.config.steps
+            if last or (self.config.eval.every and step % self.config.eval.every == 0):
+                metrics |= self._evaluate()
+            self._log(metrics)
+            if last or stop.asked or step % self.config.checkpoint.every == 0:
+                self._save(metrics)
+        if self.state.step >= self.config.steps:
+            write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
+
+    def close(self) -> None:
+        self.pool.close()
+        for logger in self.loggers:
+            logger.close()
+
+    # A step, top to bottom
+
+    def _step(self) -> dict[str, float]:
+        config, shadow = self.config, self.config.method in SHADOW_METHODS
+        started = time.perf_counter()
+        with self.view.sampling(self.state.step + 1) as progress:
+            drawn = self.dealer.draw(self.state.cursor, progress)
+        samples = drawn.samples
+        rollouts = [sample.rollout for sample in samples]
+        rollout_s = time.perf_counter() - started
+
+        with self.view.learning(self.state.step + 1):
+            old, entropy = self._old_logprobs(self.actor.learner, rollouts, "dense")
+            learned_old, noise = old, self._noise(rollouts, old)
+            if shadow:
+                learned_old, _ = self._old_logprobs(self.actor.learner, rollouts, "sparse")
+                noise = engine_noise(rollouts, learned_old)
+            reference = None
+            if config.loss.kl_coef > 0:
+                with self.actor.reference() as model:
+                    reference, _ = self._old_logprobs(model, rollouts, "sparse" if shadow else "dense")
+            mismatch = self._correct(samples, old)
+            rejected = {id(sample): bool(gone) for sample, gone in zip(samples, mismatch.rejected.tolist(), strict=True)}
+            of_sample = {id(sample): row for row, sample in enumerate(samples)}
+            updates = [
+                self._update(part, of_sample, old, learned_old, reference)
+                for part in deal(self.dealer.learnable(drawn), config.optimizer.updates_per_step)
+            ]
+            self.actor.sync()
+        learner_s = time.perf_counter() - started - rollout_s
+
+        self.state.step += 1
+        self.state.cursor += drawn.prompts
+        self._watch(drawn, updates)
+        tokens = sum(len(rollout.response) for rollout in rollouts)
+        passed = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
+        rollout_log.write(
+            self.folder.rollouts / f"step-{self.state.step}.parquet",
+            self.state.step,
+            drawn.groups,
+            [rejected[id(sample)] for sample in samples],
+            old,
+            rollouts=config.log.rollouts_per_step,
+            traces=config.log.traces_per_step,
+        )
+        return {
+            **reward_metrics(drawn),
+            **mismatch.metrics,
+            "sparse/engine_noise": noise,
+            **kv_metrics(drawn, self.engine),
+            **policy_metrics(updates, tokens, entropy, self.optimizer.lr_at(self.state.step - 1)),
+            **response_metrics(rollouts),
+            "perf/step_s": time.perf_counter() - started,
+            "perf/rollout_s": rollout_s,
+            "perf/learner_s": learner_s,
+            "perf/rollout_tokens_per_s": tokens / rollout_s,
+            "perf/learner_tokens_per_s": passed / learner_s,
+        }
+
+    @torch.no_grad()
+    def _old_logprobs(
+        self, model: PreTrainedModel, rollouts: Sequence[Rollout], view: ReplayKind
+    ) -> tuple[list[Tensor], float]:
+        """(log-probs of every response token, mean entropy) under the weights as they are."""
+        rows: list[Tensor] = []
+        entropy, tokens = 0.0, 0
+        for indices in packs(rollouts, self.config.optimizer.tokens_per_microbatch):
+            pack = [rollouts[index] for index in indices]
+            logprobs_n, entropy_n = response_logprobs(model, forward(model, pack, view))
+            rows += logprobs_n.split([len(rollout.response) for rollout in pack])
+            entropy, tokens = entropy + float(entropy_n.sum()), tokens + len(entropy_n)
+        return rows, entropy / tokens
+
+    @torch.no_grad()
+    def _noise(self, rollouts: Sequence[Rollout], dense: Sequence[Tensor]) -> float:
+        """On a few rollouts spread over the step; without evictions the dense pass is the replay already."""
+        if not self.engine.policy.evicts:
+            return engine_noise(rollouts, dense)
+        few = list(rollouts)[:: max(1, len(rollouts) // NOISE_ROLLOUTS)][:NOISE_ROLLOUTS]
+        return engine_noise(few, replay(self.actor.learner, few, "sparse"))
+
+    def _correct(self, samples: Sequence[Sample], old: Sequence[Tensor], *, on_policy: bool = False):
+        """xi = pi_old / pi_sampler of these samples, and what the method does about it. Learning on the sampler's own view
+        there is nothing to correct."""
+        rollouts = [sample.rollout for sample in samples]
+        mask_BT = response_mask(rollouts).to(old[0].device)
+        log_xi_BT = padded(old) - padded([rollout.logprobs for rollout in rollouts]).to(old[0].device)
+        point = self.config.correction.point("paper" if self.config.method == "sparse_rl" else "none")
+        return correct(torch.zeros_like(log_xi_BT) if on_policy else log_xi_BT, mask_BT, point)
+
+    def _update(self, groups: Sequence[Group], row_of: dict[int, int], old, learned_old, reference) -> Updated:
+        config, shadow = self.config, self.config.method in SHADOW_METHODS
+        samples = [sample for group in groups for sample in group.samples if sample.takes_part]
+        if not samples:
+            return Updated({}, 0.0, learned=False, finite=True)
+        rows = [row_of[id(sample)] for sample in samples]
+        batch = make_batch(
+            [sample.rollout for sample in samples],
+            torch.tensor([sample.advantage for sample in samples], dtype=old[0].dtype),
+            [learned_old[row] for row in rows],
+            self._correct(samples, [old[row] for row in rows], on_policy=shadow),
+            config.loss,
+            config.rollout.max_tokens,
+            None if reference is None else [reference[row] for row in rows],
+        )
+        return update(
+            self.actor.learner,
+            self.optimizer,
+            self.state.step,
+            batch,
+            config.loss,
+            view="sparse" if shadow else "dense",
+            smd=config.loss.smd if config.method == "smd" else None,
+            opsm_delta=config.correction.opsm,
+        )
+
+    # What goes wrong
+
+    def _watch(self, drawn: Drawn, updates: Sequence[Updated]) -> None:
+        """Warn about a step that taught nothing; end a run that cannot go on."""
+        state, step = self.state, self.state.step
+        broken = sum(not each.finite for each in updates)
+        state.skipped_in_a_row = state.skipped_in_a_row + broken if broken == len(updates) else 0
+        state.skipped_updates += sum(not each.learned for each in updates)
+        if broken:
+            self.view.warn(
+                f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates; they were skipped."
+            )
+        if state.skipped_in_a_row >= self.config.optimizer.max_skipped_updates:
+            last = checkpoint.latest(self.folder.checkpoints)
+            raise UserError(
+                f"{state.skipped_in_a_row} updates in a row were not finite: lower optimizer.lr or the mismatch; "
+                f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
+            )
+        quiet = all(group.no_signal or not any(sample.takes_part for sample in group.samples) for group in drawn.groups)
+        state.quiet_steps = state.quiet_steps + 1 if quiet else 0
+        if state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0:
+            self.view.warn(
+                f"Step {step}: no group had two different rewards for {state.quiet_steps} steps, so nothing is learned: the "
+                "problems are too easy or too hard, or the reward does not tell answers apart."
+            )
+        elif not quiet and not broken and not any(each.learned for each in updates):
+            self.view.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
+        if failures := drawn.counts["errors"] + drawn.counts["timeouts"]:
+            self.view.warn(
+                f"Step {step}: the reward failed on {failures} rollouts (see reward.log): {drawn.first_error or 'over time'}."
+            )
+
+    # Evaluation, logs, checkpoints
+
+    def _prepare_evaluation(self) -> None:
+        config = self.config
+        source = config.data.held_out
+        self.benchmark = source.removesuffix(".jsonl").rpartition("/")[2] if source else ""
+        self.held_out = load(source, "test", n=config.eval.problems, seed=0) if source and config.eval.problems else []
+        self.held_out = self.held_out[: config.eval.problems]
+        self.held_out_prompts = [encode(self.tokenizer, each, config.data.template, config.data.raw) for each in self.held_out]
+        engines = {"": self.engine}
+        if self.engine.policy.evicts:
+            dense = Engine(
+                self.actor.sampler, config.sampler_kv.model_copy(update={"policy": "full"}), slots=self.engine.slots
+            )
+            engines = {"": dense, "_sparse": self.engine}
+        self.eval_engines = engines
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out pass@1 with a dense cache and, where the sampler's is sparse, with that."""
+        metrics: dict[str, float] = {}
+        if not self.held_out:
+            return metrics
+        sampling = self.config.rollout.sampling(self.config.seed)
+        for suffix, engine in self.eval_engines.items():
+            with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress:
+                result = accuracy(engine, self.tokenizer, self.held_out, self.held_out_prompts, self.pool, sampling, progress)
+            key = f"eval/{self.benchmark}/pass@1{suffix}"
+            metrics |= {key: result.mean, f"{key}_low": result.low, f"{key}_high": result.high}
+        return metrics
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+        self.folder.append_metrics(self.state.step, finite)
+        for logger in self.loggers:
+            logger.log(self.state.step, finite)
+        self.view.step(self.state.step, metrics)
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        value = metrics.get(self.config.checkpoint.best)
+        if value is not None and math.isfinite(value) and value > self.state.best_value:
+            self.state.best_step, self.state.best_value = self.state.step, value
+        checkpoint.save(self.folder.checkpoints, self.state, self.actor, self.optimizer)
+        checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
+
+
+def deal(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+    """Whole groups, in order, as evenly as they go."""
+    edges = [round(number * len(groups) / updates) for number in range(updates + 1)]
+    return [groups[start:stop] for start, stop in pairwise(edges)]

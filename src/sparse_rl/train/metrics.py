@@ -1,0 +1,74 @@
+"""The numbers of a step, by the names of docs/metrics.md. All of the mismatch is taken before anything is masked."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..learner.update import Updated
+from ..rollout.engine import Engine
+from ..rollout.rollout import Rollout
+from .groups import Drawn
+
+
+def reward_metrics(drawn: Drawn) -> dict[str, float]:
+    rewards = [sample.reward for sample in drawn.samples if sample.reward is not None]
+    spread = torch.tensor(rewards, dtype=torch.float64)
+    return {
+        "reward/mean": float(spread.mean()),
+        "reward/std": float(spread.std(correction=0)),
+        "reward/zero_std_groups": sum(group.no_signal for group in drawn.groups) / len(drawn.groups),
+        **{f"reward/{name}": float(drawn.counts[name]) for name in ("no_verdict", "timeouts", "errors")},
+    }
+
+
+def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    return {
+        "response/mean_tokens": sum(len(rollout.response) for rollout in rollouts) / len(rollouts),
+        "response/truncated": sum(rollout.finish != "stop" for rollout in rollouts) / len(rollouts),
+        "response/repetition": sum(rollout.finish == "repetition" for rollout in rollouts) / len(rollouts),
+    }
+
+
+def kv_metrics(drawn: Drawn, engine: Engine) -> dict[str, float]:
+    stats, cache = drawn.stats, engine.cache
+    assert cache is not None
+    kept, dense = sum(each.kept_tokens for each in stats), sum(each.dense_tokens for each in stats)
+    token_bytes = cache.kv_bytes // (cache.slots * cache.capacity)
+    return {
+        "kv/token_savings": 1 - kept / dense if dense else 0.0,
+        "kv/peak_bytes": float(max(each.peak_kv_bytes for each in stats)),
+        "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * token_bytes),
+        "kv/peak_tokens": float(max(sample.rollout.kv_peak for sample in drawn.samples)),
+        "kv/evictions": float(sum(each.compactions for each in stats)),
+        "kv/budget": float(engine.kv.budget if engine.policy.evicts else cache.capacity),
+    }
+
+
+def engine_noise(rollouts: Sequence[Rollout], replayed: Sequence[Tensor]) -> float:
+    """Mean |log pi_sampler - log pi_shadow,old|: what numerics alone put between sampler and learner."""
+    gaps = torch.cat([rollout.logprobs - ours.cpu() for rollout, ours in zip(rollouts, replayed, strict=True)])
+    return float(gaps.abs().mean())
+
+
+def policy_metrics(updates: Sequence[Updated], tokens: int, entropy: float, lr: float) -> dict[str, float]:
+    learned = [each for each in updates if each.learned]
+
+    def total(name: str) -> float:
+        return sum(each.sums.get(name, 0.0) for each in updates if each.finite)
+
+    metrics = {
+        "policy/loss": sum(each.sums["loss"] for each in learned) / len(learned) if learned else math.nan,
+        "policy/clip_ratio": total("clipped_tokens") / max(1, tokens),
+        "policy/entropy": entropy,
+        "policy/grad_norm": sum(each.grad_norm for each in learned) / len(learned) if learned else math.nan,
+        "policy/lr": lr,
+        "policy/skipped_updates": float(len(updates) - len(learned)),
+    }
+    for name in ("kl_ref", "distillation_kl"):
+        if any(name in each.sums for each in updates):
+            metrics[f"policy/{name}"] = total(name) / max(1, tokens)
+    if any("opsm_dropped" in each.sums for each in updates):
+        metrics["policy/opsm_dropped"] = total("opsm_dropped")
+    return metrics

@@ -1,0 +1,61 @@
+"""rollouts/step-N.parquet: a few rollouts of every step, one row each, rejected ones first."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("prompt", pa.string()),
+        ("text", pa.string()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("tokens", pa.list_(pa.int32())),
+        ("sampler_logprobs", pa.list_(pa.float32())),
+        ("dense_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float32()),
+        ("verdict", pa.bool_()),
+        ("advantage", pa.float32()),
+        ("rejected", pa.bool_()),
+        ("finish", pa.string()),
+        ("answer", pa.string()),
+        ("evicted_at", pa.list_(pa.int32())),
+        ("evicted_at_shape", pa.list_(pa.int32())),
+    ]
+)
+
+
+def write(path: Path, step: int, groups: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
+    """`rejected` and `dense` log-probs are in the order of the groups' samples."""
+    samples = [sample for group in groups for sample in group.samples]
+    order = sorted(range(len(samples)), key=lambda index: not rejected[index])[:rollouts]
+    rows = [_row(step, samples[index], rejected[index], dense[index], place < traces) for place, index in enumerate(order)]
+    partial = path.with_name(f".{path.name}.partial")
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
+    partial.replace(path)
+
+
+def _row(step: int, sample: Any, rejected: bool, dense: Any, with_trace: bool) -> dict[str, Any]:
+    rollout = sample.rollout
+    evicted_at = rollout.evicted_at if with_trace else None
+    prompt = sample.example.prompt
+    return {
+        "step": step,
+        "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False),
+        "text": sample.text,
+        "prompt_tokens": rollout.prompt,
+        "tokens": rollout.response,
+        "sampler_logprobs": rollout.logprobs.numpy(),
+        "dense_logprobs": dense.cpu().numpy(),
+        "reward": sample.reward,
+        "verdict": sample.reward is not None,
+        "advantage": sample.advantage,
+        "rejected": rejected,
+        "finish": rollout.finish,
+        "answer": sample.example.answer,
+        "evicted_at": None if evicted_at is None else evicted_at.flatten().numpy(),
+        "evicted_at_shape": None if evicted_at is None else list(evicted_at.shape),
+    }

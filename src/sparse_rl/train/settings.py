@@ -1,0 +1,160 @@
+"""What a training run is told: the sections that only training has, and all sections gathered."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ..data.settings import Data
+from ..kv.settings import KV
+from ..learner.advantages import Advantage
+from ..learner.correction import Correction
+from ..learner.losses.settings import Loss
+from ..learner.settings import OptimizerSettings
+from ..models.settings import Model
+from ..rewards.settings import Reward
+from ..rollout.settings import Sampling
+from ..settings import Section
+
+Method = Literal["dense", "naive", "sparse_rl", "smd", "on_policy_sparse"]
+SHADOW_METHODS = ("smd", "on_policy_sparse")
+"""Those whose policy gradient runs on the sampler's own view."""
+
+
+class RolloutSettings(Section):
+    """How many rollouts a step samples, and how."""
+
+    section: ClassVar[str] = "rollout"
+
+    prompts_per_step: int = Field(128, ge=1, description="Prompts of one step.")
+    samples_per_prompt: int = Field(8, ge=1, description="Rollouts of each: the group its rewards are compared in.")
+    max_tokens: int = Field(4096, ge=1, description="Response tokens after which a rollout ends.")
+    temperature: float = Field(1.0, gt=0, description="Of sampling, and of every log-prob in the learner.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Below 1 the corrections are only approximate.")
+    top_k: int = Field(0, ge=0, description="Above 0 the corrections are only approximate.")
+    approximate: bool = Field(False, description="Whether top_p < 1 or top_k > 0 may be used in spite of that.")
+    slots: int | Literal["auto"] = Field(
+        "auto", description="Rollouts that run at a time; auto is all of a step, at most 256."
+    )
+    repetition: tuple[int, int] | None = Field(
+        None, description="[period, span]: end a rollout whose last span tokens repeat with a period of at most that."
+    )
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> "RolloutSettings":
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.samples_per_prompt = 1 leaves nothing to compare a reward with: it must be at least 2. Try 8."
+            )
+        if (self.top_p < 1 or self.top_k > 0) and not self.approximate:
+            raise ValueError(
+                "rollout.top_p < 1 or top_k > 0 draws from another distribution than the recorded log-probs: use top_p = 1 "
+                "and top_k = 0, or set rollout.approximate = true to accept that the correction is then approximate."
+            )
+        if self.slots != "auto" and self.slots < 1:
+            raise ValueError(f"rollout.slots = {self.slots} must be at least 1, or auto.")
+        self.sampling(seed=0)  # says what is wrong with the rest
+        return self
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    def sampling(self, seed: int) -> Sampling:
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            repetition=self.repetition,
+            seed=seed,
+        )
+
+
+class Eval(Section):
+    """Held-out problems, sampled as in training, before the first step and after the last."""
+
+    section: ClassVar[str] = "eval"
+
+    problems: int = Field(256, ge=0, description="Held-out problems, one rollout each; 0 turns evaluation off.")
+    every: int = Field(0, ge=0, description="Also after every so many steps; 0 is only before and after.")
+
+
+class Checkpoint(Section):
+    """When the run is saved, and what is kept."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    every: int = Field(10, ge=1, description="Steps between checkpoints; the last step is always one.")
+    keep: int = Field(2, ge=1, description="Latest checkpoints that are kept.")
+    best: str = Field("reward/mean", description="The metric whose highest value marks the checkpoint that is kept besides.")
+
+
+class Log(Section):
+    """What is written down beside metrics.jsonl."""
+
+    section: ClassVar[str] = "log"
+
+    rollouts_per_step: int = Field(32, ge=0, description="Rollouts stored of each step, rejected ones first.")
+    traces_per_step: int = Field(2, ge=0, description="Of those, how many with the time each key was evicted.")
+    to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        (), description='Where metrics go besides, such as ["tensorboard"].'
+    )
+    project: str = Field("sparse-rl", description="The project's name at wandb and trackio.")
+
+
+class Config(Section):
+    """A training run."""
+
+    section: ClassVar[str] = ""
+
+    method: Method = Field("sparse_rl", description="dense, naive, sparse_rl, smd or on_policy_sparse.")
+    compare: tuple[Method, ...] = Field(
+        (), description='Run these methods one after the other and compare, such as ["dense", "sparse_rl"].'
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Of everything that is drawn.")
+    steps: int = Field(100, ge=1, description="Rounds of rollouts and updates.")
+    run_dir: str = Field("runs/train", description="The folder of the run.")
+    model: Model = Field(default_factory=Model)
+    kv: KV = Field(default_factory=KV)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    loss: Loss = Field(default_factory=Loss)
+    correction: Correction = Field(default_factory=Correction)
+    advantage: Advantage = Field(default_factory=Advantage)
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    reward: Reward = Field(default_factory=Reward)
+    data: Data = Field(default_factory=Data)
+    eval: Eval = Field(default_factory=Eval)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    log: Log = Field(default_factory=Log)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "Config":
+        if self.optimizer.updates_per_step > self.rollout.prompts_per_step:
+            raise ValueError(
+                f"optimizer.updates_per_step = {self.optimizer.updates_per_step} needs at least as many groups, but "
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step}: lower the first or raise the second."
+            )
+        self.correction.point("none")  # says what does not fit in it
+        if self.method in SHADOW_METHODS and self.correction.preset not in (None, "none"):
+            raise ValueError(
+                f"correction.preset = {self.correction.preset} has nothing to correct under method = {self.method}, which "
+                "learns on the sampler's own view: leave it out."
+            )
+        return self
+
+    @property
+    def sampler_kv(self) -> KV:
+        """What the sampler keeps: everything under `dense`."""
+        return KV(policy="full") if self.method == "dense" else self.kv
+
+    @property
+    def arithmetic(self) -> str:
+        """The batch in one sentence."""
+        rollout, updates = self.rollout, self.optimizer.updates_per_step
+        per_update = rollout.rollouts_per_step // updates
+        return (
+            f"{self.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
+            f"{rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens, learned in {updates} "
+            f"update{'s' if updates > 1 else ''} of {per_update} rollouts, "
+            f"{self.optimizer.tokens_per_microbatch:,} tokens at a time."
+        )

@@ -1,0 +1,29 @@
+"""Ctrl-C and SIGTERM: the step in progress is finished and saved; a second one ends at once."""
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+
+class StopAsked:
+    """`with StopAsked(tell) as stop:` and look at `stop.asked` between steps."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, tell: Callable[[str], None]):
+        self.tell = tell
+        self.asked = False
+
+    def __enter__(self) -> "StopAsked":
+        self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.tell("Stopping after this step; press Ctrl-C again to drop it.")

@@ -1,0 +1,130 @@
+"""What a person sees of a run: a live table on a terminal, plain lines elsewhere."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..rollout.stats import Progress
+from .settings import Config
+
+SHOWN_STEPS = 12
+
+COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
+    ("reward", "reward/mean", "{:.3f}".format),
+    ("saved", "kv/token_savings", "{:.0%}".format),
+    ("rejected", "sparse/rejection_rate", "{:.0%}".format),
+    ("mismatch", "sparse/mismatch_k3", "{:.1e}".format),
+    ("xi p05", "sparse/xi_p05", "{:.2f}".format),
+    ("entropy", "policy/entropy", "{:.3f}".format),
+    ("tokens", "response/mean_tokens", "{:.0f}".format),
+    ("tok/s", "perf/rollout_tokens_per_s", "{:,.0f}".format),
+    ("s/step", "perf/step_s", "{:.1f}".format),
+]
+"""Heading, metric, form."""
+
+
+class View:
+    def __init__(self, config: Config, console: Console):
+        self.config, self.console = config, console
+        self.rows: deque[list[str]] = deque(maxlen=SHOWN_STEPS)
+        self.now = ""
+        self.started, self.first_step = time.monotonic(), 0
+        self.done = 0
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.drawn_at = 0.0
+
+    def __enter__(self) -> "View":
+        if self.live:
+            self.live.start()
+        else:
+            self.console.print(f"{'step':>12}  " + "  ".join(name for name, _, _ in COLUMNS), highlight=False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.live:
+            self.now = ""
+            self.live.transient = False
+            self._draw(force=True)
+            self.live.stop()
+
+    def resume_at(self, step: int) -> None:
+        self.first_step = self.done = step
+        self.started = time.monotonic()
+
+    # What happens
+
+    @contextmanager
+    def sampling(self, step: int) -> Iterator[Callable[[Progress], None]]:
+        yield lambda progress: self._say(
+            f"step {step}: sampling {progress.finished}/{progress.total} rollouts, "
+            f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
+        )
+
+    @contextmanager
+    def learning(self, step: int) -> Iterator[None]:
+        self._say(f"step {step}: learning")
+        yield
+
+    @contextmanager
+    def evaluating(self, name: str) -> Iterator[Callable[[Progress], None]]:
+        yield lambda progress: self._say(
+            f"evaluating ({name} cache): {progress.finished}/{progress.total}, "
+            f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
+        )
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.done = step
+        for key, value in metrics.items():
+            if key.startswith("eval/") and "pass@1" in key and not key.endswith(("_low", "_high")):
+                low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
+                self.note(f"step {step}: {key} {value:.1%} [{low:.1%}, {high:.1%}]")
+        if "reward/mean" not in metrics:
+            return
+        row = [form(metrics[key]) if key in metrics else "" for _, key, form in COLUMNS]
+        self.rows.append([f"{step}/{self.config.steps}", *row])
+        if self.live:
+            self._draw(force=True)
+        else:
+            named = "  ".join(f"{name} {value}" for (name, _, _), value in zip(COLUMNS, row, strict=True))
+            self.console.print(
+                f"step {step}/{self.config.steps}  {named}  left {self._left()}", highlight=False, soft_wrap=True
+            )
+
+    def note(self, text: str) -> None:
+        (self.live.console if self.live else self.console).print(Text(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        (self.live.console if self.live else self.console).print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+
+    # How it looks
+
+    def _say(self, text: str) -> None:
+        self.now = text
+        self._draw()
+
+    def _draw(self, force: bool = False) -> None:
+        if self.live and (force or time.monotonic() - self.drawn_at > 0.2):
+            self.drawn_at = time.monotonic()
+            self.live.update(self._picture(), refresh=True)
+
+    def _picture(self) -> RenderableType:
+        table = Table(title=f"{self.config.method} in {self.config.run_dir}", title_justify="left", box=None, pad_edge=False)
+        for name in ("step", *(name for name, _, _ in COLUMNS)):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            table.add_row(*row)
+        line = "  ".join(part for part in (self.now, f"left {self._left()}" if self.rows else "") if part)
+        return Group(table, Text(line, style="dim"))
+
+    def _left(self) -> str:
+        done = self.done - self.first_step
+        if done < 1:
+            return "?"
+        seconds = (time.monotonic() - self.started) / done * (self.config.steps - self.done)
+        return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{seconds % 60:02.0f}"

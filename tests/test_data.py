@@ -1,0 +1,245 @@
+"""Data: every row becomes the problem its file says, a malformed one is refused by line, the order resumes anywhere."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from sparse_rl import UserError, load_tokenizer
+from sparse_rl.data.arithmetic import grade, make_problems, split_of
+from sparse_rl.data.examples import Example, encode, load
+from sparse_rl.data.order import Order
+from sparse_rl.data.settings import Data
+
+MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1="}]
+
+
+def load_text(path, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load(str(path), "train", n=1, seed=0)
+
+
+def load_rows(path, *rows):
+    return load_text(path, "\n".join(json.dumps(row) for row in rows))
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "data.jsonl"
+
+
+def test_the_task_makes_as_many_problems_as_asked_of_its_split():
+    for split in ("train", "test"):
+        examples = load("arithmetic", split, n=20, seed=1)
+        assert [example.prompt for example in examples] == [problem.prompt for problem in make_problems(20, 1, split=split)]
+        assert {split_of(example.prompt) for example in examples} == {split}
+        assert all(example.columns == {"answer": example.answer} for example in examples)
+        assert all(grade(example.answer, example.answer) == 1.0 for example in examples)
+
+
+def test_a_file_gives_all_its_rows_in_order(path):
+    examples = load_rows(path, *({"prompt": f"{i}+0=", "answer": i, "level": [i], "source": None} for i in range(30)))
+    assert [example.prompt for example in examples] == [f"{i}+0=" for i in range(30)]
+    assert examples[3] == Example("3+0=", "3", {"answer": "3", "level": [3], "source": None})
+
+
+@pytest.mark.parametrize("name", ["prompt", "problem"])
+def test_the_problem_may_be_called_prompt_or_problem(path, name):
+    assert load_rows(path, {name: " 1+1=\n", "answer": "2"}) == [Example(" 1+1=\n", "2", {"answer": "2"})]
+
+
+def test_a_prompt_may_be_messages(path):
+    assert load_rows(path, {"prompt": MESSAGES, "answer": "2"}) == [Example(MESSAGES, "2", {"answer": "2"})]
+
+
+@pytest.mark.parametrize(("answer", "text"), [("2", "2"), (2, "2"), (-0.5, "-0.5"), ("", ""), (10**20, "1" + "0" * 20)])
+def test_an_answer_is_text(path, answer, text):
+    [example] = load_rows(path, {"prompt": "?", "answer": answer})
+    assert example.answer == example.columns["answer"] == text
+
+
+def test_a_file_may_have_no_answers(path):
+    assert load_rows(path, {"prompt": "?", "level": 1}) == [Example("?", None, {"level": 1})]
+
+
+def test_byte_order_mark_blank_lines_and_line_ends_do_not_matter(path):
+    text = '\ufeff{"prompt": "a"}\r\n\n  \n{"prompt": "b"}\n\n'
+    assert [example.prompt for example in load_text(path, text)] == ["a", "b"]
+
+
+def test_unicode_line_separators_do_not_end_a_line(path):
+    prompt = "a\u2028b\u2029c\x85d\x0be\x0cf"
+    text = json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" + '{"prompt": "\\ud83d\\ude00"}'
+    assert [example.prompt for example in load_text(path, text)] == [prompt, "\N{GRINNING FACE}"]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "?"', "not JSON"),
+        ("prompt: ?", "not JSON"),
+        ('{"prompt": "a"} {"prompt": "b"}', "not JSON"),
+        ('{"prompt": NaN}', "NaN is not a number of JSON"),
+        ('{"prompt": "?", "level": ' + "9" * 5000 + "}", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ('{"prompt": "\\ud83d"}', "half of a character"),
+        ('"?"', "this is a text: write an object"),
+        ("null", "this is null"),
+        ('[{"prompt": "?"}]', "this is a list"),
+        ('{"question": "?", "answer": 1}', "neither prompt nor problem, only question, answer"),
+        ("{}", "neither prompt nor problem, only nothing"),
+        ('{"prompt": "?", "problem": "?"}', "both prompt and problem"),
+        ('{"prompt": ""}', "prompt is empty"),
+        ('{"problem": " \\n"}', "problem is empty"),
+        ('{"prompt": []}', "prompt is empty"),
+        ('{"prompt": [{"role": "user", "content": " "}]}', "prompt is empty"),
+        ('{"prompt": 3}', "prompt is a number: write a text, or a list of messages"),
+        ('{"prompt": null}', "prompt is null"),
+        ('{"problem": [{"role": "user", "content": "?"}]}', "problem is a list: write a text."),
+        ('{"prompt": ["?"]}', "message 1 is a text"),
+        ('{"prompt": [{"role": "user", "content": "?"}, {"content": "?"}]}', "message 2 has no role"),
+        ('{"prompt": [{"role": "user"}]}', "message 1 has no content"),
+        ('{"prompt": [{"role": "user", "content": ["?"]}]}', "content of message 1 is a list"),
+        ('{"prompt": [{"role": null, "content": "?"}]}', "role of message 1 is null"),
+        ('{"prompt": "?", "answer": null}', "answer is null"),
+        ('{"prompt": "?", "answer": true}', "answer is true or false"),
+        ('{"prompt": "?", "answer": ["2"]}', "answer is a list"),
+        ('{"prompt": "?", "completions": 1}', "the column completions is named like an argument"),
+        ('{"prompt": "?", "prompts": 1}', "the column prompts is named like an argument"),
+    ],
+)
+def test_a_malformed_row_is_refused_by_file_and_line(path, line, sentence):
+    with pytest.raises(UserError) as refused:
+        load_text(path, b"\n\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    assert sentence in str(refused.value) and str(refused.value).startswith(f"{path}:3: ")
+    assert "\n" not in str(refused.value) and str(refused.value)[-1] in ".?"
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        ({"prompt": "b"}, "there is no answer, which line 1 has"),
+        ({"prompt": "b", "answer": "2", "level": 1}, "there is a column level, which line 1 has not"),
+        ({"problem": "b", "answer": "2"}, "there is no prompt, which line 1 has"),
+    ],
+)
+def test_a_column_that_only_some_rows_have_is_refused(path, second, sentence):
+    with pytest.raises(UserError, match=f"data.jsonl:3: {sentence}"):
+        load_rows(path, {"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "1"}, second)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "\ufeff"])
+def test_an_empty_file_is_refused(path, text):
+    with pytest.raises(UserError, match="data.jsonl holds no problems"):
+        load_text(path, text)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("dat.jsonl", "no task or file dat.jsonl: did you mean data.jsonl?"),
+        ("sub/tests.jsonl", "did you mean sub/test.jsonl?"),
+        ("arithmetics", "did you mean arithmetic?"),
+        ("nowhere/at/all", "give a task (arithmetic) or the path of a .jsonl file."),
+        ("sub", "sub cannot be read"),
+        ("data.jsonl/x", "data.jsonl/x cannot be read"),
+    ],
+)
+def test_a_source_that_is_not_there_is_refused_with_the_nearest(path, source, sentence):
+    path.write_text("{}")
+    (path.parent / "sub").mkdir()
+    (path.parent / "sub" / "test.jsonl").write_text("{}")
+    with pytest.raises(UserError) as refused:
+        load(source, "test", n=1, seed=0)
+    assert sentence in str(refused.value)
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer("tiny")
+
+
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def text_of(tokenizer, *args, **options):
+    ids = encode(tokenizer, *args, **options)
+    assert type(ids) is list and all(type(token) is int for token in ids)
+    return tokenizer.decode(ids)
+
+
+def test_a_text_is_a_message_where_the_tokenizer_knows_chats(tokenizer):
+    example = Example("1+1=", "2", {})
+    assert text_of(tokenizer, example) == "<bos>1+1="
+    tokenizer.chat_template = CHAT
+    assert text_of(tokenizer, example) == "[user]1+1=[assistant]"
+    assert text_of(tokenizer, example, raw=True) == "<bos>1+1="
+
+
+def test_the_template_goes_around_the_problem_and_keeps_its_braces(tokenizer):
+    template = "{x} \\boxed{} {{ {prompt} }} %s {0}"
+    assert text_of(tokenizer, Example("{prompt} {y}", None, {}), template) == "<bos>{x} \\boxed{} {{ {prompt} {y} }} %s {0}"
+    tokenizer.chat_template = CHAT
+    assert text_of(tokenizer, Example(MESSAGES, None, {}), "Solve {prompt}!") == "[system][user]Solve 1+1=![assistant]"
+    assert MESSAGES[1]["content"] == "1+1="
+
+
+def test_messages_need_a_chat_template(tokenizer):
+    example = Example(MESSAGES, "2", {})
+    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+        encode(tokenizer, example)
+    tokenizer.chat_template = CHAT
+    assert text_of(tokenizer, example) == "[system][user]1+1=[assistant]"
+    with pytest.raises(UserError, match="data.raw is set"):
+        encode(tokenizer, example, raw=True)
+
+
+def test_a_prompt_the_chat_template_refuses_is_the_users_to_mend(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(UserError, match="refuses a prompt \\(no system role\\)"):
+        encode(tokenizer, Example(MESSAGES, "2", {}))
+
+
+def test_settings_say_what_to_evaluate_on():
+    assert Data().held_out == "arithmetic"
+    assert Data(test="test.jsonl").held_out == "test.jsonl"
+    assert Data(train="train.jsonl").held_out is None
+    assert Data(train="train.jsonl", test="arithmetic").held_out == "arithmetic"
+
+
+def test_a_template_without_the_problem_is_refused():
+    with pytest.raises(UserError, match="leaves the problem out"):
+        Data(template="Solve {problem}.")
+    assert Data(template="{prompt} {").template == "{prompt} {"
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 100])
+def test_every_epoch_sees_every_problem_once_in_a_new_order(n):
+    order = Order(n, seed=3)
+    epochs = [order.take(epoch * n, n) for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    assert n < 7 or len({tuple(epoch) for epoch in epochs}) == 4
+    assert Counter(order.take(0, 4 * n)) == dict.fromkeys(range(n), 4)
+
+
+def test_the_order_goes_on_from_any_cursor():
+    whole = Order(10, seed=0).take(0, 95)
+    for size in (1, 3, 8, 32):
+        parts = [index for cursor in range(0, 95, size) for index in Order(10, seed=0).take(cursor, size)]
+        assert parts[:95] == whole
+    assert Order(10, seed=0).take(42, 7) == whole[42:49]
+    assert Order(10, seed=0).take(10**12, 10) == Order(10, seed=0).take(10**12, 10)
+    assert Order(10, seed=0).take(5, 0) == []
+
+
+def test_seeds_give_different_orders_that_never_change():
+    # a run resumed on another machine or version must see the same problems
+    assert Order(10, seed=0).take(0, 20) == [6, 4, 3, 1, 7, 0, 8, 2, 5, 9, 5, 1, 8, 4, 7, 2, 6, 9, 0, 3]
+    assert Order(10, seed=0).take(0, 20) != Order(10, seed=1).take(0, 20)
+
+
+def test_nothing_cannot_be_ordered():
+    with pytest.raises(ValueError, match="at least 1"):
+        Order(0, seed=0)
