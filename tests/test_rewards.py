@@ -258,8 +258,8 @@ def test_a_worker_has_no_torch_no_terminal_and_no_ctrl_c(folder):
 
 
 def test_neither_settings_nor_pool_import_torch():
-    code = "import sys, sparse_rl.rewards.pool, sparse_rl.rewards.settings, sparse_rl.data.settings; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    modules = "sparse_rl.rewards.pool, sparse_rl.rewards.settings, sparse_rl.data.settings"
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
 
 
 def test_children_of_a_hanging_reward_are_ended_with_it(folder):

@@ -97,11 +97,11 @@ class _Row:
     def check_same_columns(self, number: int, columns: set[str]) -> None:
         if missing := sorted(columns - self.columns):
             self.refuse(
-                f"there is no {missing[0]}, which line {number} has: all rows must have the same columns, null where there is nothing."
+                f"there is no {missing[0]}, which line {number} has: give all rows the same columns, null for nothing."
             )
         if extra := sorted(self.columns - columns):
             self.refuse(
-                f"there is a column {extra[0]}, which line {number} has not: all rows must have the same columns, null where there is nothing."
+                f"there is a column {extra[0]}, which line {number} has not: give all rows the same columns, null for nothing."
             )
 
     def example(self) -> Example:
@@ -191,5 +191,5 @@ def encode(tokenizer: "PreTrainedTokenizerBase", example: Example, template: str
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
     except TemplateError as error:
         raise UserError(
-            f"The model's chat template refuses a prompt ({error}): change its messages, or set --data.raw for prompts as texts."
+            f"The model's chat template refuses a prompt ({error}): change its messages, or write texts and set --data.raw."
         ) from error

@@ -7,6 +7,7 @@ two policies, and either need a newer torch or Triton; any of them can stand in 
 
 # N tokens, n tokens of a chunk, D hidden dimension, V vocabulary, K quantities per token
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -49,7 +50,7 @@ def divergence(
             student, teacher = (_lump_rest(logprobs, best) for logprobs in (student, teacher))
         if kind == "kl":
             return (student.exp() * (student - teacher)).sum(dim=-1)[None]
-        middle = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0))
+        middle = torch.logaddexp(student, teacher) - math.log(2)
         return 0.5 * (student.exp() * (student - middle) + teacher.exp() * (teacher - middle)).sum(dim=-1)[None]
 
     return in_chunks(of_chunk, head, student_ND, teacher_ND.detach(), temperatures_N)[0]

@@ -60,6 +60,8 @@ def _scale(model: PreTrainedModel, head: Head) -> float:
     position = torch.zeros_like(token)
     own_V = run(model, token, position, view, keep=1)[0, -1].float()
     plain_V = head(hidden_states(model, token, position, view, first))[0].float()
+    if not bool(own_V.isfinite().all()):
+        raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
     scale = float(own_V @ plain_V / (plain_V @ plain_V))
     scale = 1.0 if abs(scale - 1) < 1e-3 else scale
     if not torch.allclose(own_V, scale * plain_V, rtol=1e-2, atol=1e-3 * float(own_V.abs().max())):

@@ -30,7 +30,7 @@ def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -
 
 
 def last_number(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
-    """The last number in the text is the answer's, however it is spelt: 1,234.50 is 1234.5. No number in the answer: no verdict."""
+    """The last number in the text is the answer's, however spelt: 1,234.50 is 1234.5. An answer without one: no verdict."""
     verdicts: list[float | None] = []
     for completion, right in zip(completions, answer, strict=True):
         wanted = number_in(right)

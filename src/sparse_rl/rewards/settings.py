@@ -18,7 +18,7 @@ class Reward(Section):
 
     function: str | None = Field(
         None,
-        description="arithmetic, exact, last_number, or your own: my_rewards:graded or path/to/rewards.py:graded; by default the task's.",
+        description="arithmetic, exact, last_number, or yours: my_rewards:graded, my/rewards.py:graded; default: the task's.",
     )
     timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds after which one sample is left without a verdict.")
     workers: int = Field(2, ge=1, description="Processes that grade at the same time.")
@@ -28,6 +28,7 @@ class Reward(Section):
         function = self.function or TASK_REWARDS.get(source)
         if function is None:
             raise UserError(
-                f"{source} has no reward of its own: name one with --reward.function, such as exact, last_number or my_rewards:graded."
+                f"{source} has no reward of its own: name one with --reward.function, such as exact, last_number or "
+                "my_rewards:graded."
             )
         return function
