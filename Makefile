@@ -14,8 +14,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-quickstart: install  ## sample with the embedded model, dense and sparse, and compare
-	$(BIN)/python examples/quickstart.py
+quickstart: install  ## train the embedded model, dense and then sparse, and compare
+	$(BIN)/sparse-rl train quickstart --overwrite
 
 test: install lint  ## every test that this machine can run
 	$(BIN)/python -m pytest

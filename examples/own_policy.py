@@ -22,7 +22,7 @@ if __name__ == "__main__":
     model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
     kv = KV(policy="__main__:LargeValues", budget=64, interval=16, options={"power": 1.0})
     engine = Engine(model, kv, slots=4)
-    prompt = tokenizer("47+85+29+63+51+18+90+22=").input_ids
+    prompt = tokenizer("15:47+85=").input_ids
     rollouts = engine.generate([prompt], samples=4, sampling=Sampling(max_tokens=256))
     print(tokenizer.decode(rollouts[0].response, skip_special_tokens=True))
     print(f"held at most {rollouts[0].kv_peak} of {len(prompt) + len(rollouts[0].response)} tokens")

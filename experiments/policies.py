@@ -22,12 +22,12 @@ import torch
 import transformers
 
 from sparse_rl import KV, Engine, Sampling, load_model, load_tokenizer, replay
-from sparse_rl.data.arithmetic import ADDENDS, grade, make_problems
+from sparse_rl.data.arithmetic import SUMS, grade, make_problems
 from sparse_rl.kv.policies import POLICIES
 
 
-def arithmetic(tokenizer, n, seed, addends):
-    problems = make_problems(n, seed=seed, addends=addends, split="test")
+def arithmetic(tokenizer, n, seed, sums):
+    problems = make_problems(n, seed=seed, sums=sums, split="test")
     prompts = [tokenizer(problem.prompt).input_ids for problem in problems]
     return prompts, [lambda text, answer=problem.answer: bool(grade(text, answer)) for problem in problems]
 
@@ -50,7 +50,7 @@ def products(tokenizer, n, seed, shots):
 
 
 TASKS = {
-    "arithmetic": (arithmetic, "tiny", Sampling(max_tokens=256, temperature=1.0), ADDENDS),
+    "arithmetic": (arithmetic, "tiny", Sampling(max_tokens=192, temperature=1.0), SUMS),
     "products": (products, None, Sampling(max_tokens=64, temperature=0.0), 0),
 }
 
@@ -101,7 +101,7 @@ def main():
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--model", help="hub id or folder; arithmetic takes tiny")
     parser.add_argument("--problems", type=int, default=500)
-    parser.add_argument("--length", type=int, help="addends of a sum [11], worked products before the question [0]")
+    parser.add_argument("--length", type=int, help="sums of a problem [15], worked products before the question [0]")
     parser.add_argument("--policies", nargs="+", default=[name for name in POLICIES if name != "full"], help="[all]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slots", type=int, default=128)

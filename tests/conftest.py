@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from runs import make_world
 from sparse_rl import load_model
 
 ARCHITECTURES = {
@@ -51,3 +52,9 @@ def model(models):
 @pytest.fixture(scope="session")
 def tiny():
     return load_model("tiny", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """What training runs need, see `runs.py`."""
+    return make_world(tmp_path_factory.mktemp("world"))

@@ -3,10 +3,13 @@
 import json
 import multiprocessing
 import os
-import sys
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-import pyarrow.parquet as pq
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -14,38 +17,55 @@ from sparse_rl import load_tokenizer
 from sparse_rl.cli import main
 
 REWARDS = '''
-import math, os, time
+import math, os, signal, time
 
-def digits(prompts, completions, **columns):
+def sums(prompts, completions, **columns):
     """Any text has one, and few have the same."""
-    return [float(sum(map(ord, text)) % 11) for text in completions]
+    return [float(sum(map(ord, text)) % 1009) for text in completions]
 
 def some(prompts, completions, **columns):
-    """Tells the answers to only one prompt in four apart."""
-    return digits(prompts, completions) if prompts[0].startswith(("2:", "6:")) else [1.0]
+    """Tells apart only the answers to every second prompt."""
+    return sums(prompts, completions) if int(prompts[0][0]) % 2 else [1.0]
 
 def same(prompts, completions, **columns):
     return [1.0]
 
 def fails(prompts, completions, **columns):
-    """One sample in two fails, in one of five ways."""
+    """About every second sample fails, in one of five ways."""
     ways = [lambda: 1 / 0, lambda: time.sleep(60), lambda: [math.nan], lambda: [None], lambda: [1.0, 2.0]]
     kind = sum(map(ord, completions[0])) % 10
-    return ways[kind]() if kind < len(ways) else digits(prompts, completions)
+    return ways[kind]() if kind < len(ways) else sums(prompts, completions)
 
 def raises(prompts, completions, **columns):
-    raise RuntimeError("the answer is\\nmissing")
+    raise RuntimeError("out of\\nideas")
 
 def hangs(prompts, completions, **columns):
     time.sleep(60)
 
-def none(prompts, completions, **columns):
+def returns_none(prompts, completions, **columns):
     return [None]
 
-def pid(prompts, completions, **columns):
-    with open(os.environ["SPARSE_RL_TEST_PIDS"], "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    return digits(prompts, completions)
+def returns_nan(prompts, completions, **columns):
+    return [math.nan]
+
+def returns_two(prompts, completions, **columns):
+    return [1.0, 2.0]
+
+calls = 0
+
+def explodes(prompts, completions, **columns):
+    """From the second step on its values are too large for a float32."""
+    global calls
+    calls += 1
+    return sums(prompts, completions) if calls <= 4 else [1e300 * (calls % 2)]
+
+def tells_its_pid(prompts, completions, **columns):
+    print("pid", os.getpid())
+    return sums(prompts, completions)
+
+def kills_the_trainer(prompts, completions, **columns):
+    os.kill(os.getppid(), signal.SIGKILL)
+    return [0.0]
 '''
 
 
@@ -78,7 +98,7 @@ def make_world(folder: Path) -> Path:
     return folder
 
 
-def arguments(world: Path, run: Path, *flags: str, reward: str = "digits") -> list[str]:
+def arguments(world: Path, run: Path, *flags: str, reward: str = "sums") -> list[str]:
     """Of `sparse-rl train`, for two steps of four rollouts unless `flags` say otherwise."""
     settings = {
         "run-dir": run,
@@ -99,5 +119,78 @@ def arguments(world: Path, run: Path, *flags: str, reward: str = "digits") -> li
     return ["train", *(text for key, value in settings.items() for text in (f"--{key}", str(value))), *flags]
 
 
-def train(world: Path, run: Path, *flags: str, reward: str = "digits") -> None:
-    main(arguments(world, run, *flags, reward=reward))
+def train(world: Path, run: Path, *flags: str, reward: str = "sums") -> None:
+    with one_thread():
+        main(arguments(world, run, *flags, reward=reward))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models this small are faster on one, and the same to the bit in every process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one sentence that a mistake ends in."""
+    with pytest.raises(SystemExit) as end, one_thread():
+        main(list(arguments))
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.startswith("sparse-rl: ") and err.count("\n") == 1, err
+    return err.removeprefix("sparse-rl: ").strip()
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+class Command:
+    """`sparse-rl` in a process of its own, which signals and limits may meet; forked from one that has imported torch."""
+
+    def __init__(self, arguments: list[str], *, file_bytes: int | None = None):
+        reader, writer = CONTEXT.Pipe(duplex=False)
+        self.process = CONTEXT.Process(target=_command, args=(arguments, writer, file_bytes))
+        self.process.start()
+        writer.close()
+        self.output = os.fdopen(os.dup(reader.fileno()))
+
+    def read_to(self, start: str) -> None:
+        """Wait for a line that starts so."""
+        seen = []
+        while not (seen or [""])[-1].startswith(start):
+            seen.append(self.output.readline())
+            assert seen[-1], f"it ended without {start!r}: {seen}"
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, or minus the signal; all output not read before)."""
+        with self.output:
+            rest = self.output.read()
+        self.process.join()
+        assert self.process.exitcode is not None
+        return self.process.exitcode, rest
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["runs", "sparse_rl.train.loop"])
+
+
+def _command(arguments: list[str], output: Connection, file_bytes: int | None) -> None:
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    torch.set_num_threads(1)
+    main(arguments)

@@ -5,7 +5,9 @@ import torch
 
 from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, load_model, replay
+from sparse_rl.cli import main
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.train.folder import RunFolder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -59,3 +61,77 @@ def test_allocated_memory_is_the_capacity():
     expected = 2 * shape.layers * 64 * shape.kv_heads * 640 * shape.head_dim * 2
     assert engine.stats.peak_kv_bytes == 0 and engine.cache.kv_bytes == expected
     assert torch.cuda.memory_allocated() - before < expected * 1.2
+
+
+TRAIN = [
+    *("train", "quickstart", "--compare", "[]", "--steps", "2", "--eval.problems", "8", "--overwrite"),
+    *("--rollout.prompts-per-step", "2", "--rollout.samples-per-prompt", "4", "--rollout.max-tokens", "64"),
+    *("--kv.budget", "24", "--kv.interval", "8", "--model.device", "cuda"),
+]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--method", "dense"],
+        ["--method", "sparse_rl", "--loss.kl-coef", "0.01"],
+        ["--method", "smd"],
+        ["--method", "sparse_rl", "--model.lora.rank", "4"],
+        ["--method", "sparse_rl", "--optimizer.state", "offload"],
+        ["--method", "sparse_rl", "--optimizer.state", "8bit"],
+        ["--method", "smd", "--optimizer.gradient-checkpointing", "true"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_runs(flags, dtype, tmp_path):
+    if "8bit" in flags:
+        pytest.importorskip("torchao")
+    main([*TRAIN, *flags, "--model.dtype", dtype, "--run-dir", str(tmp_path / "run")])
+    rows = RunFolder(tmp_path / "run").read_metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    noise = 1e-3 if dtype == "float32" else 0.1
+    assert all(row["sparse/engine_noise"] < noise for row in rows[1:])
+
+
+def test_memory_that_does_not_suffice_shows_before_the_first_step(tmp_path, capsys):
+    limit = 0.004  # of the device: less than a micro-batch of this many tokens needs
+    torch.cuda.set_per_process_memory_fraction(limit)
+    try:
+        with pytest.raises(SystemExit) as exit:
+            main(
+                [
+                    *TRAIN,
+                    "--rollout.max-tokens",
+                    "8000",
+                    "--optimizer.tokens-per-microbatch",
+                    "1000000",
+                    "--rollout.prompts-per-step",
+                    "64",
+                    "--kv.budget",
+                    "64",
+                    "--eval.problems",
+                    "0",
+                    "--run-dir",
+                    str(tmp_path / "run"),
+                ]
+            )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert "gradient-checkpointing" in message and message.count("\n") == 1
+
+
+def test_an_update_is_the_same_on_cpu_and_gpu():
+    model = random_model("qwen2")
+    rollouts = Engine(model, KV(policy="rkv", **SMALL), slots=4).generate(PROMPTS, 2, Sampling(max_tokens=60, stop=()))
+    grads = []
+    for device in ("cpu", "cuda"):
+        model = model.to(device)
+        model.zero_grad()
+        for view in ("dense", "sparse"):
+            torch.cat(replay(model, rollouts, view)).sum().backward()
+        grads.append([weight.grad.cpu() for weight in model.parameters()])
+    for left, right in zip(*grads, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4 * float(left.abs().max()))

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from .rollout.settings import Sampling
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    # torchao registers its enums in a way that torch warns of: nothing a user can mend
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     parser = build_parser()
     args = _parse(parser, list(sys.argv[1:] if argv is None else argv))
     try:
@@ -84,7 +87,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=generate, parser=parser)
     parser.description = "Sample from a model with a bounded KV cache; the text streams, then come KV use and speed."
     parser.add_argument(
-        "model", metavar="MODEL", help="a hub id, a folder, or tiny: the embedded model, which only adds two-digit numbers"
+        "model",
+        metavar="MODEL",
+        help="a hub id, a folder, or tiny: the embedded model, which only adds two-digit numbers, as in 15:47+85=",
     )
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="+", help="text; rendered with the model's chat template if it has one"
@@ -131,7 +136,10 @@ def train(args: argparse.Namespace) -> None:
     if args.resume and not args.recipe:
         from .train.folder import RunFolder
 
-        base = RunFolder(args.run_dir or Config().run_dir).stored_config()
+        folder = RunFolder(args.run_dir or Config().run_dir)
+        base = folder.stored_config() | {"run_dir": str(folder.path)} if folder.exists else {}
+    if args.method and not args.compare:  # a method that is named is the one that is meant
+        base.pop("compare", None)
     config = from_flags(args, Config, base)
     if args.resume and args.overwrite:
         raise UserError("--resume continues a run and --overwrite deletes it: choose one.")

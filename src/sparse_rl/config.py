@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import os
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -72,8 +73,9 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 def _parsed(text: str, key: str, annotation: Any) -> Any:
     """Containers are written as JSON (`[2, 50256]`, `{"mix": 0.2}`); the section converts and checks the rest."""
-    if text.lower() in ("none", "null") and type(None) in get_args(annotation):
-        return None
+    kinds = get_args(annotation)
+    if type(None) in kinds and text.lower() in ("none", "null") and not any(text in get_args(kind) for kind in kinds):
+        return None  # but `--correction.preset none` is a preset
     if not _is_container(annotation):
         return text
     try:
@@ -91,7 +93,7 @@ def _is_container(annotation: Any) -> bool:
 
 def recipe(name: str) -> dict[str, Any]:
     """A shipped recipe by name, or a TOML file by path, on top of the one it `extends`."""
-    return _recipe(name, ())
+    return _recipe(name if name in recipe_names() else os.path.normpath(name), ())
 
 
 def recipe_names() -> list[str]:
@@ -107,18 +109,18 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
         return values
     if not isinstance(parent, str):
         raise UserError(f"extends = {parent!r} in {name} must be the name of a recipe or a path.")
-    if parent.endswith(".toml") and name.endswith(".toml"):  # a path is meant from the file that names it
-        parent = str(Path(name).parent / parent)
+    if parent not in recipe_names():  # a path is meant from the file that names it
+        parent = os.path.normpath(Path(name).parent / parent)
     return _merged(_recipe(parent, (*via, name)), values)
 
 
 def _read_toml(name: str) -> dict[str, Any]:
     shipped = _shipped() / f"{name}.toml"
     try:
-        text = shipped.read_text() if name in recipe_names() else Path(name).read_text()
-        return tomllib.loads(text)
+        file = shipped if name in recipe_names() else Path(name)
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError) as error:
-        close = difflib.get_close_matches(name, recipe_names(), n=1)
+        close = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
         hint = f"did you mean {close[0]}?" if close else f"give a path or one of {', '.join(recipe_names())}."
         raise UserError(f"There is no recipe {name!r}: {hint}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -25,7 +25,9 @@ class Section(BaseModel):
     @classmethod
     def _sentence(cls, error: ValidationError) -> str:
         first = error.errors()[0]
-        key = ".".join([cls.section, *(str(part) for part in first["loc"])]) if first["loc"] else cls.section
+        # of a place inside the field only an index helps: the others are pydantic's names for the kinds it tried
+        place = [str(part) for index, part in enumerate(first["loc"]) if index == 0 or isinstance(part, int)]
+        key = ".".join([*([cls.section] if cls.section else []), *place])
         if first["type"] == "extra_forbidden":
             known = [field.alias or name for name, field in cls.model_fields.items()]
             close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)

@@ -3,6 +3,8 @@
     model.set_attn_implementation("sparse_rl")
     model.generate(**inputs, past_key_values=BoundedCache(policy="rkv", budget=512))
 
+For a model that sparse-rl trained, `BoundedCache.from_pretrained(path)` has the settings it was trained under.
+
 The schedule is the engine's: a prompt is compressed to the budget, and so is the cache after every `interval` new
 tokens. In a left-padded batch the padding never enters the cache, so the sinks are the first real tokens.
 """
@@ -10,6 +12,7 @@ tokens. In a left-padded batch the padding never enters the cache, so the sinks 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from ..kv.cache import CacheShape, SlotCache, due, ranks
 from ..kv.policies import Policy, from_settings
 from ..kv.settings import KV
 from ..models.attention import BoundKeys
+from ..models.stored_kv import stored_kv
 
 
 class BoundedCache(Cache):
@@ -44,6 +48,19 @@ class BoundedCache(Cache):
             raise UserError("A BoundedCache bounds: for policy full use transformers' own DynamicCache.")
         chosen = from_settings(self.kv)
         super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed))
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
+        """As the model in a folder or on the hub was trained: by the sparse_rl.json beside its weights."""
+        stored, remedy = stored_kv(str(path)), "give them yourself, as in BoundedCache('rkv', budget=512)"
+        if not stored:
+            raise UserError(f"{path} has no KV settings, for there is no sparse_rl.json: {remedy}.")
+        kv = KV(**stored)
+        if kv.policy == "full":
+            raise UserError(f"{path} was trained with a dense cache: use transformers' own DynamicCache, or {remedy}.")
+        if kv.protect_prompt:
+            raise UserError(f"{path} was trained with protected prompts, which a BoundedCache is not made for: use Engine.")
+        return cls(kv.policy, kv.budget, interval=kv.interval, window=kv.window, sinks=kv.sinks, options=kv.options, seed=seed)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         while len(self.layers) <= layer_idx:

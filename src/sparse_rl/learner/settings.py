@@ -1,10 +1,12 @@
 """`optimizer`: AdamW, its schedule, and how rollouts become updates. The other sections stand beside their functions."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ..settings import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(Section):
@@ -12,8 +14,8 @@ class OptimizerSettings(Section):
 
     section: ClassVar[str] = "optimizer"
 
-    lr: float = Field(1e-6, gt=0, description="Learning rate after the warm-up.")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="Of AdamW, such as [0.9, 0.98].")
+    lr: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Learning rate after the warm-up.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="Of AdamW, such as [0.9, 0.98].")
     weight_decay: float = Field(0.1, ge=0, description="Of matrices; vectors are not decayed.")
     schedule: Literal["constant", "cosine"] = Field("constant", description="After the warm-up: constant, or cosine to 0.")
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate grows from 0.")

@@ -19,6 +19,7 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
 
     The folder appears when it is complete.
     """
+    folder = folder.resolve()
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -31,7 +32,7 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
-    except OSError as error:
+    except Exception as error:  # safetensors raises its own kind for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"The model could not be written to {folder} ({error}): free some space or name another folder."

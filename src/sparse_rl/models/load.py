@@ -19,13 +19,12 @@ def load_model(
     path: str, *, dtype: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A causal language model, ready to sample. `dtype` is bfloat16 on a GPU and float32 on a CPU unless named."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    dtype, device = place(dtype, device)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
     folder = resolve(path)
     try:
-        with _no_bar() if folder == str(TINY) else contextlib.nullcontext():
+        with no_bar() if folder == str(TINY) else contextlib.nullcontext():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(_sentence("model", path, error)) from error
@@ -33,8 +32,14 @@ def load_model(
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"Device {device!r} cannot be used ({str(error).splitlines()[0]}): name another with --device."
+            f"Device {device!r} cannot be used ({str(error).splitlines()[0]}): name another, such as cpu."
         ) from error
+
+
+def place(dtype: str | None, device: str | None) -> tuple[str, str]:
+    """(dtype, device), chosen for this machine where not named."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return dtype or ("bfloat16" if device.startswith("cuda") else "float32"), device
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -45,8 +50,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 @contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """The embedded model loads in no time: no progress bar for it."""
+def no_bar() -> Iterator[None]:
+    """For what takes no time, such as the embedded model, and where another progress is shown: transformers shows no bars."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

@@ -6,6 +6,8 @@ Everything random in a run is drawn by counter, so the step and the data cursor 
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,19 +57,32 @@ def save(folder: Path, state: State, actor: Actor, optimizer: Optimizer) -> Path
 
 
 def load(checkpoint: Path, actor: Actor, optimizer: Optimizer) -> State:
-    try:
+    with _reading(checkpoint):
         state = State(**json.loads((checkpoint / "state.json").read_text()))
         actor.load(checkpoint / "weights")
         optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{checkpoint} cannot be read ({error}): remove it to continue from the one before.") from error
     return state
 
 
+def load_weights(checkpoint: Path, actor: Actor) -> None:
+    with _reading(checkpoint):
+        actor.load(checkpoint / "weights")
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # every library has its own kinds for a damaged file
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{checkpoint} cannot be read ({reason}): remove it to use the one before.") from error
+
+
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.is_dir())
+    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def latest(folder: Path) -> Path | None:

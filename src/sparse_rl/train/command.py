@@ -1,7 +1,9 @@
 """`sparse-rl train` and `export`: one run, or several methods one after the other with a table at the end."""
 
 import json
+import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -11,10 +13,12 @@ from rich.table import Table
 from ..config import to_toml
 from ..data.examples import encode, load
 from ..errors import UserError
-from ..models.load import load_model, load_tokenizer
 from ..rewards.pool import RewardPool
 from .folder import RunFolder
 from .settings import Config
+
+PLAIN_WIDTH = 140
+"""Columns of what is not a terminal: a file has room for a table."""
 
 
 def dry_run(config: Config) -> None:
@@ -26,26 +30,42 @@ def dry_run(config: Config) -> None:
     with RewardPool(config.reward.function_for(config.data.train), 1, config.reward.timeout_s) as pool:
         gold = "" if example.answer is None else example.answer
         graded = pool.grade([example.prompt], [gold], {name: [value] for name, value in example.columns.items()})
+    grade = graded.values[0] if graded.errors + graded.timeouts == 0 else graded.first_error or "over time"
+    console.print(f"\nfirst gold: {json.dumps(gold, ensure_ascii=False)}, graded {grade}", markup=False)
+    from ..kv.policies import from_settings  # last, because torch takes seconds to import
+    from ..models.load import load_tokenizer
+
+    from_settings(config.sampler_kv)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     ids = encode(tokenizer, example, config.data.template, config.data.raw)
     shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
-    console.print(f"\nfirst prompt, {len(ids)} tokens: {shown}", markup=False)
-    grade = graded.values[0] if graded.errors + graded.timeouts == 0 else graded.first_error or "over time"
-    console.print(f"its gold: {json.dumps(gold, ensure_ascii=False)}, graded {grade}", markup=False)
+    console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
 
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     console = Console(highlight=False)
-    configs = [config]
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+    configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
+        again = "the same command and --resume"
         configs = [
             config.model_copy(update={"method": method, "run_dir": str(Path(config.run_dir) / method), "compare": ()})
             for method in config.compare
         ]
     for each in configs:  # a folder in the way shows before any work is done
         RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
+    if resume and not any(RunFolder(each.run_dir).exists for each in configs):
+        raise UserError(
+            f"There is no run in {config.run_dir} to resume: leave --resume out, or name its --run-dir, with the recipe "
+            "where that compares methods."
+        )
+    from ..kv.policies import from_settings
+
+    for each in configs:  # so does a misspelt policy
+        from_settings(each.sampler_kv)
     for each in configs:
-        if not train_one(each, console, resume=resume, overwrite=overwrite):
+        if not train_one(each, console, resume=resume, overwrite=overwrite, again=again):
             sys.exit(130)
     console.print(closing_table(configs))
     for each in configs:
@@ -54,24 +74,36 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         )
 
 
-def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool) -> bool:
-    """Whether the run came to its last step."""
+def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool, again: str) -> bool:
+    """Whether the run came to its last step; `again` is what to say to continue it."""
+    from torch import OutOfMemoryError
+
+    from ..models.load import no_bar, place
+    from . import checkpoint
+    from .loggers import opened_loggers
     from .loop import Trainer
+    from .rehearsal import out_of_memory
     from .stop import StopAsked
     from .view import View
 
-    folder = RunFolder(config.run_dir)
-    folder.open(config, resume=resume, overwrite=overwrite)
-    console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
-    with View(config, console) as view, StopAsked(view.warn) as stop:
-        trainer = Trainer(config, folder, view, resume=resume)
+    dtype, _ = place(config.model.dtype, config.model.device)  # written down: an export is made in what was trained
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    folder, reward = RunFolder(config.run_dir), config.reward
+    with View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
         try:
+            with folder.opening(config, resume=resume, overwrite=overwrite):
+                console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
+                function, log = reward.function_for(config.data.train), folder.path / "reward.log"
+                pool = opened.enter_context(RewardPool(function, reward.workers, reward.timeout_s, log=log))
+                first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
+                loggers = opened.enter_context(opened_loggers(folder.path, config, first_step))
+                trainer = Trainer(config, folder, view, pool, loggers, resume=resume)
             trainer.run(stop)
-        finally:
-            trainer.close()
+        except OutOfMemoryError as error:
+            raise out_of_memory(config) from error
         done = trainer.state.step >= config.steps
         if not done:
-            view.note(f"Stopped at step {trainer.state.step}; continue with --resume.")
+            view.note(f"Stopped at step {trainer.state.step}; continue with {again}.")
     return done
 
 
@@ -80,7 +112,7 @@ def closing_table(configs: list[Config]) -> Table:
     table = Table(title="held-out pass@1 before and after, 95 % intervals; KV of all rollouts at a time", title_justify="left")
     headings = ("method", "cache", "before", "after", "KV allocated", "dense KV", "saved", "rejected")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("method", "cache") else "right")
+        table.add_column(heading, justify="left" if heading in ("method", "cache") else "right", overflow="fold")
     for config in configs:
         rows = RunFolder(config.run_dir).read_metrics()
         steps = [row for row in rows if "reward/mean" in row]
@@ -107,7 +139,9 @@ def closing_table(configs: list[Config]) -> Table:
 
 
 def _score(row: dict[str, float], key: str) -> str:
-    return f"{row[key]:.1%} [{row[key + '_low']:.1%}, {row[key + '_high']:.1%}]"
+    from .view import score
+
+    return score(row[key], row[f"{key}_low"], row[f"{key}_high"])
 
 
 def _cache(config: Config) -> str:
@@ -123,6 +157,7 @@ def _size(count: float) -> str:
 def export(run: Path, out: Path, *, step: int | None, merge: bool) -> None:
     from ..models.actor import Actor
     from ..models.export import write_model
+    from ..models.load import load_model, load_tokenizer, no_bar
     from . import checkpoint
 
     folder = RunFolder(run)
@@ -134,15 +169,15 @@ def export(run: Path, out: Path, *, step: int | None, merge: bool) -> None:
         raise UserError(f"{run} has no checkpoint of step {step}: there are {', '.join(map(str, steps))}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty: name another folder.")
-    if merge and not config.model.lora.rank:
+    model, lora = config.model, config.model.lora
+    if merge and not lora.rank:
         raise UserError("There is nothing to merge: the run trained every weight; leave --merge out.")
-    model = load_model(
-        config.model.path, dtype=config.model.dtype, device="cpu", trust_remote_code=config.model.trust_remote_code
-    )
-    actor = Actor(model, config.model.lora.model_copy(update={"merge": True}))
-    actor.load(folder.checkpoints / f"step-{step or steps[-1]}" / "weights")
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
+    with no_bar():
+        base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
+        actor = Actor(base, lora.model_copy(update={"merge": True}))
+        checkpoint.load_weights(folder.checkpoints / f"step-{step or steps[-1]}", actor)
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
     Console().print(
         f"Step {step or steps[-1]} of {escape(str(run))} is in {escape(str(out))}.", soft_wrap=True, highlight=False
     )

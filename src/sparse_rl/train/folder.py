@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,14 @@ class RunFolder:
     def stored_config(self) -> dict[str, Any]:
         try:
             return tomllib.loads((self.path / "config.toml").read_text())
-        except FileNotFoundError as error:
-            raise UserError(f"{self.path} is not a run: it has no config.toml.") from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            runs = sorted(self.path.glob("*/config.toml"))
+            example = f", such as {runs[0].parent}" if runs else ""
+            raise UserError(
+                f"{self.path} is not a run, for it has no config.toml: name the folder of one{example}."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path / 'config.toml'} cannot be read ({error}): mend it, or name another run.") from error
 
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
         """An existing run is neither mixed into nor lost by accident."""
@@ -42,21 +50,42 @@ class RunFolder:
         if not (resume or overwrite):
             raise UserError(f"{self.path} is a run already: use --resume, --overwrite or another --run-dir.")
 
-    def open(self, config: Config, *, resume: bool, overwrite: bool) -> None:
-        """Make the folder ready, or say why not."""
+    @contextmanager
+    def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
+        """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind."""
         self.refuse_if_taken(resume=resume, overwrite=overwrite)
+        if self.exists and resume:
+            self._refuse_another_config(config)
+            yield
+            self._write_config(config)
+            return
+        was_there = self.path.exists()
+        with self.writing():
+            _empty(self.path)
         try:
-            if self.exists and resume:
-                self._refuse_another_config(config)
-            elif self.exists:
-                shutil.rmtree(self.path)
+            self._write_config(config)
+            yield
+        except BaseException:
+            with suppress(OSError):  # why the run could not start is what matters
+                _empty(self.path)
+                if not was_there:
+                    self.path.rmdir()
+            raise
+
+    def _write_config(self, config: Config) -> None:
+        with self.writing():
             self.rollouts.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             write_whole(self.path / "config.toml", to_toml(config))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A write that fails is the disk's fault and ends in a sentence."""
+        try:
+            yield
         except OSError as error:
-            raise UserError(
-                f"The run folder {self.path} cannot be written ({error.strerror}): name another with --run-dir."
-            ) from error
+            remedy = "free some space and continue with --resume" if self.metrics.exists() else "name another with --run-dir"
+            raise UserError(f"The run folder {self.path} cannot be written ({error.strerror or error}): {remedy}.") from error
 
     def _refuse_another_config(self, config: Config) -> None:
         before, now = (_flat(values) for values in (self.stored_config(), tomllib.loads(to_toml(config))))
@@ -68,21 +97,30 @@ class RunFolder:
                 )
 
     def forget_after(self, step: int) -> None:
-        """Drop what was logged after the checkpoint that a run continues from."""
-        if self.metrics.exists():
-            lines = [line for line in self.metrics.read_text().splitlines() if _is_json(line)]  # the last may be torn
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
-            write_whole(self.metrics, "".join(line + "\n" for line in kept))
-        for file in self.rollouts.glob("step-*.parquet"):
-            if int(file.stem.removeprefix("step-")) > step:
-                file.unlink()
+        """Drop what was written after the checkpoint that a run continues from, and what was left half-written."""
+        with self.writing():
+            if self.metrics.exists():
+                kept = [row for row in self.read_metrics() if row["step"] <= step]
+                write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+            for file in self.rollouts.glob("step-*.parquet"):
+                if int(file.stem.removeprefix("step-")) > step:
+                    file.unlink()
+            for partial in self.checkpoints.glob(".step-*.partial"):
+                shutil.rmtree(partial)
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        with self.metrics.open("a") as file:
+        with self.writing(), self.metrics.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
+        """All whole lines: the last of a killed run may be torn."""
         return [json.loads(line) for line in self.metrics.read_text().splitlines() if _is_json(line)]
+
+
+def _empty(folder: Path) -> None:
+    """The folder itself stays: it may be a link or a mounted disk."""
+    for entry in folder.iterdir() if folder.exists() else ():
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:

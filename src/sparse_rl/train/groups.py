@@ -39,6 +39,11 @@ class Group:
     no_signal: bool = False
     """All rewards equal."""
 
+    @property
+    def teaches(self) -> bool:
+        """Whether two of its verdicts differ."""
+        return not self.no_signal and any(sample.takes_part for sample in self.samples)
+
 
 @dataclass
 class Drawn:
@@ -77,9 +82,9 @@ class Dealer:
         drawn = Drawn()
         wanted = self.config.rollout.prompts_per_step
         for _ in range(MAX_DRAWS if self.config.loss.name == "dapo" else 1):
-            missing = wanted - sum(not group.no_signal for group in drawn.groups)
+            missing = wanted - sum(group.teaches for group in drawn.groups)
             self._sample(drawn, cursor + drawn.prompts, missing if drawn.prompts else wanted, progress)
-            if sum(not group.no_signal for group in drawn.groups) >= wanted:
+            if sum(group.teaches for group in drawn.groups) >= wanted:
                 break
         if not any(sample.reward is not None for sample in drawn.samples):
             why = f": {drawn.first_error}" if drawn.first_error else " (None or over time)"
@@ -89,7 +94,7 @@ class Dealer:
     def learnable(self, drawn: Drawn) -> list[Group]:
         """The groups that are learned from."""
         if self.config.loss.name == "dapo" or self.config.advantage.drop_zero_signal:
-            return [group for group in drawn.groups if not group.no_signal][: self.config.rollout.prompts_per_step]
+            return [group for group in drawn.groups if group.teaches][: self.config.rollout.prompts_per_step]
         return drawn.groups
 
     def _sample(self, drawn: Drawn, cursor: int, count: int, progress) -> None:

@@ -1,6 +1,8 @@
 """Where metrics go besides metrics.jsonl: TensorBoard, W&B and trackio, behind one small interface."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +17,11 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, folder: Path, config: Config, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        # a resumed run writes some steps again: those of before are not shown beside them
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
         self.writer.add_text("config", f"```json\n{config.model_dump_json(indent=1)}\n```")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -43,17 +46,17 @@ class WandbLike:
         self.run.finish()
 
 
-def _tensorboard(folder: Path, config: Config) -> Logger:
-    return TensorBoard(folder, config)
+def _tensorboard(folder: Path, config: Config, first_step: int) -> Logger:
+    return TensorBoard(folder, config, first_step)
 
 
-def _wandb(folder: Path, config: Config) -> Logger:
+def _wandb(folder: Path, config: Config, first_step: int) -> Logger:
     import wandb
 
     return WandbLike(wandb, folder, config, dir=str(folder), resume="allow", id=_id(folder))
 
 
-def _trackio(folder: Path, config: Config) -> Logger:
+def _trackio(folder: Path, config: Config, first_step: int) -> Logger:
     import trackio
 
     return WandbLike(trackio, folder, config, resume="allow")
@@ -63,13 +66,18 @@ def _id(folder: Path) -> str:
     return "".join(char if char.isalnum() else "-" for char in str(folder.resolve()))[-64:]
 
 
-def open_loggers(folder: Path, config: Config) -> list[Logger]:
+@contextmanager
+def opened_loggers(folder: Path, config: Config, first_step: int) -> Iterator[list[Logger]]:
+    """Those that log.to names, for a run that goes on with `first_step`."""
     loggers: list[Logger] = []
-    for name in config.log.to:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                loggers.append({"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}[name](folder, config))
-        except ImportError as error:
-            raise UserError(f"log.to = {name} needs a package: pip install 'sparse-rl[{name}]'.") from error
-    return loggers
+    with ExitStack() as opened:
+        for name in config.log.to:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    make = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}[name]
+                    loggers.append(make(folder, config, first_step))
+            except ImportError as error:
+                raise UserError(f"log.to = {name} needs a package: pip install 'sparse-rl[{name}]'.") from error
+            opened.callback(loggers[-1].close)
+        yield loggers

@@ -30,7 +30,7 @@ from ..rollout.rollout import Rollout
 from . import checkpoint, rollout_log
 from .folder import RunFolder
 from .groups import Dealer, Drawn, Group, Sample
-from .loggers import open_loggers
+from .loggers import Logger
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .rehearsal import rehearse
 from .settings import SHADOW_METHODS, Config
@@ -47,19 +47,22 @@ QUIET_STEPS = 5
 
 
 class Trainer:
-    def __init__(self, config: Config, folder: RunFolder, view: View, *, resume: bool = False):
-        self.config, self.folder, self.view = config, folder, view
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        view: View,
+        pool: RewardPool,
+        loggers: Sequence[Logger] = (),
+        *,
+        resume: bool = False,
+    ):
+        self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
         torch.manual_seed(config.seed)  # of fresh adapters; all else is drawn by counter
         settings = config.model
         self.tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
         examples = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed)
         prompts = [encode(self.tokenizer, example, config.data.template, config.data.raw) for example in examples]
-        self.pool = RewardPool(
-            config.reward.function_for(config.data.train),
-            config.reward.workers,
-            config.reward.timeout_s,
-            log=folder.path / "reward.log",
-        )
         model = load_model(
             settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
         )
@@ -70,8 +73,7 @@ class Trainer:
         self.dealer = Dealer(
             config, examples, prompts, Order(len(examples), config.seed).take, self.engine, self.tokenizer, self.pool
         )
-        self.longest_prompt = max(prompts, key=len)
-        self.engine.check_prompt(self.longest_prompt, config.rollout.sampling(config.seed))
+        self.longest_prompt = self._longest(prompts, config.data.train)
         self._prepare_evaluation()
         self.state = checkpoint.State()
         last = checkpoint.latest(folder.checkpoints) if resume else None
@@ -79,7 +81,6 @@ class Trainer:
             self.state = checkpoint.load(last, self.actor, self.optimizer)
             view.resume_at(self.state.step)
         folder.forget_after(self.state.step if last else -1)
-        self.loggers = open_loggers(folder.path, config)
 
     # The run
 
@@ -94,15 +95,12 @@ class Trainer:
             if last or (self.config.eval.every and step % self.config.eval.every == 0):
                 metrics |= self._evaluate()
             self._log(metrics)
-            if last or stop.asked or step % self.config.checkpoint.every == 0:
+            self._end_if_broken()
+            due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row  # a good one is not pushed out
+            if last or stop.asked or due:
                 self._save(metrics)
         if self.state.step >= self.config.steps:
             write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
-
-    def close(self) -> None:
-        self.pool.close()
-        for logger in self.loggers:
-            logger.close()
 
     # A step, top to bottom
 
@@ -140,15 +138,16 @@ class Trainer:
         self._watch(drawn, updates)
         tokens = sum(len(rollout.response) for rollout in rollouts)
         passed = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
-        rollout_log.write(
-            self.folder.rollouts / f"step-{self.state.step}.parquet",
-            self.state.step,
-            drawn.groups,
-            [rejected[id(sample)] for sample in samples],
-            old,
-            rollouts=config.log.rollouts_per_step,
-            traces=config.log.traces_per_step,
-        )
+        with self.folder.writing():
+            rollout_log.write(
+                self.folder.rollouts / f"step-{self.state.step}.parquet",
+                self.state.step,
+                drawn.groups,
+                [rejected[id(sample)] for sample in samples],
+                old,
+                rollouts=config.log.rollouts_per_step,
+                traces=config.log.traces_per_step,
+            )
         return {
             **reward_metrics(drawn),
             **mismatch.metrics,
@@ -191,7 +190,7 @@ class Trainer:
         rollouts = [sample.rollout for sample in samples]
         mask_BT = response_mask(rollouts).to(old[0].device)
         log_xi_BT = padded(old) - padded([rollout.logprobs for rollout in rollouts]).to(old[0].device)
-        point = self.config.correction.point("paper" if self.config.method == "sparse_rl" else "none")
+        point = self.config.correction.point(self.config.default_preset)
         return correct(torch.zeros_like(log_xi_BT) if on_policy else log_xi_BT, mask_BT, point)
 
     def _update(self, groups: Sequence[Group], row_of: dict[int, int], old, learned_old, reference) -> Updated:
@@ -223,22 +222,18 @@ class Trainer:
     # What goes wrong
 
     def _watch(self, drawn: Drawn, updates: Sequence[Updated]) -> None:
-        """Warn about a step that taught nothing; end a run that cannot go on."""
+        """Warn about a step that taught nothing."""
         state, step = self.state, self.state.step
         broken = sum(not each.finite for each in updates)
-        state.skipped_in_a_row = state.skipped_in_a_row + broken if broken == len(updates) else 0
+        for each in updates:
+            if each.learned or not each.finite:
+                state.skipped_in_a_row = 0 if each.learned else state.skipped_in_a_row + 1
         state.skipped_updates += sum(not each.learned for each in updates)
         if broken:
             self.view.warn(
                 f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates; they were skipped."
             )
-        if state.skipped_in_a_row >= self.config.optimizer.max_skipped_updates:
-            last = checkpoint.latest(self.folder.checkpoints)
-            raise UserError(
-                f"{state.skipped_in_a_row} updates in a row were not finite: lower optimizer.lr or the mismatch; "
-                f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
-            )
-        quiet = all(group.no_signal or not any(sample.takes_part for sample in group.samples) for group in drawn.groups)
+        quiet = not any(group.teaches for group in drawn.groups)
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0:
             self.view.warn(
@@ -252,22 +247,42 @@ class Trainer:
                 f"Step {step}: the reward failed on {failures} rollouts (see reward.log): {drawn.first_error or 'over time'}."
             )
 
+    def _end_if_broken(self) -> None:
+        skipped = self.state.skipped_in_a_row
+        if skipped >= self.config.optimizer.max_skipped_updates:
+            last = checkpoint.latest(self.folder.checkpoints)
+            raise UserError(
+                f"{skipped} updates in a row were not finite: lower optimizer.lr or the coefficients of the loss; "
+                f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
+            )
+
+    def _longest(self, prompts: list[list[int]], source: str) -> list[int]:
+        """The longest prompt, which must leave room for a response."""
+        number, longest = max(enumerate(prompts, 1), key=lambda pair: len(pair[1]))
+        try:
+            self.engine.check_prompt(longest, self.config.rollout.sampling(self.config.seed))
+        except UserError as error:
+            raise UserError(str(error).replace("Prompt 0", f"Problem {number} of {source}")) from None
+        return longest
+
     # Evaluation, logs, checkpoints
 
     def _prepare_evaluation(self) -> None:
         config = self.config
-        source = config.data.held_out
-        self.benchmark = source.removesuffix(".jsonl").rpartition("/")[2] if source else ""
+        source = config.data.held_out or ""
+        self.benchmark = source.removesuffix(".jsonl").rpartition("/")[2]
         self.held_out = load(source, "test", n=config.eval.problems, seed=0) if source and config.eval.problems else []
         self.held_out = self.held_out[: config.eval.problems]
         self.held_out_prompts = [encode(self.tokenizer, each, config.data.template, config.data.raw) for each in self.held_out]
-        engines = {"": self.engine}
+        self.eval_engines = {"": self.engine}
+        if not self.held_out:
+            return
+        self._longest(self.held_out_prompts, source)
         if self.engine.policy.evicts:
             dense = Engine(
                 self.actor.sampler, config.sampler_kv.model_copy(update={"policy": "full"}), slots=self.engine.slots
             )
-            engines = {"": dense, "_sparse": self.engine}
-        self.eval_engines = engines
+            self.eval_engines = {"": dense, "_sparse": self.engine}
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out pass@1 with a dense cache and, where the sampler's is sparse, with that."""
@@ -290,7 +305,10 @@ class Trainer:
         self.view.step(self.state.step, metrics)
 
     def _save(self, metrics: dict[str, float]) -> None:
-        value = metrics.get(self.config.checkpoint.best)
+        best = self.config.checkpoint.best
+        value = metrics.get(best)
+        if value is None and not best.startswith("eval/"):
+            self.view.warn(f"checkpoint.best = {best} is no metric of a step: only the last checkpoints are kept.")
         if value is not None and math.isfinite(value) and value > self.state.best_value:
             self.state.best_step, self.state.best_value = self.state.step, value
         checkpoint.save(self.folder.checkpoints, self.state, self.actor, self.optimizer)

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ..data.settings import Data
+from ..errors import UserError
 from ..kv.settings import KV
 from ..learner.advantages import Advantage
 from ..learner.correction import Correction
@@ -26,7 +27,7 @@ class RolloutSettings(Section):
     section: ClassVar[str] = "rollout"
 
     prompts_per_step: int = Field(128, ge=1, description="Prompts of one step.")
-    samples_per_prompt: int = Field(8, ge=1, description="Rollouts of each: the group its rewards are compared in.")
+    samples_per_prompt: int = Field(8, description="Rollouts of each, at least 2: the group its rewards are compared in.")
     max_tokens: int = Field(4096, ge=1, description="Response tokens after which a rollout ends.")
     temperature: float = Field(1.0, gt=0, description="Of sampling, and of every log-prob in the learner.")
     top_p: float = Field(1.0, gt=0, le=1, description="Below 1 the corrections are only approximate.")
@@ -52,7 +53,10 @@ class RolloutSettings(Section):
             )
         if self.slots != "auto" and self.slots < 1:
             raise ValueError(f"rollout.slots = {self.slots} must be at least 1, or auto.")
-        self.sampling(seed=0)  # says what is wrong with the rest
+        try:
+            self.sampling(seed=0)  # says what is wrong with the rest
+        except UserError as error:
+            raise ValueError(str(error).replace("sampling.", "rollout.")) from None
         return self
 
     @property
@@ -134,13 +138,24 @@ class Config(Section):
                 f"optimizer.updates_per_step = {self.optimizer.updates_per_step} needs at least as many groups, but "
                 f"rollout.prompts_per_step = {self.rollout.prompts_per_step}: lower the first or raise the second."
             )
-        self.correction.point("none")  # says what does not fit in it
+        if len(set(self.compare)) < len(self.compare):
+            raise ValueError(f"compare = {list(self.compare)} names a method twice, but each has one folder: name it once.")
+        if self.advantage.overlong > self.rollout.max_tokens:
+            raise ValueError(
+                f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}: every "
+                f"answer would be too long. Try --advantage.overlong {self.rollout.max_tokens // 4}."
+            )
+        self.correction.point(self.default_preset)  # says what does not fit in it
         if self.method in SHADOW_METHODS and self.correction.preset not in (None, "none"):
             raise ValueError(
                 f"correction.preset = {self.correction.preset} has nothing to correct under method = {self.method}, which "
                 "learns on the sampler's own view: leave it out."
             )
         return self
+
+    @property
+    def default_preset(self) -> str:
+        return "paper" if self.method == "sparse_rl" else "none"
 
     @property
     def sampler_kv(self) -> KV:

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 
@@ -26,4 +27,5 @@ class StopAsked:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self.tell("Stopping after this step; press Ctrl-C again to drop it.")
+        with suppress(RuntimeError):  # the signal came in the middle of a write
+            self.tell("Stopping after this step; press Ctrl-C again to drop it.")

@@ -29,6 +29,12 @@ COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
 """Heading, metric, form."""
 
 
+def score(mean: float, low: float, high: float) -> str:
+    """With its interval; rewards beyond 0 and 1 are no shares."""
+    form = "{:.1%} [{:.1%}, {:.1%}]" if low >= 0 and high <= 1 else "{:.3g} [{:.3g}, {:.3g}]"
+    return form.format(mean, low, high)
+
+
 class View:
     def __init__(self, config: Config, console: Console):
         self.config, self.console = config, console
@@ -42,8 +48,7 @@ class View:
     def __enter__(self) -> "View":
         if self.live:
             self.live.start()
-        else:
-            self.console.print(f"{'step':>12}  " + "  ".join(name for name, _, _ in COLUMNS), highlight=False)
+            self._say(f"loading {self.config.model.path}")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -82,8 +87,7 @@ class View:
         self.done = step
         for key, value in metrics.items():
             if key.startswith("eval/") and "pass@1" in key and not key.endswith(("_low", "_high")):
-                low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
-                self.note(f"step {step}: {key} {value:.1%} [{low:.1%}, {high:.1%}]")
+                self.note(f"step {step}: {key} {score(value, metrics[f'{key}_low'], metrics[f'{key}_high'])}")
         if "reward/mean" not in metrics:
             return
         row = [form(metrics[key]) if key in metrics else "" for _, key, form in COLUMNS]
@@ -114,7 +118,8 @@ class View:
             self.live.update(self._picture(), refresh=True)
 
     def _picture(self) -> RenderableType:
-        table = Table(title=f"{self.config.method} in {self.config.run_dir}", title_justify="left", box=None, pad_edge=False)
+        title = Text(f"{self.config.method} in {self.config.run_dir}")
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in ("step", *(name for name, _, _ in COLUMNS)):
             table.add_column(name, justify="right")
         for row in self.rows:

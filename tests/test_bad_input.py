@@ -1,0 +1,243 @@
+"""Whatever a user gets wrong ends in one sentence with a remedy and exit code 2, and nothing is left half-written."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runs import Command, arguments, metrics, refused, train
+from sparse_rl import UserError
+from sparse_rl.train.folder import RunFolder
+
+QUICK = ["--method", "dense", "--rollout.max-tokens", "4"]
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Before anything is written
+
+STARTS = {
+    "samples": (
+        ["--rollout.samples-per-prompt", "1"],
+        "leaves nothing to compare a reward with: it must be at least 2. Try 8.",
+    ),
+    "updates": (
+        ["--optimizer.updates-per-step", "3"],
+        "but rollout.prompts_per_step = 2: lower the first or raise the second.",
+    ),
+    "top_p": (["--rollout.top-p", "0.9"], "or set rollout.approximate = true"),
+    "policy": (["--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
+    "correction": (["--method", "smd", "--correction.preset", "tis"], "has nothing to correct under method = smd"),
+    "data": (["--data.train", "{world}/problem.jsonl"], "did you mean {world}/problems.jsonl?"),
+    "row": (["--data.train", "{tmp}/torn.jsonl"], "{tmp}/torn.jsonl:2: this is not JSON"),
+    "test data": (["--data.test", "{tmp}/torn.jsonl", "--eval.problems", "1"], "{tmp}/torn.jsonl:2: this is not JSON"),
+    "context": (
+        ["--data.train", "{tmp}/long.jsonl"],
+        "Problem 2 of {tmp}/long.jsonl has 301 tokens and with max_tokens = 24 passes the model's context of 256: shorten the prompt.",
+    ),
+    "test context": (
+        ["--data.test", "{tmp}/long.jsonl", "--eval.problems", "2"],
+        "Problem 2 of {tmp}/long.jsonl has 301 tokens",
+    ),
+    "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits."),
+    "device": (["--model.device", "nonsense"], "Device 'nonsense' cannot be used"),
+    "model": (["--model.path", "{tmp}/nowhere"], "could not be loaded"),
+    "adapter": (["--model.lora.rank", "2", "--model.lora.targets", "qq"], "fits no layer of the model: try all-linear."),
+    "logger": (
+        ["--log.to", '["tensorboard", "trackio"]'],
+        "log.to = trackio needs a package: pip install 'sparse-rl[trackio]'.",
+    ),
+    "no reward": (["--reward.function", "none"], "has no reward of its own: name one with --reward.function"),
+    "reward": (["--reward.function", "{world}/rewards.py:sum"], "did you mean sums?"),
+    "resume": (["--resume"], "There is no run in {tmp}/run to resume: leave --resume out"),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_run_that_cannot_start_says_why_and_leaves_nothing(world, tmp_path, name, capsys):
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 300, "answer": "2"}]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags, sentence = STARTS[name]
+    places = {"world": world, "tmp": tmp_path}
+    flags = [flag.format(**places) for flag in flags]
+    assert sentence.format(**places) in refused(capsys, *arguments(world, tmp_path / "run", *flags))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(world, run, *QUICK)
+    before = contents(run)
+    again = arguments(world, run, *QUICK)
+    assert refused(capsys, *again) == f"{run} is a run already: use --resume, --overwrite or another --run-dir."
+    budget = refused(capsys, *again, "--resume", "--kv.budget", "24")
+    assert budget == f"kv.budget is 24 now and was 20 in {run}: resume with the same, or start anew with another --run-dir."
+    missing = refused(capsys, *again, "--resume", "--steps", "9", "--data.test", "nowhere.jsonl", "--eval.problems", "1")
+    assert "data.test is nowhere.jsonl now and was not set" in missing
+    assert "choose one" in refused(capsys, *again, "--resume", "--overwrite")
+    assert contents(run) == before
+    train(world, run, *QUICK, "--overwrite", "--steps", "1")
+    assert [row["step"] for row in metrics(run)] == [0, 1] and not (run / "checkpoints/step-2").exists()
+
+
+def test_a_resume_that_cannot_start_changes_nothing(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(world, run, *QUICK)
+    before = contents(run)
+    sentence = refused(capsys, *arguments(world, run, *QUICK, "--resume", "--steps", "9", reward="nowhere"))
+    assert "no nowhere in" in sentence
+    (run / "reward.log").unlink()
+    assert contents(run) == {name: content for name, content in before.items() if name != "reward.log"}
+
+
+def test_a_folder_that_is_not_a_run_is_never_touched(world, tmp_path, capsys):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter.tex").write_text("years of work")
+    (tmp_path / "file").write_text("also mine")
+    for place in ("thesis", "file"):
+        for flags in ([], ["--overwrite"], ["--resume"]):
+            sentence = refused(capsys, *arguments(world, tmp_path / place, *flags))
+            assert sentence == f"{tmp_path / place} exists and is not a run: name another folder with --run-dir."
+    assert "cannot be written" in refused(capsys, *arguments(world, tmp_path / "file/run"))
+    assert contents(tmp_path) == {"thesis/chapter.tex": b"years of work", "file": b"also mine"}
+
+
+def test_what_an_empty_folder_was_it_stays(world, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    refused(capsys, *arguments(world, tmp_path / "run", "--model.device", "nonsense"))
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"] and not list((tmp_path / "run").iterdir())
+
+
+# Rewards
+
+
+def test_a_reward_that_fails_on_some_samples_costs_only_those(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(world, run, *QUICK, "--rollout.samples-per-prompt", "6", "--reward.timeout-s", "0.3", reward="fails")
+    for step, row in enumerate(metrics(run)[1:], 1):
+        rollouts = pq.read_table(run / f"rollouts/step-{step}.parquet").to_pylist()
+        kinds = [sum(map(ord, rollout["text"])) % 10 for rollout in rollouts]
+        assert row["reward/errors"] == sum(kind in (0, 2, 4) for kind in kinds)
+        assert row["reward/timeouts"] == kinds.count(1) and row["reward/no_verdict"] == kinds.count(3)
+        for rollout, kind in zip(rollouts, kinds, strict=True):
+            assert rollout["verdict"] == (rollout["reward"] is not None) == (kind >= 5)
+            assert rollout["verdict"] or rollout["advantage"] == 0
+        assert row["policy/skipped_updates"] == 0
+    both = metrics(run)[1:]
+    assert all(sum(row[f"reward/{key}"] for row in both) > 0 for key in ("errors", "timeouts", "no_verdict"))
+    assert "the reward failed on" in capsys.readouterr().out and "ZeroDivisionError" in (run / "reward.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [
+        ("raises", ": RuntimeError: out of ideas:"),
+        ("hangs", "(None or over time):"),
+        ("returns_none", "(None or over time):"),
+        ("returns_nan", ": ValueError: the reward returned nan:"),
+        ("returns_two", ": ValueError: the reward returned 2 values for 1 completion:"),
+    ],
+)
+def test_a_reward_that_fails_on_all_samples_ends_the_run(world, tmp_path, reward, why, capsys):
+    run = tmp_path / "run"
+    sentence = refused(
+        capsys, *arguments(world, run, *QUICK, "--reward.timeout-s", "0.2", "--reward.workers", "2", reward=reward)
+    )
+    assert sentence.startswith("The reward gave no verdict for any of 4 rollouts")
+    assert why in sentence and sentence.endswith("mend reward.function.")
+    assert [row["step"] for row in metrics(run)] == [0] and not list((run / "rollouts").iterdir())
+
+
+def test_processes_of_the_reward_die_with_a_run_that_fails(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert "not finite" in refused(capsys, *arguments(world, run, *QUICK, "--optimizer.lr", "1e30", reward="tells_its_pid"))
+    pids = {int(line.split()[1]) for line in (run / "reward.log").read_text().splitlines()}
+    assert pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_rewards_that_never_differ_are_warned_of(world, tmp_path, capsys):
+    train(world, tmp_path / "run", *QUICK, "--steps", "5", reward="same")
+    assert "Step 5: no group had two different rewards for 5 steps, so nothing is learned" in capsys.readouterr().out
+    assert [row["policy/skipped_updates"] for row in metrics(tmp_path / "run")[1:]] == [1] * 5
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("flags", "reward"),
+    [(["--loss.name", "dr_grpo"], "explodes"), (["--loss.kl-coef", "1e38"], "sums")],
+    ids=["loss", "gradient"],
+)
+def test_updates_that_are_not_finite_are_skipped_and_then_end_the_run(world, tmp_path, flags, reward, capsys):
+    """The first step is sound, the others are not: the weights stay as it left them and its checkpoint is named."""
+    run = tmp_path / "run"
+    flags = [*QUICK, *flags, "--checkpoint.every", "1", "--checkpoint.keep", "1", "--optimizer.max-skipped-updates", "3"]
+    with pytest.raises(SystemExit) as end:
+        train(world, run, *flags, "--steps", "9", reward=reward)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and err.count("\n") == 1
+    assert "3 updates in a row were not finite: lower optimizer.lr" in err
+    assert f"the last good checkpoint is {run / 'checkpoints/step-1'}." in err
+    assert out.count("loss or gradient was not finite in 1 of 1 updates; they were skipped") == 3
+    assert [row["policy/skipped_updates"] for row in metrics(run)[1:]] == [0, 1, 1, 1]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_weights_that_are_broken_are_named(world, tmp_path, capsys):
+    shutil.copytree(world / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
+    sentence = refused(capsys, *arguments(world, tmp_path / "run", *QUICK, "--model.path", str(tmp_path / "model")))
+    assert "logits are not finite: its weights are broken" in sentence
+
+
+# The disk
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "weights/model.safetensors", "state.json"])
+@pytest.mark.parametrize("size", [0, 300])
+def test_a_damaged_checkpoint_is_named(world, tmp_path, file, size, capsys):
+    run, out = tmp_path / "run", str(tmp_path / "out")
+    train(world, run, *QUICK, "--steps", "1")
+    path = run / "checkpoints/step-1" / file
+    path.write_bytes(path.read_bytes()[: min(size, path.stat().st_size // 2)])
+    sentence = refused(capsys, *arguments(world, run, *QUICK, "--resume"))
+    assert sentence.startswith(f"{run / 'checkpoints/step-1'} cannot be read (")
+    assert sentence.endswith("): remove it to use the one before.")
+    if file.startswith("weights"):
+        assert sentence == refused(capsys, "export", str(run), out)
+
+
+def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path):
+    run = tmp_path / "run"
+    train(world, run, *QUICK, "--steps", "1")
+    before = contents(run / "checkpoints")
+    largest = max(map(len, before.values()))
+    code, output = Command(arguments(world, run, *QUICK, "--resume"), file_bytes=largest // 2).end()
+    assert code == 2 and "Traceback" not in output
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("sparse-rl: The checkpoint of step 2 could not be written")
+    assert last.endswith(f"free some space and continue from {run / 'checkpoints/step-1'} with --resume.")
+    assert contents(run / "checkpoints") == before and os.listdir(run / "checkpoints") == ["step-1"]
+    train(world, run, *QUICK, "--resume")
+    assert (run / "checkpoints/step-2").is_dir()
+
+
+def test_a_disk_too_full_for_a_line_ends_in_a_sentence(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics = Path("/dev/full")
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): free some space and continue"):
+        folder.append_metrics(1, {"reward/mean": 1.0})

@@ -1,0 +1,164 @@
+"""One schema for recipes and flags: what a run was told is what its config.toml says, and a slip is named."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from runs import arguments, refused, train
+from sparse_rl.cli import build_parser, main
+from sparse_rl.config import from_flags, recipe, recipe_names, to_toml
+from sparse_rl.train.settings import Config
+
+
+def parsed(*flags, base=None):
+    return from_flags(build_parser().parse_args(["train", *flags]), Config, base)
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (["--loss.smd.lambda", "0.2"], lambda config: config.loss.smd.lambda_ == 0.2),
+        (["--optimizer.betas", "[0.9, 0.95]"], lambda config: config.optimizer.betas == (0.9, 0.95)),
+        (["--rollout.repetition", "[4, 32]"], lambda config: config.rollout.repetition == (4, 32)),
+        (["--rollout.repetition", "none"], lambda config: config.rollout.repetition is None),
+        (["--rollout.slots", "auto"], lambda config: config.rollout.slots == "auto"),
+        (["--rollout.slots", "12"], lambda config: config.rollout.slots == 12),
+        (["--correction.cap", "inf"], lambda config: config.correction.cap == float("inf")),
+        (["--correction.preset", "none"], lambda config: config.correction.preset == "none"),
+        (["--correction.preset", "null"], lambda config: config.correction.preset is None),
+        (["--correction.drop", "none"], lambda config: config.correction.drop == "none"),
+        (["--model.dtype", "None"], lambda config: config.model.dtype is None),
+        (["--kv.options", '{"mix": 0.2}'], lambda config: config.kv.options == {"mix": 0.2}),
+        (["--compare", '["dense", "smd"]'], lambda config: config.compare == ("dense", "smd")),
+        (["--optimizer.gradient-checkpointing"], lambda config: config.optimizer.gradient_checkpointing is True),
+        (["--model.lora.merge", "false"], lambda config: config.model.lora.merge is False),
+        (["--log.to", '["tensorboard"]'], lambda config: config.log.to == ("tensorboard",)),
+        (["--model.lora.alpha", "3"], lambda config: config.model.lora.alpha == 3),
+    ],
+    ids=lambda flags: " ".join(flags) if isinstance(flags, list) else "",
+)
+def test_flags_and_toml_say_the_same(flags, value):
+    config = parsed(*flags)
+    assert value(config)
+    assert Config(**tomllib.loads(to_toml(config))) == config
+
+
+def test_every_field_has_a_flag_and_comes_back_from_toml():
+    """Defaults, and each section with every value it can have been given."""
+    assert parsed() == Config() == Config(**tomllib.loads(to_toml(Config())))
+    for name in recipe_names():
+        config = Config(**recipe(name))
+        assert Config(**tomllib.loads(to_toml(config))) == config
+
+
+def test_the_config_of_a_run_is_the_config_it_ran(world, tmp_path):
+    flags = ["--steps", "1", "--model.dtype", "float32", "--rollout.max-tokens", "4", "--loss.smd.lambda", "0.2"]
+    train(world, tmp_path / "run", *flags)
+    stored = Config(**tomllib.loads((tmp_path / "run/config.toml").read_text()))
+    assert stored == parsed(*arguments(world, tmp_path / "run", *flags)[1:])
+
+
+def test_flags_win_over_the_recipe_and_the_recipe_over_the_one_it_extends(tmp_path):
+    (tmp_path / "base.toml").write_text(
+        'extends = "quickstart"\nsteps = 7\n[kv]\nbudget = 33\noptions = {mix = 0.2, kernel = 5}\n'
+    )
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/mine.toml").write_text('extends = "../base.toml"\n[kv]\ninterval = 11\noptions = {mix = 0.3}\n')
+    config = parsed("--kv.window", "5", base=recipe(str(tmp_path / "sub/mine.toml")))
+    kv = config.kv
+    assert (kv.window, kv.interval, kv.budget, kv.options) == (5, 11, 33, {"mix": 0.3})  # options are one value
+    assert config.steps == 7 and config.model.path == "tiny" and config.compare == ("dense", "sparse_rl")
+
+
+RECIPES = {
+    "typo": ("[kv]\nbugdet = 3\n", "Unknown option kv.bugdet: did you mean budget?"),
+    "top-typo": ("stepz = 3\n", "Unknown option stepz: did you mean steps?"),
+    "section-typo": ("[optimiser]\nlr = 1e-3\n", "Unknown option optimiser: did you mean optimizer?"),
+    "nested-typo": ("[loss.smd]\nlamda = 1\n", "Unknown option loss.smd.lamda: did you mean lambda?"),
+    "text for a number": ('steps = "many"\n', "steps = 'many' is refused: input should be a valid integer"),
+    "list for a number": ("[kv]\nbudget = [1]\n", "kv.budget = [1] is refused: input should be a valid integer"),
+    "number for a section": ("kv = 3\n", "kv = 3 is refused: input should be a valid dictionary"),
+    "not toml": ("steps = \n", "is not TOML: Invalid value (at line 1, column 9)."),
+    "not text": (b"\xff\xfe", "cannot be read ('utf-8' codec"),
+    "loop": ('extends = "./x/../recipe.toml"\n', "extends itself"),
+    "extends a number": ("extends = 3\n", "extends = 3 in"),
+    "extends nothing": ('extends = "quickstrat"\n', "did you mean quickstart?"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_slip_in_a_recipe_is_named(tmp_path, name, capsys):
+    content, sentence = RECIPES[name]
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert sentence in refused(capsys, "train", str(path), "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--kv.bugdet", "3"], "unknown argument --kv.bugdet: did you mean --kv.budget?"),
+        (["--steps", "many"], "steps = 'many' is refused: input should be a valid integer"),
+        (["--steps", "0"], "steps = '0' is refused: input should be greater than or equal to 1."),
+        (["--kv.budget"], "argument --kv.budget: expected one argument; see sparse-rl train --help."),
+        (["--optimizer.betas", "0.9 0.95"], "optimizer.betas = 0.9 0.95 is not JSON"),
+        (["--optimizer.betas", "[0.9, 2]"], "optimizer.betas.1 = 2 is refused: input should be less than 1."),
+        (["--optimizer.lr", "inf"], "optimizer.lr = 'inf' is refused: input should be a finite number."),
+        (["--method", "dens"], "method = 'dens' is refused: input should be 'dense', 'naive', 'sparse_rl'"),
+        (["--compare", '["dense", "dense"]'], "names a method twice"),
+        (["--rollout.slots", "some"], "rollout.slots = 'some' is refused"),
+        (["--rollout.slots", "0"], "rollout.slots = 0 must be at least 1, or auto."),
+        (["--rollout.repetition", "[5, 2]"], "rollout.repetition = (5, 2) finds nothing"),
+        (["--advantage.overlong", "9999"], "exceeds rollout.max_tokens = 4096"),
+        (["--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
+        (["--resume", "--overwrite", "--run-dir", "/nowhere"], "choose one"),
+        (["quickstar"], "There is no recipe 'quickstar': did you mean quickstart?"),
+        (["nowhere.toml"], "There is no recipe 'nowhere.toml': give a path or one of"),
+        (["/"], "There is no recipe '/'"),
+    ],
+)
+def test_a_slip_in_a_flag_is_named(flags, sentence, capsys):
+    assert sentence in refused(capsys, "train", *flags, "--dry-run")
+
+
+def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["train", "quickstart", "--dry-run", "--kv.budget", "60", "--optimizer.updates-per-step", "2"])
+    out = capsys.readouterr().out
+    toml, _, rest = out.partition("\n\n20 steps")
+    config = Config(**tomllib.loads(toml))
+    assert config.kv.budget == 60 and config.compare == ("dense", "sparse_rl")
+    assert rest.startswith(
+        " of 8 prompts x 8 samples = 64 rollouts of at most 192 tokens, learned in 2 updates of 32 rollouts, "
+        "16,384 tokens at a time.\n"
+    )
+    assert 'first prompt, 10 tokens: "<bos>15:' in rest and rest.count('"') == 4 and ", graded 1.0" in rest
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_shows_a_gold_that_is_not_graded_right(world, capsys):
+    main([*arguments(world, world / "nowhere", "--dry-run", reward="raises")])
+    assert 'first gold: "1", graded RuntimeError: out of ideas' in capsys.readouterr().out
+    assert not (world / "nowhere").exists()
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_is_there_without_torch():
+    done = run_python(
+        "import sys; from sparse_rl.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--loss.smd.lambda" in done.stdout and "--rollout.prompts-per-step" in done.stdout and "quickstart" in done.stdout
+
+
+def test_a_dry_run_needs_torch_only_for_the_prompt(capsys):
+    """Where torch cannot even be imported, the configuration, the arithmetic and the gold's grade are there."""
+    done = run_python("import sys; sys.modules['torch'] = None; from sparse_rl.cli import main; main(['train', '--dry-run'])")
+    assert "100 steps of 128 prompts" in done.stdout and "first gold: " in done.stdout and ", graded 1.0" in done.stdout

@@ -1,0 +1,286 @@
+"""A training run from the command line: every method and loss learns, and the run folder holds what it promises."""
+
+import gc
+import io
+import json
+import os
+import re
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from runs import metrics, one_thread, train
+from sparse_rl import KV, NEVER, Engine, Sampling, load_model, replay
+from sparse_rl.learner.optimizer import Optimizer
+from sparse_rl.learner.settings import OptimizerSettings
+from sparse_rl.models.actor import Actor
+from sparse_rl.models.settings import Lora
+from sparse_rl.rollout.stats import Progress
+from sparse_rl.train.rollout_log import SCHEMA
+from sparse_rl.train.settings import Config
+from sparse_rl.train.view import View
+
+METRICS = {
+    "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess engine_noise",
+    "reward": "mean std zero_std_groups no_verdict timeouts errors",
+    "kv": "token_savings peak_bytes dense_bytes peak_tokens evictions budget",
+    "policy": "loss clip_ratio entropy grad_norm lr skipped_updates",
+    "response": "mean_tokens truncated repetition",
+    "perf": "step_s rollout_s learner_s rollout_tokens_per_s learner_tokens_per_s",
+}
+KEYS = {f"{section}/{name}" for section, names in METRICS.items() for name in names.split()}
+
+LORA = ["--model.lora.rank", "2"]
+UNMERGED = [*LORA, "--model.lora.merge", "false"]
+REFERENCE = ["--loss.kl-coef", "0.01"]
+ENTROPY = ["--loss.entropy-coef", "0.01"]
+TWO_UPDATES = ["--optimizer.updates-per-step", "2"]
+CHECKPOINTING = ["--optimizer.gradient-checkpointing", "true"]
+EIGHT_BIT = ["--optimizer.state", "8bit"]
+OFFLOAD = ["--optimizer.state", "offload", "--model.dtype", "bfloat16"]
+COSINE = ["--optimizer.schedule", "cosine", "--optimizer.warmup-steps", "1"]
+BACKWARDS = ["--loss.smd.direction", "shadow_to_dense"]
+MIDPOINT = ["--loss.smd.direction", "jsd", "--loss.smd.estimator", "top-8"]
+MICROBATCHES = ["--optimizer.tokens-per-microbatch", "30"]
+
+RUNS = [  # every method with every loss, every option with several of them
+    ("dense", "grpo", []),
+    ("dense", "dr_grpo", LORA + REFERENCE),
+    ("dense", "dapo", CHECKPOINTING + ENTROPY),
+    ("dense", "gspo", UNMERGED + TWO_UPDATES),
+    ("dense", "cispo", EIGHT_BIT),
+    ("naive", "grpo", OFFLOAD + TWO_UPDATES),
+    ("naive", "dr_grpo", ENTROPY + COSINE),
+    ("naive", "dapo", LORA + EIGHT_BIT),
+    ("naive", "gspo", REFERENCE + CHECKPOINTING),
+    ("naive", "cispo", UNMERGED),
+    ("sparse_rl", "grpo", LORA + REFERENCE + COSINE),
+    ("sparse_rl", "dr_grpo", TWO_UPDATES + EIGHT_BIT),
+    ("sparse_rl", "dapo", OFFLOAD + REFERENCE),
+    ("sparse_rl", "gspo", MICROBATCHES),
+    ("sparse_rl", "cispo", LORA + CHECKPOINTING + ENTROPY),
+    ("smd", "grpo", REFERENCE + ENTROPY),
+    ("smd", "dr_grpo", UNMERGED + BACKWARDS),
+    ("smd", "dapo", LORA + MIDPOINT),
+    ("smd", "gspo", OFFLOAD),
+    ("smd", "cispo", CHECKPOINTING + TWO_UPDATES + COSINE),
+    ("on_policy_sparse", "grpo", LORA + OFFLOAD),
+    ("on_policy_sparse", "dr_grpo", CHECKPOINTING),
+    ("on_policy_sparse", "dapo", ENTROPY + MICROBATCHES),
+    ("on_policy_sparse", "gspo", LORA + TWO_UPDATES),
+    ("on_policy_sparse", "cispo", REFERENCE + EIGHT_BIT),
+]
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a CPU that has none
+@pytest.mark.parametrize(("method", "loss", "options"), RUNS, ids=[f"{method}-{loss}" for method, loss, _ in RUNS])
+def test_every_method_learns_with_every_loss(world, tmp_path, method, loss, options):
+    run = tmp_path / "run"
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles, which takes longer than all the rest
+        train(world, run, "--method", method, "--loss.name", loss, "--rollout.max-tokens", "16", *options)
+    before = load_file(world / "model/model.safetensors")
+    adapted = options[:1] == LORA[:1]
+    for trained in (run / "model", run / "checkpoints/step-2/weights"):
+        if adapted:
+            after = load_file(trained / "adapter_model.safetensors")
+            assert all(bool(tensor.any()) for name, tensor in after.items() if "lora_B" in name)  # they start at zero
+        else:
+            after = load_file(trained / "model.safetensors")
+            assert any(not torch.equal(after[name], tensor.to(after[name].dtype)) for name, tensor in before.items())
+        assert all(bool(tensor.isfinite().all()) for tensor in after.values())
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    noise = 0.1 if "bfloat16" in options else 1e-5
+    for row in rows[1:]:
+        assert set(row) >= KEYS
+        assert row["sparse/engine_noise"] < noise and row["policy/skipped_updates"] == 0
+        assert ("policy/kl_ref" in row) == ("--loss.kl-coef" in options)
+        assert ("policy/distillation_kl" in row) == (method == "smd")
+        assert (row["kv/evictions"] == 0) == (method == "dense")
+    rates = [row["policy/lr"] for row in rows[1:]]
+    assert rates == ([0.01, 0.01] if "cosine" not in options else [0.01, pytest.approx(0.01)])
+    assert sorted(path.name for path in (run / "rollouts").iterdir()) == ["step-1.parquet", "step-2.parquet"]
+    stored = json.loads((run / "model/sparse_rl.json").read_text())["kv"]
+    assert (stored["policy"], stored["budget"]) == (("full", 512) if method == "dense" else ("rkv", 20))
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine(world, tmp_path):
+    train(world, tmp_path / "run", "--steps", "4", "--optimizer.schedule", "cosine", "--optimizer.warmup-steps", "2",
+          "--rollout.max-tokens", "4", "--method", "dense")  # fmt: skip
+    assert [row["policy/lr"] for row in metrics(tmp_path / "run")[1:]] == [0.005, 0.01, 0.01, pytest.approx(0.005)]
+
+
+def test_held_out_problems_are_scored_before_and_after(world, tmp_path):
+    train(world, tmp_path / "run", "--eval.problems", "3", "--data.test", str(world / "problems.jsonl"))
+    keys = {f"eval/problems/pass@1{cache}{bound}" for cache in ("", "_sparse") for bound in ("", "_low", "_high")}
+    scored = [{key for key in row if key.startswith("eval/")} for row in metrics(tmp_path / "run")]
+    assert scored == [keys, set(), keys]
+
+
+def test_rollouts_are_written_down_rejected_ones_first(world, tmp_path):
+    """Log-probs are those of the model before the step, traces are whole, and everything has its row."""
+    run = tmp_path / "run"
+    train(world, run, "--rollout.samples-per-prompt", "3", "--correction.veto", "0.3", "--rollout.temperature", "0.7",
+          "--log.rollouts-per-step", "5", "--log.traces-per-step", "2")  # fmt: skip
+    table = pq.read_table(run / "rollouts/step-1.parquet")
+    assert table.schema.equals(SCHEMA)
+    rows = table.to_pylist()
+    rejected = [row["rejected"] for row in rows]
+    assert len(rows) == 5 and rejected == sorted(rejected, reverse=True) and 0 < sum(rejected) < 5
+    assert sum(rejected) / 6 == pytest.approx(metrics(run)[1]["sparse/rejection_rate"])
+    model = AutoModelForCausalLM.from_pretrained(world / "model")
+    for place, row in enumerate(rows):
+        fed, answered = torch.tensor([row["prompt_tokens"] + row["tokens"]]), torch.tensor(row["tokens"])
+        with torch.no_grad():
+            logits = model(fed[:, :-1]).logits[0, len(row["prompt_tokens"]) - 1 :] / 0.7
+        dense = logits.log_softmax(-1).gather(1, answered[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row["dense_logprobs"]), dense, atol=1e-4, rtol=0)
+        ratio = (torch.tensor(row["dense_logprobs"]) - torch.tensor(row["sampler_logprobs"])).exp()
+        assert row["rejected"] == bool(ratio.min() < 0.3)
+        assert row["verdict"] and row["reward"] == sum(map(ord, row["text"])) % 1009 and row["answer"] == "1"
+        assert row["prompt"].endswith("+85=") and row["finish"] in ("stop", "length") and row["step"] == 1
+        if place < 2:
+            assert row["evicted_at_shape"] == [2, 2, fed.shape[1]]
+            evicted_at = torch.tensor(row["evicted_at"]).view(row["evicted_at_shape"])
+            assert int((evicted_at == NEVER).sum(-1).max()) <= 24 < fed.shape[1]  # budget + interval
+        else:
+            assert row["evicted_at"] is None and row["evicted_at_shape"] is None
+
+
+def test_dapo_draws_again_for_groups_without_signal(world, tmp_path):
+    """Every second prompt has a signal: steps draw until they have two of those, and learn from them alone."""
+    run = tmp_path / "run"
+    train(world, run, "--loss.name", "dapo", "--method", "dense", "--rollout.max-tokens", "8", "--log.rollouts-per-step", "99",
+          "--steps", "3", reward="some")  # fmt: skip
+    cursor = 0
+    for step, row in enumerate(metrics(run)[1:], 1):
+        firsts = pq.read_table(run / f"rollouts/step-{step}.parquet").to_pylist()[::2]  # of each group
+        cursor += len(firsts)
+        teaching = [first for first in firsts if first["advantage"]]
+        assert len(teaching) == 2 and all(int(first["prompt"][0]) % 2 for first in teaching)
+        assert row["reward/zero_std_groups"] == pytest.approx(1 - 2 / len(firsts)) and row["policy/skipped_updates"] == 0
+    assert cursor > 6  # some were drawn again
+    assert json.loads((run / "checkpoints/step-3/state.json").read_text())["cursor"] == cursor  # and none is drawn twice
+
+
+def test_methods_are_compared_in_one_table(world, tmp_path, capsys):
+    train(world, tmp_path / "both", "--compare", '["dense", "sparse_rl"]', "--steps", "1", "--eval.problems", "2",
+          "--data.test", str(world / "problems.jsonl"))  # fmt: skip
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [row[:2] for row in cells] == [["dense", "dense"], ["sparse_rl", "dense"], ["", "rkv 20+4"]]
+    assert "held-out pass@1 before and after" in out and "KV allocated" in out
+    rewards = [value for row in cells for value in re.findall(r"[-\d.e+]+", " ".join(row[2:4]))]
+    assert len(rewards) == 3 * 2 * 3 and max(map(float, rewards)) > 1 and "%" not in cells[0][2]  # these are no shares
+    assert cells[0][6] == "0%" and cells[1][6] != "0%"  # tokens saved
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {"dense", "sparse_rl"}
+
+
+def test_output_in_a_file_is_plain_lines(world, tmp_path, capsys):
+    train(world, tmp_path / "run")
+    captured = capsys.readouterr()
+    steps = [line for line in captured.out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/2", "2/2"] and all("reward" in line and "left" in line for line in steps)
+    assert not set(captured.out + captured.err) & {"\r", "\x1b"} and captured.err == ""
+
+
+def test_the_table_lives_on_a_terminal():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=30)
+    view = View(Config(steps=20, run_dir="runs/[odd] name"), console)
+    with view:
+        for step in range(1, 21):
+            with view.sampling(step) as progress:
+                progress(Progress(finished=1, total=2, tokens=5, seconds=0.1, new={}, ended=[]))
+            with view.learning(step):
+                pass
+            view.step(step, dict.fromkeys(KEYS, 0.5 if step % 2 else float("nan")))
+        with view.evaluating("sparse") as progress:
+            progress(Progress(finished=0, total=2, tokens=0, seconds=0.0, new={}, ended=[]))
+        key = "eval/arithmetic/pass@1"
+        view.step(20, {key: 0.5, f"{key}_low": 0.25, f"{key}_high": 0.75})
+        view.warn("[bold]not markup[/bold]")
+    text = screen.getvalue()
+    assert "20/20" in text and "sparse_rl in runs/[odd] name" in text and "warning: [bold]not markup[/bold]" in text
+    assert "eval/arithmetic/pass@1 50.0% [25.0%, 75.0%]" in text
+
+
+def test_tensorboard_gets_every_metric_once(world, tmp_path):
+    """Also of a step that a resumed run does again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    flags = ["--log.to", '["tensorboard"]', "--checkpoint.every", "1", "--rollout.max-tokens", "4"]
+    train(world, run, *flags)
+    shutil.rmtree(run / "checkpoints/step-2")
+    train(world, run, *flags, "--resume")
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    rows = metrics(run)
+    assert set(events.Tags()["scalars"]) == set(rows[1]) - {"step"}
+    for key in ("reward/mean", "policy/grad_norm"):
+        assert [(event.step, event.value) for event in events.Scalars(key)] == [
+            (row["step"], pytest.approx(row[key])) for row in rows[1:]
+        ]
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_with_adapters_the_sampler_stays_the_learner(world, merge):
+    """After updates that change the policy beyond recognition, rollouts still replay to 1e-4."""
+    model = load_model(str(world / "model"), dtype="float32", device="cpu")
+    torch.manual_seed(0)
+    actor = Actor(model, Lora(rank=4, merge=merge))
+    engine = Engine(actor.sampler, KV(budget=20, interval=4, window=4), slots=4)
+    optimizer = Optimizer(actor.learner, OptimizerSettings(lr=0.2), steps=3)
+    first = None
+    with one_thread():
+        for step in range(4):
+            rollouts = engine.generate([[0, 7, 9, 11]], 4, Sampling(max_tokens=30, stop=()))
+            with torch.no_grad():
+                seen = replay(actor.learner, rollouts, "sparse")
+            assert max(float((a.logprobs - b).abs().max()) for a, b in zip(rollouts, seen, strict=True)) < 1e-4
+            first = first or rollouts
+            for param in optimizer.params:
+                param.grad = torch.randn(param.shape)
+            optimizer.update(step)
+            actor.sync()
+        with torch.no_grad():
+            moved = replay(actor.learner, first, "sparse")
+    assert max(float((a.logprobs - b).abs().max()) for a, b in zip(first, moved, strict=True)) > 1
+
+
+def test_the_merged_copy_shares_what_has_no_adapter(world):
+    model = load_model(str(world / "model"), dtype="float32", device="cpu")
+    weights = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    actor = Actor(model, Lora(rank=2, targets="q_proj,down_proj"))
+    sampler = dict(actor.sampler.named_parameters())
+    own = {name for name, tensor in sampler.items() if tensor.data_ptr() != weights[name]}
+    assert own == {name for name in sampler if "q_proj.weight" in name or "down_proj.weight" in name}
+    before = {name: sampler[name].data_ptr() for name in own}
+    actor.sync()
+    assert {name: dict(actor.sampler.named_parameters())[name].data_ptr() for name in own} == before  # rewritten in place
+
+
+def test_nothing_of_a_run_stays_behind(world, tmp_path):
+    """Neither tensors nor the processes of the reward."""
+
+    def live_tensors():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    train(world, tmp_path / "first", "--steps", "1", reward="tells_its_pid")
+    before = live_tensors()
+    train(world, tmp_path / "second", "--steps", "1", reward="tells_its_pid")
+    assert live_tensors() <= before
+    for run in ("first", "second"):
+        pids = {int(line.split()[1]) for line in (tmp_path / run / "reward.log").read_text().splitlines()}
+        assert pids
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
