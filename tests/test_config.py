@@ -69,7 +69,7 @@ def test_flags_win_over_the_recipe_and_the_recipe_over_the_one_it_extends(tmp_pa
     config = parsed("--kv.window", "5", base=recipe(str(tmp_path / "sub/mine.toml")))
     kv = config.kv
     assert (kv.window, kv.interval, kv.budget, kv.options) == (5, 11, 33, {"mix": 0.3})  # options are one value
-    assert config.steps == 7 and config.model.path == "tiny" and config.compare == ("dense", "sparse_rl")
+    assert config.steps == 7 and config.optimizer == Config(**recipe("quickstart")).optimizer != Config().optimizer
 
 
 RECIPES = {
@@ -125,11 +125,12 @@ def test_a_slip_in_a_flag_is_named(flags, sentence, capsys):
 
 def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main(["train", "quickstart", "--dry-run", "--kv.budget", "60", "--optimizer.updates-per-step", "2"])
+    main(["train", "quickstart", "--dry-run", "--steps", "20", "--kv.budget", "60", "--rollout.prompts-per-step", "8",
+          "--rollout.samples-per-prompt", "8", "--rollout.max-tokens", "192", "--optimizer.updates-per-step", "2"])  # fmt: skip
     out = capsys.readouterr().out
     toml, _, rest = out.partition("\n\n20 steps")
     config = Config(**tomllib.loads(toml))
-    assert config.kv.budget == 60 and config.compare == ("dense", "sparse_rl")
+    assert config.kv.budget == 60 and config.compare == Config(**recipe("quickstart")).compare
     assert rest.startswith(
         " of 8 prompts x 8 samples = 64 rollouts of at most 192 tokens, learned in 2 updates of 32 rollouts, "
         "16,384 tokens at a time.\n"
