@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sparse_rl import KV, NEVER, Engine, Sampling, replay
+from sparse_rl.kv import cache as cache_module
 from sparse_rl.kv.cache import CacheShape, SlotCache
 from sparse_rl.kv.policies import get
 
@@ -70,8 +71,9 @@ def test_record_takes_one_byte_a_key_and_two_when_long(tiny):
 
 
 @pytest.mark.parametrize(("dtype", "dim", "budget", "interval"), [(torch.float32, 32, 64, 16), (torch.bfloat16, 64, 256, 64)])
-def test_compaction_scratch_is_a_small_share_of_the_cache(dtype, dim, budget, interval):
+def test_compaction_scratch_is_a_small_share_of_the_cache(dtype, dim, budget, interval, monkeypatch):
     """Every storage that is alive beside the cache while R-KV compacts all slots, summed at its peak."""
+    monkeypatch.setattr(cache_module, "SCRATCH_FLOOR_BYTES", 0)  # as if this small cache were a large one
     shape = CacheShape(layers=12, q_heads=4, kv_heads=2, head_dim=dim, dtype=dtype, device=torch.device("cpu"))
     cache = SlotCache(shape, slots=16, capacity=budget + interval, ring=8)
     cache.keys_LSHCD.normal_()

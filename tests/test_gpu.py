@@ -132,6 +132,6 @@ def test_an_update_is_the_same_on_cpu_and_gpu():
         model.zero_grad()
         for view in ("dense", "sparse"):
             torch.cat(replay(model, rollouts, view)).sum().backward()
-        grads.append([weight.grad.cpu() for weight in model.parameters()])
+        grads.append([weight.grad.cpu().clone() for weight in model.parameters()])
     for left, right in zip(*grads, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4 * float(left.abs().max()))

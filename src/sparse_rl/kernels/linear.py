@@ -34,8 +34,9 @@ def _skinny(x, weight) -> bool:
     return x.dtype == torch.float32 and x.numel() // x.shape[-1] in ROWS and weight.numel() >= LARGE_WEIGHT
 
 
-def decode_context(device: torch.device) -> contextlib.AbstractContextManager:
-    """What decode steps on this device run in."""
-    if device.type == "cpu" and not torch.backends.mkl.is_available():
+def decode_context(model: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """What decode steps of this model run in."""
+    weights = [weight for weight in model.parameters() if weight.device.type == "cpu" and weight.numel() >= LARGE_WEIGHT]
+    if weights and not torch.backends.mkl.is_available():
         return SkinnyLinear()
     return contextlib.nullcontext()

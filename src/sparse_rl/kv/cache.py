@@ -18,6 +18,7 @@ from .policies import Policy
 from .policies.rkv import TILE_ROWS
 
 SCRATCH_SHARE = 0.05  # of the cache, for the temporaries of a compaction
+SCRATCH_FLOOR_BYTES = 16 * 2**20  # but at least this much: a cache of a few MiB would be compacted row by row
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class SlotCache:
 
     def _tiles(self, slots: int, held: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(layer, index of the slot) of each row, layer by layer, as many rows at a time as the scratch takes."""
-        rows = max(1, int(SCRATCH_SHARE * self.kv_bytes / self._row_scratch_bytes(held)))
+        rows = max(1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots

@@ -42,7 +42,8 @@ def head_of(model: PreTrainedModel) -> Head:
 
 def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: View, keep_n: Tensor) -> Tensor:
     """What the head reads of the tokens `keep` names, [n, D], with attention left to the view."""
-    output = model.base_model(
+    decoder = model.base_model if model.base_model is not model else model.model  # some have no prefix of their own
+    output = decoder(
         input_ids=tokens_1N,
         position_ids=positions_1N,
         attention_mask=tokens_1N.new_empty(NO_MASK, dtype=torch.bool),

@@ -160,7 +160,7 @@ class Generation:
         longest = max(sequence.held for sequence in active)
         even = longest == min(sequence.held for sequence in active)
         sampled, sampled_logprobs = [], []
-        with decode_context(device):
+        with decode_context(self.model):
             for step in range(steps):
                 tokens, logprobs = decode_step(
                     self.model,

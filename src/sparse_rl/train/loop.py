@@ -17,6 +17,7 @@ from ..data.examples import encode, load
 from ..data.order import Order
 from ..errors import UserError
 from ..evaluate.accuracy import accuracy
+from ..kv.settings import KV
 from ..learner.correction import correct
 from ..learner.optimizer import Optimizer
 from ..learner.replay import ReplayKind, forward, packs, replay, response_logprobs
@@ -274,15 +275,17 @@ class Trainer:
         self.held_out = load(source, "test", n=config.eval.problems, seed=0) if source and config.eval.problems else []
         self.held_out = self.held_out[: config.eval.problems]
         self.held_out_prompts = [encode(self.tokenizer, each, config.data.template, config.data.raw) for each in self.held_out]
-        self.eval_engines = {"": self.engine}
-        if not self.held_out:
-            return
-        self._longest(self.held_out_prompts, source)
-        if self.engine.policy.evicts:
-            dense = Engine(
-                self.actor.sampler, config.sampler_kv.model_copy(update={"policy": "full"}), slots=self.engine.slots
-            )
-            self.eval_engines = {"": dense, "_sparse": self.engine}
+        if self.held_out:
+            self._longest(self.held_out_prompts, source)
+
+    def _eval_engine(self, kv: KV) -> Engine:
+        """The sampler's own where that will do; else one whose cache is freed after the evaluation."""
+        slots = self.config.eval.slots
+        if slots == "auto" and kv == self.engine.kv:
+            return self.engine
+        longest = max(map(len, self.held_out_prompts)) + self.config.rollout.max_tokens
+        fitting = max(1, self.engine.slots * self.engine.kv.capacity // longest)  # a dense cache for all slots may not fit
+        return Engine(self.actor.sampler, kv, slots=min(fitting if slots == "auto" else slots, len(self.held_out)))
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out pass@1 with a dense cache and, where the sampler's is sparse, with that."""
@@ -290,7 +293,9 @@ class Trainer:
         if not self.held_out:
             return metrics
         sampling = self.config.rollout.sampling(self.config.seed)
-        for suffix, engine in self.eval_engines.items():
+        caches = {"": KV(policy="full")} | ({"_sparse": self.engine.kv} if self.engine.policy.evicts else {})
+        for suffix, kv in caches.items():
+            engine = self._eval_engine(kv)
             with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress:
                 result = accuracy(engine, self.tokenizer, self.held_out, self.held_out_prompts, self.pool, sampling, progress)
             key = f"eval/{self.benchmark}/pass@1{suffix}"

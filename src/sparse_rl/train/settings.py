@@ -81,6 +81,17 @@ class Eval(Section):
 
     problems: int = Field(256, ge=0, description="Held-out problems, one rollout each; 0 turns evaluation off.")
     every: int = Field(0, ge=0, description="Also after every so many steps; 0 is only before and after.")
+    slots: int | Literal["auto"] = Field(
+        "auto",
+        description="Problems that run at a time; auto is the sampler's slots, for the dense cache only as many as take no "
+        "more memory than the sampler's cache.",
+    )
+
+    @model_validator(mode="after")
+    def _slots_are_some(self) -> "Eval":
+        if self.slots != "auto" and self.slots < 1:
+            raise ValueError(f"eval.slots = {self.slots} must be at least 1, or auto.")
+        return self
 
 
 class Checkpoint(Section):
