@@ -6,7 +6,7 @@
 `arithmetic` is the embedded task with the embedded model, sampled at temperature 1. `products` asks an instruction
 model (SmolLM2-135M-Instruct) for products of small numbers, greedily; `--length 4` puts four worked ones before the
 question. The needed budget is what a dense cache holds at the end of a long rollout: its 95th percentile. Every policy
-runs at half of that, with interval = budget / 4, sinks 0 and 4, on the same problems with the same seeds.
+runs at half of that (or another `--share`), with interval = budget / 4, sinks 0 and 4, on the same problems with the same seeds.
 """
 
 import argparse
@@ -103,6 +103,7 @@ def main():
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--length", type=int, help="sums of a problem [15], worked products before the question [0]")
     parser.add_argument("--policies", nargs="+", default=[name for name in POLICIES if name != "full"], help="[all]")
+    parser.add_argument("--share", type=float, default=0.5, help="of the needed budget that is kept [0.5]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
@@ -120,7 +121,7 @@ def main():
 
     dense, dense_right, rollouts = measure(model, tokenizer, KV(policy="full"), prompts, graders, sampling, args.slots)
     needed = percentile([len(r.prompt) + len(r.response) - 1 for r in rollouts], 0.95)
-    budget = needed // 2
+    budget = int(needed * args.share)
     interval = max(1, budget // 4)
     rows = [dense]
     report(dense)

@@ -59,6 +59,14 @@ def explodes(prompts, completions, **columns):
     calls += 1
     return sums(prompts, completions) if calls <= 4 else [1e300 * (calls % 2)]
 
+def silent_once(prompts, completions, **columns):
+    """Fails on every rollout of the second step."""
+    global calls
+    calls += 1
+    if 4 < calls <= 8:
+        raise RuntimeError("the judge is down")
+    return sums(prompts, completions)
+
 def tells_its_pid(prompts, completions, **columns):
     print("pid", os.getpid())
     return sums(prompts, completions)

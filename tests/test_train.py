@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runs import metrics, one_thread, train
-from sparse_rl import KV, NEVER, Engine, Sampling, load_model, replay
+from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, replay
+from sparse_rl.learner.correction import Correction
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
 from sparse_rl.rollout.stats import Progress
+from sparse_rl.train.command import arm
+from sparse_rl.train.rehearsal import response_lengths
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.settings import Config
 from sparse_rl.train.view import View
@@ -118,6 +121,7 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine(world, tmp_path):
 def test_held_out_problems_are_scored_before_and_after(world, tmp_path):
     train(world, tmp_path / "run", "--eval.problems", "3", "--data.test", str(world / "problems.jsonl"))
     keys = {f"eval/problems/pass@1{cache}{bound}" for cache in ("", "_sparse") for bound in ("", "_low", "_high")}
+    keys |= {"eval/problems/no_verdict", "eval/problems/no_verdict_sparse"}
     scored = [{key for key in row if key.startswith("eval/")} for row in metrics(tmp_path / "run")]
     assert scored == [keys, set(), keys]
 
@@ -284,3 +288,51 @@ def test_nothing_of_a_run_stays_behind(world, tmp_path):
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
+
+
+def test_a_comparison_gives_the_correction_to_sparse_rl_alone():
+    config = Config(compare=["naive", "smd", "sparse_rl"], correction={"preset": "released", "veto": 0.01})
+    points = {method: arm(config, method) for method in config.compare}
+    assert points["sparse_rl"].correction.preset == "released" and points["sparse_rl"].correction.veto == 0.01
+    assert points["naive"].correction == points["smd"].correction == Correction()
+
+
+@pytest.mark.parametrize("option", [{"preset": "paper"}, {"veto": 0.1}, {"cap": 2.0, "weight": "token"}])
+def test_methods_on_the_samplers_own_view_take_no_correction(option):
+    with pytest.raises(UserError, match="nothing to correct"):
+        Config(method="smd", correction=option)
+
+
+def test_the_rehearsal_is_the_fullest_micro_batch():
+    """Never more tokens than a micro-batch takes, and fewer only by less than another prompt."""
+    for prompt, max_tokens, tokens in ((10, 100, 1000), (500, 4096, 16384), (500, 9000, 16384), (5, 64, 69), (5, 64, 20)):
+        config = Config(
+            rollout={"max_tokens": max_tokens, "prompts_per_step": 8, "samples_per_prompt": 8},
+            optimizer={"tokens_per_microbatch": tokens},
+        )
+        lengths = response_lengths(prompt, config)
+        total = sum(prompt + length for length in lengths)
+        assert lengths[0] == max_tokens
+        assert tokens - prompt <= total <= max(tokens, prompt + max_tokens)
+
+
+@pytest.mark.parametrize("method", ["smd", "on_policy_sparse"])
+def test_the_samplers_own_view_is_the_dense_one_where_nothing_is_evicted(world, tmp_path, method):
+    """A policy that never evicts records no trace, and needs none."""
+    train(world, tmp_path / "run", "--method", method, "--kv.policy", "full", "--steps", "1")
+    assert metrics(tmp_path / "run")[-1]["sparse/engine_noise"] < 1e-4
+
+
+def test_evaluated_rollouts_without_a_verdict_are_counted(world, tmp_path, capsys):
+    test = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "8", "--reward.timeout-s", "0.5"]
+    train(world, tmp_path / "run", *test, "--steps", "1", reward="fails")
+    before = metrics(tmp_path / "run")[0]
+    assert before["eval/problems/no_verdict"] > 0
+    assert "got no verdict" in capsys.readouterr().out
+
+
+def test_a_reward_that_falls_silent_for_a_step_does_not_end_the_run(world, tmp_path, capsys):
+    train(world, tmp_path / "run", "--steps", "3", "--checkpoint.every", "1", reward="silent_once")
+    rows = metrics(tmp_path / "run")[1:]
+    assert [row["reward/errors"] for row in rows] == [0, 4, 0]
+    assert "reward/mean" not in rows[1] and rows[1]["policy/skipped_updates"] == 1

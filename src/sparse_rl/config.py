@@ -23,7 +23,7 @@ S = TypeVar("S", bound=Section)
 def add_flags(parser: argparse.ArgumentParser, section: type[Section], *, prefix: str | None = None) -> None:
     """`--kv.budget 512` for each field; `prefix=""` gives plain `--max-tokens`. Dashes and underscores are the same."""
     prefix = _dotted(section) if prefix is None else prefix
-    group = parser.add_argument_group(section.section, (section.__doc__ or "").splitlines()[0])
+    group = parser.add_argument_group(section.section or "the run", (section.__doc__ or "").splitlines()[0])
     for name, key, field in _fields(section):
         if nested := _section_of(field.annotation):
             add_flags(parser, nested)

@@ -22,6 +22,8 @@ class Accuracy:
     """95 % interval of the mean: Wilson's where rewards are 0 and 1, else by their standard error."""
     problems: int
     """With a verdict."""
+    no_verdict: int
+    """Without one, for whatever reason: they are not in the mean."""
     mean_tokens: float
     truncated: float
     token_savings: float
@@ -47,6 +49,7 @@ def accuracy(
         low,
         high,
         len(values),
+        len(graded.values) - len(values),
         engine.stats.tokens / len(rollouts),
         sum(rollout.finish != "stop" for rollout in rollouts) / len(rollouts),
         engine.stats.token_savings,

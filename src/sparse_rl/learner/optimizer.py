@@ -129,6 +129,8 @@ def checkpointed(model: nn.Module, enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(f"{type(model).__name__} has no gradient checkpointing: leave optimizer.gradient_checkpointing out.")
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     was = [layer.training for layer in layers]

@@ -111,9 +111,9 @@ def response_logprobs(model: PreTrainedModel, seen: Seen) -> tuple[Tensor, Tenso
 
 def _evictions(rollout: Rollout, tokens: int, device: torch.device) -> Tensor | None:
     """[L, H, tokens], None where nothing was evicted: then the sampler's view is the dense one, to the bit."""
-    evicted_at_LHT = rollout.evicted_at
-    assert evicted_at_LHT is not None
-    evicted_at_LHT = evicted_at_LHT[:, :, :tokens]
+    if rollout.trace is None:  # sampled by a policy that never evicts
+        return None
+    evicted_at_LHT = rollout.trace.evicted_at[:, :, :tokens]
     return evicted_at_LHT.to(device) if bool((evicted_at_LHT != NEVER).any()) else None
 
 

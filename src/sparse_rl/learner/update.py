@@ -191,6 +191,9 @@ def update(
     settings = optimizer.settings
     with checkpointed(model, settings.gradient_checkpointing):
         sums = accumulate(model, batch, rows, loss, view, smd, opsm_delta, settings.tokens_per_microbatch)
+    if sums.get("opsm_dropped") == len(rows) and rows == batch.active:  # all that could have been learned from
+        optimizer.clear()
+        return Updated(sums, 0.0, learned=False, finite=True)
     if not math.isfinite(sums["loss"]):
         optimizer.clear()
         return Updated(sums, math.nan, learned=False, finite=False)

@@ -65,8 +65,11 @@ class Actor:
             yield self.frozen
 
     def save(self, folder: Path) -> None:
-        """A Hugging Face folder: the whole model, or the adapter alone."""
-        (self.peft or self.learner).save_pretrained(folder)
+        """The whole model, or the adapter alone, under the names that `load` reads."""
+        if self.peft is not None:
+            self.peft.save_pretrained(folder)
+        else:  # a mixture of experts has other names in its published form
+            self.learner.save_pretrained(folder, save_original_format=False)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -23,10 +23,7 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        if merge:
-            actor.sampler.save_pretrained(partial)
-        else:
-            actor.save(partial)
+        (actor.sampler if merge else actor.peft or actor.learner).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")

@@ -33,6 +33,8 @@ _scales: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 def head_of(model: PreTrainedModel) -> Head:
     """The model's head. Checked once, on one token: some models do more to their logits than a product."""
     layer = model.get_output_embeddings()
+    if hasattr(layer, "get_delta_weight"):
+        raise UserError("model.lora.targets names the output head, whose adapter the learner would not train: leave it out.")
     bias = getattr(layer, "bias", None)
     scale = _scales.get(model)
     if scale is None:

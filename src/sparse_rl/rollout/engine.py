@@ -102,6 +102,11 @@ class Engine:
         finally:
             self.model.train(was_training)
 
+    def reserve(self, tokens: int) -> None:
+        """Take the memory for sequences of this many tokens now, not when the first of them comes. A sparse cache has its own."""
+        if not self.policy.evicts:
+            self._grow(tokens + self.chunk)
+
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse, before any work starts, what `generate` would refuse of this prompt."""
         self._checked([prompt], 1, sampling, None, False)

@@ -32,6 +32,8 @@ class State:
     skipped_in_a_row: int = 0
     quiet_steps: int = 0
     """Steps in a row without any signal."""
+    silent_steps: int = 0
+    """Steps in a row without any verdict."""
 
 
 def save(folder: Path, state: State, actor: Actor, optimizer: Optimizer) -> Path:

@@ -49,10 +49,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         again = "the same command and --resume"
-        configs = [
-            config.model_copy(update={"method": method, "run_dir": str(Path(config.run_dir) / method), "compare": ()})
-            for method in config.compare
-        ]
+        configs = [arm(config, method) for method in config.compare]
     for each in configs:  # a folder in the way shows before any work is done
         RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
     if resume and not any(RunFolder(each.run_dir).exists for each in configs):
@@ -72,6 +69,15 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         console.print(
             f"{each.method}: {escape(each.run_dir)} (metrics.jsonl, rollouts/, checkpoints/, model/)", soft_wrap=True
         )
+
+
+def arm(config: Config, method: str) -> Config:
+    """One method of a comparison, in a folder of its own. A correction is Sparse-RL's: the others keep their own."""
+    values = config.model_dump(by_alias=True) | {"method": method, "compare": ()}
+    values["run_dir"] = str(Path(config.run_dir) / method)
+    if method != "sparse_rl":
+        values["correction"] = {}
+    return Config(**values)
 
 
 def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool, again: str) -> bool:

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.examples import Example
-from ..errors import UserError
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
 from ..rewards.pool import RewardPool
@@ -60,6 +59,14 @@ class Drawn:
     def samples(self) -> list[Sample]:
         return [sample for group in self.groups for sample in group.samples]
 
+    @property
+    def silent(self) -> str | None:
+        """Why there is no verdict at all, if there is none."""
+        if any(sample.reward is not None for sample in self.samples):
+            return None
+        why = f": {self.first_error}" if self.first_error else " (None or over time)"
+        return f"The reward gave no verdict for any of {len(self.samples)} rollouts{why}"
+
 
 class Dealer:
     """Draws prompts in the order of the data, samples them and has them graded. The same cursor gives the same groups."""
@@ -86,9 +93,6 @@ class Dealer:
             self._sample(drawn, cursor + drawn.prompts, missing if drawn.prompts else wanted, progress)
             if sum(group.teaches for group in drawn.groups) >= wanted:
                 break
-        if not any(sample.reward is not None for sample in drawn.samples):
-            why = f": {drawn.first_error}" if drawn.first_error else " (None or over time)"
-            raise UserError(f"The reward gave no verdict for any of {len(drawn.samples)} rollouts{why}: mend reward.function.")
         return drawn
 
     def learnable(self, drawn: Drawn) -> list[Group]:

@@ -1,5 +1,6 @@
 """Where metrics go besides metrics.jsonl: TensorBoard, W&B and trackio, behind one small interface."""
 
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,7 +38,8 @@ class WandbLike:
     """wandb, and trackio, which has its interface."""
 
     def __init__(self, module: Any, folder: Path, config: Config, **how: Any):
-        self.run = module.init(project=config.log.project, name=folder.name, config=config.model_dump(mode="json"), **how)
+        name = f"{folder.name}-{run_id(folder)[:6]}"
+        self.run = module.init(project=config.log.project, name=name, config=config.model_dump(mode="json"), **how)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)
@@ -53,7 +55,7 @@ def _tensorboard(folder: Path, config: Config, first_step: int) -> Logger:
 def _wandb(folder: Path, config: Config, first_step: int) -> Logger:
     import wandb
 
-    return WandbLike(wandb, folder, config, dir=str(folder), resume="allow", id=_id(folder))
+    return WandbLike(wandb, folder, config, dir=str(folder), resume="allow", id=run_id(folder))
 
 
 def _trackio(folder: Path, config: Config, first_step: int) -> Logger:
@@ -62,8 +64,12 @@ def _trackio(folder: Path, config: Config, first_step: int) -> Logger:
     return WandbLike(trackio, folder, config, resume="allow")
 
 
-def _id(folder: Path) -> str:
-    return "".join(char if char.isalnum() else "-" for char in str(folder.resolve()))[-64:]
+def run_id(folder: Path) -> str:
+    """The run's own, drawn when it starts and kept in its folder, so that a resumed run goes on where it was."""
+    file = folder / "run-id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    return file.read_text()
 
 
 @contextmanager

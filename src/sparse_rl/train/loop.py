@@ -43,6 +43,8 @@ TASK_PROBLEMS = 4096
 """Problems of a task that makes its own."""
 NOISE_ROLLOUTS = 8
 """Rollouts of a step that are replayed to measure engine noise, where the method does not replay them all."""
+SILENT_STEPS = 3
+"""Steps in a row without any verdict after which a run ends."""
 QUIET_STEPS = 5
 """Steps in a row without any signal after which a warning is due."""
 
@@ -76,6 +78,7 @@ class Trainer:
         )
         self.longest_prompt = self._longest(prompts, config.data.train)
         self._prepare_evaluation()
+        self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.state = checkpoint.State()
         last = checkpoint.latest(folder.checkpoints) if resume else None
         if last is not None:
@@ -87,8 +90,8 @@ class Trainer:
 
     def run(self, stop: StopAsked) -> None:
         """To the last step, or until asked to stop; either way the last step done is in a checkpoint."""
+        rehearse(self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.engine.limits.shape)
         if self.state.step == 0:
-            rehearse(self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.engine.limits.shape)
             self._log(self._evaluate())
         while self.state.step < self.config.steps and not stop.asked:
             metrics = self._step()
@@ -110,6 +113,7 @@ class Trainer:
         started = time.perf_counter()
         with self.view.sampling(self.state.step + 1) as progress:
             drawn = self.dealer.draw(self.state.cursor, progress)
+        self._end_if_silent(drawn)
         samples = drawn.samples
         rollouts = [sample.rollout for sample in samples]
         rollout_s = time.perf_counter() - started
@@ -257,6 +261,15 @@ class Trainer:
                 f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
             )
 
+    def _end_if_silent(self, drawn: Drawn) -> None:
+        """A reward that never says anything is a mistake; one that falls silent may come back."""
+        state = self.state
+        state.silent_steps = state.silent_steps + 1 if drawn.silent else 0
+        if drawn.silent and (state.step == 0 or state.silent_steps >= SILENT_STEPS):
+            last = checkpoint.latest(self.folder.checkpoints)
+            remedy = f"mend reward.function{f' and continue from {last} with --resume' if last else ''}"
+            raise UserError(f"{drawn.silent}: {remedy}.")
+
     def _longest(self, prompts: list[list[int]], source: str) -> list[int]:
         """The longest prompt, which must leave room for a response."""
         number, longest = max(enumerate(prompts, 1), key=lambda pair: len(pair[1]))
@@ -300,6 +313,12 @@ class Trainer:
                 result = accuracy(engine, self.tokenizer, self.held_out, self.held_out_prompts, self.pool, sampling, progress)
             key = f"eval/{self.benchmark}/pass@1{suffix}"
             metrics |= {key: result.mean, f"{key}_low": result.low, f"{key}_high": result.high}
+            metrics[f"eval/{self.benchmark}/no_verdict{suffix}"] = float(result.no_verdict)
+            if result.no_verdict:
+                self.view.warn(
+                    f"{result.no_verdict} of {len(self.held_out)} evaluated rollouts got no verdict and are not in {key}."
+                )
+            del engine  # its cache, before the next one's is allocated
         return metrics
 
     def _log(self, metrics: dict[str, float]) -> None:

@@ -1,6 +1,7 @@
 """The numbers of a step, by the names of docs/metrics.md. All of the mismatch is taken before anything is masked."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -14,10 +15,9 @@ from .groups import Drawn
 
 def reward_metrics(drawn: Drawn) -> dict[str, float]:
     rewards = [sample.reward for sample in drawn.samples if sample.reward is not None]
-    spread = torch.tensor(rewards, dtype=torch.float64)
     return {
-        "reward/mean": float(spread.mean()),
-        "reward/std": float(spread.std(correction=0)),
+        "reward/mean": statistics.fmean(rewards) if rewards else math.nan,  # which is left out of what is written
+        "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/zero_std_groups": sum(group.no_signal for group in drawn.groups) / len(drawn.groups),
         **{f"reward/{name}": float(drawn.counts[name]) for name in ("no_verdict", "timeouts", "errors")},
     }
@@ -68,7 +68,7 @@ def policy_metrics(updates: Sequence[Updated], tokens: int, entropy: float, lr: 
     }
     for name in ("kl_ref", "distillation_kl"):
         if any(name in each.sums for each in updates):
-            metrics[f"policy/{name}"] = total(name) / max(1, tokens)
+            metrics[f"policy/{name}"] = total(name) / max(1.0, total("tokens"))  # of the tokens that passed through it
     if any("opsm_dropped" in each.sums for each in updates):
         metrics["policy/opsm_dropped"] = total("opsm_dropped")
     return metrics

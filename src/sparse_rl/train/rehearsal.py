@@ -15,8 +15,8 @@ from .settings import SHADOW_METHODS, Config
 
 
 def rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:
-    """Forward and backward over a micro-batch of the longest rollouts, and room for the optimizer's moments. Leaves no trace
-    in weights or moments. On a GPU only: a CPU swaps instead of failing."""
+    """Forward and backward over two micro-batches of the longest rollouts beside the optimizer's moments and the sampler's
+    cache. Leaves no trace in weights or moments. On a GPU only: a CPU swaps instead of failing."""
     if model.device.type != "cuda":
         return
     try:
@@ -29,9 +29,8 @@ def rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], co
 
 
 def _rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:
-    longest = len(prompt) + config.rollout.max_tokens
-    count = max(1, min(config.rollout.rollouts_per_step, config.optimizer.tokens_per_microbatch // longest))
-    rollouts = [longest_rollout(prompt, config, shape) for _ in range(count)]
+    rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in response_lengths(len(prompt), config)]
+    count = len(rollouts)
     zeros = [torch.zeros(len(rollout.response), device=model.device) for rollout in rollouts]
     mask = response_mask(rollouts).to(model.device)
     corrected = correct(torch.zeros(mask.shape, device=model.device), mask, "none")
@@ -39,14 +38,24 @@ def _rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], c
     batch = make_batch(rollouts, torch.ones(count), zeros, corrected, config.loss, config.rollout.max_tokens, reference)
     view: ReplayKind = "sparse" if config.method in SHADOW_METHODS else "dense"
     smd = config.loss.smd if config.method == "smd" else None
-    with checkpointed(model, config.optimizer.gradient_checkpointing):
-        accumulate(model, batch, range(count), config.loss, view, smd, None, config.optimizer.tokens_per_microbatch)
     optimizer.allocate()
+    with checkpointed(model, config.optimizer.gradient_checkpointing):
+        for _ in range(2):  # moments, collected gradients and activations meet in the second micro-batch
+            accumulate(model, batch, range(count), config.loss, view, smd, None, config.optimizer.tokens_per_microbatch)
 
 
-def longest_rollout(prompt: list[int], config: Config, shape: CacheShape) -> Rollout:
-    """Made up, of the greatest length, its first key evicted so that a shadow pass is a real one."""
-    tokens = config.rollout.max_tokens
+def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
+    """Of the fullest micro-batch: as many of the longest responses as fit, and one that takes what is left."""
+    longest = prompt_tokens + config.rollout.max_tokens
+    count, left = divmod(config.optimizer.tokens_per_microbatch, longest)
+    lengths = [config.rollout.max_tokens] * max(1, count)
+    if count and left > prompt_tokens:
+        lengths.append(left - prompt_tokens)
+    return lengths[: config.rollout.rollouts_per_step]
+
+
+def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:
+    """Made up, with that many response tokens, its first key evicted so that a shadow pass is a real one."""
     recorder = TraceRecorder(len(prompt), config.kv.interval)
     recorder.record(0, torch.zeros(shape.layers, shape.kv_heads, 1, dtype=torch.long))
     return Rollout(

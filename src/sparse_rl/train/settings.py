@@ -157,10 +157,12 @@ class Config(Section):
                 f"answer would be too long. Try --advantage.overlong {self.rollout.max_tokens // 4}."
             )
         self.correction.point(self.default_preset)  # says what does not fit in it
-        if self.method in SHADOW_METHODS and self.correction.preset not in (None, "none"):
+        given = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
+        if self.method in SHADOW_METHODS and given not in ({}, {"preset": "none"}):
+            key, value = next(iter(given.items()))
             raise ValueError(
-                f"correction.preset = {self.correction.preset} has nothing to correct under method = {self.method}, which "
-                "learns on the sampler's own view: leave it out."
+                f"correction.{key} = {value} has nothing to correct under method = {self.method}, which learns on the "
+                "sampler's own view: leave it out."
             )
         return self
 
