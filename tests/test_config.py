@@ -140,8 +140,11 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, ca
 
 
 def test_a_dry_run_shows_a_gold_that_is_not_graded_right(world, capsys):
-    main([*arguments(world, world / "nowhere", "--dry-run", reward="raises")])
-    assert 'first gold: "1", graded RuntimeError: out of ideas' in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main([*arguments(world, world / "nowhere", "--dry-run", reward="raises")])
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and "The reward fails on the first gold (RuntimeError: out of ideas)" in err
+    assert 'first gold: "1", graded RuntimeError: out of ideas' in out
     assert not (world / "nowhere").exists()
 
 
@@ -163,3 +166,11 @@ def test_a_dry_run_needs_torch_only_for_the_prompt(capsys):
     """Where torch cannot even be imported, the configuration, the arithmetic and the gold's grade are there."""
     done = run_python("import sys; sys.modules['torch'] = None; from sparse_rl.cli import main; main(['train', '--dry-run'])")
     assert "100 steps of 128 prompts" in done.stdout and "first gold: " in done.stdout and ", graded 1.0" in done.stdout
+
+
+def test_what_was_left_to_the_method_is_said(world, capsys):
+    """An option that is not set still has a value: the dry run and the stored recipe name it."""
+    main([*arguments(world, world / "nowhere", "--dry-run", "--method", "sparse_rl")])
+    assert "correction.preset = paper (of method = sparse_rl)" in capsys.readouterr().out
+    main([*arguments(world, world / "nowhere", "--dry-run", "--method", "smd")])
+    assert "no correction" in capsys.readouterr().out

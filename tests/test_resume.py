@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import Command, arguments, metrics, one_thread, train, without_clock
+from runs import Command, arguments, metrics, one_thread, refused, train, without_clock
 from sparse_rl.cli import main
 
 EVERY_STEP = ["--checkpoint.every", "1", "--rollout.max-tokens", "16"]
@@ -149,3 +149,10 @@ def test_a_run_asked_to_stop_finishes_its_step_and_says_how_to_go_on(world, tmp_
     assert not (run / "model").exists()
     train(world, run, "--steps", str(done + 1), "--rollout.max-tokens", "16", "--resume")
     assert [row["step"] for row in metrics(run)] == [*range(done + 2)]
+
+
+def test_a_run_past_its_last_step_is_not_continued(world, tmp_path, capsys):
+    train(world, tmp_path / "run", "--steps", "2", "--checkpoint.every", "1")
+    assert "past steps = 1" in refused(capsys, *arguments(world, tmp_path / "run", "--resume", "--steps", "1"))
+    train(world, tmp_path / "run", "--resume", "--steps", "3", "--checkpoint.every", "1")
+    assert "Continuing after step 2." in capsys.readouterr().out

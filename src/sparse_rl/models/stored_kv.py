@@ -13,13 +13,18 @@ def stored_kv(path: str) -> dict[str, Any]:
     """The `kv` options beside the model in a folder or on the hub; empty where there are none."""
     file: Path | None = Path(path) / FILE
     if file is None or not file.is_file():
-        file = None if Path(path).exists() or path.count("/") != 1 else _from_hub(path)
+        file = _from_hub(path) if _is_hub_id(path) else None
     if file is None:
         return {}
     try:
         return dict(json.loads(file.read_text())["kv"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} does not hold KV settings ({error}): write it anew with sparse-rl export.") from error
+
+
+def _is_hub_id(path: str) -> bool:
+    """Not a folder, nor a misspelt one inside a folder that is there."""
+    return path.count("/") == 1 and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def _from_hub(path: str) -> Path | None:

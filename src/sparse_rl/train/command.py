@@ -24,7 +24,7 @@ PLAIN_WIDTH = 140
 def dry_run(config: Config) -> None:
     """Everything about a run but the run: nothing is written, no weights are loaded."""
     console = Console(highlight=False, soft_wrap=True)
-    console.print(to_toml(config), markup=False)
+    console.print(to_toml(config) + config.unset, markup=False)
     console.print(config.arithmetic, markup=False)
     example = load(config.data.train, "train", n=1, seed=config.seed)[0]
     with RewardPool(config.reward.function_for(config.data.train), 1, config.reward.timeout_s) as pool:
@@ -40,6 +40,8 @@ def dry_run(config: Config) -> None:
     ids = encode(tokenizer, example, config.data.template, config.data.raw)
     shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
     console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
+    if graded.errors + graded.timeouts:
+        raise UserError(f"The reward fails on the first gold ({grade}): mend reward.function.")
 
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:
@@ -115,7 +117,9 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
 
 def closing_table(configs: list[Config]) -> Table:
     """Held-out accuracy before and after, and what the rollouts cost, from the run folders alone."""
-    table = Table(title="held-out pass@1 before and after, 95 % intervals; KV of all rollouts at a time", title_justify="left")
+    tested = any(config.data.held_out and config.eval.problems for config in configs)
+    what = "held-out pass@1 before and after, 95 % intervals" if tested else "no held-out problems (data.test): no pass@1"
+    table = Table(title=f"{what}; KV of all rollouts at a time; saved and rejected are means over steps", title_justify="left")
     headings = ("method", "cache", "before", "after", "KV allocated", "dense KV", "saved", "rejected")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("method", "cache") else "right", overflow="fold")
@@ -139,7 +143,7 @@ def closing_table(configs: list[Config]) -> Table:
                     f"{mean('kv/token_savings'):.0%}",
                     f"{mean('sparse/rejection_rate'):.0%}",
                 ]
-            cache = _cache(config) if key.endswith("_sparse") else "dense"
+            cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else _cache(config)
             table.add_row(config.method if number == 0 else "", cache, before, after, *costs)
     return table
 

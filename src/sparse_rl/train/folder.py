@@ -76,7 +76,7 @@ class RunFolder:
         with self.writing():
             self.rollouts.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            write_whole(self.path / "config.toml", to_toml(config))
+            write_whole(self.path / "config.toml", to_toml(config) + config.unset)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ NOISE_ROLLOUTS = 8
 SILENT_STEPS = 3
 """Steps in a row without any verdict after which a run ends."""
 QUIET_STEPS = 5
-"""Steps in a row without any signal after which a warning is due."""
+"""Steps in a row without any signal after which the warning is repeated."""
 
 
 class Trainer:
@@ -84,6 +84,11 @@ class Trainer:
         if last is not None:
             self.state = checkpoint.load(last, self.actor, self.optimizer)
             view.resume_at(self.state.step)
+            if self.state.step > config.steps:
+                raise UserError(
+                    f"{folder.path} is at step {self.state.step} already, past steps = {config.steps}: raise --steps."
+                )
+            view.note(f"Continuing after step {self.state.step}.")
         folder.forget_after(self.state.step if last else -1)
 
     # The run
@@ -240,9 +245,10 @@ class Trainer:
             )
         quiet = not any(group.teaches for group in drawn.groups)
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
-        if state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0:
+        if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
+            since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
             self.view.warn(
-                f"Step {step}: no group had two different rewards for {state.quiet_steps} steps, so nothing is learned: the "
+                f"Step {step}: no group had two different rewards{since}, so nothing is learned: the "
                 "problems are too easy or too hard, or the reward does not tell answers apart."
             )
         elif not quiet and not broken and not any(each.learned for each in updates):

@@ -12,7 +12,7 @@ from ..learner.correction import Correction
 from ..learner.losses.settings import Loss
 from ..learner.settings import OptimizerSettings
 from ..models.settings import Model
-from ..rewards.settings import Reward
+from ..rewards.settings import TASK_REWARDS, Reward
 from ..rollout.settings import Sampling
 from ..settings import Section
 
@@ -169,6 +169,19 @@ class Config(Section):
     @property
     def default_preset(self) -> str:
         return "paper" if self.method == "sparse_rl" else "none"
+
+    @property
+    def unset(self) -> str:
+        """What is in force where an option was left to the method, the loss or the task; a comment of the stored recipe."""
+        low, high = self.loss.clips
+        parts = [f"loss.clip_low = {low:g}, loss.clip_high = {high:g}"]
+        if self.method in SHADOW_METHODS:
+            parts.append("no correction")
+        elif self.correction.preset is None:
+            parts.append(f"correction.preset = {self.default_preset} (of method = {self.method})")
+        if self.reward.function is None and self.data.train in TASK_REWARDS:
+            parts.append(f"reward.function = {TASK_REWARDS[self.data.train]}")
+        return f"# in force where not set: {', '.join(parts)}\n"
 
     @property
     def sampler_kv(self) -> KV:
