@@ -336,3 +336,14 @@ def test_a_reward_that_falls_silent_for_a_step_does_not_end_the_run(world, tmp_p
     rows = metrics(tmp_path / "run")[1:]
     assert [row["reward/errors"] for row in rows] == [0, 4, 0]
     assert "reward/mean" not in rows[1] and rows[1]["policy/skipped_updates"] == 1
+
+
+def test_wandb_gets_every_metric_under_the_runs_own_id(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(world, tmp_path / "run", "--log.to", '["wandb"]')
+    run_id = (tmp_path / "run" / "run-id").read_text()
+    (record,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
+    written = record.read_bytes()
+    for key in metrics(tmp_path / "run")[-1]:
+        assert key == "step" or key.encode() in written
