@@ -21,7 +21,8 @@ class OptimizerSettings(Section):
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate grows from 0.")
     clip_norm: float = Field(1.0, gt=0, description="Longer gradients are scaled down to this norm.")
     state: Literal["fp32", "8bit", "offload"] = Field(
-        "fp32", description="Moments in float32, in 8 bits (needs torchao), or float32 with the master weights in host memory."
+        "fp32",
+        description="Moments in float32, in 8 bits (needs torchao, and a compiler), or float32 with the master weights in host memory.",
     )
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates a step's groups are dealt to.")
     tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens, prompts included, in one pass of the learner.")
