@@ -134,10 +134,9 @@ class Trainer:
                 with self.actor.reference() as model:
                     reference, _ = self._old_logprobs(model, rollouts, "sparse" if shadow else "dense")
             mismatch = self._correct(samples, old)
-            rejected = {id(sample): bool(gone) for sample, gone in zip(samples, mismatch.rejected.tolist(), strict=True)}
-            of_sample = {id(sample): row for row, sample in enumerate(samples)}
+            row_of = {id(sample): row for row, sample in enumerate(samples)}
             updates = [
-                self._update(part, of_sample, old, learned_old, reference)
+                self._update(part, row_of, old, learned_old, reference)
                 for part in deal(self.dealer.learnable(drawn), config.optimizer.updates_per_step)
             ]
             self.actor.sync()
@@ -153,7 +152,7 @@ class Trainer:
                 self.folder.rollouts / f"step-{self.state.step}.parquet",
                 self.state.step,
                 drawn.groups,
-                [rejected[id(sample)] for sample in samples],
+                mismatch.rejected.tolist(),
                 old,
                 rollouts=config.log.rollouts_per_step,
                 traces=config.log.traces_per_step,
