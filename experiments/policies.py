@@ -12,7 +12,6 @@ runs at half of that (or another `--share`), with interval = budget / 4, sinks 0
 import argparse
 import datetime
 import json
-import math
 import platform
 import random
 import re
@@ -23,6 +22,7 @@ import transformers
 
 from sparse_rl import KV, Engine, Sampling, load_model, load_tokenizer, replay
 from sparse_rl.data.arithmetic import SUMS, grade, make_problems
+from sparse_rl.evaluate.accuracy import mean_interval
 from sparse_rl.kv.policies import POLICIES
 
 
@@ -55,12 +55,6 @@ TASKS = {
 }
 
 
-def wilson(right, n, z=1.96):
-    """95 % interval of a share."""
-    share, spread = right / n, z * math.sqrt(right / n * (1 - right / n) / n + z * z / (4 * n * n))
-    return [(share + z * z / (2 * n) + sign * spread) / (1 + z * z / n) for sign in (-1, 1)]
-
-
 def percentile(values, share):
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
@@ -85,7 +79,7 @@ def measure(model, tokenizer, kv, prompts, graders, sampling, slots):
         "right": sum(right),
         "n": len(right),
         "accuracy": sum(right) / len(right),
-        "interval_95": wilson(sum(right), len(right)),
+        "interval_95": mean_interval([float(each) for each in right])[1:],
         "token_savings": stats.token_savings,
         "mean_response_tokens": stats.tokens / len(rollouts),
         "truncated": sum(r.finish == "length" for r in rollouts) / len(rollouts),

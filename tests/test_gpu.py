@@ -85,8 +85,6 @@ TRAIN = [
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_runs(flags, dtype, tmp_path):
-    if "8bit" in flags:
-        pytest.importorskip("torchao")
     main([*TRAIN, *flags, "--model.dtype", dtype, "--run-dir", str(tmp_path / "run")])
     rows = RunFolder(tmp_path / "run").read_metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]

@@ -6,7 +6,7 @@ cache returns. Without a view the function is transformers' own SDPA, so a prepa
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,15 +84,23 @@ class AttentionLimits:
 
 def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: View, keep: Tensor | int) -> Tensor:
     """Logits [B, n, V] of the tokens `keep` names, with attention left to the view."""
-    output = model(
-        input_ids=tokens_BT,
-        position_ids=positions_BT,
-        attention_mask=tokens_BT.new_empty(NO_MASK, dtype=torch.bool),
-        use_cache=False,
-        logits_to_keep=keep,
-        sparse_view=view,
-    )
-    return output.logits
+    return model(**inputs(tokens_BT, positions_BT, view), logits_to_keep=keep).logits
+
+
+def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: View) -> dict[str, Any]:
+    """What a model, or its decoder alone, is called with to leave attention to the view."""
+    return {
+        "input_ids": tokens_BT,
+        "position_ids": positions_BT,
+        "attention_mask": tokens_BT.new_empty(NO_MASK, dtype=torch.bool),
+        "use_cache": False,
+        "sparse_view": view,
+    }
+
+
+def attend_to_itself(queries_BQTD: Tensor, values_BHTD: Tensor) -> Tensor:
+    """The attention of a single token."""
+    return values_BHTD.repeat_interleave(queries_BQTD.shape[1] // values_BHTD.shape[1], dim=1)
 
 
 NO_MASK = (1, 1, 1, 1)  # four dimensions: transformers takes it for a finished mask and builds none of its own
@@ -175,8 +183,7 @@ class _Probe:
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
         self.layers.append(layer)
-        groups = queries_BQTD.shape[1] // values_BHTD.shape[1]
-        return values_BHTD.repeat_interleave(groups, dim=1)  # one token attends to itself
+        return attend_to_itself(queries_BQTD, values_BHTD)
 
     def shape(self, kind: str, layers: int) -> CacheShape:
         if self.last is None:

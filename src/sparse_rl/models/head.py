@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from .attention import NO_MASK, View, prepare, run
+from .attention import View, attend_to_itself, inputs, prepare, run
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,7 @@ def head_of(model: PreTrainedModel) -> Head:
 def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: View, keep_n: Tensor) -> Tensor:
     """What the head reads of the tokens `keep` names, [n, D], with attention left to the view."""
     decoder = model.base_model if model.base_model is not model else model.model  # some have no prefix of their own
-    output = decoder(
-        input_ids=tokens_1N,
-        position_ids=positions_1N,
-        attention_mask=tokens_1N.new_empty(NO_MASK, dtype=torch.bool),
-        use_cache=False,
-        sparse_view=view,
-    )
-    return output.last_hidden_state[0, keep_n]
+    return decoder(**inputs(tokens_1N, positions_1N, view)).last_hidden_state[0, keep_n]
 
 
 @torch.no_grad()
@@ -79,4 +72,4 @@ class _OneToken:
     """One token attends to itself."""
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
-        return values_BHTD.repeat_interleave(queries_BQTD.shape[1] // values_BHTD.shape[1], dim=1)
+        return attend_to_itself(queries_BQTD, values_BHTD)

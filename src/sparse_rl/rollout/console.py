@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from ..data.examples import Example, encode
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..kv.settings import KV
@@ -26,21 +27,13 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling) -> None:
         raise UserError("A prompt is empty: say something to continue.")
     from_settings(kv)  # a typo shows before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
-    prompts = [encode(tokenizer, prompt, raw=args.raw) for prompt in args.prompts]
+    prompts = [encode(tokenizer, Example(prompt, None, {}), raw=args.raw) for prompt in args.prompts]
     model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
     engine = Engine(model, kv, slots=min(args.slots, len(prompts) * args.samples_per_prompt))
     printer = Printer(tokenizer, len(prompts), args.samples_per_prompt)
     rollouts = engine.generate(prompts, args.samples_per_prompt, sampling, record=False, progress=printer)
     printer.close()
     Console().print(cost_table(engine, rollouts))
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool) -> list[int]:
-    """Token ids of a prompt, as one message of a user where the tokenizer has a chat template."""
-    if raw or not tokenizer.chat_template:
-        return list(tokenizer(text).input_ids)
-    messages = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 class Printer:
