@@ -1,26 +1,22 @@
 """`sparse-rl bench rollout`: transformers `generate`, our dense engine and our sparse engine on the same work."""
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import time
 from dataclasses import asdict, dataclass
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
-from .. import __version__
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.load import DTYPES, load_model
 from ..rollout.engine import Engine
 from ..rollout.settings import Sampling
+from .record import environment
 from .shapes import SHAPES, random_model
 
 WARM_UP_TOKENS = 4
@@ -137,21 +133,8 @@ def _table(arms: list[Arm]) -> Table:
 
 
 def _record(args: argparse.Namespace, kv: KV, model: PreTrainedModel, arms: list[Arm]) -> dict:
-    cuda = model.device.type == "cuda"
     return {
-        "benchmark": "rollout",
-        "date": datetime.date.today().isoformat(),
-        "machine": {
-            "device": torch.cuda.get_device_name(model.device) if cuda else platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "sparse_rl": __version__,
-        },
+        **environment("rollout", model.device),
         "model": args.model,
         "dtype": str(model.dtype).removeprefix("torch."),
         "seed": args.seed,

@@ -36,6 +36,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
+    "3B": {  # Qwen2.5-3B
+        "architecture": "Qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "7B": {  # Qwen2.5-7B
+        "architecture": "Qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    },
 }
 
 
