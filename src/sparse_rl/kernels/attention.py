@@ -1,11 +1,21 @@
-"""Attention as the sampler and the learner need it, in plain torch: one query over a slot, a causal prompt, a shadow."""
+"""Attention as the sampler and the learner need it: one query over a slot, causal sequences, and one sequence as a shadow.
 
-# B rows, S slots, Q query heads, H kv heads, G query heads of a kv head, T tokens, C capacity, D head dimension
+Sequences that share one row are `packed`: they follow each other without padding, and `cu_seqlens` are the places where they
+meet, from 0 to N. `shadow.py` has the shadow of a whole packed row on a GPU.
+"""
+
+# B rows, S slots, Q query heads, H kv heads, G query heads of a kv head, T tokens, N packed tokens, C capacity, D head dimension
+
+import inspect
+import itertools
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HALF = (torch.bfloat16, torch.float16)
 SHADOW_TILE = 512  # queries at a time: the mask of a tile is [H, tile, T]
 
 
@@ -31,7 +41,68 @@ def decode_attention(
 
 def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:
     """Whole sequences over themselves, [B, Q, T, D]."""
-    return F.scaled_dot_product_attention(queries_BQTD, keys_BHTD, values_BHTD, is_causal=True, scale=scale, enable_gqa=True)
+    groups = queries_BQTD.shape[1] // keys_BHTD.shape[1]
+    if groups > 1 and queries_BQTD.is_cuda and queries_BQTD.dtype not in HALF:
+        # torch's only kernel for shared heads in float32 holds all T x T scores: repeated keys are far smaller
+        keys_BHTD, values_BHTD = (each.repeat_interleave(groups, dim=1) for each in (keys_BHTD, values_BHTD))
+        groups = 1
+    return F.scaled_dot_product_attention(
+        queries_BQTD, keys_BHTD, values_BHTD, is_causal=True, scale=scale, enable_gqa=groups > 1
+    )
+
+
+def packed_causal_attention(
+    queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+) -> Tensor:
+    """Each packed sequence over itself, [1, Q, N, D], differentiable.
+
+    `cu_seqlens` is int32, one more than there are sequences, on the device of the queries; `longest` is the longest sequence.
+    One kernel for all of them where there is one: half precision on a GPU. There nothing is copied if the tensors are
+    transposed views of [1, N, heads, D], as transformers has them. Elsewhere it is one call for each sequence.
+    """
+    if _has_varlen(queries_1QND):
+        q, k, v = (each[0].transpose(0, 1) for each in (queries_1QND, keys_1HND, values_1HND))
+        return _varlen(q, k, v, cu_seqlens, longest, scale).transpose(0, 1)[None]
+    places = cu_seqlens.tolist()
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(places)]
+    outputs = [
+        causal_attention(queries_1QND[:, :, span], keys_1HND[:, :, span], values_1HND[:, :, span], scale=scale)
+        for span in spans
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _has_varlen(queries: Tensor) -> bool:
+    dim = queries.shape[-1]
+    return queries.is_cuda and queries.dtype in HALF and dim % 8 == 0 and dim <= 256 and _ampere(queries.device)
+
+
+@cache
+def _ampere(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _varlen(
+    queries_NQD: Tensor, keys_NHD: Tensor, values_NHD: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale}
+    known = _varlen_options()
+    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:  # where it is missing the kernel shares heads unasked
+        options["enable_gqa"] = queries_NQD.shape[1] != keys_NHD.shape[1]
+    out_NQD = varlen_attn(queries_NQD, keys_NHD, values_NHD, cu_seqlens, cu_seqlens, longest, longest, **options)
+    assert isinstance(out_NQD, Tensor)
+    return out_NQD
+
+
+@cache
+def _varlen_options() -> frozenset[str]:
+    """The function is young and its options change with torch's releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def shadow_attention(

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from ..kernels.attention import causal_attention, shadow_attention
+from ..kernels import shadow
+from ..kernels.attention import causal_attention, packed_causal_attention, shadow_attention
+from ..kernels.shadow import Shadow
 from ..kv.trace import NEVER
 from ..models.attention import prepare
 from ..models.head import head_of, hidden_states
@@ -85,23 +88,27 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
         predicting += range(start + len(rollout.prompt) - 1, start + len(fed))
         tokens += fed
         positions += range(len(fed))
-        spans.append(Span(start, start + len(fed), _evictions(rollout, len(fed), device) if view == "sparse" else None))
+        spans.append(Span(start, start + len(fed), _evictions(rollout, len(fed)) if view == "sparse" else None))
     hidden_nD = hidden_states(
         model,
-        torch.tensor([tokens], device=device),
-        torch.tensor([positions], device=device),
+        _upload(torch.tensor([tokens]), device),
+        _upload(torch.tensor([positions]), device),
         ReplayView(spans),
-        torch.tensor(predicting, device=device),
+        _upload(torch.tensor(predicting), device),
     )
     temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]  # greedy: at 1
     lengths = torch.tensor([len(rollout.response) for rollout in pack])
+    temperatures_b = torch.tensor(temperatures, dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
     return Seen(
         hidden_nD,
-        torch.tensor([token for rollout in pack for token in rollout.response], device=device),
-        torch.tensor(temperatures, dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
-        .repeat_interleave(lengths)
-        .to(device),
+        _upload(torch.tensor([token for rollout in pack for token in rollout.response]), device),
+        _upload(temperatures_b.repeat_interleave(lengths), device),
     )
+
+
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device, without waiting for the work that is queued there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def response_logprobs(model: PreTrainedModel, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -109,12 +116,12 @@ def response_logprobs(model: PreTrainedModel, seen: Seen) -> tuple[Tensor, Tenso
     return token_logprobs(head_of(model), seen.hidden_nD, seen.targets_n, seen.temperatures_n)
 
 
-def _evictions(rollout: Rollout, tokens: int, device: torch.device) -> Tensor | None:
-    """[L, H, tokens], None where nothing was evicted: then the sampler's view is the dense one, to the bit."""
+def _evictions(rollout: Rollout, tokens: int) -> Tensor | None:
+    """[L, H, tokens], None where nothing was evicted."""
     if rollout.trace is None:  # sampled by a policy that never evicts
         return None
     evicted_at_LHT = rollout.trace.evicted_at[:, :, :tokens]
-    return evicted_at_LHT.to(device) if bool((evicted_at_LHT != NEVER).any()) else None
+    return evicted_at_LHT if bool((evicted_at_LHT != NEVER).any()) else None
 
 
 @dataclass(frozen=True)
@@ -127,15 +134,73 @@ class Span:
 
 
 class ReplayView:
+    """Packed rollouts, each over itself, as the sampler saw it where keys of it were evicted.
+
+    Where no rollout of a pack lost a key, the sampler's view takes the path of the dense one and is equal to it to the bit.
+    A rollout that lost none, packed with others that did, is equal to its dense view to the bit where rollouts are attended
+    to one by one (on a CPU), and up to rounding where the row is one call (on a GPU).
+    """
+
     def __init__(self, spans: list[Span]):
         self.spans = spans
+        self.longest = max(span.stop - span.start for span in spans)
+        self._on: dict[torch.device, Pack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
+        pack = self._pack(queries_1QND.device)
+        if pack.until_LHN is None:
+            return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, pack.bounds, self.longest, scale)
+        if shadow.usable(queries_1QND):
+            try:
+                return pack.shadow.attend(layer, queries_1QND, keys_1HND, values_1HND, scale)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                shadow.give_up(error)
+        return self._one_by_one(pack.until_LHN[layer], queries_1QND, keys_1HND, values_1HND, scale)
+
+    def _one_by_one(self, until_HN, queries_1QND, keys_1HND, values_1HND, scale):
         outputs = []
         for span in self.spans:
             q, k, v = (tensor[:, :, span.start : span.stop] for tensor in (queries_1QND, keys_1HND, values_1HND))
             if span.evicted_at_LHT is None:
                 outputs.append(causal_attention(q, k, v, scale=scale))
             else:
-                outputs.append(shadow_attention(q, k, v, span.evicted_at_LHT[layer], scale=scale))
+                outputs.append(shadow_attention(q, k, v, until_HN[:, span.start : span.stop] - span.start, scale=scale))
         return torch.cat(outputs, dim=2)
+
+    def _pack(self, device: torch.device) -> "Pack":
+        """Brought to the device once, at the first layer."""
+        if device not in self._on:
+            bounds = torch.tensor([0, *(span.stop for span in self.spans)], dtype=torch.int32)
+            until_LHN = packed_until(self.spans)
+            self._on[device] = Pack(_upload(bounds, device), None if until_LHN is None else _upload(until_LHN, device))
+        return self._on[device]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What attention needs to know of packed rollouts, on one device."""
+
+    bounds: Tensor
+    until_LHN: Tensor | None
+    """The first packed query that does not see a key, None where nothing was evicted."""
+
+    @cached_property
+    def shadow(self) -> Shadow:
+        assert self.until_LHN is not None
+        return Shadow(self.until_LHN)
+
+
+def packed_until(spans: Sequence[Span]) -> Tensor | None:
+    shapes = [span.evicted_at_LHT.shape[:2] for span in spans if span.evicted_at_LHT is not None]
+    if not shapes:
+        return None
+    until_LHN = torch.empty(*shapes[0], spans[-1].stop, dtype=torch.int32)
+    for span in spans:
+        part = until_LHN[:, :, span.start : span.stop]
+        if span.evicted_at_LHT is None:
+            part.fill_(span.stop)
+        else:
+            torch.add(span.evicted_at_LHT.clamp(max=span.stop - span.start), span.start, out=part)
+    return until_LHN
