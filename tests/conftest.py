@@ -1,7 +1,13 @@
 """Small real transformers models with random weights, and the embedded one."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before sparse_rl is imported
+
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from runs import make_world

@@ -1,0 +1,126 @@
+"""Draw a token a slot from its logits in one pass over them, say its exact log-prob, and step the slot forward.
+
+The torch reference is `rollout.sampling.sample` with `counter_rng.uniform`: the draw inverts the cumulative distribution
+in vocabulary order. A first launch sums the weights of each block of the vocabulary; a second finds the block in which
+the draw falls and reads only that one again.
+"""
+
+# S slots, V vocabulary, B blocks of it; n steps of a chunk
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .jit import jit, next_power_of_2, tl
+
+BLOCK = 4096
+
+
+def draw_and_advance(
+    logits_SV: Tensor,
+    tokens_S: Tensor,
+    positions_S: Tensor,
+    lengths_S: Tensor,
+    steps_S: Tensor,
+    seeds_S: Tensor,
+    last_S: Tensor,
+    temperature_1: Tensor,
+    sampled_nS: Tensor,
+    logprobs_nS: Tensor,
+    *,
+    greedy: bool,
+) -> None:
+    """Write the next token of each slot and its log-prob into row `steps` of the chunk, and make it the slot's token.
+
+    All state is int64 and on the device. A slot's position never passes `last`: one that has ended idles there.
+    """
+    slots, vocab = logits_SV.shape
+    blocks = -(-vocab // BLOCK)
+    tops = torch.empty(slots, blocks, dtype=torch.float32, device=logits_SV.device)
+    sums = torch.empty(slots, blocks, dtype=torch.float64, device=logits_SV.device)
+    _sum_blocks[(slots, blocks)](logits_SV, logits_SV.stride(0), temperature_1, tops, sums, vocab, BLOCK=BLOCK, num_warps=8)
+    _draw[(slots,)](
+        *(logits_SV, logits_SV.stride(0), temperature_1, tops, sums, vocab, blocks),
+        *(tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S, sampled_nS, logprobs_nS, sampled_nS.stride(0)),
+        BLOCK=BLOCK,
+        BLOCKS_PAD=next_power_of_2(blocks),
+        GREEDY=greedy,
+        num_warps=8,
+    )
+
+
+@jit
+def _sum_blocks(logits_ptr, row_stride, temperature_ptr, tops_ptr, sums_ptr, vocab, BLOCK: tl.constexpr):
+    slot, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    temperature = tl.load(temperature_ptr)
+    logits = tl.load(logits_ptr + slot * row_stride + v, mask=v < vocab, other=float("-inf")).to(tl.float32) / temperature
+    top = tl.max(logits, axis=0)
+    total = tl.sum(tl.exp(logits - tl.maximum(top, -1e30)).to(tl.float64), axis=0)
+    place = slot * tl.num_programs(1) + block
+    tl.store(tops_ptr + place, top)
+    tl.store(sums_ptr + place, total)
+
+
+@jit
+def _splitmix(value):
+    value = value + 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@jit
+def _draw(
+    logits_ptr, row_stride, temperature_ptr, tops_ptr, sums_ptr, vocab, blocks,
+    tokens_ptr, positions_ptr, lengths_ptr, steps_ptr, seeds_ptr, last_ptr, sampled_ptr, logprobs_ptr, chunk_stride,
+    BLOCK: tl.constexpr, BLOCKS_PAD: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, BLOCKS_PAD)
+    temperature = tl.load(temperature_ptr)
+    tops = tl.load(tops_ptr + slot * blocks + b, mask=b < blocks, other=float("-inf"))
+    sums = tl.load(sums_ptr + slot * blocks + b, mask=b < blocks, other=0.0)
+    top = tl.max(tops, axis=0)
+    weights = sums * tl.exp(tl.maximum(tops, -1e30) - top).to(tl.float64)
+    weights = tl.where(b < blocks, weights, 0.0)
+    total = tl.sum(weights, axis=0)
+    position = tl.load(positions_ptr + slot)
+
+    v = tl.arange(0, BLOCK)
+    if GREEDY:
+        block = tl.min(tl.where(tops == top, b, BLOCKS_PAD), axis=0)
+        block = tl.minimum(block, blocks - 1)  # of NaNs alone: the log-prob below then tells
+        inside = tl.load(
+            logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
+        ).to(tl.float32) / temperature
+        place = tl.min(tl.where(inside == top, v, BLOCK - 1), axis=0)
+    else:
+        seed = tl.load(seeds_ptr + slot).to(tl.uint64)
+        counter = (position + 1).to(tl.uint64)
+        bits = _splitmix(_splitmix(seed) + counter) & 0x7FFFFFFFFFFFFFFF
+        uniform = (bits >> 11).to(tl.int64).to(tl.float64) * 2.220446049250313e-16  # 2 ** -52
+        target = uniform * total
+        cumulative = tl.cumsum(weights, axis=0)
+        block = tl.sum((cumulative <= target).to(tl.int32), axis=0)
+        block = tl.minimum(block, blocks - 1)
+        before = tl.sum(tl.where(b < block, weights, 0.0), axis=0)
+        inside = tl.load(
+            logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
+        ).to(tl.float32) / temperature
+        inner = tl.cumsum(tl.exp(inside - top).to(tl.float64), axis=0)
+        # The last token with any weight takes what rounding leaves over.
+        heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)
+        place = tl.minimum(tl.sum((before + inner <= target).to(tl.int32), axis=0), heavy)
+    chosen = tl.sum(tl.where(v == place, inside, 0.0), axis=0)
+    logprob = chosen - top - tl.log(total).to(tl.float32)
+    token = tl.minimum(block * BLOCK + place, vocab - 1).to(tl.int64)
+
+    step = tl.load(steps_ptr + slot)
+    tl.store(sampled_ptr + step * chunk_stride + slot, token)
+    tl.store(logprobs_ptr + step * chunk_stride + slot, logprob)
+    tl.store(tokens_ptr + slot, token)
+    tl.store(positions_ptr + slot, tl.minimum(position + 1, tl.load(last_ptr + slot)))
+    tl.store(lengths_ptr + slot, tl.load(lengths_ptr + slot) + 1)
+    tl.store(steps_ptr + slot, step + 1)

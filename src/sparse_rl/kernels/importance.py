@@ -1,0 +1,102 @@
+"""What the window's queries look at: the importance that R-KV and SnapKV share."""
+
+# B rows, Q query heads, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens, n = T - W
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .jit import jit, next_power_of_2, precision, product, tl, usable
+
+
+def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
+    """QK^T / sqrt(D) as [B, H, G, W, T] in float32; query head h belongs to kv head h // G."""
+    rows, q_heads, window, dim = queries_BQWD.shape
+    heads = keys_BHTD.shape[1]
+    queries_BHGWD = queries_BQWD.float().view(rows, heads, q_heads // heads, window, dim)
+    return queries_BHGWD @ keys_BHTD.float()[:, :, None].transpose(-1, -2) / dim**0.5
+
+
+def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
+    """R-KV's attention score before pooling, [B, H, T - W].
+
+    Maximum of the logits over the group, softmax over the keys before the window, mean over the window's queries.
+    """
+    if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
+        return fused_importance(queries_BQWD, keys_BHTD)
+    window = queries_BQWD.shape[2]
+    logits_BHWn = window_logits(queries_BQWD, keys_BHTD[:, :, : keys_BHTD.shape[2] - window]).amax(dim=2)
+    return logits_BHWn.softmax(dim=-1).mean(dim=-2)
+
+
+def fused_importance(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
+    """The same in one launch, reading a row's keys twice."""
+    rows, q_heads, window, dim = queries_BQWD.shape
+    heads, scored = keys_BHTD.shape[1], keys_BHTD.shape[2] - window
+    keys = keys_BHTD if keys_BHTD.stride(-1) == 1 else keys_BHTD.contiguous()
+    queries = queries_BQWD.contiguous()
+    out = torch.empty(rows, heads, scored, dtype=torch.float32, device=keys.device)
+    group_pad, window_pad = next_power_of_2(q_heads // heads), next_power_of_2(window)
+    group_pad = max(group_pad, 16 // window_pad)
+    _importance[(rows * heads,)](
+        *(queries, keys, keys.stride(0), keys.stride(1), keys.stride(2), heads, scored, 1 / dim**0.5, out),
+        GROUP=q_heads // heads,
+        GROUP_PAD=group_pad,
+        WINDOW=window,
+        WINDOW_PAD=window_pad,
+        DIM=dim,
+        DIM_PAD=max(16, next_power_of_2(dim)),
+        BLOCK=max(16, min(64, 8192 // (group_pad * window_pad))),
+        PRECISION=precision(keys),
+        num_warps=4,
+    )
+    return out
+
+
+@jit
+def _window_block(
+    query, row, token_stride, start, scored, scale,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WINDOW_PAD: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Logits of a block of keys, the largest over the group, as [WINDOW_PAD, BLOCK]."""
+    n, d = start + tl.arange(0, BLOCK), tl.arange(0, DIM_PAD)
+    keys = tl.load(row + n[:, None] * token_stride + d[None, :], mask=(n < scored)[:, None] & (d < DIM)[None, :], other=0.0)
+    logits = product(query, tl.trans(keys), PRECISION) * scale
+    logits = tl.reshape(logits, [WINDOW_PAD, GROUP_PAD, BLOCK])
+    in_group = (tl.arange(0, GROUP_PAD) < GROUP)[None, :, None]
+    logits = tl.max(tl.where(in_group, logits, float("-inf")), axis=1)
+    return tl.where((n < scored)[None, :], logits, float("-inf"))
+
+
+@jit
+def _importance(
+    queries_ptr, keys_ptr, row_stride, head_stride, token_stride, heads, scored, scale, out_ptr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PAD: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    r, d = tl.arange(0, WINDOW_PAD * GROUP_PAD), tl.arange(0, DIM_PAD)
+    w, g = r // GROUP_PAD, r % GROUP_PAD
+    places = ((pair * GROUP + g)[:, None] * WINDOW + w[:, None]) * DIM + d[None, :]
+    real = ((w < WINDOW) & (g < GROUP))[:, None] & (d < DIM)[None, :]
+    query = tl.load(queries_ptr + places, mask=real, other=0.0)
+    row = keys_ptr + (pair // heads) * row_stride + (pair % heads) * head_stride
+    top = tl.full([WINDOW_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([WINDOW_PAD], tl.float32)
+    for start in range(0, scored, BLOCK):
+        logits = _window_block(
+            query, row, token_stride, start, scored, scale, GROUP, GROUP_PAD, WINDOW_PAD, DIM, DIM_PAD, BLOCK, PRECISION
+        )
+        new_top = tl.maximum(top, tl.max(logits, axis=1))
+        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(logits - new_top[:, None]), axis=1)
+        top = new_top
+    in_window = (tl.arange(0, WINDOW_PAD) < WINDOW)[:, None]
+    for start in range(0, scored, BLOCK):
+        logits = _window_block(
+            query, row, token_stride, start, scored, scale, GROUP, GROUP_PAD, WINDOW_PAD, DIM, DIM_PAD, BLOCK, PRECISION
+        )
+        weights = tl.where(in_window, tl.exp(logits - top[:, None]) / total[:, None], 0.0)
+        n = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + pair * scored + n, tl.sum(weights, axis=0) / WINDOW, mask=n < scored)

@@ -1,0 +1,166 @@
+"""One decode step of one layer in one launch: the new key, value and query enter their slot, and the query attends to it.
+
+The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program takes one slot and
+one kv head and reads the slot's keys once for all query heads of that head. Where slots are few, several programs share a
+row and a second launch combines them.
+"""
+
+# S slots, Q query heads, H kv heads, G query heads of a kv head, C capacity, D head dimension, W window
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .jit import jit, next_power_of_2, precision, product, tl
+
+BLOCK = 64
+"""Keys a program reads at a time."""
+PROGRAMS_PER_SM = 4
+"""Fewer than this many programs leave bandwidth unused: rows are then split."""
+
+
+def attend_and_append(
+    queries_SQD: Tensor,
+    keys_SHD: Tensor,
+    values_SHD: Tensor,
+    cached_keys_SHCD: Tensor,
+    cached_values_SHCD: Tensor,
+    positions_SHC: Tensor,
+    ring_SQWD: Tensor,
+    lengths_S: Tensor,
+    next_positions_S: Tensor,
+    *,
+    scale: float,
+    splits: int = 1,
+) -> Tensor:
+    """[S, Q, D]: each slot's query over its first `lengths` keys and the new one, which becomes key number `lengths`.
+
+    Writes the caches, the positions and the ring in place; counting the token is left to whoever ends the step.
+    """
+    slots, q_heads, dim = queries_SQD.shape
+    kv_heads, capacity = cached_keys_SHCD.shape[1:3]
+    group, window = q_heads // kv_heads, ring_SQWD.shape[2]
+    queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
+    out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
+    parts = out
+    marks = out
+    if splits > 1:
+        parts = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
+        marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
+    _attend[(slots, kv_heads, splits)](
+        *(queries, keys, values, cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD),
+        *(lengths_S, next_positions_S, out, parts, marks, scale),
+        *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+        *(cached_keys_SHCD.stride(0), cached_keys_SHCD.stride(1), capacity),
+        GROUP=group,
+        GROUP_PAD=max(16, next_power_of_2(group)),
+        HEADS=kv_heads,
+        DIM=dim,
+        DIM_PAD=next_power_of_2(dim),
+        WINDOW=window,
+        SPLITS=splits,
+        BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
+        PRECISION=precision(queries),
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine[(slots, q_heads)](
+            *(parts, marks, out), HEADS=q_heads, DIM=dim, DIM_PAD=next_power_of_2(dim), SPLITS=splits,
+            SPLITS_PAD=next_power_of_2(splits), num_warps=1,
+        )
+    return out
+
+
+def splits_for(slots: int, kv_heads: int, capacity: int, device: torch.device) -> int:
+    """Programs that share a row, so that few slots fill the device, too; each has at least two blocks of a full row."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    wanted = PROGRAMS_PER_SM * processors // (slots * kv_heads)
+    return max(1, min(wanted, capacity // (2 * BLOCK), 64))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, ring_ptr,
+    lengths_ptr, next_positions_ptr, out_ptr, parts_ptr, marks_ptr, scale,
+    q_slot, q_head, k_slot, k_head, v_slot, v_head, row_slot, row_head, capacity,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_ptr + slot).to(tl.int32)
+    g, d = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
+    in_group, in_dim = g < GROUP, d < DIM
+    q_head_of = head * GROUP + g
+    query = tl.load(
+        q_ptr + slot * q_slot + q_head_of[:, None] * q_head + d[None, :], mask=in_group[:, None] & in_dim[None, :], other=0.0
+    )
+    key_row = keys_ptr + slot * row_slot + head * row_head
+    value_row = values_ptr + slot * row_slot + head * row_head
+
+    new_key = tl.load(k_ptr + slot * k_slot + head * k_head + d, mask=in_dim, other=0.0)
+    new_value = tl.load(v_ptr + slot * v_slot + head * v_head + d, mask=in_dim, other=0.0)
+    if split == 0:
+        position = tl.load(next_positions_ptr + slot)
+        tl.store(key_row + length * DIM + d, new_key, mask=in_dim)
+        tl.store(value_row + length * DIM + d, new_value, mask=in_dim)
+        tl.store(positions_ptr + (slot * HEADS + head) * capacity + length, position.to(tl.int32))
+        if WINDOW > 0:
+            place = ring_ptr + ((slot * HEADS * GROUP + q_head_of[:, None]) * WINDOW + position % WINDOW) * DIM + d[None, :]
+            tl.store(place, query, mask=in_group[:, None] & in_dim[None, :])
+
+    # The new token is the first term of split 0's sums; the other splits start from nothing.
+    mine = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
+    top = tl.where(split == 0, mine, float("-inf"))
+    weight = tl.where(split == 0, tl.full([GROUP_PAD], 1.0, tl.float32), 0.0)
+    total = tl.where(split == 0, 1.0, 0.0) * (tl.zeros([GROUP_PAD, 1], tl.float32) + new_value.to(tl.float32)[None, :])
+
+    blocks = tl.cdiv(length, BLOCK)
+    share = tl.cdiv(blocks, SPLITS)
+    stop = tl.minimum((split + 1) * share * BLOCK, length)
+    for start in range(split * share * BLOCK, stop, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        held = n < length
+        places = n[:, None] * DIM + d[None, :]
+        keys = tl.load(key_row + places, mask=held[:, None] & in_dim[None, :], other=0.0)
+        logits = product(query, tl.trans(keys), PRECISION) * scale
+        logits = tl.where(held[None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, axis=1))
+        shrink = tl.exp(top - new_top)
+        probs = tl.exp(logits - new_top[:, None])
+        values = tl.load(value_row + places, mask=held[:, None] & in_dim[None, :], other=0.0)
+        total = total * shrink[:, None] + product(probs.to(values.dtype), values, PRECISION)
+        weight = weight * shrink + tl.sum(probs, axis=1)
+        top = new_top
+
+    row = slot * HEADS * GROUP + q_head_of
+    if SPLITS == 1:
+        out = total / weight[:, None]
+        tl.store(out_ptr + row[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=in_group[:, None] & in_dim[None, :])
+    else:
+        part = row * SPLITS + split
+        tl.store(parts_ptr + part[:, None] * DIM + d[None, :], total, mask=in_group[:, None] & in_dim[None, :])
+        tl.store(marks_ptr + part * 2, top, mask=in_group)
+        tl.store(marks_ptr + part * 2 + 1, weight, mask=in_group)
+
+
+@jit
+def _combine(
+    parts_ptr, marks_ptr, out_ptr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    s, d = tl.arange(0, SPLITS_PAD), tl.arange(0, DIM_PAD)
+    part = row * SPLITS + s
+    top = tl.load(marks_ptr + part * 2, mask=s < SPLITS, other=float("-inf"))
+    weight = tl.load(marks_ptr + part * 2 + 1, mask=s < SPLITS, other=0.0)
+    share = tl.exp(top - tl.max(top, axis=0))
+    mask = (s < SPLITS)[:, None] & (d < DIM)[None, :]
+    total = tl.load(parts_ptr + part[:, None] * DIM + d[None, :], mask=mask, other=0.0)
+    out = tl.sum(total * share[:, None], axis=0) / tl.sum(weight * share, axis=0)
+    tl.store(out_ptr + row * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -1,0 +1,140 @@
+"""The Triton kernels say what their torch references say: here through Triton's interpreter, on a GPU compiled."""
+
+import pytest
+import torch
+
+from sparse_rl.kernels.attention import decode_attention
+from sparse_rl.kernels.counter_rng import uniform
+from sparse_rl.kernels.draw import BLOCK, draw_and_advance
+from sparse_rl.kernels.gather import fused_keep
+from sparse_rl.kernels.importance import decode_importance, fused_importance, window_logits
+from sparse_rl.kernels.jit import triton
+from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
+from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
+from sparse_rl.rollout.sampling import sample
+from sparse_rl.rollout.settings import Sampling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def reproducible():
+    torch.manual_seed(0)
+
+
+def test_triton_is_installed():
+    """Without it every test here would say nothing."""
+    assert triton is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 24), (40, 2, 32)])
+def test_a_step_of_attention_appends_and_attends(q_heads, kv_heads, dim, splits, dtype):
+    slots, capacity, window = 4, 200, 5
+    lengths = torch.tensor([0, 1, 130, 199], device=DEVICE)
+    positions = lengths + torch.tensor([3, 7, 1000, 4], device=DEVICE)
+    keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE).to(dtype)
+    places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
+    ring = torch.randn(slots, q_heads, window, dim, device=DEVICE).to(dtype)
+    query = torch.randn(slots, q_heads, dim, device=DEVICE).to(dtype)
+    fused = torch.randn(slots, 2 * kv_heads * dim, device=DEVICE).to(dtype)  # as one product of projections leaves them
+    key, value = (half.unflatten(1, (kv_heads, dim)) for half in fused.chunk(2, dim=1))
+    expected_keys, expected_values, expected_ring = keys.clone(), values.clone(), ring.clone()
+    for slot, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist(), strict=True)):
+        expected_keys[slot, :, length], expected_values[slot, :, length] = key[slot], value[slot]
+        expected_ring[slot, :, position % window] = query[slot]
+    expected = decode_attention(
+        query.float(), expected_keys.float(), expected_values.float(), lengths + 1, longest=capacity, even=False, scale=0.2
+    )
+    state = (keys, values, places, ring, lengths, positions)
+    out = attend_and_append(query, key, value, *state, scale=0.2, splits=splits)
+    torch.testing.assert_close(out.float(), expected, **({} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}))
+    torch.testing.assert_close(keys, expected_keys, rtol=0, atol=0)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=0)
+    torch.testing.assert_close(ring, expected_ring, rtol=0, atol=0)
+    assert [places[slot, 0, length].item() for slot, length in enumerate(lengths.tolist())] == positions.tolist()
+    assert int((places != 0).sum()) == slots * kv_heads
+
+
+def test_few_slots_share_rows_only_where_rows_are_long():
+    assert splits_for(256, 2, 640, torch.device("cpu")) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, BLOCK, 2 * BLOCK + 5])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_draw_is_the_references(vocab, temperature, dtype):
+    slots = 6
+    logits = (4 * torch.randn(slots, vocab, device=DEVICE)).to(dtype)
+    logits[0, 3:] = -torch.inf  # a vocabulary of which most is masked
+    seeds = torch.randint(2**62, (slots,), device=DEVICE)
+    positions = torch.tensor([0, 5, 17, 2**20, 4, 9], device=DEVICE)
+    sampling = Sampling(temperature=temperature)
+    tokens, _ = sample(logits, uniform(seeds, positions + 1), sampling)
+    exact = (logits.double() / sampling.logprob_temperature).log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+    state = {name: torch.zeros(slots, dtype=torch.int64, device=DEVICE) for name in ("tokens", "lengths", "steps")}
+    state["steps"] += 1
+    last = torch.tensor([100, 100, 100, 2**21, 4, 100], device=DEVICE)
+    where = positions.clone()
+    sampled = torch.full((3, slots), -1, device=DEVICE)
+    said = torch.zeros(3, slots, device=DEVICE)
+    at = torch.tensor([sampling.logprob_temperature], device=DEVICE)
+    draw_and_advance(
+        logits, state["tokens"], where, state["lengths"], state["steps"], seeds, last, at, sampled, said, greedy=temperature == 0
+    )
+    assert sampled[1].tolist() == tokens.tolist() == state["tokens"].tolist()
+    assert sampled[0].tolist() == sampled[2].tolist() == [-1] * slots
+    torch.testing.assert_close(said[1].double(), exact, atol=2e-6, rtol=1e-6)
+    assert where.tolist() == torch.minimum(positions + 1, last).tolist()
+    assert state["steps"].tolist() == [2] * slots and state["lengths"].tolist() == [1] * slots
+
+
+def test_logits_that_are_not_numbers_show_in_the_log_prob():
+    logits = torch.zeros(2, 10, device=DEVICE)
+    logits[0, 4] = torch.nan
+    zeros = [torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(6)]
+    sampled, said = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
+    for greedy in (False, True):
+        state = [each.clone() for each in zeros]
+        draw_and_advance(logits, *state, torch.ones(1, device=DEVICE), sampled, said, greedy=greedy)
+        assert not bool(said[0, 0].isfinite()) and bool(said[0, 1].isfinite())
+        assert 0 <= int(sampled[0, 0]) < 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("total", "dim"), [(20, 16), (150, 24), (131, 64)])
+@pytest.mark.parametrize("threshold", [-0.2, 0.2, 0.99])
+def test_redundancy_without_the_matrix(total, dim, threshold, dtype):
+    keys = torch.randn(2, 3, total, dim, device=DEVICE).to(dtype)
+    keys[0, 0, total // 2] = keys[0, 0, 1]  # one that repeats
+    torch.testing.assert_close(fused_sums(keys, threshold), tiled_sums(keys, threshold), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "window", "dim"), [(6, 2, 8, 32), (2, 2, 3, 24), (7, 1, 32, 16)])
+def test_importance_in_one_launch(q_heads, kv_heads, window, dim, dtype):
+    queries = torch.randn(2, q_heads, window, dim, device=DEVICE).to(dtype)
+    keys = torch.randn(2, kv_heads, 100, dim, device=DEVICE).to(dtype)
+    logits = window_logits(queries, keys[:, :, : 100 - window]).amax(dim=2)
+    expected = logits.softmax(dim=-1).mean(dim=-2)
+    torch.testing.assert_close(fused_importance(queries, keys), expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(decode_importance(queries, keys), expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_kept_moves_to_the_front_in_place(dtype):
+    rows, heads, capacity, kept, dim = 5, 2, 210, 150, 24
+    keys, values = torch.randn(2, rows, heads, capacity, dim, device=DEVICE).to(dtype)
+    positions = torch.randint(1000, (rows, heads, capacity), dtype=torch.int32, device=DEVICE)
+    chosen = torch.tensor([3, 0], device=DEVICE)
+    order = torch.rand(2, heads, capacity, device=DEVICE).argsort(dim=-1)[..., :kept].sort(dim=-1).values
+    before = [tensor.clone() for tensor in (keys, values, positions)]
+    fused_keep(keys, values, positions, chosen, order)
+    for now, then in zip((keys, values, positions), before, strict=True):
+        for number, row in enumerate(chosen.tolist()):
+            for head in range(heads):
+                torch.testing.assert_close(now[row, head, :kept], then[row, head, order[number, head]], rtol=0, atol=0)
+        untouched = [row for row in range(rows) if row not in chosen.tolist()]
+        torch.testing.assert_close(now[untouched], then[untouched], rtol=0, atol=0)
