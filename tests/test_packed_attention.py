@@ -161,12 +161,12 @@ def test_without_a_compiler_the_shadow_is_masked_and_said_once(monkeypatch):
     monkeypatch.setattr(shadow, "usable", lambda queries: not shadow._broken)
 
     def fails(*args):
-        raise RuntimeError("no compiler\nand a long trace")
+        raise torch._dynamo.exc.TorchDynamoException("no compiler\nand a long trace")
 
     monkeypatch.setattr(shadow, "_compiled", lambda: fails)
     spans = spans_of([30, 50])
     view, tensors = replay.ReplayView(spans), inputs(80)
-    with pytest.warns(UserWarning, match="FlexAttention does not run here.*RuntimeError: no compiler") as warned:
+    with pytest.warns(UserWarning, match="FlexAttention does not run here.*TorchDynamoException: no compiler") as warned:
         outputs = [view.attend(layer, *tensors, 0.3, None) for layer in range(LAYERS)]
     assert len(warned) == 1 and "trace" not in str(warned[0].message)
     for layer, out in enumerate(outputs):

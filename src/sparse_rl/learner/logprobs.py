@@ -9,27 +9,99 @@ two policies, and either need a newer torch or Triton; any of them can stand in 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.head import Head
+from .fusion import fused, fuses
 
 CHUNK_ELEMENTS = 2**26
 """Of a chunk's logits: 256 MiB in float32, some four times that with what is computed from them."""
 
+FUSED_CHUNK_ELEMENTS = 2**28
+"""Where a chunk is one kernel and its logits stay in half precision: 512 MiB, and as much again for their gradient. Larger
+chunks write the head's gradient less often."""
+
+LARGE_VOCABULARY = 16384
+"""Below it a chunk is cheap and not worth a compilation."""
+
 
 def token_logprobs(head: Head, hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of its distribution), both [N], at the given temperatures."""
-
-    def of_chunk(logits_nV: Tensor, targets_n: Tensor, temperatures_n: Tensor) -> Tensor:
-        logprobs_nV = (logits_nV / temperatures_n[:, None]).log_softmax(dim=-1)
-        entropy_n = -(logprobs_nV.exp() * logprobs_nV).sum(dim=-1)
-        return torch.stack([logprobs_nV.gather(-1, targets_n[:, None]).squeeze(-1), entropy_n])
-
-    logprobs_N, entropy_N = in_chunks(of_chunk, head, hidden_ND, targets_N, temperatures_N)
+    logprobs_N, entropy_N, _ = _TokenLogprobs.apply(
+        head.scale, hidden_ND, head.weight_VD, head.bias_V, targets_N, temperatures_N
+    )
     return logprobs_N, entropy_N
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With x = scale * logits / temperature, Z = sum exp x and p = exp(x - log Z):
+    log-prob of y = x_y - log Z, entropy = log Z - sum p x, and their gradients to x are 1[y] - p and -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(ctx, scale, hidden_ND, weight_VD, bias_V, targets_N, temperatures_N):
+        ctx.scale = scale
+        factors_N = scale / temperatures_N
+        chunks = [
+            _of_chunk(chunk_statistics, F.linear(hidden_ND[rows], weight_VD, bias_V), targets_N[rows], factors_N[rows])
+            for rows in _chunks(hidden_ND, weight_VD)
+        ]
+        logprobs_N, entropy_N, log_Z_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, factors_N, entropy_N, log_Z_N)
+        ctx.mark_non_differentiable(log_Z_N)
+        return logprobs_N, entropy_N, log_Z_N
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_N, grad_entropy_N, _):
+        hidden_ND, weight_VD, bias_V, *per_token = ctx.saved_tensors
+        per_token += [grad_logprobs_N, grad_entropy_N]
+        grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[1:4])
+        for rows in _chunks(hidden_ND, weight_VD):
+            logits_nV = F.linear(hidden_ND[rows], weight_VD, bias_V)
+            grads.add(rows, _of_chunk(chunk_gradient, logits_nV, *(each[rows] for each in per_token)))
+        return None, *grads.finish(), None, None
+
+
+def _of_chunk(function: Callable[..., Any], logits_nV: Tensor, *per_token: Tensor) -> Any:
+    if _fuses(logits_nV.device, logits_nV.shape[-1]):
+        return fused(function, logits_nV, *per_token)
+    return function(logits_nV, *per_token)
+
+
+def _fuses(device: torch.device, vocab: int) -> bool:
+    return vocab >= LARGE_VOCABULARY and fuses(device)
+
+
+def chunk_statistics(logits_nV: Tensor, targets_n: Tensor, factors_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of the target, entropy, log Z), [n] each."""
+    x_nV = _full(logits_nV) * factors_n[:, None]
+    log_Z_n = x_nV.logsumexp(dim=-1)
+    logprobs_nV = x_nV - log_Z_n[:, None]
+    entropy_n = -(logprobs_nV.exp() * logprobs_nV).sum(dim=-1)
+    chosen_n = _full(logits_nV.gather(-1, targets_n[:, None]).squeeze(-1)) * factors_n
+    return chosen_n - log_Z_n, entropy_n, log_Z_n
+
+
+def chunk_gradient(
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    factors_n: Tensor,
+    entropy_n: Tensor,
+    log_Z_n: Tensor,
+    grad_logprobs_n: Tensor,
+    grad_entropy_n: Tensor,
+) -> Tensor:
+    """Of the logits, in their dtype."""
+    logprobs_nV = _full(logits_nV) * factors_n[:, None] - log_Z_n[:, None]
+    p_nV = logprobs_nV.exp()
+    is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device) == targets_n[:, None]
+    grad_nV = grad_logprobs_n[:, None] * (is_target_nV.to(p_nV.dtype) - p_nV)
+    grad_nV = grad_nV - grad_entropy_n[:, None] * p_nV * (logprobs_nV + entropy_n[:, None])
+    return (grad_nV * factors_n[:, None]).to(logits_nV.dtype)
 
 
 def divergence(
@@ -74,43 +146,56 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, *per_token)
         parts = [
             of_chunk(_logits(hidden_ND[rows], weight_VD, bias_V, scale), *(each[rows] for each in per_token))
-            for rows in _chunks(len(hidden_ND), len(weight_VD))
+            for rows in _chunks(hidden_ND, weight_VD, fusible=False)
         ]
         return torch.cat(parts, dim=1)
 
     @staticmethod
     def backward(ctx, grad_KN):
         hidden_ND, weight_VD, bias_V, *per_token = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[2:5]
-        grad_hidden = torch.empty_like(hidden_ND) if wants_hidden else None
-        wide = torch.promote_types(weight_VD.dtype, torch.float32)  # sums over chunks are not rounded in between
-        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if wants_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=wide) if wants_bias else None
-        for rows in _chunks(len(hidden_ND), len(weight_VD)):
+        grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[2:5])
+        for rows in _chunks(hidden_ND, weight_VD, fusible=False):
             with torch.enable_grad():
                 logits_nV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale).detach().requires_grad_()
                 values_Kn = ctx.of_chunk(logits_nV, *(each[rows] for each in per_token))
             (grad_logits_nV,) = torch.autograd.grad(values_Kn, logits_nV, grad_KN[:, rows])
-            grad_logits_nV = (grad_logits_nV * ctx.scale).to(weight_VD.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits_nV @ weight_VD
-            if grad_weight is not None:
-                grad_weight += grad_logits_nV.T @ hidden_ND[rows]
-            if grad_bias is not None:
-                grad_bias += grad_logits_nV.sum(dim=0)
+            grads.add(rows, (grad_logits_nV * ctx.scale).to(weight_VD.dtype))
+        return None, None, *grads.finish(), *(None for _ in per_token)
+
+
+class _HeadGradients:
+    """Of hidden states, weight and bias, collected chunk by chunk; sums over chunks are not rounded in between."""
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, bool, bool]):
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
+        self.hidden_ND, self.weight_VD, self.bias_V = hidden_ND, weight_VD, bias_V
+        self.of_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
+        self.of_weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
+        self.of_bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
+
+    def add(self, rows: slice, grad_logits_nV: Tensor) -> None:
+        if self.of_hidden is not None:
+            self.of_hidden[rows] = grad_logits_nV @ self.weight_VD
+        if self.of_weight is not None:
+            self.of_weight += grad_logits_nV.T @ self.hidden_ND[rows]
+        if self.of_bias is not None:
+            self.of_bias += grad_logits_nV.sum(dim=0)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (
-            None,
-            None,
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
-            None if grad_bias is None else grad_bias.to(bias_V.dtype),
-            *(None for _ in per_token),
+            self.of_hidden,
+            None if self.of_weight is None else self.of_weight.to(self.weight_VD.dtype),
+            None if self.of_bias is None or self.bias_V is None else self.of_bias.to(self.bias_V.dtype),
         )
 
 
-def _chunks(tokens: int, vocab: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocab)
-    return [slice(start, start + size) for start in range(0, tokens, size)]
+def _chunks(hidden_ND: Tensor, weight_VD: Tensor, *, fusible: bool = True) -> list[slice]:
+    fusible = fusible and _fuses(hidden_ND.device, len(weight_VD))
+    elements = FUSED_CHUNK_ELEMENTS if fusible else CHUNK_ELEMENTS
+    size = max(1, elements // len(weight_VD))
+    if size > 128:
+        size -= size % 128  # what matrix products are cut into
+    return [slice(start, start + size) for start in range(0, len(hidden_ND), size)]
 
 
 def _logits(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:

@@ -36,8 +36,10 @@ class Optimizer:
 
         def collect(param: Tensor) -> None:
             assert param.grad is not None
-            arrived = param.grad.to(master.device, torch.float32)
-            master.grad = arrived if master.grad is None else master.grad.add_(arrived)
+            if master.grad is None:
+                master.grad = param.grad.to(master.device, torch.float32)
+            else:
+                master.grad.add_(param.grad.to(master.device))  # a sum in float32, whatever arrives
             param.grad = None
 
         param.register_post_accumulate_grad_hook(collect)
@@ -74,7 +76,8 @@ class Optimizer:
         if not math.isfinite(norm):
             self.clear()
             return None
-        nn.utils.clip_grads_with_norm_(self.masters, self.settings.clip_norm, torch.tensor(norm))
+        if norm > self.settings.clip_norm:
+            nn.utils.clip_grads_with_norm_(self.masters, self.settings.clip_norm, torch.tensor(norm))
         for group in self.adamw.param_groups:
             if isinstance(group["lr"], Tensor):  # torchao keeps it on the device
                 group["lr"].fill_(self.lr_at(step))
@@ -104,9 +107,10 @@ class Optimizer:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        for param, master in zip(self.params, self.masters, strict=True):
-            if param is not master:
-                param.copy_(master)
+        pairs = [(param, master) for param, master in zip(self.params, self.masters, strict=True) if param is not master]
+        if pairs:
+            params, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(params, masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, and the master weights where the model's own are only their rounding."""

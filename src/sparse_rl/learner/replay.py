@@ -19,6 +19,7 @@ from ..kv.trace import NEVER
 from ..models.attention import prepare
 from ..models.head import head_of, hidden_states
 from ..rollout.rollout import Rollout
+from .fusion import compiler_errors, fused_layers
 from .logprobs import token_logprobs
 
 ReplayKind = Literal["sparse", "dense"]
@@ -44,10 +45,11 @@ def replay(
     if temperature is not None and temperature < 0:
         raise UserError(f"temperature = {temperature} must not be negative.")
     results: list[Tensor] = []
-    for indices in packs(rollouts, tokens_per_pass):
-        pack = [rollouts[index] for index in indices]
-        logprobs_n, _ = response_logprobs(model, forward(model, pack, view, temperature))
-        results += logprobs_n.split([len(rollout.response) for rollout in pack])
+    with fused_layers(model):
+        for indices in packs(rollouts, tokens_per_pass):
+            pack = [rollouts[index] for index in indices]
+            logprobs_n, _ = response_logprobs(model, forward(model, pack, view, temperature))
+            results += logprobs_n.split([len(rollout.response) for rollout in pack])
     return results
 
 
@@ -91,22 +93,22 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
         spans.append(Span(start, start + len(fed), _evictions(rollout, len(fed)) if view == "sparse" else None))
     hidden_nD = hidden_states(
         model,
-        _upload(torch.tensor([tokens]), device),
-        _upload(torch.tensor([positions]), device),
+        upload(torch.tensor([tokens]), device),
+        upload(torch.tensor([positions]), device),
         ReplayView(spans),
-        _upload(torch.tensor(predicting), device),
+        upload(torch.tensor(predicting), device),
     )
     temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]  # greedy: at 1
     lengths = torch.tensor([len(rollout.response) for rollout in pack])
     temperatures_b = torch.tensor(temperatures, dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
     return Seen(
         hidden_nD,
-        _upload(torch.tensor([token for rollout in pack for token in rollout.response]), device),
-        _upload(temperatures_b.repeat_interleave(lengths), device),
+        upload(torch.tensor([token for rollout in pack for token in rollout.response]), device),
+        upload(temperatures_b.repeat_interleave(lengths), device),
     )
 
 
-def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device, without waiting for the work that is queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -153,9 +155,7 @@ class ReplayView:
         if shadow.usable(queries_1QND):
             try:
                 return pack.shadow.attend(layer, queries_1QND, keys_1HND, values_1HND, scale)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
+            except compiler_errors() as error:
                 shadow.give_up(error)
         return self._one_by_one(pack.until_LHN[layer], queries_1QND, keys_1HND, values_1HND, scale)
 
@@ -174,7 +174,7 @@ class ReplayView:
         if device not in self._on:
             bounds = torch.tensor([0, *(span.stop for span in self.spans)], dtype=torch.int32)
             until_LHN = packed_until(self.spans)
-            self._on[device] = Pack(_upload(bounds, device), None if until_LHN is None else _upload(until_LHN, device))
+            self._on[device] = Pack(upload(bounds, device), None if until_LHN is None else upload(until_LHN, device))
         return self._on[device]
 
 

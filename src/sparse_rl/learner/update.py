@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 from ..models.head import head_of
 from ..rollout.rollout import Rollout
 from .correction import Corrected, opsm
+from .fusion import fused_layers
 from .logprobs import divergence
 from .losses import LossInputs
 from .losses.regularizers import kl, weighted_sum
 from .losses.settings import SMD, Loss
 from .optimizer import Optimizer, checkpointed
-from .replay import ReplayKind, Seen, forward, packs, response_logprobs
+from .replay import ReplayKind, Seen, forward, packs, response_logprobs, upload
 
 
 @dataclass(frozen=True)
@@ -95,53 +96,63 @@ def accumulate(
     tokens_per_microbatch: int,
 ) -> dict[str, float]:
     """Gradients of the objective over `rows`, left in the weights. Returns sums over tokens, and the loss."""
-    sums: dict[str, float] = defaultdict(float)
+    parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
     rollouts = [batch.rollouts[row] for row in rows]
-    for indices in packs(rollouts, tokens_per_microbatch):
-        pack = [rollouts[index] for index in indices]
-        chosen = torch.tensor([rows[index] for index in indices], device=batch.old_BT.device)
-        seen = forward(model, pack, view)
-        logprobs_n, entropy_n = response_logprobs(model, seen)
-        mask_bT = batch.mask_BT[chosen]
-        logprobs_bT = _spread(logprobs_n, mask_bT)
-        weights_bT = batch.corrected.weights[chosen]
-        if opsm_delta is not None:
-            stays_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
-            weights_bT = weights_bT * stays_b[:, None]
-            sums["opsm_dropped"] += float((~stays_b).sum())
-        low, high = loss.clips
-        inputs = LossInputs(
-            logprobs=logprobs_bT,
-            old_logprobs=batch.old_BT[chosen],
-            advantages=batch.advantages_B[chosen],
-            weights=weights_bT,
-            mask=mask_bT,
-            shares=batch.shares_BT[chosen],
-            clip_low=low,
-            clip_high=high,
-        )
-        total, counts = loss.policy.loss(inputs)
-        kl_mask_bT, kl_shares_bT = batch.corrected.kl_mask[chosen], batch.kl_shares_BT[chosen]
-        if batch.reference_BT is not None:
-            kl_bT = kl(logprobs_bT, batch.reference_BT[chosen], mask_bT, loss.kl_estimator)
-            total = total + loss.kl_coef * weighted_sum(kl_bT, kl_mask_bT, kl_shares_bT)
-            sums["kl_ref"] += float(kl_bT.detach().sum())
-        if loss.entropy_coef:
-            total = total - loss.entropy_coef * weighted_sum(_spread(entropy_n, mask_bT), kl_mask_bT, kl_shares_bT)
-        if smd is not None:
-            apart_bT = _spread(_distillation(model, pack, seen, smd), mask_bT)
-            total = total + smd.lambda_ * weighted_sum(apart_bT, kl_mask_bT, kl_shares_bT)
-            sums["distillation_kl"] += float(apart_bT.detach().sum())
-        total.backward()
-        sums["loss"] += float(total.detach())
-        for name, value in counts.items():
-            sums[name] += float(value)
-    return dict(sums)
+    with fused_layers(model):
+        for indices in packs(rollouts, tokens_per_microbatch):
+            pack = [rollouts[index] for index in indices]
+            chosen = upload(torch.tensor([rows[index] for index in indices]), batch.old_BT.device)
+            seen = forward(model, pack, view)
+            logprobs_n, entropy_n = response_logprobs(model, seen)
+            mask_bT = batch.mask_BT[chosen]
+            where_n = upload(_places(pack, mask_bT.shape[1]), logprobs_n.device)
+            logprobs_bT = _spread(logprobs_n, where_n, mask_bT)
+            weights_bT = batch.corrected.weights[chosen]
+            if opsm_delta is not None:
+                stays_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
+                weights_bT = weights_bT * stays_b[:, None]
+                parts["opsm_dropped"].append((~stays_b).sum())
+            low, high = loss.clips
+            inputs = LossInputs(
+                logprobs=logprobs_bT,
+                old_logprobs=batch.old_BT[chosen],
+                advantages=batch.advantages_B[chosen],
+                weights=weights_bT,
+                mask=mask_bT,
+                shares=batch.shares_BT[chosen],
+                clip_low=low,
+                clip_high=high,
+            )
+            total, counts = loss.policy.loss(inputs)
+            kl_mask_bT, kl_shares_bT = batch.corrected.kl_mask[chosen], batch.kl_shares_BT[chosen]
+            if batch.reference_BT is not None:
+                kl_bT = kl(logprobs_bT, batch.reference_BT[chosen], mask_bT, loss.kl_estimator)
+                total = total + loss.kl_coef * weighted_sum(kl_bT, kl_mask_bT, kl_shares_bT)
+                parts["kl_ref"].append(kl_bT.detach().sum())
+            if loss.entropy_coef:
+                total = total - loss.entropy_coef * weighted_sum(
+                    _spread(entropy_n, where_n, mask_bT), kl_mask_bT, kl_shares_bT
+                )
+            if smd is not None:
+                apart_bT = _spread(_distillation(model, pack, seen, smd), where_n, mask_bT)
+                total = total + smd.lambda_ * weighted_sum(apart_bT, kl_mask_bT, kl_shares_bT)
+                parts["distillation_kl"].append(apart_bT.detach().sum())
+            total.backward()
+            parts["loss"].append(total.detach())
+            for name, value in counts.items():
+                parts[name].append(value)
+    return {name: sum(float(value) for value in values) for name, values in parts.items()}
 
 
-def _spread(values_n: Tensor, mask_bT: Tensor) -> Tensor:
+def _places(pack: Sequence[Rollout], longest: int) -> Tensor:
+    """Where packed response tokens stand among [b, T], counted row by row, [n]."""
+    return torch.cat([torch.arange(len(rollout.response)) + row * longest for row, rollout in enumerate(pack)])
+
+
+def _spread(values_n: Tensor, where_n: Tensor, mask_bT: Tensor) -> Tensor:
     """Packed values in their rows, [b, T], with gradient."""
-    return torch.zeros(mask_bT.shape, dtype=values_n.dtype, device=values_n.device).masked_scatter(mask_bT, values_n)
+    empty = torch.zeros(mask_bT.numel(), dtype=values_n.dtype, device=values_n.device)
+    return empty.index_copy(0, where_n, values_n).view(mask_bT.shape)
 
 
 def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen, smd: SMD) -> Tensor:
