@@ -6,7 +6,13 @@ import torch
 from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.cli import main
+from sparse_rl.kernels import shadow
+from sparse_rl.kernels.attention import packed_causal_attention
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.trace import NEVER
+from sparse_rl.learner.logprobs import token_logprobs
+from sparse_rl.learner.replay import ReplayView, Span
+from sparse_rl.models.head import Head
 from sparse_rl.train.folder import RunFolder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -133,3 +139,87 @@ def test_an_update_is_the_same_on_cpu_and_gpu():
         grads.append([weight.grad.cpu().clone() for weight in model.parameters()])
     for left, right in zip(*grads, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4 * float(left.abs().max()))
+
+
+def packed_tensors(tokens, dtype, q_heads=12, kv_heads=2, dim=128):
+    """Transposed views of [1, N, heads, D], as transformers has them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(1, tokens, heads, dim, generator=generator, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (q_heads, kv_heads, kv_heads)
+    ]
+
+
+def packed_spans(lengths, *, evict, layers=1, kv_heads=2):
+    generator, spans, start = torch.Generator().manual_seed(0), [], 0
+    for length in lengths:
+        evicted_at = torch.arange(length) + 1 + torch.randint(length, (layers, kv_heads, length), generator=generator)
+        kept = torch.rand(evicted_at.shape, generator=generator) < 0.2
+        evicted_at = torch.where(kept, torch.tensor(NEVER), evicted_at).to(torch.int32)
+        spans.append(Span(start, start + length, evicted_at if evict else None))
+        start += length
+    return spans
+
+
+def with_gradients(attend, tensors):
+    out = attend(*tensors)
+    return [out.detach(), *torch.autograd.grad((out.float() * out.detach().float().sin()).sum(), tensors)]
+
+
+def farthest_from(reference, ours):
+    """The largest of the relative distances of output and gradients."""
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(ours, reference, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lengths", [[700], [1, 130, 513, 300]])
+@pytest.mark.parametrize("evict", [False, True], ids=["dense", "shadow"])
+def test_packed_attention_and_its_gradient_are_those_of_float64(dtype, lengths, evict):
+    view, tensors = ReplayView(packed_spans(lengths, evict=evict)), packed_tensors(sum(lengths), dtype)
+    exact = [tensor.detach().cpu().double().requires_grad_() for tensor in tensors]
+    ours = [each.cpu() for each in with_gradients(lambda q, k, v: view.attend(0, q, k, v, 0.1, None), tensors)]
+    reference = with_gradients(lambda q, k, v: view.attend(0, q, k, v, 0.1, None), exact)
+    assert farthest_from(reference, ours) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert not shadow._broken
+
+
+@pytest.mark.parametrize("evict", [False, True], ids=["dense", "shadow"])
+def test_memory_of_packed_attention_grows_with_the_tokens_alone(evict):
+    peaks = []
+    for tokens in (8192, 16384):
+        view, tensors = ReplayView(packed_spans([tokens], evict=evict)), packed_tensors(tokens, torch.bfloat16)
+        for _ in range(2):  # the second is compiled
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with_gradients(lambda q, k, v, view=view: view.attend(0, q, k, v, 0.1, None), tensors)
+            peak = torch.cuda.max_memory_allocated() - before
+        peaks.append(peak)
+    assert peaks[1] < 2.2 * peaks[0]
+    assert peaks[1] < 16384 * 16384  # not even a byte for each pair
+
+
+def test_a_pack_without_evictions_is_dense_to_the_bit():
+    tensors = packed_tensors(600, torch.bfloat16)
+    bounds = torch.tensor([0, 250, 600], dtype=torch.int32, device="cuda")
+    kept = [Span(0, 250, None), Span(250, 600, None)]
+    assert torch.equal(ReplayView(kept).attend(0, *tensors, 0.1, None), packed_causal_attention(*tensors, bounds, 350, 0.1))
+
+
+def test_fused_log_probs_are_the_plain_ones():
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 64, generator=generator, device="cuda").requires_grad_() for n in (300, 20000)
+    )  # a vocabulary that is worth a compilation
+    targets = torch.randint(20000, (300,), generator=generator, device="cuda")
+    factor = torch.full((300,), 0.7, device="cuda")
+    parts = token_logprobs(Head(weight, None, 1.0), hidden, targets, factor)
+    plain = ((hidden @ weight.T) / 0.7).log_softmax(-1)
+    expected = plain.gather(-1, targets[:, None])[:, 0], -(plain.exp() * plain).sum(-1)
+    for ours, theirs in zip(parts, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        for a, b in zip(
+            torch.autograd.grad(ours.sum(), [hidden, weight], retain_graph=True),
+            torch.autograd.grad(theirs.sum(), [hidden, weight], retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

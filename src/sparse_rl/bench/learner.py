@@ -1,0 +1,271 @@
+"""`sparse-rl bench learner`: an update, the pass before it and the shadow pass over made-up rollouts, against the GPU's peak."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from ..kv.trace import Trace
+from ..learner.correction import correct
+from ..learner.logprobs import token_logprobs
+from ..learner.losses.settings import Loss
+from ..learner.optimizer import Optimizer, checkpointed
+from ..learner.replay import ReplayKind, replay
+from ..learner.settings import OptimizerSettings
+from ..learner.update import Batch, accumulate, make_batch, response_mask
+from ..models.attention import prepare
+from ..models.head import head_of
+from ..models.load import DTYPES, load_model
+from ..rollout.rollout import Rollout
+from .record import environment
+from .shapes import SHAPES, random_model
+
+BUDGET, INTERVAL = 512, 128
+PEAK_FLOPS = 989e12
+"""Dense bfloat16 of an H100 or H200."""
+PARTS = {
+    "attention": ("flash", "flex", "fmha", "attention"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
+    "log-probs": ("logsumexp", "softmax", "_exp_", "gather"),
+    "optimizer": ("adam", "multi_tensor"),
+}
+
+
+@dataclass
+class Arm:
+    name: str
+    tokens: int
+    """Prompts included."""
+    seconds: float
+    flops: float
+    peak_bytes: int
+    parts: dict[str, float] = field(default_factory=dict)
+    """Share of the GPU's time, by kernel name."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / self.seconds / PEAK_FLOPS
+
+
+def bench(args: argparse.Namespace) -> None:
+    if args.tokens < 2 or args.prompt_tokens < 1 or args.microbatches < 1:
+        raise UserError("prompt-tokens and microbatches must be at least 1, and tokens at least 2.")
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+    console = Console()
+    model = _model(args)
+    per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
+    rollouts = made_up(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
+    batch, loss = _batch(model, rollouts), Loss()
+    settings = OptimizerSettings(
+        lr=1e-9, tokens_per_microbatch=args.tokens_per_microbatch, gradient_checkpointing=args.gradient_checkpointing
+    )
+    optimizer = Optimizer(model, settings, steps=1)
+    optimizer.allocate()
+
+    def learn(view: ReplayKind) -> None:
+        with checkpointed(model, args.gradient_checkpointing):
+            accumulate(model, batch, range(len(rollouts)), loss, view, None, None, args.tokens_per_microbatch)
+
+    def update(view: ReplayKind) -> None:
+        learn(view)
+        optimizer.update(0)
+
+    @torch.no_grad()
+    def before() -> None:
+        replay(model, rollouts, "dense", tokens_per_pass=args.tokens_per_microbatch)
+
+    def head_alone() -> None:
+        count = per_microbatch * args.tokens
+        targets_n = torch.zeros(count, dtype=torch.long, device=model.device)
+        ones_n = torch.ones(count, device=model.device)
+        head = head_of(model)
+        for _ in range(args.microbatches):
+            hidden_nD = torch.randn(count, head.weight_VD.shape[1], device=model.device).to(model.dtype).requires_grad_()
+            token_logprobs(head, hidden_nD, targets_n, ones_n)[0].sum().backward()
+        optimizer.clear()
+
+    def optimizer_alone() -> None:
+        for master in optimizer.masters:
+            master.grad = torch.zeros_like(master)
+        optimizer.update(0)
+
+    forward_flops = pass_flops(model, rollouts)
+    head_flops = 2.0 * model.get_output_embeddings().weight.numel() * len(rollouts) * args.tokens
+    work: list[tuple[str, Callable[[], None], float]] = [
+        ("update, dense", lambda: update("dense"), 3 * forward_flops),
+        ("update, shadow", lambda: update("sparse"), 3 * forward_flops),
+        ("log-probs before it, no gradient", before, forward_flops),
+        ("  of an update: head and log-probs", head_alone, 3 * head_flops),
+        ("  of an update: optimizer", optimizer_alone, 0.0),
+    ]
+    arms = []
+    for name, run, flops in work:
+        with console.status(f"{name}: {len(rollouts)} x {args.prompt_tokens + args.tokens} tokens"):
+            arms.append(_measure(name, run, flops, rollouts, model.device))
+        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s", highlight=False)
+    console.print(_table(arms, model.device))
+    if args.json:
+        args.json.write_text(json.dumps(_record(args, model, arms), indent=1) + "\n")
+        console.print(f"Written to {args.json}.", highlight=False)
+
+
+def _model(args: argparse.Namespace) -> PreTrainedModel:
+    if args.model not in SHAPES:
+        return load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[args.dtype or ("bfloat16" if device.startswith("cuda") else "float32")]
+    return random_model(args.model, dtype=dtype, device=device, seed=args.seed)
+
+
+def made_up(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:
+    """Rollouts of random tokens whose keys were evicted at random, in each layer and head its own."""
+    shape = prepare(model).shape
+    generator = torch.Generator().manual_seed(seed)
+    vocab = model.config.get_text_config().vocab_size
+    rollouts = []
+    for _ in range(count):
+        ids = torch.randint(vocab, (prompt_tokens + tokens,), generator=generator).tolist()
+        trace = random_trace(shape.layers, shape.kv_heads, prompt_tokens, tokens, generator)
+        rollouts.append(
+            Rollout(ids[:prompt_tokens], ids[prompt_tokens:], torch.zeros(tokens), "length", BUDGET + INTERVAL, 1.0, 0, trace)
+        )
+    return rollouts
+
+
+def random_trace(
+    layers: int,
+    kv_heads: int,
+    prompt_tokens: int,
+    tokens: int,
+    generator: torch.Generator,
+    *,
+    budget: int = BUDGET,
+    interval: int = INTERVAL,
+) -> Trace:
+    """Whenever an interval is full and more than `budget` keys are held, all but that many, drawn at random, are dropped.
+
+    Each key has one random rank for its whole life, so those that stay are always the best so far: of everything that came
+    before a compaction, those with the `budget` highest ranks.
+    """
+    total = prompt_tokens + tokens
+    ranks_LHT = torch.rand(layers, kv_heads, total, generator=generator)
+    codes_LHT = torch.zeros(layers, kv_heads, total, dtype=torch.int16)
+    for code in range(1, (tokens - 1) // interval + 2):
+        seen = prompt_tokens + (code - 1) * interval
+        if seen <= budget:
+            continue
+        lowest_kept = ranks_LHT[:, :, :seen].topk(budget, dim=-1).values[..., -1:]
+        codes_now = codes_LHT[:, :, :seen]
+        codes_now.masked_fill_((codes_now == 0) & (ranks_LHT[:, :, :seen] < lowest_kept), code)
+    return Trace(codes_LHT, prompt_tokens, interval)
+
+
+def _batch(model: PreTrainedModel, rollouts: list[Rollout]) -> Batch:
+    zeros = [torch.zeros(len(rollout.response), device=model.device) for rollout in rollouts]
+    mask_BT = response_mask(rollouts).to(model.device)
+    corrected = correct(torch.zeros(mask_BT.shape, device=model.device), mask_BT, "none")
+    longest = max(len(rollout.response) for rollout in rollouts)
+    return make_batch(rollouts, torch.ones(len(rollouts)), zeros, corrected, Loss(), longest)
+
+
+def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:
+    """Of one forward pass; a backward pass takes twice as many. Two for each weight and token, the head's only at the tokens
+    that predict a response, none for looking up embeddings; and causal attention over whole sequences, of which a shadow
+    pass needs no more. What is computed twice counts once."""
+    shape = prepare(model).shape
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    head_weights = head.numel()
+    layer_weights = sum(weight.numel() for weight in model.parameters()) - head_weights
+    if head is not embedding:
+        layer_weights -= embedding.numel()
+    flops = 0.0
+    for rollout in rollouts:
+        fed, predicted = len(rollout.prompt) + len(rollout.response) - 1, len(rollout.response)
+        flops += 2 * layer_weights * fed + 2 * head_weights * predicted
+        flops += shape.layers * shape.q_heads * shape.head_dim * 2 * fed * fed  # scores and values, 4 x, half of them seen
+    return flops
+
+
+def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Rollout], device: torch.device) -> Arm:
+    """The median of three, after one that compiles and warms up; then one under the profiler."""
+    cuda = device.type == "cuda"
+    run()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(3):
+        started = _now(device)
+        run()
+        seconds.append(_now(device) - started)
+    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    parts = _parts(run) if cuda else {}
+    tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
+    return Arm(name, tokens, sorted(seconds)[1], flops, peak, parts)
+
+
+def _parts(run: Callable[[], None]) -> dict[str, float]:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    times = dict.fromkeys((*PARTS, "rest"), 0.0)
+    for event in profiler.key_averages():
+        kernel = event.key.lower()
+        part = next((part for part, words in PARTS.items() if any(word in kernel for word in words)), "rest")
+        times[part] += event.self_device_time_total
+    total = sum(times.values()) or 1.0
+    return {name: spent / total for name, spent in times.items()}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _table(arms: list[Arm], device: torch.device) -> Table:
+    cuda = device.type == "cuda"
+    table = Table(title="Prompt and response tokens over wall time")
+    columns = ["", "seconds", "tokens/s", "of dense"]
+    if cuda:
+        columns += ["MFU", "peak memory", *(f"{part} %" for part in arms[0].parts)]
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    for arm in arms:
+        row = [arm.name, f"{arm.seconds:.3f}", f"{arm.tokens_per_s:,.1f}", f"{arm.seconds / arms[0].seconds:.2f}x"]
+        if cuda:
+            row += [f"{arm.mfu:.1%}", f"{arm.peak_bytes / 2**30:.1f} GiB", *(f"{share:.0%}" for share in arm.parts.values())]
+        table.add_row(*row)
+    return table
+
+
+def _record(args: argparse.Namespace, model: PreTrainedModel, arms: list[Arm]) -> dict:
+    return {
+        **environment("learner", model.device),
+        "model": args.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "seed": args.seed,
+        "tokens": args.tokens,
+        "prompt_tokens": args.prompt_tokens,
+        "tokens_per_microbatch": args.tokens_per_microbatch,
+        "microbatches": args.microbatches,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "evictions": {"budget": BUDGET, "interval": INTERVAL, "choice": "random"},
+        "peak_flops": PEAK_FLOPS,
+        "arms": [
+            asdict(arm) | {"tokens_per_s": arm.tokens_per_s, "mfu": arm.mfu, "seconds_of_dense": arm.seconds / arms[0].seconds}
+            for arm in arms
+        ],
+    }
