@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sparse_rl.kv.policies import get
-from sparse_rl.kv.policies.rkv import redundancy
-from sparse_rl.kv.policies.window_attention import decode_importance, pool
+from sparse_rl.kernels.importance import decode_importance
+from sparse_rl.kernels.redundancy import redundancy
+from sparse_rl.kv.policies.pooling import pool
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="golden vectors are not beside this checkout")

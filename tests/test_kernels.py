@@ -82,7 +82,17 @@ def test_a_draw_is_the_references(vocab, temperature, dtype):
     said = torch.zeros(3, slots, device=DEVICE)
     at = torch.tensor([sampling.logprob_temperature], device=DEVICE)
     draw_and_advance(
-        logits, state["tokens"], where, state["lengths"], state["steps"], seeds, last, at, sampled, said, greedy=temperature == 0
+        logits,
+        state["tokens"],
+        where,
+        state["lengths"],
+        state["steps"],
+        seeds,
+        last,
+        at,
+        sampled,
+        said,
+        greedy=temperature == 0,
     )
     assert sampled[1].tolist() == tokens.tolist() == state["tokens"].tolist()
     assert sampled[0].tolist() == sampled[2].tolist() == [-1] * slots

@@ -10,7 +10,7 @@ import torch
 
 from sparse_rl import UserError
 from sparse_rl.kv.policies import POLICIES, Policy, get
-from sparse_rl.kv.policies.rkv import redundancy
+from sparse_rl.kernels.redundancy import redundancy
 from sparse_rl.testing import check_policy
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"

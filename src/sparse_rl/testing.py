@@ -21,13 +21,14 @@ def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
                 return torch.randn(*size, generator=generator).to(dtype)
 
             queries = random(3, q_heads, max(policy.window, 1), dim) if policy.uses_queries else None
-            keys, values = random(3, kv_heads, total, dim), random(3, kv_heads, total, dim)
+            keys, some_values = random(3, kv_heads, total, dim), random(3, kv_heads, total, dim)
+            values = some_values if policy.uses_values else None
             seeds = torch.tensor([5, 6, 7])
             positions = (torch.arange(total) * 2).expand(3, kv_heads, total)
 
             def select(rows: slice, seeds: Tensor, q=queries, k=keys, v=values, p=positions) -> Tensor:
-                window = None if q is None else q[rows]
-                return policy.select(window, k[rows], v[rows], budget, seeds=seeds[rows], positions=p[rows])
+                window, of_rows = (None if each is None else each[rows] for each in (q, v))
+                return policy.select(window, k[rows], of_rows, budget, seeds=seeds[rows], positions=p[rows])
 
             kept = select(slice(None), seeds)
             _check_indices(policy, kept, (3, kv_heads, budget), total)
@@ -37,7 +38,8 @@ def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
                 assert torch.equal(alone[0], kept[row]), "A row's choice depends on the rows beside it."
             if not policy.uses_seeds:
                 assert torch.equal(kept, select(slice(None), seeds + 1)), "The choice depends on seeds: set uses_seeds = True."
-            few = policy.select(queries, keys[:, :, :budget], values[:, :, :budget], budget, seeds=seeds)
+            few_values = None if values is None else values[:, :, :budget]
+            few = policy.select(queries, keys[:, :, :budget], few_values, budget, seeds=seeds)
             assert torch.equal(few, torch.arange(budget).expand_as(few)), "With no more keys than the budget all must stay."
 
 

@@ -92,9 +92,12 @@ def _draw(
     if GREEDY:
         block = tl.min(tl.where(tops == top, b, BLOCKS_PAD), axis=0)
         block = tl.minimum(block, blocks - 1)  # of NaNs alone: the log-prob below then tells
-        inside = tl.load(
-            logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
-        ).to(tl.float32) / temperature
+        inside = (
+            tl.load(
+                logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
+            ).to(tl.float32)
+            / temperature
+        )
         place = tl.min(tl.where(inside == top, v, BLOCK - 1), axis=0)
     else:
         seed = tl.load(seeds_ptr + slot).to(tl.uint64)
@@ -106,9 +109,12 @@ def _draw(
         block = tl.sum((cumulative <= target).to(tl.int32), axis=0)
         block = tl.minimum(block, blocks - 1)
         before = tl.sum(tl.where(b < block, weights, 0.0), axis=0)
-        inside = tl.load(
-            logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
-        ).to(tl.float32) / temperature
+        inside = (
+            tl.load(
+                logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
+            ).to(tl.float32)
+            / temperature
+        )
         inner = tl.cumsum(tl.exp(inside - top).to(tl.float64), axis=0)
         # The last token with any weight takes what rounding leaves over.
         heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .jit import jit, next_power_of_2, tl, usable

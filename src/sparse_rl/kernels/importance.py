@@ -18,6 +18,15 @@ def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
     return queries_BHGWD @ keys_BHTD.float()[:, :, None].transpose(-1, -2) / dim**0.5
 
 
+def causal_window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
+    """`window_logits` over all T keys, where a query of the window does not see the keys after it."""
+    logits_BHGWT = window_logits(queries_BQWD, keys_BHTD)
+    window, total = logits_BHGWT.shape[-2:]
+    key_T = torch.arange(total, device=keys_BHTD.device)
+    query_W = torch.arange(total - window, total, device=keys_BHTD.device)
+    return logits_BHGWT.masked_fill(key_T > query_W[:, None], -torch.inf)
+
+
 def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
     """R-KV's attention score before pooling, [B, H, T - W].
 

@@ -67,8 +67,13 @@ def attend_and_append(
     )
     if splits > 1:
         _combine[(slots, q_heads)](
-            *(parts, marks, out), HEADS=q_heads, DIM=dim, DIM_PAD=next_power_of_2(dim), SPLITS=splits,
-            SPLITS_PAD=next_power_of_2(splits), num_warps=1,
+            *(parts, marks, out),
+            HEADS=q_heads,
+            DIM=dim,
+            DIM_PAD=next_power_of_2(dim),
+            SPLITS=splits,
+            SPLITS_PAD=next_power_of_2(splits),
+            num_warps=1,
         )
     return out
 
@@ -141,7 +146,11 @@ def _attend(
     row = slot * HEADS * GROUP + q_head_of
     if SPLITS == 1:
         out = total / weight[:, None]
-        tl.store(out_ptr + row[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=in_group[:, None] & in_dim[None, :])
+        tl.store(
+            out_ptr + row[:, None] * DIM + d[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=in_group[:, None] & in_dim[None, :],
+        )
     else:
         part = row * SPLITS + split
         tl.store(parts_ptr + part[:, None] * DIM + d[None, :], total, mask=in_group[:, None] & in_dim[None, :])

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.counter_rng import mix
+from ..kernels.gather import keep_in_place
+from ..kernels.jit import usable
+from ..kernels.redundancy import TILE_ROWS
 from .policies import Policy
-from .policies.rkv import TILE_ROWS
 
 SCRATCH_SHARE = 0.05  # of the cache, for the temporaries of a compaction
 SCRATCH_FLOOR_BYTES = 16 * 2**20  # but at least this much: a cache of a few MiB would be compacted row by row
@@ -57,6 +59,30 @@ def ranks(slots: list[list[int]], seeds: list[list[int]], device: torch.device) 
             )
         )
     return found
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Prompts that fit their slots as they are: which packed token goes to which place of which slot, once per sample."""
+
+    source_M: Tensor
+    slots_M: Tensor
+    places_M: Tensor
+    recent_m: Tensor
+    """Which of those lie in the ring of queries: the last tokens of each prompt."""
+    lengths: list[tuple[int, int]]
+    """(slot, tokens) of each sample."""
+
+    @classmethod
+    def of(cls, copies: list[tuple[int, int, int]], ring: int, device: torch.device) -> "Packed":
+        """From (start among the packed tokens, tokens, slot) of each sample."""
+        starts, counts, slots = (torch.tensor(each, device=device) for each in zip(*copies, strict=True))
+        total = sum(tokens for _, tokens, _ in copies)
+        which_M = torch.repeat_interleave(torch.arange(len(copies), device=device), counts, output_size=total)
+        places_M = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[which_M]
+        recent_m = torch.nonzero(places_M >= counts[which_M] - ring).flatten()
+        lengths = [(slot, tokens) for _, tokens, slot in copies]
+        return cls(starts[which_M] + places_M, slots[which_M], places_M, recent_m, lengths)
 
 
 class SlotCache:
@@ -130,6 +156,22 @@ class SlotCache:
                 self.queries_LSQWD[layer, slots_m[:, None], :, places_w % self.ring] = last_mwQD
         return dropped
 
+    def fill_packed(self, layer: int, packed: Packed, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> None:
+        """Prompts that need no compression enter the slots of their samples, in one layer."""
+        for stored, new in ((self.keys_LSHCD, keys_1HND), (self.values_LSHCD, values_1HND)):
+            stored[layer, packed.slots_M, :, packed.places_M] = new[0, :, packed.source_M].transpose(0, 1)
+        if self.ring:
+            slots_m, places_m = packed.slots_M[packed.recent_m], packed.places_M[packed.recent_m]
+            last_mQD = queries_1QND[0, :, packed.source_M[packed.recent_m]].transpose(0, 1)
+            self.queries_LSQWD[layer, slots_m, :, places_m % self.ring] = last_mQD
+
+    def place_packed(self, packed: Packed) -> None:
+        """Their positions and lengths, once all layers have them."""
+        self.positions_LSHC[:, packed.slots_M, :, packed.places_M] = packed.places_M[:, None, None].to(torch.int32)
+        slots, tokens = zip(*packed.lengths, strict=True)
+        device = self.lengths_S.device
+        self.lengths_S[torch.tensor(slots, device=device)] = torch.tensor(tokens, device=device)
+
     def append(self, layer: int, rows: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:
         """One more token of each of these slots, in one layer; `advance` counts it once all layers have it."""
         lengths = self.lengths_S[rows]
@@ -186,7 +228,7 @@ class SlotCache:
         for layer_R, which_R in self._tiles(len(slots), held):
             slot_R = slots_n[which_R]
             keys_RHTD = self.keys_LSHCD[layer_R, slot_R, :, :held]
-            values_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held]
+            values_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held] if policy.uses_values else None
             positions_RHT = self.positions_LSHC[layer_R, slot_R, :, :held]
             more = {} if protected_n is None else {"protected": protected_n[which_R]}
             kept_RHK = policy.select(
@@ -198,10 +240,9 @@ class SlotCache:
                 positions=positions_RHT,
                 **more,
             )
-            self.keys_LSHCD[layer_R, slot_R, :, :budget] = _gather(keys_RHTD, kept_RHK)
-            self.values_LSHCD[layer_R, slot_R, :, :budget] = _gather(values_RHTD, kept_RHK)
-            self.positions_LSHC[layer_R, slot_R, :, :budget] = positions_RHT.gather(2, kept_RHK)
             dropped.append(_dropped(positions_RHT, kept_RHK))
+            rows_R = layer_R * self.slots + slot_R
+            keep_in_place(_rows(self.keys_LSHCD), _rows(self.values_LSHCD), _rows(self.positions_LSHC), rows_R, kept_RHK)
         self.lengths_S[slots_n] = budget
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
@@ -213,9 +254,12 @@ class SlotCache:
             yield tile // slots, tile % slots
 
     def _row_scratch_bytes(self, held: int) -> int:
-        """What compacting one row takes beside the cache: copies of keys and values, what is kept of them, three
-        float32 forms of the keys, and a tile of R-KV's similarities with its comparisons, the hungriest of the policies."""
+        """What compacting one row takes beside the cache. With kernels: a copy of keys and values, and some ten numbers a
+        token to rank them. Without: what is kept of them, three float32 forms of the keys, and a tile of R-KV's
+        similarities with its comparisons, the hungriest of the policies."""
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
+        if usable(self.shape.device):
+            return self.shape.kv_heads * (2 * key_bytes + 80 * held)
         float_bytes = held * self.shape.head_dim * 4
         similarity_bytes = min(held, TILE_ROWS) * held * 10
         return self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
@@ -225,6 +269,11 @@ class SlotCache:
         step_W = torch.arange(self.ring, device=ends_R.device)
         places_RW = (ends_R[:, None] + step_W) % self.ring
         return self.queries_LSQWD[layer_R[:, None], slot_R[:, None], :, places_RW].transpose(1, 2)
+
+
+def _rows(tensor_LSx: Tensor) -> Tensor:
+    """Layers and slots as one dimension."""
+    return tensor_LSx.flatten(0, 1)
 
 
 def due(held: list[int], budget: int) -> dict[int, list[int]]:

@@ -37,13 +37,16 @@ class TraceRecorder:
         self._events: list[tuple[int, Tensor]] = []
 
     def record(self, entered: int, dropped_LHN: Tensor) -> None:
-        """Positions dropped after `entered` response tokens had entered, 0 for the compression of the prompt."""
-        self._events.append((entered // self.interval + 1, dropped_LHN.cpu()))
+        """Positions dropped after `entered` response tokens had entered, 0 for the compression of the prompt; on the host,
+        or on their way there until the device is waited for."""
+        self._events.append((entered // self.interval + 1, dropped_LHN))
 
     def finish(self, layers: int, kv_heads: int, tokens: int) -> Trace:
         last_code = self._events[-1][0] if self._events else 0
         dtype = next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if last_code <= torch.iinfo(dtype).max)
         codes_LHT = torch.zeros(layers, kv_heads, tokens, dtype=dtype)
-        for code, dropped_LHN in self._events:
-            codes_LHT.scatter_(2, dropped_LHN.long(), code)
+        if self._events:
+            dropped_LHN = torch.cat([dropped for _, dropped in self._events], dim=2).long()
+            code_N = torch.tensor([code for code, dropped in self._events for _ in range(dropped.shape[2])], dtype=dtype)
+            codes_LHT.scatter_(2, dropped_LHN, code_N.expand_as(dropped_LHN))
         return Trace(codes_LHT, self.prompt_tokens, self.interval)

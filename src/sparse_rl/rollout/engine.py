@@ -12,23 +12,37 @@ from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.attention import prepare
 from .generation import Generation
+from .graph import DecodeGraphs, graphs_work_on
 from .rollout import Rollout
 from .scheduler import Request
 from .selfcheck import check_attention
 from .settings import Sampling
 from .stats import Progress, Stats
 
-CHUNK = 8  # steps between looks at the host, at most; a divisor of the interval is taken
+CHUNK = {"cpu": 8, "cuda": 16}
+"""Steps between looks at the host, at most; a divisor of the interval is taken. A finished slot idles to the next look."""
+WORTH_COMPILING = 50_000_000
+"""Parameters. A smaller model is done sampling before its layers are compiled."""
 
 
 class Engine:
     """Samples rollouts of any length from a transformers model while each slot holds at most budget + interval tokens.
 
     The cache is allocated once and stays. `slots` sequences run at a time; more wait. `prefill_tokens` bounds how many
-    prompt tokens pass through the model at once. The model's parameters stay its own: update them between calls.
+    prompt tokens pass through the model at once. The model's parameters stay its own: update them between calls. On a GPU
+    a step is one CUDA graph; `compile` also compiles the layers in it, which takes half a minute once: by default those
+    of models that are large enough for it to pay.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: KV | None = None, *, slots: int = 64, prefill_tokens: int = 8192):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: KV | None = None,
+        *,
+        slots: int = 64,
+        prefill_tokens: int = 8192,
+        compile: bool | None = None,
+    ):
         self.kv = kv or KV()
         self.policy = from_settings(self.kv)
         for name, value in (("slots", slots), ("prefill_tokens", prefill_tokens)):
@@ -42,9 +56,13 @@ class Engine:
         except UserError:
             model.set_attn_implementation(before)
             raise
-        self.chunk = CHUNK
+        device = self.limits.shape.device
+        self.chunk = CHUNK.get(device.type, CHUNK["cpu"])
         if self.policy.evicts:
-            self.chunk = max(step for step in range(1, CHUNK + 1) if self.kv.interval % step == 0)
+            self.chunk = max(step for step in range(1, self.chunk + 1) if self.kv.interval % step == 0)
+        self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
+        self.graphs: DecodeGraphs | None = None
+        self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
         self.cache: SlotCache | None = self._allocate(self.kv.capacity) if self.policy.evicts else None
 
@@ -55,25 +73,28 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         seeds: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
         record: bool = True,
         progress: Callable[[Progress], None] | None = None,
         allow_beyond_context: bool = False,
     ) -> list[Rollout]:
         """`samples` rollouts of each prompt of token ids, prompt-major.
 
-        `seeds` gives every rollout its seed in place of those derived from `sampling.seed`. `record=False` leaves the
+        `seeds` gives every rollout its seed in place of those derived from `sampling.seed`, `limits` its own number of
+        tokens to end at, up to `sampling.max_tokens`. `record=False` leaves the
         evictions out (`evicted_at` is then None). `progress` is called between chunks of steps.
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
             raise UserError("The model's dtype or device changed since the engine was built: build a new Engine.")
-        prompts = self._checked(prompts, samples, sampling, seeds, allow_beyond_context)
+        prompts = self._checked(prompts, samples, sampling, seeds, limits, allow_beyond_context)
         requests: list[Request] = []
         for group, prompt in enumerate(prompts):
             for number in range(samples):
                 index = len(requests)
                 seed = seeds[index] if seeds is not None else derive(sampling.seed, group, number)
-                requests.append(Request(index, group, prompt, seed))
+                limit = sampling.max_tokens if limits is None else min(limits[index], sampling.max_tokens)
+                requests.append(Request(index, group, prompt, seed, limit))
         if not self.policy.evicts:
             self._grow(max(map(len, prompts)) + sampling.max_tokens + self.chunk)
         assert self.cache is not None
@@ -89,6 +110,7 @@ class Engine:
             prefill_tokens=self.prefill_tokens,
             record=record,
             progress=progress,
+            graphs=self._graphs(),
         )
         self.stats = generation.stats
         was_training = self.model.training
@@ -109,7 +131,16 @@ class Engine:
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse, before any work starts, what `generate` would refuse of this prompt."""
-        self._checked([prompt], 1, sampling, None, False)
+        self._checked([prompt], 1, sampling, None, None, False)
+
+    def _graphs(self) -> DecodeGraphs | None:
+        """The captured steps, made anew where the cache or the weights have moved."""
+        assert self.cache is not None
+        if self.use_graphs and (self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk)):
+            self.graphs = None  # its memory, before its successor takes some
+            unmerged = any(hasattr(module, "get_delta_weight") for module in self.model.modules())
+            self.graphs = DecodeGraphs(self.model, self.cache, self.chunk, compile=self.compile and not unmerged)
+        return self.graphs
 
     def _allocate(self, capacity: int) -> SlotCache:
         ring = self.policy.window if self.policy.uses_queries else 0
@@ -118,7 +149,7 @@ class Engine:
     def _grow(self, capacity: int) -> None:
         """A dense cache holds what the longest sequence of a call needs."""
         if self.cache is None or self.cache.capacity < capacity:
-            self.cache = None  # freed before its successor is allocated
+            self.cache = self.graphs = None  # freed before its successor is allocated
             self.cache = self._allocate(capacity)
 
     def _model_stop_ids(self) -> list[int]:
@@ -129,7 +160,7 @@ class Engine:
             return []
         return [ids] if isinstance(ids, int) else list(ids)
 
-    def _checked(self, prompts, samples, sampling, seeds, allow_beyond_context) -> list[list[int]]:
+    def _checked(self, prompts, samples, sampling, seeds, limits, allow_beyond_context) -> list[list[int]]:
         """All that can be wrong with a request, before any work starts."""
         prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
         if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
@@ -140,6 +171,10 @@ class Engine:
             raise UserError(
                 f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: "
                 "give one per rollout, from 0 to 2**63 - 1."
+            )
+        if limits is not None and (len(limits) != len(prompts) * samples or min(limits) < 1):
+            raise UserError(
+                f"{len(limits)} limits do not fit {len(prompts)} prompts with {samples} samples each: give one of at least 1 per rollout."
             )
         for number, prompt in enumerate(prompts):
             self._check_prompt(number, prompt, sampling, allow_beyond_context)

@@ -2,11 +2,10 @@
 
 # L layers, H kv heads, N tokens dropped, V vocabulary
 
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,7 +17,9 @@ from ..kv.cache import SlotCache, due
 from ..kv.policies import Policy
 from ..kv.settings import KV
 from ..kv.trace import TraceRecorder
+from .clock import Clock
 from .decode import decode_step
+from .graph import Chunk, DecodeGraphs
 from .guard import RepetitionGuard
 from .prefill import PromptInSlots, prefill
 from .rollout import Rollout
@@ -54,10 +55,13 @@ class Generation:
         prefill_tokens: int,
         record: bool,
         progress: Callable[[Progress], None] | None,
+        graphs: DecodeGraphs | None = None,
     ):
         self.model, self.cache, self.policy, self.kv, self.sampling = model, cache, policy, kv, sampling
         self.chunk, self.prefill_tokens, self.record, self.progress = chunk, prefill_tokens, record, progress
-        self.scheduler = Scheduler(requests, cache.slots, sampling, stop)
+        self.graphs, self.stop = graphs, np.array(sorted(stop))
+        self.scheduler = Scheduler(requests, cache.slots)
+        self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
@@ -68,20 +72,22 @@ class Generation:
     def run(self) -> list[Rollout]:
         while self.scheduler.busy:
             while groups := self.scheduler.admit(self.prefill_tokens):
-                self._prefill(groups)
+                with self.clock.part("prefill"):
+                    self._prefill(groups)
             self._retire()
             if self.scheduler.active:
                 self._decode_chunk()
                 self._retire()
-                self._compact()
+                with self.clock.part("compaction"):
+                    self._compact()
             self._report()
+        self._count_time()
         assert all(rollout is not None for rollout in self.rollouts)
         return self.rollouts  # type: ignore[return-value]
 
     # Prompts
 
     def _prefill(self, groups: list[list[Request]]) -> None:
-        started = self._now()
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
         prompts: list[PromptInSlots] = []
@@ -106,7 +112,6 @@ class Generation:
             self._count_prefill(prompts)
             self._keep_aside(groups[-1][0].group, prompts[-1], first_logits[-1], gone[-1][0])
         self._start(requests, torch.stack(logits), dropped)
-        self.stats.prefill_s += self._now() - started
 
     def _count_prefill(self, prompts: list[PromptInSlots]) -> None:
         tokens = sum(len(prompt.prompt) for prompt in prompts)
@@ -134,7 +139,8 @@ class Generation:
         seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
         positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
         tokens, logprobs = sample(logits_nV, uniform(seeds, positions), self.sampling)
-        for request, token, logprob, gone in zip(requests, tokens.tolist(), logprobs.tolist(), dropped, strict=True):
+        token_rows, logprob_rows, stops = self._to_host(tokens[:, None].cpu(), logprobs[:, None].cpu())
+        for request, row, logprob_row, stop_at, gone in zip(requests, token_rows, logprob_rows, stops, dropped, strict=True):
             held = self._held_after_prefill(request.prompt)
             sequence = Sequence(request, held, TraceRecorder(len(request.prompt), self.kv.interval), kv_peak=held)
             if self.sampling.repetition is not None:
@@ -142,23 +148,43 @@ class Generation:
             if gone is not None:
                 self.stats.compactions += 1
                 if self.record:
-                    sequence.trace.record(0, gone)
-            self._take(sequence, [token], [logprob])
+                    sequence.trace.record(0, gone.cpu())
+            self._take(sequence, row, logprob_row, stop_at)
             self.scheduler.active.append(sequence)
 
     # Responses
 
     def _decode_chunk(self) -> None:
-        started = self._now()
-        active, device = self.scheduler.active, self.cache.shape.device
+        active = self.scheduler.active
         steps = min(self.chunk, self.scheduler.remaining())
-        tokens = torch.tensor([sequence.response[-1] for sequence in active], device=device)
-        positions = torch.tensor([sequence.position for sequence in active], device=device)
-        seeds = torch.tensor([sequence.request.seed for sequence in active], device=device)
-        # A sequence that ends within the chunk idles to its end; its position must not pass what the model was made for.
-        last = torch.tensor([len(s.request.prompt) + self.sampling.max_tokens - 1 for s in active], device=device)
-        longest = max(sequence.held for sequence in active)
-        even = longest == min(sequence.held for sequence in active)
+        chunk = Chunk(
+            tokens=[sequence.response[-1] for sequence in active],
+            positions=[sequence.position for sequence in active],
+            lengths=[sequence.held for sequence in active],
+            seeds=[sequence.request.seed for sequence in active],
+            last=[sequence.last_position for sequence in active],
+        )
+        with self.clock.part("decode"):
+            sampled = self.graphs.run(chunk, steps, self.sampling) if self.graphs else self._step_by_step(chunk, steps)
+        for sequence, row, logprob_row, stop_at in zip(active, *self._to_host(*sampled), strict=True):
+            dense = sequence.position
+            taken = self._take(sequence, row, logprob_row, stop_at)
+            self.stats.count_steps(taken=taken, held=sequence.held, dense=dense)
+            sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken)
+            sequence.held += steps
+            sequence.entered += steps
+        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, sum(sequence.position for sequence in active))
+        self.stats.steps += steps
+        self.stats.slot_steps += steps * self.cache.slots
+
+    def _step_by_step(self, chunk: Chunk, steps: int) -> tuple[Tensor, Tensor]:
+        """Where the step is no graph: tokens and log-probs [S, steps]."""
+        device = self.cache.shape.device
+        tokens, positions, seeds, last = (
+            torch.tensor(each, device=device) for each in (chunk.tokens, chunk.positions, chunk.seeds, chunk.last)
+        )
+        longest = max(chunk.lengths)
+        even = longest == min(chunk.lengths)
         sampled, sampled_logprobs = [], []
         with decode_context(self.model):
             for step in range(steps):
@@ -174,26 +200,21 @@ class Generation:
                 )
                 sampled.append(tokens)
                 sampled_logprobs.append(logprobs)
-        token_rows = torch.stack(sampled, dim=1).tolist()
-        logprob_rows = torch.stack(sampled_logprobs, dim=1).tolist()
-        for sequence, row, logprob_row in zip(active, token_rows, logprob_rows, strict=True):
-            dense = sequence.position
-            taken = self._take(sequence, row, logprob_row)
-            self.stats.count_steps(taken=taken, held=sequence.held, dense=dense)
-            sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken)
-            sequence.held += steps
-            sequence.entered += steps
-        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, sum(sequence.position for sequence in active))
-        self.stats.steps += steps
-        self.stats.slot_steps += steps * self.cache.slots
-        self.stats.decode_s += self._now() - started
+        return torch.stack(sampled, dim=1).cpu(), torch.stack(sampled_logprobs, dim=1).cpu()
 
-    def _take(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> int:
-        if not all(map(math.isfinite, logprobs)):
+    def _to_host(self, tokens: Tensor, logprobs: Tensor) -> tuple[list[list[int]], list[list[float]], list[int]]:
+        """Rows of tokens and log-probs, and where in each row the first stop token is (the row's length if nowhere)."""
+        if not bool(logprobs.isfinite().all()):
             raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
-        taken = sequence.take(tokens, logprobs, self.scheduler.stop, self.sampling.max_tokens)
+        stops = np.isin(tokens.numpy(), self.stop)
+        first = np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1])
+        return tokens.tolist(), logprobs.tolist(), first.tolist()
+
+    def _take(self, sequence: Sequence, tokens: list[int], logprobs: list[float], stop_at: int) -> int:
+        taken = sequence.take(tokens, logprobs, stop_at)
         self.stats.tokens += taken
-        self.new_tokens.setdefault(sequence.request.index, []).extend(tokens[:taken])
+        if self.progress is not None:
+            self.new_tokens.setdefault(sequence.request.index, []).extend(tokens[:taken])
         return taken
 
     def _retire(self) -> None:
@@ -223,7 +244,6 @@ class Generation:
         """Whoever has had a multiple of `interval` tokens enter and holds more than the budget goes back to it."""
         if not self.policy.evicts:
             return
-        started = self._now()
         active = self.scheduler.active
         full_intervals = [sequence.held if sequence.entered % self.kv.interval == 0 else 0 for sequence in active]
         for held, slots in due(full_intervals, self.kv.budget).items():
@@ -237,24 +257,31 @@ class Generation:
                 seeds=[sequence.request.seed for sequence in ripe],
                 protected=[len(sequence.request.prompt) for sequence in ripe] if self.kv.protect_prompt else None,
             )
-            dropped_LnHN = dropped_LnHN.cpu() if self.record else dropped_LnHN
+            dropped_LnHN = self._to_host_later(dropped_LnHN) if self.record else dropped_LnHN
             for index, sequence in enumerate(ripe):
                 sequence.held = self.kv.budget
                 if self.record:
                     sequence.trace.record(sequence.entered, dropped_LnHN[:, index])
             self.stats.compactions += len(ripe)
-        self.stats.compaction_s += self._now() - started
+
+    def _to_host_later(self, tensor: Tensor) -> Tensor:
+        """On its way to the host: complete when the device has been waited for, as it is at the end of every chunk."""
+        if tensor.device.type != "cuda":
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def _report(self) -> None:
         if self.progress is not None:
             self.progress(
                 Progress(
-                    self.finished, len(self.rollouts), self.stats.tokens, self.stats.seconds, self.new_tokens, self.new_ends
+                    self.finished, len(self.rollouts), self.stats.tokens, self.clock.wall_s, self.new_tokens, self.new_ends
                 )
             )
         self.new_tokens, self.new_ends = {}, []
 
-    def _now(self) -> float:
-        if self.cache.shape.device.type == "cuda":
-            torch.cuda.synchronize(self.cache.shape.device)
-        return time.perf_counter()
+    def _count_time(self) -> None:
+        parts = self.clock.seconds()
+        self.stats.prefill_s, self.stats.decode_s, self.stats.compaction_s = (
+            parts.get(part, 0.0) for part in ("prefill", "decode", "compaction")
+        )
+        self.stats.seconds = self.clock.wall_s

@@ -1,7 +1,7 @@
 """Prompts go in: packed into one row of tokens, each attending to itself alone, compressed layer by layer as they pass.
 
-Only one layer's keys of the packed prompts exist at a time beside the cache: that is the scratch. Prompts of one length
-lie side by side, so that attention and compression take them together.
+Only one layer's keys of the packed prompts exist at a time beside the cache: that is the scratch. Prompts that fit enter
+their slots together; those of one length lie side by side, so that compression takes them together.
 """
 
 # N tokens of all prompts, P prompts of one length, T their tokens, Q query heads, H kv heads, D head dimension, L layers
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.attention import causal_attention
-from ..kv.cache import Rank, SlotCache, ranks
+from ..kernels.attention import causal_attention, packed_causal_attention
+from ..kv.cache import Packed, Rank, SlotCache, ranks
 from ..kv.policies import Policy
 from ..kv.settings import KV
 from ..models.attention import run
@@ -37,7 +37,7 @@ class Row:
     stop: int
     ranks: list[Rank]
     dropped: list[list[Tensor]] = field(default_factory=list)
-    """What `SlotCache.fill` dropped in each layer."""
+    """What `SlotCache.fill` dropped in each layer, where the prompts are longer than the budget."""
 
     def dropped_of(self, prompt: int, sample: int) -> Tensor | None:
         """[L, H, dropped] positions of one sample, None where its prompt fitted the budget."""
@@ -56,8 +56,12 @@ def prefill(
     dropped: list[list[Tensor | None]] = [[] for _ in prompts]
     members = []
     start = 0
+    copies: list[tuple[int, int, int]] = []  # (start among the packed tokens, tokens, slot)
     for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
         numbers = list(group)
+        if length <= kv.budget or not policy.evicts:
+            places = [(start + index * length, length, slot) for index, n in enumerate(numbers) for slot in prompts[n].slots]
+            copies += places
         placed = ranks([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
         rows.append(Row(start, start + length * len(numbers), placed))
         members.append(numbers)
@@ -65,7 +69,13 @@ def prefill(
     tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
     positions = torch.tensor([[at for number in order for at in range(len(prompts[number].prompt))]], device=device)
     ends = torch.tensor([len(prompts[number].prompt) for number in order], device=device).cumsum(0)
-    logits = run(model, tokens, positions, PrefillView(cache, policy, kv, rows), keep=ends - 1)[0]
+    packed = Packed.of(copies, cache.ring, device) if copies else None
+    cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+    longest = len(prompts[order[-1]].prompt)
+    view = PrefillView(cache, policy, kv, rows, packed, cu_seqlens, longest)
+    logits = run(model, tokens, positions, view, keep=ends - 1)[0]
+    if packed is not None:
+        cache.place_packed(packed)
     for row, numbers in zip(rows, members, strict=True):
         for index, number in enumerate(numbers):
             dropped[number] = [row.dropped_of(index, sample) for sample in range(len(prompts[number].slots))]
@@ -74,17 +84,32 @@ def prefill(
 
 
 class PrefillView:
-    def __init__(self, cache: SlotCache, policy: Policy, kv: KV, rows: list[Row]):
-        self.cache, self.policy, self.kv, self.rows = cache, policy, kv, rows
+    def __init__(
+        self,
+        cache: SlotCache,
+        policy: Policy,
+        kv: KV,
+        rows: list[Row],
+        packed: Packed | None,
+        cu_seqlens: Tensor,
+        longest: int,
+    ):
+        self.cache, self.policy, self.kv, self.rows, self.packed = cache, policy, kv, rows, packed
+        self.cu_seqlens, self.longest = cu_seqlens, longest
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
+        new = (queries_1QND, keys_1HND, values_1HND)
+        if self.packed is not None:
+            self.cache.fill_packed(layer, self.packed, *new)
         outputs = []
         for row in self.rows:
-            count = len(row.ranks[0].rows_m)
-            q, k, v = (unpack(tensor, row, count) for tensor in (queries_1QND, keys_1HND, values_1HND))
-            out_PQTD = causal_attention(q, k, v, scale=scale)
-            outputs.append(out_PQTD.transpose(0, 1).flatten(1, 2)[None])
-            row.dropped.append(self.cache.fill(layer, row.ranks, q, k, v, self.kv.budget, self.policy))
+            q, k, v = (unpack(tensor, row, len(row.ranks[0].rows_m)) for tensor in new)
+            if self.policy.evicts and q.shape[2] > self.kv.budget:
+                row.dropped.append(self.cache.fill(layer, row.ranks, q, k, v, self.kv.budget, self.policy))
+            if not q.is_cuda:
+                outputs.append(causal_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)[None])
+        if queries_1QND.is_cuda:
+            return packed_causal_attention(*new, self.cu_seqlens, self.longest, scale)
         return torch.cat(outputs, dim=2)
 
 

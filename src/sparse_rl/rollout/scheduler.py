@@ -5,13 +5,11 @@ the front of the cache and never on idle slots.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..kv.trace import TraceRecorder
 from .guard import RepetitionGuard
 from .rollout import Finish
-from .settings import Sampling
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,7 @@ class Request:
     """Index of the prompt: requests of one group are prefilled together."""
     prompt: list[int]
     seed: int
+    max_tokens: int
 
 
 @dataclass
@@ -45,27 +44,36 @@ class Sequence:
         """Of the next token to be fed."""
         return len(self.request.prompt) + self.entered
 
-    def take(self, tokens: Iterable[int], logprobs: Iterable[float], stop: frozenset[int], max_tokens: int) -> int:
-        """Append sampled tokens up to the end of the rollout; how many were taken."""
-        taken = 0
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            if self.finish is not None:
-                break
-            self.response.append(token)
-            self.logprobs.append(logprob)
-            taken += 1
-            if token in stop:
-                self.finish = "stop"
-            elif self.guard is not None and self.guard.sees_repetition(token):
-                self.finish = "repetition"
-            elif len(self.response) == max_tokens:
-                self.finish = "length"
+    @property
+    def last_position(self) -> int:
+        """The position of the last token that may be fed: what the model was made for is not passed."""
+        return len(self.request.prompt) + self.request.max_tokens - 1
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_tokens - len(self.response)
+
+    def take(self, tokens: list[int], logprobs: list[float], stop_at: int) -> int:
+        """Append sampled tokens up to the end of the rollout; how many were taken. `stop_at` is the first place of a stop
+        token among them, their number if there is none."""
+        taken = min(stop_at + 1, len(tokens), self.remaining)
+        if self.guard is not None:
+            for place, token in enumerate(tokens[:taken]):
+                if self.guard.sees_repetition(token) and place != stop_at:
+                    taken, self.finish = place + 1, "repetition"
+                    break
+        self.response += tokens[:taken]
+        self.logprobs += logprobs[:taken]
+        if stop_at < taken:
+            self.finish = "stop"
+        elif self.finish is None and not self.remaining:
+            self.finish = "length"
         return taken
 
 
 class Scheduler:
-    def __init__(self, requests: list[Request], slots: int, sampling: Sampling, stop: frozenset[int]):
-        self.slots, self.sampling, self.stop = slots, sampling, stop
+    def __init__(self, requests: list[Request], slots: int):
+        self.slots = slots
         self.waiting = deque(requests)
         self.active: list[Sequence] = []
 
@@ -90,7 +98,7 @@ class Scheduler:
 
     def remaining(self) -> int:
         """Steps until the last active sequence reaches its maximum length."""
-        return self.sampling.max_tokens - min(len(sequence.response) for sequence in self.active)
+        return max(sequence.remaining for sequence in self.active)
 
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Take the finished out; the moves (from slot, to slot) that close the gaps they leave."""

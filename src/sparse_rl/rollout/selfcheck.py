@@ -51,7 +51,7 @@ def _through_views(model: PreTrainedModel, limits: AttentionLimits, tokens: list
     rows = [logits[0]]
     for number, token in enumerate(rest):
         position = torch.tensor([len(prompt) + number], device=model.device)
-        view = DecodeView(cache, position, longest=len(prompt) + number + 1, even=True)
+        view = DecodeView(cache, position, cache.lengths_S, longest=len(prompt) + number + 1, even=True)
         rows.append(run(model, torch.tensor([[token]], device=model.device), position[:, None], view, keep=1)[0, -1])
-        cache.advance(view.rows, position)
+        view.advance()
     return torch.stack(rows)

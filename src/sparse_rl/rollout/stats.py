@@ -11,9 +11,12 @@ class Stats:
     """Response tokens in the rollouts; what was sampled after a stop does not count."""
     prompt_tokens: int = 0
     """Prefilled: each prompt once per group, unless its samples drop different keys of it and wait for a slot."""
+    seconds: float = 0.0
+    """Of the whole call, by the clock."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compaction_s: float = 0.0
+    """Of the device's work, by part; on a CPU, of the call's."""
     compactions: int = 0
     """Of single sequences, the compression of long prompts included."""
     steps: int = 0
@@ -32,8 +35,9 @@ class Stats:
     """The most tokens, over all sequences at one moment, that a dense cache would have held."""
 
     @property
-    def seconds(self) -> float:
-        return self.prefill_s + self.decode_s + self.compaction_s
+    def host_s(self) -> float:
+        """What the device spent waiting for the host, or the host on its own work."""
+        return max(0.0, self.seconds - self.prefill_s - self.decode_s - self.compaction_s)
 
     @property
     def tokens_per_s(self) -> float:

@@ -27,6 +27,8 @@ class Policy:
 
     uses_queries: ClassVar[bool] = False
     """Whether `scores` reads the queries of the window: the cache then keeps a ring of them."""
+    uses_values: ClassVar[bool] = True
+    """Whether `scores` reads the values: if not, a compaction does not copy them, and hands over None."""
     uses_seeds: ClassVar[bool] = False
     """Whether `scores` reads the row's seed: the samples of a prompt then drop different keys of it."""
     evicts: ClassVar[bool] = True
@@ -42,7 +44,7 @@ class Policy:
         self,
         queries: Tensor | None,
         keys: Tensor,
-        values: Tensor,
+        values: Tensor | None,
         *,
         seeds: Tensor | None = None,
         positions: Tensor | None = None,
@@ -54,7 +56,7 @@ class Policy:
         self,
         queries: Tensor | None,
         keys: Tensor,
-        values: Tensor,
+        values: Tensor | None,
         budget: int,
         *,
         seeds: Tensor | None = None,

@@ -16,6 +16,7 @@ from .base import Policy
 @dataclass(frozen=True)
 class Random(Policy):
     uses_seeds: ClassVar[bool] = True
+    uses_values: ClassVar[bool] = False
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         rows, heads, total, _ = keys.shape

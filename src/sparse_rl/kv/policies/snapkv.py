@@ -5,8 +5,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ...kernels.importance import causal_window_logits, decode_importance
 from .base import Policy
-from .window_attention import causal_window_logits, check_kernel, decode_importance, pool
+from .pooling import check_kernel, pool
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class SnapKV(Policy):
     """Pooling along time."""
 
     uses_queries: ClassVar[bool] = True
+    uses_values: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

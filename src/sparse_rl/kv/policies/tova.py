@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...kernels.importance import window_logits
 from .base import Policy
-from .window_attention import window_logits
 
 
 @dataclass(frozen=True)
@@ -12,6 +12,7 @@ class TOVA(Policy):
     window: int = 1
 
     uses_queries: ClassVar[bool] = True
+    uses_values: ClassVar[bool] = False
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         weights_BHGT = window_logits(queries[:, :, -1:], keys).softmax(dim=-1).squeeze(-2)

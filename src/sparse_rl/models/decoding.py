@@ -1,0 +1,122 @@
+"""An unmodified transformers model, made quick to capture: layers compiled, projections of one input as one product.
+
+Both hold only while a decode step is captured; the model's own modules are back in place afterwards. What stays is that
+projections which share an input lie in one storage, of which their parameters are views.
+"""
+
+# I inputs, O outputs of all projections of a group
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from .attention import NAME, attention
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that read the same input, in the models that have them."""
+
+
+class SharedProduct(nn.Module):
+    """One projection's rows of the product that the whole group shares. Compilation finds the products equal and makes one."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, start: int, stop: int):
+        super().__init__()
+        self.fused_weight, self.fused_bias, self.start, self.stop = weight_OI, bias_O, start, stop
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.fused_weight, self.fused_bias)[..., self.start : self.stop]
+
+
+@torch.no_grad()
+def fuse_projections(model: nn.Module) -> None:
+    """Lay the weights of each group one after the other in one storage. Values and parameters stay what they are."""
+    for _, _, linears in _groups(model):
+        if _shared([linear.weight for linear in linears]) is None:
+            _lay_together([linear.weight for linear in linears])
+        if linears[0].bias is not None and _shared([linear.bias for linear in linears]) is None:
+            _lay_together([linear.bias for linear in linears])
+
+
+@contextmanager
+def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
+    """Inside it, with `compile`, layers run compiled and groups as one product."""
+    if not compile:
+        yield
+        return
+    layers = decoder_layers(model)
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        AttentionInterface.register(NAME, torch.compiler.disable(attention))  # traced, it would be compiled for every layer
+        for layer in layers:
+            layer.forward = functools.partial(_compiled(type(layer).forward), layer)
+        for parent, names, linears in _groups(model):
+            weight = _shared([linear.weight for linear in linears])
+            bias = _shared([linear.bias for linear in linears]) if linears[0].bias is not None else None
+            if weight is None or (bias is None) != (linears[0].bias is None):
+                continue
+            start = 0
+            for name, linear in zip(names, linears, strict=True):
+                replaced.append((parent, name, linear))
+                setattr(parent, name, SharedProduct(weight, bias, start, start + linear.out_features))
+                start += linear.out_features
+        yield
+    finally:
+        for parent, name, original in replaced:
+            setattr(parent, name, original)
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+        AttentionInterface.register(NAME, attention)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks of the decoder: all of one type, as many as the configuration says."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    return []
+
+
+@functools.cache
+def _compiled(forward: Callable) -> Callable:
+    # Rounding where the model rounds: the learner's pass is not compiled, and the two should differ as little as they can.
+    return torch.compile(forward, options={"emulate_precision_casts": True})
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Linear]]]:
+    """Modules that have such projections as plain linear layers, and those layers."""
+    for module in list(model.modules()):
+        for names in GROUPS:
+            linears = [getattr(module, name, None) for name in names]
+            if all(type(linear) is nn.Linear for linear in linears) and len({_kind(linear) for linear in linears}) == 1:
+                yield module, names, linears  # type: ignore[misc]
+
+
+def _kind(linear) -> tuple:
+    return linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None
+
+
+def _lay_together(params: list[Tensor]) -> None:
+    together = torch.cat([param.detach() for param in params])
+    for param, part in zip(params, together.split([len(param) for param in params]), strict=True):
+        param.data = part
+
+
+def _shared(params: list[Tensor]) -> Tensor | None:
+    """The one tensor whose consecutive rows these are, if there is one."""
+    first = params[0].detach()
+    end = first.data_ptr()
+    for param in params:
+        if param.data_ptr() != end or not param.is_contiguous():
+            return None
+        end += param.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    rows = sum(len(param) for param in params)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -1,0 +1,40 @@
+"""Time by part without waiting for the device: events on a GPU, the clock on a CPU."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    def __init__(self, device: torch.device):
+        self.device, self.started = device, time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if self.device.type != "cuda":
+            before = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - before
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events.append((name, start, end))
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self.started
+
+    def seconds(self) -> dict[str, float]:
+        """By part, up to now: waits for the device."""
+        for name, start, end in self._events:
+            end.synchronize()
+            self._seconds[name] += start.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds)

@@ -1,0 +1,144 @@
+"""The decode step as one CUDA graph: captured once for a number of slots, replayed for every token.
+
+Tokens, positions, lengths and seeds live on the device, and the step moves them on by itself, so the host is asked nothing
+inside a chunk. Weights are read where they lie: an update in place is seen by the next replay.
+"""
+
+# S slots, n steps of a chunk, V vocabulary
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import notice
+from ..kernels.counter_rng import uniform
+from ..kernels.draw import draw_and_advance
+from ..kernels.jit import next_power_of_2, usable
+from ..kv.cache import SlotCache
+from ..models.attention import run
+from ..models.decoding import decoding, fuse_projections
+from .decode import DecodeView
+from .sampling import sample
+from .settings import Sampling
+
+SMALLEST = 16
+"""Slots below which a smaller graph would not be faster."""
+
+
+@dataclass
+class Chunk:
+    """The active slots before a chunk, one entry each: what the host knows and the device needs."""
+
+    tokens: list[int]
+    positions: list[int]
+    lengths: list[int]
+    seeds: list[int]
+    last: list[int]
+    """The position no step may pass: a sequence that ends within the chunk idles there."""
+
+
+class DecodeGraphs:
+    """The captured steps of one model over one cache."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, chunk: int, *, compile: bool):
+        device = cache.shape.device
+        self.model, self.cache, self.compile = model, cache, compile
+        if compile:
+            fuse_projections(model)
+        self.state = torch.zeros(6, cache.slots, dtype=torch.int64, device=device)
+        self.host = torch.zeros(6, cache.slots, dtype=torch.int64).pin_memory()
+        self.temperature_1 = torch.ones(1, device=device)
+        self.sampled_nS = torch.zeros(chunk, cache.slots, dtype=torch.int64, device=device)
+        self.logprobs_nS = torch.zeros(chunk, cache.slots, device=device)
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.weights = self._weights()
+
+    def fits(self, model: PreTrainedModel, cache: SlotCache, chunk: int) -> bool:
+        """Whether these graphs still read the right memory."""
+        same = self.model is model and self.cache is cache and len(self.sampled_nS) == chunk
+        return same and self.weights == self._weights()
+
+    def run(self, chunk: Chunk, steps: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs [S, steps] of the active slots, on the host."""
+        active = len(chunk.tokens)
+        slots = min(self.cache.slots, max(SMALLEST, next_power_of_2(active)))
+        self.temperature_1.fill_(sampling.logprob_temperature)
+        rows = (chunk.tokens, chunk.positions, chunk.lengths, chunk.seeds, chunk.last)
+        self.host.zero_()
+        for row, values in enumerate(rows):
+            self.host[row, :active] = torch.tensor(values)
+        key = (slots, sampling.temperature == 0, sampling.top_k, sampling.top_p)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(slots, sampling)
+        self._upload()
+        graph = self.graphs[key]
+        for _ in range(steps):
+            graph.replay()
+        return self.sampled_nS[:steps, :active].t().cpu(), self.logprobs_nS[:steps, :active].t().cpu()
+
+    def _upload(self) -> None:
+        self.state.copy_(self.host, non_blocking=True)
+
+    def _capture(self, slots: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        """A step is run twice before, which compiles what it needs; each run starts from the uploaded state, so what
+        they write is written again by the first real step."""
+        device = self.cache.shape.device
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
+            try:
+                self._warm_up(slots, sampling)
+            except Exception as error:
+                if not self.compile:
+                    raise
+                notice(f"The decode step could not be compiled ({_first_line(error)}): it runs uncompiled, and slower.")
+                self.compile = False
+        with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
+            self._warm_up(slots, sampling)
+            self.stream.synchronize()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                self._step(slots, sampling)
+        torch.cuda.current_stream(device).wait_stream(self.stream)
+        return graph
+
+    def _warm_up(self, slots: int, sampling: Sampling) -> None:
+        self._upload()
+        self._step(slots, sampling)
+
+    def _step(self, slots: int, sampling: Sampling) -> None:
+        tokens_S, positions_S, lengths_S, seeds_S, last_S, steps_S = (row[:slots] for row in self.state)
+        view = DecodeView(self.cache, positions_S, lengths_S)
+        logits_SV = run(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
+        chunk = (self.sampled_nS[:, :slots], self.logprobs_nS[:, :slots])
+        if not sampling.top_k and sampling.top_p == 1:
+            state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
+            draw_and_advance(logits_SV, *state, self.temperature_1, *chunk, greedy=sampling.temperature == 0)
+            return
+        drawn_S, logprobs_S = sample(logits_SV, uniform(seeds_S, positions_S + 1), sampling)
+        for into_nS, values_S in zip(chunk, (drawn_S, logprobs_S), strict=True):
+            into_nS.scatter_(0, steps_S[None], values_S[None])
+        tokens_S.copy_(drawn_S)
+        positions_S.copy_(torch.minimum(positions_S + 1, last_S))
+        lengths_S.add_(1)
+        steps_S.add_(1)
+
+    def _weights(self) -> list[int]:
+        return [weight.data_ptr() for weight in (*self.model.parameters(), *self.model.buffers())]
+
+
+def graphs_work_on(device: torch.device) -> bool:
+    """Whether the decode step can be a graph there; says so in one line where a GPU lacks what it takes."""
+    if device.type != "cuda":
+        return False
+    if not usable(device):
+        notice("Triton is missing or does not know this GPU: decoding runs step by step, and slower. Try pip install triton.")
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
