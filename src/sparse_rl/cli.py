@@ -7,12 +7,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .config import add_flags, from_flags, recipe, recipe_names
 from .errors import UserError
 from .kv.settings import KV
 from .rollout.settings import Sampling
+from .train.settings import Config
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,9 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands.add_parser("train", help="post-train a model, rollouts in a bounded cache", allow_abbrev=False))
+    _add_plan(commands.add_parser("plan", help="what fits on a GPU and what a step costs, computed", allow_abbrev=False))
     _add_export(commands.add_parser("export", help="write a run's weights as a Hugging Face folder", allow_abbrev=False))
     _add_generate(commands.add_parser("generate", help="sample from a model and see what it costs", allow_abbrev=False))
-    _add_bench(commands.add_parser("bench", help="measure this machine against transformers", allow_abbrev=False))
+    _add_bench(commands.add_parser("bench", help="measure this machine", allow_abbrev=False))
     return parser
 
 
@@ -61,8 +64,6 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    from .train.settings import Config
-
     parser.set_defaults(command=train, parser=parser)
     parser.description = "Post-train a model by reinforcement learning. Every flag below is a key of a recipe, too."
     parser.add_argument(
@@ -71,6 +72,22 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show configuration, batch and first prompt, and do nothing")
     parser.add_argument("--resume", action="store_true", help="continue the run in run_dir from its last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete the run in run_dir first")
+    add_flags(parser, Config)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=plan, parser=parser)
+    parser.description = "Compute from a model's config.json what a run needs and what fits. Every flag of train is one here."
+    parser.add_argument(
+        "what",
+        metavar="MODEL_OR_RECIPE",
+        help="a shape (0.5B, 1.5B, 3B, 7B), a hub id, a folder, tiny, or a recipe as for train",
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GiB or 80GB [that of --gpu]")
+    parser.add_argument("--gpu", metavar="NAME", help="whose speed is computed with, such as 'RTX 4090' [H200]")
+    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of the longest prompt [256]")
+    parser.add_argument("--max-tokens", dest="rollout.max_tokens", metavar="N", help="the same as --rollout.max-tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
     add_flags(parser, Config)
 
 
@@ -121,6 +138,52 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     _add_model_flags(rollout)
     add_flags(rollout, KV)
+    _add_bench_learner(benches.add_parser("learner", help="an update against the GPU's peak", allow_abbrev=False))
+    memory = benches.add_parser("memory", help="what plan predicts against what a GPU measures, by phase", allow_abbrev=False)
+    memory.set_defaults(command=bench_memory, parser=memory)
+    memory.description = "Run the phases of a step apart on random weights, and print their peaks beside the plan's."
+    _add_bench_run(memory)
+    step = benches.add_parser("step", help="whole training steps by phase, sparse and dense", allow_abbrev=False)
+    step.set_defaults(command=bench_step, parser=step)
+    step.description = (
+        "Train on random weights and made-up prompts and print what each phase of the last step took: 1 step of 256 rollouts "
+        "unless --steps and the others say otherwise, sparse_rl and dense unless --method names one."
+    )
+    step.add_argument(
+        "--lengths",
+        choices=["uniform", "full"],
+        default="uniform",
+        help="of responses: uniform from a sixteenth of max_tokens to all of it, or all of full length [uniform]",
+    )
+    _add_bench_run(step)
+
+
+def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=bench_learner, parser=parser)
+    parser.description = (
+        "Learn from made-up rollouts: the update, the pass before it and the shadow pass, as tokens/s and MFU."
+    )
+    parser.add_argument("--model", default="1.5B", help="a shape, a hub id, a folder or tiny [1.5B]")
+    parser.add_argument("--tokens", type=int, default=4096, help="response tokens of each rollout [4096]")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="random tokens of each prompt [256]")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=16384, help="in one pass, prompts included [16384]")
+    parser.add_argument("--microbatches", type=int, default=2, help="of an update [2]")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again in backward")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and rollouts [0]")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"
+    )
+    _add_model_flags(parser)
+
+
+def _add_bench_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="MODEL_OR_RECIPE", help="a shape (0.5B, 1.5B, 3B, 7B), a folder, tiny, or a recipe")
+    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="random tokens of each prompt [256]")
+    parser.add_argument("--memory-cap", metavar="SIZE", help="let the process have no more of the GPU, such as 22GiB")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"
+    )
+    add_flags(parser, Config)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -130,8 +193,6 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from .train.settings import Config
-
     base = recipe(args.recipe) if args.recipe else {}
     if args.resume and not args.recipe:
         from .train.folder import RunFolder
@@ -149,6 +210,19 @@ def train(args: argparse.Namespace) -> None:
         command.dry_run(config)
     else:
         command.train(config, resume=args.resume, overwrite=args.overwrite)
+
+
+def plan(args: argparse.Namespace) -> None:
+    from .plan.command import command
+
+    config = from_flags(args, Config, _named(args.what))
+    command(config, gpu_memory=args.gpu_memory, gpu_name=args.gpu, prompt_tokens=args.prompt_tokens, file=args.json)
+
+
+def _named(what: str) -> dict[str, Any]:
+    """The values of a recipe, or of a run of a model."""
+    is_recipe = what in recipe_names() or what.endswith(".toml")
+    return recipe(what) if is_recipe else {"model": {"path": what}}
 
 
 def export(args: argparse.Namespace) -> None:
@@ -171,6 +245,30 @@ def bench_rollout(args: argparse.Namespace) -> None:
     from .bench.rollout import bench
 
     bench(args, kv)
+
+
+def bench_learner(args: argparse.Namespace) -> None:
+    from .bench.learner import bench
+
+    bench(args)
+
+
+def bench_memory(args: argparse.Namespace) -> None:
+    from .bench.made_up import made_up_config
+
+    config = from_flags(args, Config, made_up_config(_named(args.what)))
+    from .bench.memory import bench
+
+    bench(args, config)
+
+
+def bench_step(args: argparse.Namespace) -> None:
+    from .bench.made_up import made_up_config
+
+    config = from_flags(args, Config, made_up_config(_named(args.what)))
+    from .bench.step import bench
+
+    bench(args, config)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser, section: type[Section], *, prefix
 
 def from_flags(args: argparse.Namespace, section: type[S], base: dict[str, Any] | None = None) -> S:
     """The section as `base` and then the flags set it; what neither names keeps its default."""
-    return section(**_merged(base or {}, flags_given(args, section)))
+    return section(**merged_tables(base or {}, flags_given(args, section)))
 
 
 def flags_given(args: argparse.Namespace, section: type[Section]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
         raise UserError(f"extends = {parent!r} in {name} must be the name of a recipe or a path.")
     if parent not in recipe_names():  # a path is meant from the file that names it
         parent = os.path.normpath(Path(name).parent / parent)
-    return _merged(_recipe(parent, (*via, name)), values)
+    return merged_tables(_recipe(parent, (*via, name)), values)
 
 
 def _read_toml(name: str) -> dict[str, Any]:
@@ -133,12 +133,12 @@ def _shipped():
     return files("sparse_rl") / "recipes"
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` wins, key by key; only the tables of sections are merged, `kv.options` is a value."""
     merged = dict(base)
     for key, value in over.items():
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict) and key != "options"
-        merged[key] = _merged(merged[key], value) if both_tables else value
+        merged[key] = merged_tables(merged[key], value) if both_tables else value
     return merged
 
 

@@ -90,13 +90,14 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
     from . import checkpoint
     from .loggers import opened_loggers
     from .loop import Trainer
-    from .rehearsal import out_of_memory
+    from .memory import out_of_memory
     from .stop import StopAsked
     from .view import View
 
     dtype, _ = place(config.model.dtype, config.model.device)  # written down: an export is made in what was trained
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     folder, reward = RunFolder(config.run_dir), config.reward
+    trainer: Trainer | None = None
     with View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
         try:
             with folder.opening(config, resume=resume, overwrite=overwrite):
@@ -108,7 +109,7 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
                 trainer = Trainer(config, folder, view, pool, loggers, resume=resume)
             trainer.run(stop)
         except OutOfMemoryError as error:
-            raise out_of_memory(config) from error
+            raise out_of_memory(config, trainer.plan if trainer else None) from error
         done = trainer.state.step >= config.steps
         if not done:
             view.note(f"Stopped at step {trainer.state.step}; continue with {again}.")

@@ -1,6 +1,7 @@
 """Groups: the rollouts of a prompt, what they earned, and what each is worth against the others."""
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Drawn:
     """no_verdict, timeouts, errors of the reward."""
     first_error: str | None = None
     prompts: int = 0
+    grade_s: float = 0.0
 
     @property
     def samples(self) -> list[Sample]:
@@ -80,7 +82,10 @@ class Dealer:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         pool: RewardPool,
+        limits: Callable[[list[int]], list[int]] | None = None,
     ):
+        """`limits` gives each rollout, by its seed, a number of tokens to end at: benchmarks draw lengths with it."""
+        self.limits = limits
         self.config, self.examples, self.prompts, self.order = config, examples, prompts, order
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
@@ -110,9 +115,11 @@ class Dealer:
             per_prompt,
             config.rollout.sampling(config.seed),
             seeds=seeds,
+            limits=None if self.limits is None else self.limits(seeds),
             record=self.engine.policy.evicts,
             progress=progress,
         )
+        started = time.perf_counter()
         texts = self.tokenizer.batch_decode([rollout.response for rollout in rollouts], skip_special_tokens=True)
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
         columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
@@ -123,6 +130,7 @@ class Dealer:
         ]
         drawn.groups += self._valued(samples)
         drawn.stats.append(self.engine.stats)
+        drawn.grade_s += time.perf_counter() - started
         drawn.counts.update(no_verdict=graded.no_verdict, timeouts=graded.timeouts, errors=graded.errors)
         drawn.first_error = drawn.first_error or graded.first_error
         drawn.prompts += count

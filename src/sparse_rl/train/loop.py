@@ -6,25 +6,28 @@ A step in five lines: `Dealer.draw` gives groups of graded rollouts, `_old_logpr
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.examples import encode, load
+from ..data.examples import Example, encode, load
 from ..data.order import Order
 from ..errors import UserError
 from ..evaluate.accuracy import accuracy
 from ..kv.settings import KV
 from ..learner.correction import correct
+from ..learner.fusion import fused_layers
 from ..learner.optimizer import Optimizer
 from ..learner.replay import ReplayKind, forward, packs, replay, response_logprobs
 from ..learner.update import Updated, make_batch, padded, response_mask, update
 from ..models.actor import Actor
 from ..models.export import write_model
 from ..models.load import load_model, load_tokenizer
+from ..plan.command import compact
 from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
@@ -32,21 +35,46 @@ from . import checkpoint, rollout_log
 from .folder import RunFolder
 from .groups import Dealer, Drawn, Group, Sample
 from .loggers import Logger
+from .memory import compared, peak_metrics, plan_run, slots_of
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .rehearsal import rehearse
 from .settings import SHADOW_METHODS, Config
 from .stop import StopAsked
 from .view import View
 
-AUTO_SLOTS = 256
 TASK_PROBLEMS = 4096
 """Problems of a task that makes its own."""
 NOISE_ROLLOUTS = 8
 """Rollouts of a step that are replayed to measure engine noise, where the method does not replay them all."""
+ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
 SILENT_STEPS = 3
 """Steps in a row without any verdict after which a run ends."""
 QUIET_STEPS = 5
 """Steps in a row without any signal after which the warning is repeated."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a trainer is handed in place of loading it: a benchmark's random weights and made-up prompts."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    examples: list[Example]
+    prompts: list[list[int]]
+    limits: Callable[[list[int]], list[int]] | None = None
+    """From the seeds of rollouts, the number of tokens each of them ends at."""
+
+
+def load_all(config: Config) -> Given:
+    """The model, the problems and their token ids, as the configuration names them."""
+    settings = config.model
+    tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
+    examples = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed)
+    prompts = [encode(tokenizer, example, config.data.template, config.data.raw) for example in examples]
+    model = load_model(
+        settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
+    )
+    return Given(model, tokenizer, examples, prompts)
 
 
 class Trainer:
@@ -59,26 +87,27 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         *,
         resume: bool = False,
+        given: Given | None = None,
     ):
         self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
         torch.manual_seed(config.seed)  # of fresh adapters; all else is drawn by counter
-        settings = config.model
-        self.tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
-        examples = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed)
-        prompts = [encode(self.tokenizer, example, config.data.template, config.data.raw) for example in examples]
-        model = load_model(
-            settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
-        )
-        self.actor = Actor(model, settings.lora, keep_reference=config.loss.kl_coef > 0)
+        given = given or load_all(config)
+        self.tokenizer = given.tokenizer
+        device = given.model.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.plan = plan_run(config, given.model, max(map(len, given.prompts)))
+        self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
-        slots = config.rollout.slots if config.rollout.slots != "auto" else min(AUTO_SLOTS, config.rollout.rollouts_per_step)
-        self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots)
+        self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
+        order = Order(len(given.examples), config.seed).take
         self.dealer = Dealer(
-            config, examples, prompts, Order(len(examples), config.seed).take, self.engine, self.tokenizer, self.pool
+            config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits
         )
-        self.longest_prompt = self._longest(prompts, config.data.train)
+        self.longest_prompt = self._longest(given.prompts, config.data.train)
         self._prepare_evaluation()
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
+        self.compared = False
         self.state = checkpoint.State()
         last = checkpoint.latest(folder.checkpoints) if resume else None
         if last is not None:
@@ -95,11 +124,11 @@ class Trainer:
 
     def run(self, stop: StopAsked) -> None:
         """To the last step, or until asked to stop; either way the last step done is in a checkpoint."""
-        rehearse(self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.engine.limits.shape)
+        self.rehearse()
         if self.state.step == 0:
             self._log(self._evaluate())
         while self.state.step < self.config.steps and not stop.asked:
-            metrics = self._step()
+            metrics = self.step()
             step, last = self.state.step, self.state.step == self.config.steps
             if last or (self.config.eval.every and step % self.config.eval.every == 0):
                 metrics |= self._evaluate()
@@ -111,9 +140,15 @@ class Trainer:
         if self.state.step >= self.config.steps:
             write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
 
+    def rehearse(self) -> None:
+        """Say what memory is expected to go where, and try the fullest micro-batch."""
+        for line in compact(self.plan) if self.plan is not None else ():
+            self.view.note(line)
+        rehearse(self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.engine.limits.shape, self.plan)
+
     # A step, top to bottom
 
-    def _step(self) -> dict[str, float]:
+    def step(self) -> dict[str, float]:
         config, shadow = self.config, self.config.method in SHADOW_METHODS
         started = time.perf_counter()
         with self.view.sampling(self.state.step + 1) as progress:
@@ -134,11 +169,13 @@ class Trainer:
                 with self.actor.reference() as model:
                     reference, _ = self._old_logprobs(model, rollouts, "sparse" if shadow else "dense")
             mismatch = self._correct(samples, old)
+            old_s = time.perf_counter() - started - rollout_s
             row_of = {id(sample): row for row, sample in enumerate(samples)}
             updates = [
                 self._update(part, row_of, old, learned_old, reference)
                 for part in deal(self.dealer.learnable(drawn), config.optimizer.updates_per_step)
             ]
+            update_s = time.perf_counter() - started - rollout_s - old_s
             self.actor.sync()
         learner_s = time.perf_counter() - started - rollout_s
 
@@ -157,6 +194,10 @@ class Trainer:
                 rollouts=config.log.rollouts_per_step,
                 traces=config.log.traces_per_step,
             )
+        memory = peak_metrics(self.plan, self.actor.learner.device)
+        if self.plan is not None and not self.compared:
+            self.compared = True
+            self.view.note(compared(memory))
         return {
             **reward_metrics(drawn),
             **mismatch.metrics,
@@ -166,9 +207,14 @@ class Trainer:
             **response_metrics(rollouts),
             "perf/step_s": time.perf_counter() - started,
             "perf/rollout_s": rollout_s,
+            **{f"perf/{name}": sum(getattr(each, name) for each in drawn.stats) for name in ENGINE_PARTS},
+            "perf/grade_s": drawn.grade_s,
             "perf/learner_s": learner_s,
+            "perf/old_logprobs_s": old_s,
+            "perf/update_s": update_s,
             "perf/rollout_tokens_per_s": tokens / rollout_s,
             "perf/learner_tokens_per_s": passed / learner_s,
+            **memory,
         }
 
     @torch.no_grad()
@@ -180,7 +226,8 @@ class Trainer:
         entropy, tokens = 0.0, 0
         for indices in packs(rollouts, self.config.optimizer.tokens_per_microbatch):
             pack = [rollouts[index] for index in indices]
-            logprobs_n, entropy_n = response_logprobs(model, forward(model, pack, view))
+            with fused_layers(model):
+                logprobs_n, entropy_n = response_logprobs(model, forward(model, pack, view))
             rows += logprobs_n.split([len(rollout.response) for rollout in pack])
             entropy, tokens = entropy + float(entropy_n.sum()), tokens + len(entropy_n)
         return rows, entropy / tokens

@@ -3,18 +3,27 @@
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import UserError
 from ..kv.cache import CacheShape
 from ..kv.trace import TraceRecorder
 from ..learner.correction import correct
 from ..learner.optimizer import Optimizer, checkpointed
 from ..learner.replay import ReplayKind
 from ..learner.update import accumulate, make_batch, response_mask
+from ..plan import Plan
+from ..plan.memory import response_lengths
 from ..rollout.rollout import Rollout
+from .memory import out_of_memory
 from .settings import SHADOW_METHODS, Config
 
 
-def rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:
+def rehearse(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    prompt: list[int],
+    config: Config,
+    shape: CacheShape,
+    plan: Plan | None = None,
+) -> None:
     """Forward and backward over two micro-batches of the longest rollouts beside the optimizer's moments and the sampler's
     cache. Leaves no trace in weights or moments. On a GPU only: a CPU swaps instead of failing."""
     if model.device.type != "cuda":
@@ -22,7 +31,7 @@ def rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], co
     try:
         _rehearse(model, optimizer, prompt, config, shape)
     except torch.OutOfMemoryError as error:
-        raise out_of_memory(config) from error
+        raise out_of_memory(config, plan) from error
     finally:
         optimizer.clear()
         torch.cuda.empty_cache()
@@ -44,16 +53,6 @@ def _rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], c
             accumulate(model, batch, range(count), config.loss, view, smd, None, config.optimizer.tokens_per_microbatch)
 
 
-def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
-    """Of the fullest micro-batch: as many of the longest responses as fit, and one that takes what is left."""
-    longest = prompt_tokens + config.rollout.max_tokens
-    count, left = divmod(config.optimizer.tokens_per_microbatch, longest)
-    lengths = [config.rollout.max_tokens] * max(1, count)
-    if count and left > prompt_tokens:
-        lengths.append(left - prompt_tokens)
-    return lengths[: config.rollout.rollouts_per_step]
-
-
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:
     """Made up, with that many response tokens, its first key evicted so that a shadow pass is a real one."""
     recorder = TraceRecorder(len(prompt), config.kv.interval)
@@ -68,20 +67,3 @@ def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: Cache
         seed=0,
         trace=recorder.finish(shape.layers, shape.kv_heads, len(prompt) + tokens),
     )
-
-
-def out_of_memory(config: Config) -> UserError:
-    optimizer = config.optimizer
-    remedies = []
-    if not optimizer.gradient_checkpointing:
-        remedies.append("--optimizer.gradient-checkpointing true")
-    if optimizer.tokens_per_microbatch > config.rollout.max_tokens:
-        remedies.append(
-            f"--optimizer.tokens-per-microbatch {max(config.rollout.max_tokens, optimizer.tokens_per_microbatch // 2)}"
-        )
-    if optimizer.state == "fp32":
-        remedies.append("--optimizer.state offload")
-    if not config.model.lora.rank:
-        remedies.append("--model.lora.rank 16")
-    remedies.append("a smaller rollout.slots or max_tokens")
-    return UserError(f"The GPU's memory does not hold a step of this run: try {', or '.join(remedies)}.")

@@ -34,7 +34,9 @@ class RolloutSettings(Section):
     top_k: int = Field(0, ge=0, description="Above 0 the corrections are only approximate.")
     approximate: bool = Field(False, description="Whether top_p < 1 or top_k > 0 may be used in spite of that.")
     slots: int | Literal["auto"] = Field(
-        "auto", description="Rollouts that run at a time; auto is all of a step, at most 256."
+        "auto",
+        description="Rollouts that run at a time; auto is all of a step, on a GPU as many as the plan fits (at most 1024), on a CPU "
+        "at most 256.",
     )
     repetition: tuple[int, int] | None = Field(
         None, description="[period, span]: end a rollout whose last span tokens repeat with a period of at most that."

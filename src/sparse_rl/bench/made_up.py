@@ -1,0 +1,110 @@
+"""A training run on random weights of a shape: made-up prompts, lengths drawn from a stated distribution, a reward of no meaning."""
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..config import merged_tables
+from ..data.examples import Example
+from ..errors import UserError
+from ..kernels.counter_rng import derive
+from ..models.load import DTYPES, load_model, load_tokenizer, place
+from ..plan.command import parse_size
+from ..plan.dimensions import HUB_SHAPES
+from ..rewards.pool import RewardPool
+from ..train.folder import RunFolder
+from ..train.loop import Given, Trainer
+from ..train.settings import Config
+from ..train.view import View
+from .shapes import SHAPES, random_model
+
+BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
+"""256 rollouts of up to 4,096 tokens, unless a recipe or flags say otherwise."""
+FIXED: dict[str, Any] = {
+    "reward": {"function": "sparse_rl.bench.reward:parity"},
+    "data": {"train": "arithmetic"},
+    "eval": {"problems": 0},
+    "log": {"rollouts_per_step": 0, "traces_per_step": 0},
+}
+SHORTEST = 8
+
+
+def made_up_config(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a recipe, with what a made-up run has of its own."""
+    return merged_tables(merged_tables(BASE, values), FIXED)
+
+
+class AnyIds:
+    """The embedded model's tokenizer for any vocabulary: an id stands for the one it leaves when divided by its size."""
+
+    def __init__(self) -> None:
+        self.tokenizer = load_tokenizer("tiny")
+
+    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        size = len(self.tokenizer)
+        return self.tokenizer.batch_decode(
+            [[int(token) % size for token in row] for row in rows], skip_special_tokens=skip_special_tokens
+        )
+
+
+def drawn_lengths(seeds: Sequence[int], longest: int) -> list[int]:
+    """Uniform from a sixteenth of the longest to all of it, by the rollout's seed: mean 53 %."""
+    low = max(1, min(SHORTEST, longest), longest // 16)
+    return [random.Random(derive(seed, 7)).randint(low, longest) for seed in seeds]
+
+
+def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> Given:
+    dtype, device = place(config.model.dtype, config.model.device)
+    path = HUB_SHAPES.get(config.model.path, config.model.path)
+    if path in SHAPES:
+        model = random_model(path, dtype=DTYPES[dtype], device=device, seed=config.seed)
+    else:
+        model = load_model(path, dtype=dtype, device=device, trust_remote_code=config.model.trust_remote_code)
+    model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = (
+        None  # every rollout runs to its limit
+    )
+    count = config.rollout.prompts_per_step
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab, (count, prompt_tokens), generator=torch.Generator().manual_seed(config.seed)).tolist()
+    longest = config.rollout.max_tokens
+    return Given(
+        model,
+        AnyIds(),
+        [Example(str(number), None, {}) for number in range(count)],
+        ids,
+        (lambda seeds: drawn_lengths(seeds, longest)) if uniform_lengths else None,
+    )
+
+
+@contextmanager
+def made_up_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[Trainer]:
+    """The trainer of a run in a folder that is deleted afterwards."""
+    with TemporaryDirectory() as folder, View(config, console) as view:
+        run = RunFolder(Path(folder) / "run")
+        workers = min(config.reward.workers, os.cpu_count() or 1)
+        function = config.reward.function_for(config.data.train)
+        with (
+            RewardPool(function, workers, config.reward.timeout_s) as pool,
+            run.opening(config, resume=False, overwrite=False),
+        ):
+            yield Trainer(config, run, view, pool, given=given(config, prompt_tokens, uniform_lengths=uniform_lengths))
+
+
+def cap_memory(size: str | None) -> None:
+    """Let this process have no more of the GPU than that."""
+    if size is None:
+        return
+    if not torch.cuda.is_available():
+        raise UserError("--memory-cap caps a GPU's memory, and there is none here: leave it out.")
+    _, total = torch.cuda.mem_get_info()
+    wanted = parse_size(size)
+    if wanted > total:
+        raise UserError(f"--memory-cap {size} is more than the GPU has, {total / 2**30:.1f} GiB: leave it out.")
+    torch.cuda.set_per_process_memory_fraction(wanted / total)

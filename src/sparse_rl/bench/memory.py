@@ -1,0 +1,115 @@
+"""`sparse-rl bench memory`: what `plan` predicts of each phase against what a GPU measures, on random weights."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import UserError
+from ..learner.fusion import fused_layers
+from ..learner.replay import forward, response_logprobs
+from ..plan.command import wide_console
+from ..plan.memory import response_lengths
+from ..train.loop import Trainer
+from ..train.rehearsal import longest_rollout
+from ..train.settings import Config
+from .made_up import cap_memory, made_up_trainer
+from .record import environment
+
+
+def bench(args: argparse.Namespace, config: Config) -> None:
+    if not torch.cuda.is_available():
+        raise UserError("bench memory measures a GPU and there is none here: sparse-rl plan computes the same without one.")
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+    cap_memory(args.memory_cap)
+    console = wide_console()
+    if config.model.dtype is None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    found = measure(config, console, args.prompt_tokens)
+    console.print(table(found))
+    if args.json:
+        record = environment("memory", torch.device("cuda")) | {
+            "memory_cap": args.memory_cap,
+            "prompt_tokens": args.prompt_tokens,
+            "config": config.model_dump(mode="json", by_alias=True),
+            **found,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, Any]:
+    """Peak bytes of each phase, measured and predicted. Responses run just past a compaction: the cache has its size anyway."""
+    rows: dict[str, dict[str, Any]] = {}
+    with made_up_trainer(config, console, prompt_tokens, uniform_lengths=False) as trainer:
+        plan = trainer.plan
+        assert plan is not None
+        predicted = {phase.name: phase.total for phase in plan.phases}
+        predicted["sampling"] = max(predicted["sampling"], predicted.pop("prefill"))  # measured together
+        for name, run in parts(trainer).items():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before, started = torch.cuda.memory_allocated(), time.perf_counter()
+            try:
+                run()
+                torch.cuda.synchronize()
+            except (torch.OutOfMemoryError, UserError) as error:  # the rehearsal says it in a sentence
+                rows[name] = {"out_of_memory": str(error).splitlines()[0]}
+                break
+            rows[name] = {
+                "before_bytes": before,
+                "peak_bytes": torch.cuda.max_memory_allocated(),
+                "reserved_bytes": torch.cuda.max_memory_reserved(),
+                "predicted_bytes": predicted.get(name),
+                "seconds": time.perf_counter() - started,
+            }
+        phases = {phase.name: phase.parts for phase in plan.phases}
+        return {"slots": trainer.engine.slots, "rows": rows, "predicted": phases, "needed_bytes": plan.needed_bytes}
+
+
+def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
+    """The phases in the order of a step, the update as its rehearsal does it."""
+    config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
+    prompt = trainer.longest_prompt
+    rollouts = [
+        longest_rollout(prompt, tokens, config, engine.limits.shape) for tokens in response_lengths(len(prompt), config)
+    ]
+    full = config.kv.capacity + 1 if engine.policy.evicts else config.kv.interval
+    tokens = min(config.rollout.max_tokens, max(config.kv.interval, full - len(prompt) + config.kv.interval))
+    sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
+
+    def sample() -> None:
+        per_prompt = config.rollout.samples_per_prompt
+        count = max(1, -(-engine.slots // per_prompt))
+        engine.generate(trainer.dealer.prompts[:count], per_prompt, sampling, record=False)
+
+    @torch.no_grad()
+    def old() -> None:
+        with fused_layers(model):
+            response_logprobs(model, forward(model, rollouts, "dense"))
+
+    def optimize() -> None:
+        for master in trainer.optimizer.masters:
+            master.grad = torch.zeros_like(master)
+        trainer.optimizer.update(0)
+
+    return {"sampling": sample, "old log-probs": old, "update": trainer.rehearse, "optimizer": optimize}
+
+
+def table(found: dict[str, Any]) -> Table:
+    made = Table(title=f"GiB by phase, {found['slots']} slots", title_justify="left")
+    for heading in ("phase", "before", "peak", "predicted", "off"):
+        made.add_column(heading, justify="left" if heading == "phase" else "right")
+    for name, row in found["rows"].items():
+        if "out_of_memory" in row:
+            made.add_row(name, "", "out of memory")
+            continue
+        peak, predicted = row["peak_bytes"], row["predicted_bytes"]
+        off = f"{predicted / peak - 1:+.1%}"
+        made.add_row(name, *(f"{each / 2**30:.2f}" for each in (row["before_bytes"], peak, predicted)), off)
+    return made

@@ -1,0 +1,113 @@
+"""`sparse-rl bench step`: whole training steps on random weights, by phase, with a sparse and with a dense sampler."""
+
+import argparse
+import gc
+import json
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import UserError
+from ..kv.policies import from_settings
+from ..models.load import place
+from ..plan.command import wide_console
+from ..train.memory import peak_metrics
+from ..train.settings import Config
+from .made_up import cap_memory, made_up_trainer
+from .record import environment
+
+PHASES = ("prefill", "decode", "compaction", "host", "grade", "old log-probs", "update", "sync")
+
+
+def bench(args: argparse.Namespace, config: Config) -> None:
+    if args.prompt_tokens < 1:
+        raise UserError(f"prompt-tokens = {args.prompt_tokens} must be at least 1.")
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+    from_settings(config.kv)
+    cap_memory(args.memory_cap)
+    console = wide_console()
+    methods = [args.method] if args.method else ["sparse_rl", "dense"]
+    dtype, device = place(config.model.dtype, config.model.device)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    steps = config.steps if args.steps else 1
+    rows = []
+    for method in methods:
+        arm = config.model_copy(update={"method": method})
+        rows.append({"method": method} | measure(arm, console, args.prompt_tokens, steps, args.lengths == "uniform"))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    console.print(table(rows))
+    if args.json:
+        record = environment("step", torch.device(device)) | {
+            "memory_cap": args.memory_cap,
+            "prompt_tokens": args.prompt_tokens,
+            "lengths": args.lengths,
+            "config": config.model_dump(mode="json", by_alias=True),
+            "arms": rows,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        console.print(f"Written to {args.json}.")
+
+
+def measure(config: Config, console: Console, prompt_tokens: int, steps: int, uniform: bool) -> dict[str, Any]:
+    """Seconds of each phase, step by step; `fits` is false where memory ran out."""
+    try:
+        with made_up_trainer(config, console, prompt_tokens, uniform_lengths=uniform) as trainer:
+            trainer.rehearse()
+            done = []
+            for number in range(steps):
+                metrics = trainer.step()
+                done.append(phases(metrics))
+                console.print(f"{config.method}, step {number + 1}: {done[-1]['step_s']:.1f} s")
+            device = trainer.actor.learner.device
+            return {
+                "fits": True,
+                "slots": trainer.engine.slots,
+                "steps": done,
+                **peak_metrics(trainer.plan, device),
+                "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
+            }
+    except UserError as error:
+        if "memory" not in str(error):
+            raise
+        return {"fits": False, "why": str(error), "steps": []}
+    except torch.OutOfMemoryError as error:
+        return {"fits": False, "why": str(error).splitlines()[0], "steps": []}
+
+
+def phases(metrics: dict[str, float]) -> dict[str, float]:
+    """Of one step; `host` is what sampling took beside the device's work, sync the rest of the learner."""
+    at = {name: metrics[f"perf/{name}_s"] for name in ("prefill", "decode", "compaction", "grade", "rollout", "learner")}
+    old, update = metrics["perf/old_logprobs_s"], metrics["perf/update_s"]
+    tokens = metrics["perf/rollout_tokens_per_s"] * at["rollout"]
+    return {
+        **{name: at[name] for name in ("prefill", "decode", "compaction")},
+        "host": max(0.0, at["rollout"] - at["prefill"] - at["decode"] - at["compaction"] - at["grade"]),
+        "grade": at["grade"],
+        "old log-probs": old,
+        "update": update,
+        "sync": max(0.0, at["learner"] - old - update),
+        "step_s": metrics["perf/step_s"],
+        "tokens": round(tokens),
+        "token_savings": metrics["kv/token_savings"],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(title="Seconds of the last step by phase; peak of torch's allocator against the plan", title_justify="left")
+    for heading in ("sampler", "slots", *PHASES, "step", "peak GiB", "planned"):
+        made.add_column(heading, justify="left" if heading == "sampler" else "right")
+    for row in rows:
+        if not row["fits"]:
+            made.add_row(row["method"], "does not fit")
+            continue
+        last = row["steps"][-1]
+        memory = [f"{row[key]:.2f}" if key in row else "" for key in ("memory/peak_gib", "memory/predicted_gib")]
+        made.add_row(
+            row["method"], str(row["slots"]), *(f"{last[name]:.2f}" for name in PHASES), f"{last['step_s']:.2f}", *memory
+        )
+    return made

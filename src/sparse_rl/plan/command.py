@@ -1,0 +1,187 @@
+"""`sparse-rl plan`: the plan as tables, and as JSON. Also the few lines that `train` prints before its first step."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import UserError
+from ..train.settings import Config
+from .dimensions import dimensions
+from .memory import CONTEXT_BYTES, GIB, Plan, auto_limit, gib, largest_budget, make_plan, most_slots, slot_bytes
+from .remedies import sentence
+from .roofline import GPU, GPUS, find_gpu, step_time
+
+UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
+PLAIN_WIDTH = 140
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `24GiB`, `24GB` or `24 GiB`."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
+    if not found or found[2].lower() not in UNITS:
+        raise UserError(f"{text!r} is not a size: write it with its unit, such as 24GiB or 24GB.")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def command(config: Config, *, gpu_memory: str | None, gpu_name: str | None, prompt_tokens: int, file: Path | None) -> None:
+    if prompt_tokens < 1:
+        raise UserError(f"prompt-tokens = {prompt_tokens} must be at least 1.")
+    if file and not file.parent.is_dir():
+        raise UserError(f"The folder of {file} does not exist: make it first.")
+    gpu = find_gpu(gpu_name) if gpu_name else GPUS["h200"]
+    total = parse_size(gpu_memory) if gpu_memory else gpu.memory_bytes
+    dims = dimensions(config.model.path)
+    if config.model.dtype is None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
+    console = wide_console()
+    console.print(headline(plan, total), soft_wrap=True, markup=False)
+    console.print(phase_table(plan))
+    console.print(fit_table(plan))
+    console.print(time_table(plan, gpu, assumed=gpu_name is None))
+    console.print(verdict(plan, total), soft_wrap=True, markup=False)
+    if file:
+        file.write_text(json.dumps(record(plan, gpu, total), indent=1) + "\n")
+
+
+def wide_console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def headline(plan: Plan, total: int) -> str:
+    config, dims = plan.config, plan.dims
+    how = f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "every weight trained"
+    return (
+        f"{config.model.path}: {dims.params / 1e9:.2f} billion parameters in {config.model.dtype}, {how}, optimizer state "
+        f"{config.optimizer.state}; method {config.method}, {plan.slots} slots, prompts of {plan.prompt_tokens} and responses of up to "
+        f"{config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens a micro-batch; {gib(total)} GiB. "
+        "All of it computed."
+    )
+
+
+def phase_table(plan: Plan) -> Table:
+    table = Table(title="GiB by phase of a step", title_justify="left")
+    table.add_column("")
+    names = list(dict.fromkeys(name for phase in plan.phases for name, count in phase.parts.items() if count))
+    for phase in plan.phases:
+        table.add_column(phase.name, justify="right", style="bold" if phase is plan.fullest else "")
+    for name in names:
+        table.add_row(name, *(gib(phase.parts[name]) if phase.parts.get(name) else "" for phase in plan.phases))
+    table.add_section()
+    table.add_row("all", *(gib(phase.total) for phase in plan.phases))
+    return table
+
+
+def arms(plan: Plan) -> list[tuple[str, Plan]]:
+    """The same run with a sparse and with a dense sampler, each with as many slots as it is given or as fit."""
+    config = plan.config
+    sparse = config if config.method != "dense" else config.model_copy(update={"method": "sparse_rl"})
+    dense = config.model_copy(update={"method": "dense"})
+    kv = config.kv
+    named = ((f"{kv.policy} {kv.budget}+{kv.interval}", sparse), ("dense", dense))
+    made = []
+    for name, each in named:
+        made.append((name, make_plan(each, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)))
+    return made
+
+
+def fit_table(plan: Plan) -> Table:
+    table = Table(title="What fits", title_justify="left")
+    for heading in (
+        "sampler",
+        "KV of a slot, MiB",
+        "slots that fit",
+        "slots",
+        "peak GiB",
+        "in",
+        "free GiB",
+        "largest budget at these slots",
+    ):
+        table.add_column(heading, justify="left" if heading in ("sampler", "in") else "right")
+    for name, arm in arms(plan):
+        longest = arm.prompt_tokens + arm.config.rollout.max_tokens
+        keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, longest, 4 if arm.config.model.dtype == "float32" else 2))
+        most = most_slots(arm.config, arm.dims, arm.memory_bytes, arm.prompt_tokens, 4 * auto_limit(arm.config))
+        budget = "" if name == "dense" else str(largest_budget(arm) or "none")
+        free = gib(arm.free_bytes) if arm.fits else f"lacks {gib(-arm.free_bytes)}"
+        table.add_row(
+            name, f"{keys / 2**20:,.1f}", str(most), str(arm.slots), gib(arm.peak_bytes), arm.fullest.name, free, budget
+        )
+    return table
+
+
+def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
+    speed = f"{gpu.name}{' (assumed: name yours with --gpu)' if assumed else ''}"
+    table = Table(title=f"Step time at best, computed for {speed}, every response of full length", title_justify="left")
+    for heading in (
+        "sampler",
+        "slots",
+        "decode step ms",
+        "decode tokens/s",
+        "prefill s",
+        "decode s",
+        "old log-probs s",
+        "update s",
+        "step s",
+    ):
+        table.add_column(heading, justify="left" if heading == "sampler" else "right")
+    for name, arm in arms(plan):
+        if not arm.fits:
+            table.add_row(name, "does not fit")
+            continue
+        at = step_time(arm, gpu)
+        seconds = (at.prefill_s, at.decode_s, at.old_s, at.update_s, at.total_s)
+        table.add_row(
+            name,
+            str(arm.slots),
+            f"{1e3 * at.decode_step_s:.2f}",
+            f"{at.tokens_per_s:,.0f}",
+            *(f"{each:,.1f}" for each in seconds),
+        )
+    return table
+
+
+def verdict(plan: Plan, total: int) -> str:
+    peak = f"the peak is {gib(plan.peak_bytes)} GiB, in {plan.fullest.name}"
+    if plan.fits:
+        return (
+            f"It fits: {peak}; with graphs, allocator and CUDA {gib(plan.needed_bytes + CONTEXT_BYTES)} of {gib(total)} GiB, "
+            f"{gib(plan.free_bytes)} GiB free."
+        )
+    lacks = f"with graphs, allocator and CUDA {gib(-plan.free_bytes)} GiB too much"
+    return f"It does not fit: {peak}, {lacks}; {sentence(plan)}."
+
+
+def compact(plan: Plan) -> list[str]:
+    """For the lines of a run."""
+    parts = ", ".join(f"{name} {gib(count)}" for name, count in plan.fullest.parts.items() if count >= GIB // 100)
+    slots = f"{plan.slots} slots{' (auto)' if plan.config.rollout.slots == 'auto' else ''}"
+    room = f" of {gib(plan.memory_bytes)}" if plan.memory_bytes else ""
+    return [
+        f"plan: {slots}, peak {gib(plan.peak_bytes)}{room} GiB in {plan.fullest.name} ({parts})",
+        "plan by phase, GiB: " + ", ".join(f"{phase.name} {gib(phase.total)}" for phase in plan.phases),
+    ]
+
+
+def record(plan: Plan, gpu: GPU, total: int) -> dict[str, Any]:
+    return {
+        "model": plan.config.model.path,
+        "params": plan.dims.params,
+        "gpu_memory_bytes": total,
+        "context_bytes": CONTEXT_BYTES,
+        "prompt_tokens": plan.prompt_tokens,
+        "slots": plan.slots,
+        "fits": plan.fits,
+        "peak_bytes": plan.peak_bytes,
+        "peak_phase": plan.fullest.name,
+        "needed_bytes": plan.needed_bytes,
+        "phases": {phase.name: phase.parts | {"all": phase.total} for phase in plan.phases},
+        "step_time_computed_s": {name: step_time(arm, gpu).total_s if arm.fits else None for name, arm in arms(plan)},
+        "gpu": gpu.name,
+        "config": plan.config.model_dump(mode="json", by_alias=True),
+    }

@@ -1,0 +1,165 @@
+"""The numbers of a model that memory and time depend on, from its config.json. No weights are looked at."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..bench.shapes import SHAPES
+from ..errors import UserError
+
+TINY = Path(__file__).parents[1] / "models" / "tiny"
+HUB_SHAPES = {f"Qwen/Qwen2.5-{size}{kind}": size for size in ("0.5B", "1.5B", "3B", "7B") for kind in ("", "-Instruct")}
+"""Hub ids whose shape ships with the package, so that they can be planned without the hub."""
+PLANNED = ("llama", "mistral", "qwen2", "qwen3")
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Of a decoder as Llama, Mistral, Qwen2 and Qwen3 are built."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    """Whether the head is the embedding."""
+    biases: tuple[str, ...] = ()
+    """The linear layers that have one."""
+    qk_norm: bool = False
+    context: int | None = None
+
+    @property
+    def q_width(self) -> int:
+        return self.q_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @cached_property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each linear layer of a block."""
+        return {
+            "q_proj": (self.hidden, self.q_width),
+            "k_proj": (self.hidden, self.kv_width),
+            "v_proj": (self.hidden, self.kv_width),
+            "o_proj": (self.q_width, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
+    def layer_params(self) -> int:
+        matrices = sum(inputs * outputs for inputs, outputs in self.linears.values())
+        biases = sum(self.linears[name][1] for name in self.biases)
+        return matrices + biases + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        tables = 1 if self.tied else 2
+        return self.layers * self.layer_params + tables * self.embedding_params + self.hidden
+
+    @property
+    def active_params(self) -> int:
+        """Those that a token is multiplied with: all but an embedding that is only looked up."""
+        return self.params - (0 if self.tied else self.embedding_params)
+
+    def adapted(self, targets: str) -> list[str]:
+        """The linear layers of a block that `model.lora.targets` names."""
+        if targets == "all-linear":
+            return list(self.linears)
+        names = {name.strip() for name in targets.split(",")}
+        return [name for name in self.linears if name in names]
+
+    def adapted_params(self, targets: str) -> int:
+        """Weights under adapters."""
+        return self.layers * sum(self.linears[name][0] * self.linears[name][1] for name in self.adapted(targets))
+
+    def adapter_params(self, targets: str, rank: int) -> int:
+        return self.layers * rank * sum(sum(self.linears[name]) for name in self.adapted(targets))
+
+
+def dimensions(path: str) -> Dimensions:
+    """Of a shape's name, a folder, `tiny` or a hub id."""
+    return from_config(read_config(path), path)
+
+
+def from_config(config: dict[str, Any], name: str) -> Dimensions:
+    kind = config.get("model_type") or "of no model_type"
+    if kind not in PLANNED:
+        raise UserError(
+            f"{name} is {kind}, whose layers the plan does not know: it counts {', '.join(PLANNED)}; train tries without a plan."
+        )
+    needed = NEEDED if kind == "llama" else (*NEEDED, "num_key_value_heads")
+    if missing := [key for key in needed if not config.get(key)]:
+        raise UserError(f"{name} cannot be planned: its config.json lacks {', '.join(missing)}.")
+    heads = config["num_attention_heads"]
+    if kind == "qwen2":
+        biases: tuple[str, ...] = ATTENTION[:3]
+    else:
+        biases = ATTENTION if config.get("attention_bias") and kind != "mistral" else ()
+    if kind == "llama" and config.get("mlp_bias"):
+        biases += MLP
+    return Dimensions(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        q_heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        biases=biases,
+        qk_norm=kind == "qwen3",
+        context=config.get("max_position_embeddings"),
+    )
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The config.json of a model, or what a shape's name stands for."""
+    folder = TINY if path == "tiny" and not Path(path).is_dir() else Path(path)
+    shape = path if path in SHAPES else HUB_SHAPES.get(path, "")
+    if shape in SHAPES and not folder.is_dir():
+        fields = dict(SHAPES[shape])
+        return {"model_type": str(fields.pop("architecture")).lower(), **fields}
+    file = folder / "config.json"
+    if not file.is_file():
+        if folder.is_dir():
+            raise UserError(f"The folder {path} cannot be planned: it lacks a config.json.")
+        file = _from_hub(path)
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}): mend it, or name another model.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not the config of a model: name a folder with one.")
+    return config
+
+
+def _from_hub(path: str) -> Path:
+    shapes = f"a shape ({', '.join(SHAPES)}), a folder, a hub id, tiny or a recipe"
+    if path.count("/") != 1 or path.startswith((".", "/")):
+        raise UserError(f"There is no model {path!r} to plan: name {shapes}.")
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+        return Path(cached if isinstance(cached, str) else hf_hub_download(path, "config.json"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
+        raise UserError(
+            f"{path} cannot be planned: its config.json is neither in the local cache nor to be had from the hub "
+            f"({type(error).__name__}); name {shapes}."
+        ) from error

@@ -1,0 +1,359 @@
+"""The bytes of a training run on a GPU, piece by piece and phase by phase. The peak is the fullest phase.
+
+Sizes of weights, optimizer and cache are exact; activations follow from what autograd keeps of a layer whose norms and MLP
+are compiled; the constants below are what was measured or read from the code, all in one place.
+"""
+
+# N tokens of a micro-batch, n response tokens of it, S slots; D hidden, F intermediate, V vocabulary are `dims`' own
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..data.settings import Data
+from ..kv.settings import KV
+from ..train.settings import SHADOW_METHODS, Config
+from .dimensions import Dimensions
+
+GIB = 2**30
+
+# Read from the code; tests/test_plan.py compares them with it.
+CHUNK_ELEMENTS = 2**26  # learner/logprobs.py: logits at a time where nothing is fused
+FUSED_CHUNK_ELEMENTS = 2**28  # and where a chunk is one kernel
+LARGE_VOCABULARY = 16384  # from which on it is one
+WORTH_COMPILING = 50_000_000  # learner/fusion.py: parameters from which on norms and MLPs are compiled
+PREFILL_TOKENS = 8192  # rollout/engine.py
+CHUNK_STEPS = 16  # rollout/engine.py, on a GPU: a dense slot has room to idle that long
+SCRATCH_SHARE, SCRATCH_FLOOR = 0.05, 16 * 2**20  # kv/cache.py
+QUERY_POLICIES = ("rkv", "snapkv", "tova")  # those with a ring of queries
+
+# To be measured; see docs/plan.md.
+PLAIN_CHUNK_BYTES = 28
+"""An element of a chunk of logits that is differentiated by autograd (float32 logits, log-probs, exponentials, gradients)."""
+FIRST_TOKEN_BYTES = 26
+"""A logit of a slot's first token, which is drawn in plain torch: half precision, three float32 and two float64 forms."""
+STEP_LOGIT_BYTES = 4
+"""A logit of a decode step: itself, and what the drawing kernel keeps."""
+MLP_BACKWARD = 4
+"""Tensors of [N, F] that the backward pass of an MLP holds beside what was kept: the product, its gradient, both factors'."""
+MLP_FORWARD = 3
+LORA_MLP_BYTES = 8
+"""Float32 forms of an [N, F] tensor that adapters, which compute in float32, hold for a moment."""
+STATE_8BIT_BYTES = 2.04
+"""Both moments of a weight: a byte each, and a float32 scale for 256 of them."""
+STEP_8BIT_BYTES = 12
+"""Of an element of the largest weight while it is updated: both moments and the step in float32."""
+BATCH_TENSORS = 12
+"""Float32 tensors of [rollouts, tokens] that an update reads."""
+CONTEXT_BYTES = int(0.55 * GIB)
+"""What CUDA and its libraries hold outside of torch's allocator."""
+RESERVED_SHARE = 0.03
+"""Of the peak: what the allocator holds and cannot use."""
+MAX_AUTO_SLOTS = 1024
+"""`rollout.slots = "auto"` stops here: matrix products are at full speed long before, and the host's work grows on."""
+CPU_SLOTS = 256
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run of `config` with `slots` on a GPU that leaves torch `memory_bytes`."""
+
+    config: Config
+    dims: Dimensions
+    prompt_tokens: int
+    slots: int
+    memory_bytes: int | None = None
+    phases: list[Phase] = field(default_factory=list)
+
+    @property
+    def fullest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What `torch.cuda.max_memory_allocated` should say."""
+        return self.fullest.total
+
+    @cached_property
+    def needed_bytes(self) -> int:
+        """What torch has to be able to reserve: the peak, the pool of the decode step's graphs, and what lies broken."""
+        outside = max(phase.total + (0 if phase.name == "sampling" else self.pool_bytes) for phase in self.phases)
+        return int(outside * (1 + RESERVED_SHARE))
+
+    @property
+    def pool_bytes(self) -> int:
+        return step_bytes(self.dims, self.slots, itemsize(self.config))
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes is None or self.needed_bytes <= self.memory_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return (self.memory_bytes or 0) - self.needed_bytes
+
+
+def make_plan(
+    config: Config, dims: Dimensions, *, memory_bytes: int | None = None, prompt_tokens: int = 256, slots: int | None = None
+) -> Plan:
+    """The plan of a run; where `rollout.slots` is auto, with as many slots as fit (one if none do)."""
+    wanted = slots if slots is not None else config.rollout.slots
+    if wanted == "auto":
+        wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or 1
+    phases = phases_of(config, dims, int(wanted), prompt_tokens)
+    return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases)
+
+
+def auto_limit(config: Config) -> int:
+    return min(MAX_AUTO_SLOTS, config.rollout.rollouts_per_step)
+
+
+def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, prompt_tokens: int, limit: int) -> int:
+    """The most slots that fit, up to `limit`; 0 if not even one does."""
+
+    def fit(slots: int) -> bool:
+        return make_plan(config, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots).fits
+
+    return largest(fit, limit)
+
+
+def largest(fits, limit: int) -> int:
+    """The largest number from 1 to `limit` that fits, 0 if none does; what fits at a number fits below it."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+# What is always there
+
+
+def itemsize(config: Config) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def resident(config: Config, dims: Dimensions) -> dict[str, int]:
+    """Weights, and what the optimizer keeps between steps."""
+    size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
+    parts = {"weights": dims.params * size}
+    moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
+    if lora.rank:
+        adapters = dims.adapter_params(lora.targets, lora.rank)
+        parts["adapters"] = 4 * adapters  # peft keeps them in float32: they are their own masters
+        parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merge else 0
+        trained = adapters
+    else:
+        parts["reference copy"] = dims.params * size if config.loss.kl_coef > 0 else 0
+        parts["float32 masters"] = 4 * dims.params if size < 4 and state != "offload" else 0
+        trained = dims.params
+    parts["optimizer moments"] = int(moment_bytes * trained)
+    return parts
+
+
+def gradient_bytes(config: Config, dims: Dimensions) -> int:
+    """Summed in float32 over an update's micro-batches; offloaded ones leave as they arrive, one weight at a time."""
+    lora = config.model.lora
+    trained = dims.adapter_params(lora.targets, lora.rank) if lora.rank else dims.params
+    if config.optimizer.state == "offload":
+        return 0 if lora.rank else itemsize(config) * dims.embedding_params
+    return 4 * trained
+
+
+def slot_bytes(dims: Dimensions, kv: KV, longest: int, size: int) -> tuple[int, int]:
+    """(keys and values, what lies beside them) of one slot, as `SlotCache` allocates them."""
+    dense = kv.policy == "full"
+    capacity = longest + CHUNK_STEPS if dense else kv.capacity
+    ring = 0 if dense or (kv.policy not in QUERY_POLICIES and "." not in kv.policy) else kv.window
+    positions = dims.layers * dims.kv_heads * capacity * 4
+    return (
+        2 * dims.layers * dims.kv_width * capacity * size,
+        positions + dims.layers * dims.q_width * ring * size,
+    )
+
+
+def cache_parts(config: Config, dims: Dimensions, slots: int, longest: int) -> dict[str, int]:
+    keys, beside = slot_bytes(dims, config.sampler_kv, longest, itemsize(config))
+    return {"KV cache": slots * keys, "positions, queries": slots * beside}
+
+
+# What a pass holds
+
+
+def fuses(dims: Dimensions) -> bool:
+    return dims.params >= WORTH_COMPILING
+
+
+def kept_per_token(config: Config, dims: Dimensions) -> int:
+    """Bytes of one layer that backward needs, a token."""
+    size, lora = itemsize(config), config.model.lora
+    adapted = dims.adapted(lora.targets) if lora.rank else []
+    widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
+    fused = fuses(dims)
+    # the norms: their inputs; where they are not compiled in float32, and normalised besides if their weight is trained
+    norm = size if fused else 4 if adapted else 4 + size
+    kept = 2 * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.qk_norm else 0)
+    # what the linear layers read: the norms' outputs, or copies of them
+    if adapted:
+        kept += widen * dims.hidden * sum(name in adapted for name in ("q_proj", "k_proj", "v_proj"))
+        kept += size * dims.hidden if fused else widen * (2 * dims.hidden + dims.intermediate)
+    else:
+        kept += 2 * dims.hidden * size
+    # attention: queries, keys, values, its output and a sum for each head; plain float32 repeats keys and copies outputs
+    kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
+    kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
+    # the MLP: gate and up; not compiled also the gate's activation, and the product where its layer is trained
+    kept += (2 if fused else 3 if adapted else 4) * dims.intermediate * size
+    return kept + 4 * lora.rank * len(adapted)
+
+
+def passing_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
+    """Bytes that the layer at work holds for a moment, a token."""
+    size = itemsize(config)
+    wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 else 0
+    return (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate * size + 4 * dims.hidden * size + wide
+
+
+def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> int:
+    """Of the chunk of logits at work, and in backward of the head's own gradient: summed in float32, a chunk's beside it."""
+    size = itemsize(config)
+    if dims.vocab >= LARGE_VOCABULARY:
+        chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * size * (2 if backward else 1)
+    else:
+        chunk = min(CHUNK_ELEMENTS, n * dims.vocab) * (size + (20 if backward else 12))
+    if backward and config.method == "smd":  # the distance of two distributions is differentiated by autograd
+        chunk = max(chunk, min(CHUNK_ELEMENTS, n * dims.vocab) * PLAIN_CHUNK_BYTES)
+    if backward and not config.model.lora.rank:
+        chunk += dims.embedding_params * (4 + size)
+    return chunk + n * dims.hidden * size * (2 if backward else 1)
+
+
+def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
+    """Of the fullest micro-batch: as many of the longest responses as fit, and one that takes what is left."""
+    longest = prompt_tokens + config.rollout.max_tokens
+    count, left = divmod(config.optimizer.tokens_per_microbatch, longest)
+    lengths = [config.rollout.max_tokens] * max(1, count)
+    if count and left > prompt_tokens:
+        lengths.append(left - prompt_tokens)
+    return lengths[: config.rollout.rollouts_per_step]
+
+
+def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[str, int]:
+    """Backward of the fullest micro-batch: in the head while all is kept, or in the last layer, whichever is more."""
+    size, checkpointed = itemsize(config), config.optimizer.gradient_checkpointing
+    lengths = response_lengths(prompt_tokens, config)
+    n = sum(lengths)
+    tokens = n + prompt_tokens * len(lengths)
+    shadow = config.method in SHADOW_METHODS
+    layer = kept_per_token(config, dims) * tokens
+    if shadow:  # FlexAttention pads to a power of two, and reads when each key was evicted
+        padded = 1 << max(7, (tokens - 1).bit_length())
+        layer += (padded - tokens) * 2 * (dims.q_width + dims.kv_width) * size
+    ends = 2 * dims.hidden * size * tokens
+    kept = (dims.hidden * size * tokens if checkpointed else layer) * dims.layers + ends
+    if config.method == "smd" and config.loss.smd.direction != "shadow_to_dense":
+        kept *= 2
+    evictions = 5 * dims.layers * dims.kv_heads * tokens * 4 if shadow else 0
+    in_head = kept, head_bytes(config, dims, n, backward=True)
+    head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
+    at_work = (layer if checkpointed else 0) + passing_per_token(config, dims, backward=True) * tokens
+    in_layer = kept + at_work, head_gradient
+    activations, logits = max(in_head, in_layer, key=sum)
+    batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
+    return {
+        "gradients": gradient_bytes(config, dims),
+        "activations": activations + evictions,
+        "logits chunk": logits,
+        "batch": batch,
+    }
+
+
+def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
+    """One decode step: its logits and the widest of its layers."""
+    return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.intermediate + 6 * dims.hidden) * size)
+
+
+# The phases of a step
+
+
+def phases_of(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> list[Phase]:
+    rollout, size = config.rollout, itemsize(config)
+    longest = prompt_tokens + rollout.max_tokens
+    always = resident(config, dims) | cache_parts(config, dims, slots, longest)
+    scratch = 0
+    if config.sampler_kv.policy != "full":
+        scratch = int(max(SCRATCH_SHARE * always["KV cache"], SCRATCH_FLOOR))
+    step = {"decode step": step_bytes(dims, slots, size)}
+    packed = min(max(PREFILL_TOKENS, prompt_tokens), rollout.prompts_per_step * prompt_tokens)
+    prefill = {
+        "prefill scratch": packed * passing_per_token(config, dims, backward=False),
+        "decode step": slots * dims.vocab * FIRST_TOKEN_BYTES,
+    }
+    lengths = response_lengths(prompt_tokens, config)
+    tokens = sum(lengths) + prompt_tokens * len(lengths)
+    old = {
+        "activations": tokens * passing_per_token(config, dims, backward=False),
+        "logits chunk": head_bytes(config, dims, sum(lengths), backward=False),
+    }
+    largest_weight = max(dims.embedding_params, dims.hidden * dims.intermediate)
+    lora = config.model.lora
+    if lora.rank:
+        largest_weight = lora.rank * max(dims.hidden, dims.intermediate)
+    optimizer = {
+        "gradients": gradient_bytes(config, dims),
+        "optimizer step": STEP_8BIT_BYTES * largest_weight if config.optimizer.state == "8bit" else 0,
+    }
+    phases = [
+        Phase("prefill", always | prefill),
+        Phase("sampling", always | step | {"compaction scratch": scratch}),
+        Phase("old log-probs", always | old),
+        Phase("update", always | update_parts(config, dims, prompt_tokens)),
+        Phase("optimizer", always | optimizer),
+    ]
+    if more := evaluation_bytes(config, dims, slots, longest):
+        phases.append(Phase("evaluation", always | prefill | {"evaluation cache": more}))
+    return phases
+
+
+def evaluation_bytes(config: Config, dims: Dimensions, slots: int, longest: int) -> int:
+    """Of the dense cache that held-out problems are sampled with beside the sampler's, where that is another."""
+    problems, wanted = config.eval.problems if _held_out(config.data) else 0, config.eval.slots
+    if not problems or (config.sampler_kv.policy == "full" and wanted == "auto"):
+        return 0
+    capacity = longest if config.sampler_kv.policy == "full" else config.sampler_kv.capacity
+    count = max(1, slots * capacity // longest) if wanted == "auto" else wanted
+    return min(count, problems) * sum(slot_bytes(dims, KV(policy="full"), longest, itemsize(config)))
+
+
+def _held_out(data: Data) -> bool:
+    return data.held_out is not None
+
+
+def largest_budget(plan: Plan) -> int:
+    """The largest `kv.budget` that fits with the plan's slots, 0 if none does."""
+    config, window = plan.config, plan.config.kv.window + plan.config.kv.sinks + 1
+
+    def fit(budget: int) -> bool:
+        kv = config.kv.model_copy(update={"budget": window + budget})
+        changed = config.model_copy(update={"kv": kv})
+        return make_plan(
+            changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens, slots=plan.slots
+        ).fits
+
+    found = largest(fit, plan.prompt_tokens + config.rollout.max_tokens)
+    return window + found if found else 0
+
+
+def gib(count: float) -> str:
+    digits = 2 if abs(count) < 10 * GIB else 1
+    return f"{math.floor(count / GIB * 10**digits + 0.5) / 10**digits:.{digits}f}"

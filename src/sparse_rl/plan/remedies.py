@@ -1,0 +1,98 @@
+"""What to change where a run does not fit: each remedy is checked with the plan before it is named."""
+
+from typing import Any
+
+from ..train.settings import Config
+from .memory import Plan, auto_limit, make_plan, most_slots
+
+NAMED = 4
+"""Remedies that are named, at most."""
+SURELY = 0.9
+"""Where memory ran out though it should have sufficed, a remedy has to bring the need down to this share."""
+
+Edit = tuple[str, dict[str, Any]]
+
+
+def remedies(plan: Plan, *, ran_out: bool = False) -> list[str]:
+    """Flags with which the run fits, each alone; if none does, several that do together; empty if nothing helps."""
+    limit = plan.memory_bytes
+    assert limit is not None
+    if ran_out:
+        limit = min(limit, int(SURELY * plan.needed_bytes))
+    edits = _edits(plan.config, plan.prompt_tokens)
+    found = []
+    fewer = _most_slots(plan.config, plan, limit)
+    if 0 < fewer < plan.slots:
+        found.append(f"--rollout.slots {fewer}")
+    for variants in edits:
+        found += [flags for flags, change in variants if _fits(_edited(plan.config, change), plan, limit)][:1]
+    return found[:NAMED] or _together(plan, edits, limit)
+
+
+def sentence(plan: Plan, *, ran_out: bool = False) -> str:
+    """`by the plan --rollout.slots 48 fits, or …`, or that nothing does."""
+    found = remedies(plan, ran_out=ran_out)
+    if not found:
+        return "by the plan no option makes it fit: take a smaller model or a larger GPU"
+    return f"by the plan it fits with {', or '.join(found)}"
+
+
+def _together(plan: Plan, edits: list[list[Edit]], limit: int) -> list[str]:
+    """The strongest of each kind, one after the other, until the run fits."""
+    config, flags = plan.config, []
+    for variants in edits:
+        flag, change = variants[-1]
+        flags.append(flag)
+        config = _edited(config, change)
+        if slots := _most_slots(config, plan, limit):
+            few = [f"--rollout.slots {slots}"] if slots < plan.slots and plan.config.rollout.slots != "auto" else []
+            return [" ".join([*flags, *few])]
+    return []
+
+
+def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
+    """Kinds of remedy, from what costs least to what costs most, each from mild to strong."""
+    optimizer, lora = config.optimizer, config.model.lora
+    found: list[list[Edit]] = []
+    if not optimizer.gradient_checkpointing:
+        found.append([("--optimizer.gradient-checkpointing true", {"optimizer": {"gradient_checkpointing": True}})])
+    longest, tokens, smaller = prompt_tokens + config.rollout.max_tokens, optimizer.tokens_per_microbatch, []
+    while tokens > longest:
+        tokens = max(longest, tokens // 2)
+        smaller.append((f"--optimizer.tokens-per-microbatch {tokens}", {"optimizer": {"tokens_per_microbatch": tokens}}))
+    if smaller:
+        found.append(smaller)
+    if lora.rank and lora.merge:
+        found.append([("--model.lora.merge false", {"model": {"lora": {"merge": False}}})])
+    states = {"fp32": ("8bit", "offload"), "8bit": ("offload",), "offload": ()}[optimizer.state]
+    if states:
+        found.append([(f"--optimizer.state {state}", {"optimizer": {"state": state}}) for state in states])
+    if not lora.rank:
+        merged = ("--model.lora.rank 16", {"model": {"lora": {"rank": 16}}})
+        apart = ("--model.lora.rank 16 --model.lora.merge false", {"model": {"lora": {"rank": 16, "merge": False}}})
+        found.append([merged, apart])
+    if config.rollout.max_tokens > 1024:
+        shorter = config.rollout.max_tokens // 2
+        found.append([(f"--rollout.max-tokens {shorter}", {"rollout": {"max_tokens": shorter}})])
+    return found
+
+
+def _edited(config: Config, change: dict[str, Any]) -> Config:
+    update: dict[str, Any] = {}
+    for name, values in change.items():
+        section = getattr(config, name)
+        inner = {
+            key: getattr(section, key).model_copy(update=value) if isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+        update[name] = section.model_copy(update=inner)
+    return config.model_copy(update=update)
+
+
+def _fits(config: Config, plan: Plan, limit: int) -> bool:
+    slots = None if plan.config.rollout.slots == "auto" else plan.slots
+    return make_plan(config, plan.dims, memory_bytes=limit, prompt_tokens=plan.prompt_tokens, slots=slots).fits
+
+
+def _most_slots(config: Config, plan: Plan, limit: int) -> int:
+    return most_slots(config, plan.dims, limit, plan.prompt_tokens, min(plan.slots, auto_limit(config)))

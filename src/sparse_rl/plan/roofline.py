@@ -1,0 +1,101 @@
+"""How long a step takes at best: matrix products, then bytes, at what a GPU does of its peak. Computed, never measured."""
+
+import difflib
+from dataclasses import dataclass
+
+from ..errors import UserError
+from .memory import GIB, Plan, itemsize, slot_bytes
+
+FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
+"""Of the peaks: what large products and plain reads reach on an H200 (780 of 989 TFLOP/s, 4.3 of 4.8 TB/s)."""
+LEARNER_MFU = 0.4
+"""Assumed, of the peak."""
+HOST_BYTES_PER_S = 20e9
+"""Assumed, to and from host memory, for an offloaded optimizer."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str
+    memory_bytes: int
+    flops: float
+    """Of dense bfloat16 products, peak."""
+    bandwidth: float
+    """Bytes a second, peak."""
+
+
+GPUS = {
+    gpu.name.lower(): gpu
+    for gpu in (
+        GPU("H200", 140 * GIB, 989e12, 4.8e12),
+        GPU("H100", 79 * GIB, 989e12, 3.35e12),
+        GPU("B200", 178 * GIB, 2250e12, 7.7e12),
+        GPU("A100", 79 * GIB, 312e12, 2.04e12),
+        GPU("L40S", 44 * GIB, 362e12, 0.864e12),
+        GPU("A6000", 47 * GIB, 155e12, 0.768e12),
+        GPU("RTX 5090", 31 * GIB, 209e12, 1.79e12),
+        GPU("RTX 4090", 23 * GIB, 165e12, 1.01e12),
+        GPU("RTX 3090", 23 * GIB, 71e12, 0.936e12),
+        GPU("A10", 22 * GIB, 125e12, 0.6e12),
+        GPU("L4", 22 * GIB, 121e12, 0.3e12),
+    )
+}
+
+
+def find_gpu(name: str) -> GPU:
+    """By its short name, or by one that contains it, as drivers say it (`NVIDIA H200`)."""
+    words = name.lower()
+    for key in sorted(GPUS, key=len, reverse=True):
+        if words == key or key in words.replace("geforce ", ""):
+            return GPUS[key]
+    close = difflib.get_close_matches(words, GPUS, n=1)
+    hint = f"did you mean {GPUS[close[0]].name}?" if close else f"known are {', '.join(gpu.name for gpu in GPUS.values())}."
+    raise UserError(f"The speed of a GPU {name!r} is not known: {hint}")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step in which every response has `max_tokens`, and tokens a second of its decode steps."""
+
+    decode_step_s: float
+    prefill_s: float
+    decode_s: float
+    old_s: float
+    update_s: float
+    tokens_per_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s + self.old_s + self.update_s
+
+
+def decode_step_s(plan: Plan, gpu: GPU) -> float:
+    """Products of all slots or one read of the weights, whichever is slower, then one read of the cache."""
+    config, dims, size = plan.config, plan.dims, itemsize(plan.config)
+    flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
+    weights = max(2 * dims.active_params * plan.slots / flops, dims.active_params * size / bandwidth)
+    kv = config.sampler_kv
+    longest = plan.prompt_tokens + config.rollout.max_tokens
+    keys, _ = slot_bytes(dims, kv, longest, size)
+    if kv.policy == "full":  # on the way from the prompt to the end it is half full
+        keys = 2 * dims.layers * dims.kv_width * size * (plan.prompt_tokens + config.rollout.max_tokens // 2)
+    return weights + plan.slots * keys / bandwidth
+
+
+def step_time(plan: Plan, gpu: GPU) -> StepTime:
+    config, dims = plan.config, plan.dims
+    rollout, optimizer = config.rollout, config.optimizer
+    step = decode_step_s(plan, gpu)
+    steps = -(-rollout.rollouts_per_step // plan.slots) * rollout.max_tokens
+    length = plan.prompt_tokens + rollout.max_tokens
+    tokens = rollout.rollouts_per_step * length
+    forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of the pairs
+    backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
+    passes = 1 + backward + (1 if optimizer.gradient_checkpointing else 0)
+    learner = gpu.flops * LEARNER_MFU
+    update = passes * forward / learner
+    if optimizer.state == "offload" and not config.model.lora.rank:
+        microbatches = -(-tokens // max(length, optimizer.tokens_per_microbatch))
+        update += (microbatches * 2 + 4 * optimizer.updates_per_step) * dims.params / HOST_BYTES_PER_S
+    prefill = 2 * dims.active_params * rollout.prompts_per_step * plan.prompt_tokens / (gpu.flops * FLOPS_SHARE)
+    return StepTime(step, prefill, steps * step, forward / learner, update, plan.slots / step)

@@ -1,0 +1,93 @@
+"""The plan of a run on its own GPU: how many slots, what is expected, and what to say when memory runs out."""
+
+import torch
+from torch import device as Device
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from ..plan import Plan, dimensions, make_plan
+from ..plan.dimensions import from_config
+from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, gib
+from ..plan.remedies import sentence
+from .settings import Config
+
+HOPEFUL_SLOTS = 64
+"""Where the plan says that nothing fits, or there is none: the rehearsal will tell."""
+
+
+def room_bytes(device: Device) -> int:
+    """What torch may hold on this GPU: what it has, what is free, and no more than the process is allowed."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+    return int(min(free + torch.cuda.memory_reserved(device), allowed))
+
+
+def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
+    """None on a CPU, and for a model that cannot be planned."""
+    if model.device.type != "cuda":
+        return None
+    try:
+        dims = from_config(model.config.get_text_config().to_dict(), config.model.path)
+    except UserError:
+        return None
+    return make_plan(config, dims, memory_bytes=room_bytes(model.device), prompt_tokens=prompt_tokens)
+
+
+def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
+    """`rollout.slots`; auto is as many as the plan fits on a GPU, and on a CPU, where more are not faster, 256."""
+    if config.rollout.slots != "auto":
+        return config.rollout.slots
+    if device.type != "cuda":
+        return min(CPU_SLOTS, config.rollout.rollouts_per_step)
+    slots = plan.slots if plan is not None and plan.fits else HOPEFUL_SLOTS
+    return min(slots, MAX_AUTO_SLOTS, config.rollout.rollouts_per_step)
+
+
+def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:
+    """The most bytes allocated so far, beside what was expected; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    metrics = {"memory/peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+    return metrics | ({"memory/predicted_gib": plan.peak_bytes / 2**30} if plan is not None else {})
+
+
+def compared(metrics: dict[str, float]) -> str:
+    peak, predicted = metrics["memory/peak_gib"], metrics["memory/predicted_gib"]
+    return f"memory: peak {peak:.2f} GiB, predicted {predicted:.2f} GiB ({predicted / peak - 1:+.0%})"
+
+
+def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
+    """What would fit, by the plan; without one what usually helps."""
+    plan = plan or _plan_by_name(config)
+    if plan is None:
+        return UserError(f"The GPU's memory does not hold a step of this run: try {', or '.join(_usual(config))}.")
+    return UserError(
+        f"The GPU's memory of {gib(plan.memory_bytes or 0)} GiB does not hold a step of this run, which takes "
+        f"{gib(plan.needed_bytes)} GiB or more: {sentence(plan, ran_out=True)}."
+    )
+
+
+def _plan_by_name(config: Config) -> Plan | None:
+    """For a run that did not come so far as to have one."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        device = Device(config.model.device or "cuda")
+        return make_plan(config, dimensions(config.model.path), memory_bytes=room_bytes(device))
+    except UserError:
+        return None
+
+
+def _usual(config: Config) -> list[str]:
+    optimizer = config.optimizer
+    found = []
+    if not optimizer.gradient_checkpointing:
+        found.append("--optimizer.gradient-checkpointing true")
+    if optimizer.tokens_per_microbatch > config.rollout.max_tokens:
+        half = max(config.rollout.max_tokens, optimizer.tokens_per_microbatch // 2)
+        found.append(f"--optimizer.tokens-per-microbatch {half}")
+    if optimizer.state == "fp32":
+        found.append("--optimizer.state offload")
+    if not config.model.lora.rank:
+        found.append("--model.lora.rank 16")
+    return [*found, "a smaller rollout.slots or max_tokens"]

@@ -1,0 +1,329 @@
+"""The plan: what it counts is what there is, more of anything takes more, and whoever it cannot help it tells why."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from runs import refused
+from sparse_rl.bench.shapes import SHAPES
+from sparse_rl.cli import build_parser, main
+from sparse_rl.config import from_flags, recipe, recipe_names
+from sparse_rl.errors import UserError
+from sparse_rl.kv import cache
+from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.settings import KV
+from sparse_rl.learner import fusion, logprobs
+from sparse_rl.models.actor import Actor
+from sparse_rl.models.settings import Lora
+from sparse_rl.plan import dimensions, make_plan, memory, remedies
+from sparse_rl.plan.command import parse_size
+from sparse_rl.plan.dimensions import from_config
+from sparse_rl.plan.roofline import GPUS, decode_step_s, find_gpu
+from sparse_rl.rollout import engine
+from sparse_rl.train.memory import compared, out_of_memory, slots_of
+from sparse_rl.train.settings import Config
+
+GIB = 2**30
+SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
+MODELS = {
+    "llama": LlamaConfig(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
+    "llama with biases": LlamaConfig(**SMALL, num_key_value_heads=3, attention_bias=True, mlp_bias=True, head_dim=16),
+    "qwen2": Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2 untied": Qwen2Config(**SMALL, num_key_value_heads=6, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=24, tie_word_embeddings=False),
+    "mistral": MistralConfig(**SMALL, num_key_value_heads=1, head_dim=12),
+}
+
+
+def on_meta(config, dtype=torch.bfloat16):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def planned(*flags, model="1.5B", memory_gib=24.0, **options):
+    args = build_parser().parse_args(["plan", model, *flags])
+    config = from_flags(args, Config, {"model": {"path": model, "dtype": "bfloat16"}})
+    return make_plan(config, dimensions(model), memory_bytes=int(memory_gib * GIB), **options)
+
+
+# What is counted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model(name):
+    config = MODELS[name]
+    dims = from_config(config.to_dict(), name)
+    model = on_meta(config)
+    assert dims.params == sum(weight.numel() for weight in model.parameters())
+    embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    assert dims.active_params == dims.params - embedding
+    adapted = Actor(model, Lora(rank=4, merge=False)).learner
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    assert dims.adapter_params("all-linear", 4) == sum(weight.numel() for weight in trained)
+    assert {weight.dtype for weight in trained} == {torch.float32}  # the plan gives adapters four bytes and no masters
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_of_named_shapes(shape):
+    fields = dict(SHAPES[shape])
+    kind = {"Llama": LlamaConfig, "Qwen2": Qwen2Config}[fields.pop("architecture")]
+    assert dimensions(shape).params == sum(weight.numel() for weight in on_meta(kind(**fields)).parameters())
+
+
+@pytest.mark.parametrize("policy", ["rkv", "streaming", "full"])
+def test_the_cache_is_what_is_allocated(policy):
+    dims = dimensions("tiny")
+    shape = cache.CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, torch.bfloat16, torch.device("cpu"))
+    kv = KV(policy=policy, budget=40, interval=8)
+    capacity = kv.capacity if policy != "full" else 100 + memory.CHUNK_STEPS
+    made = cache.SlotCache(shape, 3, capacity, kv.window if POLICIES[policy].uses_queries else 0)
+    keys, beside = memory.slot_bytes(dims, kv, 100, 2)
+    assert 3 * keys == made.kv_bytes
+    assert 3 * beside == made.side_bytes - made.lengths_S.nbytes
+
+
+def test_constants_are_those_of_the_code():
+    for name in ("CHUNK_ELEMENTS", "FUSED_CHUNK_ELEMENTS", "LARGE_VOCABULARY"):
+        assert getattr(memory, name) == getattr(logprobs, name)
+    assert memory.WORTH_COMPILING == fusion.WORTH_COMPILING
+    assert (memory.SCRATCH_SHARE, memory.SCRATCH_FLOOR) == (cache.SCRATCH_SHARE, cache.SCRATCH_FLOOR_BYTES)
+    assert engine.CHUNK["cuda"] == memory.CHUNK_STEPS
+    assert set(memory.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_activations_are_what_autograd_keeps(name, rank):
+    """Of layers that are not compiled, as a CPU runs them; a layer more keeps so much more."""
+    dims = from_config(MODELS[name].to_dict(), name)
+    config = Config(model={"dtype": "bfloat16", "lora": {"rank": rank}})
+    layers = [kept_bytes(MODELS[name], count, rank) for count in (2, 3)]
+    assert memory.kept_per_token(config, dims) == pytest.approx((layers[1] - layers[0]) / TOKENS, rel=0.1)
+
+
+TOKENS = 64
+
+
+def kept_bytes(config, layers, rank):
+    from sparse_rl.learner.replay import forward
+    from sparse_rl.rollout.rollout import Rollout
+
+    config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    model = Actor(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), Lora(rank=rank, merge=False)).learner
+    weights = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    seen = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor, lest its place is used again
+        return tensor
+
+    response = [token % 7 for token in range(TOKENS)]
+    rollout = Rollout([1], response, torch.zeros(TOKENS), "length", 0, 1.0, 0, None)
+    forward(model, [rollout], "dense")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward(model, [rollout], "dense")
+    return sum(count for count, _ in seen.values())
+
+
+# What follows from it
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        (["--rollout.slots", "8"], ["--rollout.slots", "9"]),
+        (["--kv.budget", "256"], ["--kv.budget", "257"]),
+        (["--rollout.max-tokens", "4096"], ["--rollout.max-tokens", "8192"]),
+        (["--optimizer.tokens-per-microbatch", "8192"], ["--optimizer.tokens-per-microbatch", "16384"]),
+        (["--optimizer.gradient-checkpointing"], []),
+        (["--optimizer.state", "offload"], ["--optimizer.state", "8bit"]),
+        (["--optimizer.state", "8bit"], ["--optimizer.state", "fp32"]),
+        (["--model.lora.rank", "16"], []),
+        (["--model.lora.rank", "16", "--model.lora.merge", "false"], ["--model.lora.rank", "16"]),
+        (["--model.dtype", "bfloat16", "--optimizer.state", "offload"], ["--model.dtype", "float32"]),
+        ([], ["--loss.kl-coef", "0.1"]),
+        (["--method", "sparse_rl"], ["--method", "dense"]),
+        (["--method", "sparse_rl"], ["--method", "smd"]),
+    ],
+    ids=str,
+)
+def test_more_takes_more(less, more):
+    slots = None if "--rollout.slots" in less else 64
+    small, large = (planned(*flags, memory_gib=500, slots=slots).needed_bytes for flags in (less, more))
+    assert small < large
+
+
+def test_auto_slots_are_as_many_as_fit_and_one_more_does_not():
+    flags = ["--optimizer.gradient-checkpointing", "--optimizer.state", "8bit", "--optimizer.tokens-per-microbatch", "4608"]
+    plan = planned(*flags)
+    assert plan.fits and 1 < plan.slots < 1024
+    assert not planned(*flags, slots=plan.slots + 1).fits
+    assert planned(*flags, memory_gib=500).slots == 1024  # all rollouts of the step, at most so many
+    assert planned(*flags, "--rollout.prompts-per-step", "2", memory_gib=500).slots == 16
+    assert planned(*flags, "--rollout.slots", "7").slots == 7
+    assert planned(*flags, "--method", "dense").slots < plan.slots / 4
+
+
+def test_slots_of_a_run():
+    config, cpu, cuda = Config(), torch.device("cpu"), torch.device("cuda")
+    assert slots_of(config, None, cpu) == 256
+    assert slots_of(Config(rollout={"slots": 700}), None, cpu) == 700
+    assert slots_of(Config(rollout={"prompts_per_step": 2}), None, cpu) == 16
+    fits = planned("--optimizer.gradient-checkpointing", "--model.lora.rank", "16")
+    assert fits.fits and slots_of(config, fits, cuda) == fits.slots
+    assert slots_of(config, planned(memory_gib=2), cuda) == slots_of(config, None, cuda) == 64
+
+
+@pytest.mark.parametrize("method", ["sparse_rl", "dense"])
+@pytest.mark.parametrize("slots", ["auto", "64"])
+def test_every_remedy_that_is_named_fits(method, slots):
+    flags = ["--method", method, "--rollout.slots", slots]
+    plan = planned(*flags)
+    assert not plan.fits
+    found = remedies(plan)
+    assert found
+    for remedy in found:
+        assert planned(*flags, *remedy.split()).fits, remedy
+
+
+def test_out_of_memory_says_what_would_fit():
+    flags = ["--optimizer.gradient-checkpointing", "--model.lora.rank", "16", "--rollout.slots", "1024"]
+    text = str(out_of_memory(Config(), planned(*flags)))
+    assert "24.0 GiB does not hold a step" in text and "--rollout.slots " in text
+    slots = text.split("--rollout.slots ")[1].split()[0].rstrip(",.")
+    assert planned(*flags[:-1], slots).fits
+    surprised = planned(*flags[:-1], "64")  # it should have fitted
+    assert surprised.fits
+    for remedy in remedies(surprised, ran_out=True):
+        assert planned(*flags[:-1], "64", *remedy.split()).needed_bytes <= 0.9 * surprised.needed_bytes
+    assert "a smaller model or a larger GPU" in str(out_of_memory(Config(), planned(memory_gib=1)))
+    assert "--optimizer.gradient-checkpointing true, or" in str(out_of_memory(Config()))  # without a plan
+
+
+def test_prediction_and_peak_are_put_side_by_side():
+    line = compared({"memory/peak_gib": 20.0, "memory/predicted_gib": 21.0})
+    assert line == "memory: peak 20.00 GiB, predicted 21.00 GiB (+5%)"
+
+
+def test_the_roofline_is_the_one_of_the_design():
+    """2.1 ms for 1.5B and 7.2 ms for 7B at 256 slots of 512 + 128 tokens on an H200; an embedding that is looked up is not read."""
+    for shape, milliseconds in (("1.5B", 2.1), ("7B", 7.2)):
+        plan = planned(model=shape, memory_gib=140, slots=256)
+        assert 1e3 * decode_step_s(plan, GPUS["h200"]) == pytest.approx(milliseconds, rel=0.06)
+    assert find_gpu("NVIDIA GeForce RTX 4090").name == "RTX 4090" and find_gpu("NVIDIA H200").name == "H200"
+
+
+# The recipes
+
+
+CARDS = [name for name in recipe_names() if name.endswith("-24gb")]
+
+
+def test_there_are_four_recipes_for_a_card_of_24_gb():
+    assert len(CARDS) == 4
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_recipes_for_24_gb_fit(name, capsys):
+    main(["plan", name, "--gpu-memory", "24GiB"])
+    out = capsys.readouterr().out
+    assert "It fits: " in out and "128 slots" in out
+    config = Config(**recipe(name))
+    assert config.kv.capacity == 640 and config.rollout.max_tokens == 4096
+    plan = make_plan(config, dimensions(config.model.path), memory_bytes=22 * GIB)
+    assert plan.fits and plan.slots >= 64  # the cap of the measured proof
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_recipes_for_24_gb_run_dry(name, capsys):
+    main(["train", name, "--dry-run", "--model.path", "tiny"])  # the model itself is on the hub
+    assert "first prompt, " in capsys.readouterr().out
+
+
+# The command
+
+
+def test_the_plan_comes_at_once_and_without_torch(tmp_path):
+    arguments = ["plan", "1.5B", "--gpu-memory", "24GiB", "--max-tokens", "8192", "--json", str(tmp_path / "plan.json")]
+    code = (
+        f"import sys; from sparse_rl.cli import main\nmain({arguments!r})\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - started < 3  # a second on an idle machine; this one may be busy
+    assert "It does not fit" in done.stdout and "--optimizer." in done.stdout and "dense" in done.stdout
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["config"]["rollout"]["max_tokens"] == 8192 and not written["fits"]
+    assert written["phases"]["update"]["weights"] == 2 * dimensions("1.5B").params
+
+
+def test_sizes_carry_their_unit():
+    assert parse_size("24GiB") == 24 * GIB and parse_size("24 gb") == 24 * 10**9 and parse_size("1.5GiB") == 3 * GIB // 2
+    for text in ("24", "24GiBs", "GiB", "-3GB"):
+        with pytest.raises(UserError, match="such as 24GiB"):
+            parse_size(text)
+
+
+def folder_with(tmp_path, **config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_an_unknown_model_is_told_what_it_lacks(tmp_path, capsys):
+    known = MODELS["qwen2"].to_dict()
+    lacking = {key: value for key, value in known.items() if key != "num_hidden_layers"}
+    path = folder_with(tmp_path, **lacking)
+    assert refused(capsys, "plan", path) == f"{path} cannot be planned: its config.json lacks num_hidden_layers."
+    folder_with(tmp_path, **(known | {"model_type": "mamba"}))
+    assert f"{path} is mamba, whose layers the plan does not know" in refused(capsys, "plan", path)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused(capsys, "plan", path)
+    (tmp_path / "config.json").unlink()
+    assert "lacks a config.json" in refused(capsys, "plan", path)
+    assert "There is no model 'nowhere' to plan: name a shape (" in refused(capsys, "plan", "nowhere")
+    assert "did you mean RTX 4090?" in refused(capsys, "plan", "tiny", "--gpu", "RTX 4091")
+    assert "There is no recipe 'nowhere.toml'" in refused(capsys, "plan", "nowhere.toml")
+    assert "unknown argument --kv.bugdet" in refused(capsys, "plan", "tiny", "--kv.bugdet", "3")
+
+
+def test_a_model_that_cannot_be_had_from_the_hub_is_named(monkeypatch, capsys):
+    import huggingface_hub
+
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    assert "nobody/nothing cannot be planned: its config.json is neither" in refused(capsys, "plan", "nobody/nothing")
+
+
+# The benchmarks beside it
+
+
+def test_bench_step_measures_every_phase(tmp_path, capsys):
+    target = tmp_path / "step.json"
+    main(["bench", "step", "tiny", "--rollout.prompts-per-step", "2", "--rollout.samples-per-prompt", "4",
+          "--rollout.max-tokens", "32", "--kv.budget", "20", "--kv.interval", "8", "--kv.window", "4",
+          "--prompt-tokens", "6", "--json", str(target)])  # fmt: skip
+    record = json.loads(target.read_text())
+    assert [arm["method"] for arm in record["arms"]] == ["sparse_rl", "dense"]
+    for arm in record["arms"]:
+        (step,) = arm["steps"]
+        phases = sum(step[name] for name in ("prefill", "decode", "compaction", "host", "grade"))
+        phases += step["old log-probs"] + step["update"] + step["sync"]
+        assert 0 < phases <= step["step_s"] and 8 * 2 <= step["tokens"] <= 8 * 32
+    assert record["arms"][0]["steps"][0]["tokens"] == record["arms"][1]["steps"][0]["tokens"]  # the same lengths
+
+
+def test_bench_memory_needs_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "sparse-rl plan computes the same" in refused(capsys, "bench", "memory", "0.5B")
+    assert "leave it out" in refused(capsys, "bench", "step", "0.5B", "--memory-cap", "22GiB")
