@@ -11,7 +11,7 @@ from rich.table import Table
 from ..errors import UserError
 from ..train.settings import Config
 from .dimensions import dimensions
-from .memory import CONTEXT_BYTES, GIB, Plan, auto_limit, gib, largest_budget, make_plan, most_slots, slot_bytes
+from .memory import CONTEXT_BYTES, GIB, Plan, auto_limit, gib, largest_budget, make_plan, most_slots, slot_bytes, update_parts
 from .remedies import sentence
 from .roofline import GPU, GPUS, find_gpu, step_time
 
@@ -41,6 +41,7 @@ def command(config: Config, *, gpu_memory: str | None, gpu_name: str | None, pro
     console = wide_console()
     console.print(headline(plan, total), soft_wrap=True, markup=False)
     console.print(phase_table(plan))
+    console.print(activations(plan), soft_wrap=True, markup=False)
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
     console.print(verdict(plan, total), soft_wrap=True, markup=False)
@@ -75,6 +76,17 @@ def phase_table(plan: Plan) -> Table:
     table.add_section()
     table.add_row("all", *(gib(phase.total) for phase in plan.phases))
     return table
+
+
+def activations(plan: Plan) -> str:
+    """With and without gradient checkpointing."""
+    config = plan.config
+    found = []
+    for enabled in (False, True):
+        optimizer = config.optimizer.model_copy(update={"gradient_checkpointing": enabled})
+        parts = update_parts(config.model_copy(update={"optimizer": optimizer}), plan.dims, plan.prompt_tokens)
+        found.append(gib(parts["activations"]))
+    return f"Activations of the fullest micro-batch: {found[0]} GiB, with optimizer.gradient_checkpointing {found[1]} GiB."
 
 
 def arms(plan: Plan) -> list[tuple[str, Plan]]:

@@ -34,8 +34,8 @@ FIRST_TOKEN_BYTES = 26
 """A logit of a slot's first token, which is drawn in plain torch: half precision, three float32 and two float64 forms."""
 STEP_LOGIT_BYTES = 4
 """A logit of a decode step: itself, and what the drawing kernel keeps."""
-MLP_BACKWARD = 4
-"""Tensors of [N, F] that the backward pass of an MLP holds beside what was kept: the product, its gradient, both factors'."""
+MLP_BACKWARD = 3
+"""Tensors of [N, F] that the backward pass of an MLP holds beside what was kept: gradients of the product and its factors."""
 MLP_FORWARD = 3
 LORA_MLP_BYTES = 8
 """Float32 forms of an [N, F] tensor that adapters, which compute in float32, hold for a moment."""
@@ -47,7 +47,7 @@ BATCH_TENSORS = 12
 """Float32 tensors of [rollouts, tokens] that an update reads."""
 CONTEXT_BYTES = int(0.55 * GIB)
 """What CUDA and its libraries hold outside of torch's allocator."""
-RESERVED_SHARE = 0.03
+RESERVED_SHARE = 0.05
 """Of the peak: what the allocator holds and cannot use."""
 MAX_AUTO_SLOTS = 1024
 """`rollout.slots = "auto"` stops here: matrix products are at full speed long before, and the host's work grows on."""
@@ -206,14 +206,14 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     # what the linear layers read: the norms' outputs, or copies of them
     if adapted:
         kept += widen * dims.hidden * sum(name in adapted for name in ("q_proj", "k_proj", "v_proj"))
-        kept += size * dims.hidden if fused else widen * (2 * dims.hidden + dims.intermediate)
+        kept += widen * ((1 if fused else 2) * dims.hidden + dims.intermediate)  # compiled, gate and up share theirs
     else:
         kept += 2 * dims.hidden * size
     # attention: queries, keys, values, its output and a sum for each head; plain float32 repeats keys and copies outputs
     kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
     kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
-    # the MLP: gate and up; not compiled also the gate's activation, and the product where its layer is trained
-    kept += (2 if fused else 3 if adapted else 4) * dims.intermediate * size
+    # the MLP: gate, up, and their product where its layer is trained; not compiled also the gate's activation
+    kept += (2 + (0 if adapted else 1) + (0 if fused else 1)) * dims.intermediate * size
     return kept + 4 * lora.rank * len(adapted)
 
 
