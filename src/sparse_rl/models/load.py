@@ -2,15 +2,18 @@
 
 import contextlib
 import difflib
+import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from ..errors import UserError
+from ..errors import UserError, notice
 
+DRIVER = Path("/proc/driver/nvidia/version")
 TINY = Path(__file__).parent / "tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,9 +40,35 @@ def load_model(
 
 
 def place(dtype: str | None, device: str | None) -> tuple[str, str]:
-    """(dtype, device), chosen for this machine where not named."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """(dtype, device), chosen for this machine where not named. Says in one line where a GPU cannot do what it should."""
+    device = device or ("cuda" if _cuda_works() else "cpu")
+    if dtype is None and device.startswith("cuda") and _cuda_works() and not _has_bfloat16():
+        notice(f"{torch.cuda.get_device_name()} has no bfloat16: the model runs in float32, twice as large and slower.")
+        dtype = "float32"
     return dtype or ("bfloat16" if device.startswith("cuda") else "float32"), device
+
+
+def _has_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+@cache
+def _cuda_works() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch warns of is said below
+        if torch.cuda.is_available():
+            return True
+    if DRIVER.exists():
+        try:
+            torch.cuda.init()
+            reason = "no device is visible"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+        notice(
+            f"There is an NVIDIA driver, but torch {torch.__version__} cannot use its GPU ({reason}): running on the CPU. "
+            "Install a driver and a torch that fit each other."
+        )
+    return False
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
