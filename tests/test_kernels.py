@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparse_rl.kernels.attention import decode_attention
+from sparse_rl.kernels.choose import fused_choose, fused_dropped
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
 from sparse_rl.kernels.gather import fused_keep
@@ -11,6 +12,8 @@ from sparse_rl.kernels.importance import decode_importance, fused_importance, wi
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
 from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
+from sparse_rl.kv.cache import _dropped
+from sparse_rl.kv.policies.base import ROUNDING, rank
 from sparse_rl.rollout.sampling import sample
 from sparse_rl.rollout.settings import Sampling
 
@@ -148,3 +151,31 @@ def test_what_is_kept_moves_to_the_front_in_place(dtype):
                 torch.testing.assert_close(now[row, head, :kept], then[row, head, order[number, head]], rtol=0, atol=0)
         untouched = [row for row in range(rows) if row not in chosen.tolist()]
         torch.testing.assert_close(now[untouched], then[untouched], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "near ties", "chain", "all equal", "negative"])
+@pytest.mark.parametrize(("scored", "window", "kept", "sinks"), [(50, 4, 20, 3), (130, 0, 64, 0), (9, 8, 12, 0)])
+def test_who_stays_is_who_the_sorts_would_keep(kind, scored, window, kept, sinks):
+    rows, heads = 3, 2
+    scores = torch.rand(rows, heads, scored, device=DEVICE)
+    if kind == "ties":
+        scores = (scores * 6).round()
+    elif kind == "near ties":
+        scores = (scores * 6).round() * (1 + 1e-6 * torch.rand_like(scores))
+    elif kind == "chain":  # each equals the next up to rounding, the first and the last do not
+        scores = 1 + 1e-6 * torch.arange(scored, device=DEVICE).expand_as(scores)
+    elif kind == "all equal":
+        scores = torch.full_like(scores, -0.5)
+    elif kind == "negative":
+        scores = scores.log()
+        scores[0, 0, ::3] = -torch.inf
+    protected = torch.tensor([0, 5, 1], device=DEVICE)
+    for protect in (None, protected):
+        forced = torch.arange(scored, device=DEVICE)[None] < (0 if protect is None else protect[:, None])
+        forced = forced | (torch.arange(scored, device=DEVICE) < sinks)
+        best = rank(scores.masked_fill(forced[:, None], torch.inf))[..., : kept - window].sort(dim=-1).values
+        last = torch.arange(scored, scored + window, device=DEVICE).expand(rows, heads, window)
+        chosen = fused_choose(scores, scored + window, kept, sinks, protect, ROUNDING)
+        assert torch.equal(chosen, torch.cat([best, last], dim=-1))
+        positions = torch.randint(1000, (rows, heads, scored + window), device=DEVICE).int()
+        assert torch.equal(fused_dropped(positions, chosen), _dropped(positions, chosen))

@@ -27,6 +27,12 @@ def derive(seed: int, *counters: int) -> int:
     return int(value)
 
 
+def derive_all(seed: int, first: int, second: int) -> list[int]:
+    """`derive(seed, i, j)` of all i below `first` and j below `second`, row by row."""
+    of_first = mix(torch.tensor(seed, dtype=torch.int64), torch.arange(first))
+    return mix(of_first[:, None], torch.arange(second)).flatten().tolist()
+
+
 def _splitmix(value: Tensor) -> Tensor:
     value = value + _GOLDEN
     value = (value ^ _logical_shift(value, 30)) * _MULTIPLY_1

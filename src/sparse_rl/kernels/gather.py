@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .jit import jit, next_power_of_2, tl, usable
@@ -14,10 +15,12 @@ def keep_in_place(keys_NHCD: Tensor, values_NHCD: Tensor, positions_NHC: Tensor,
     if usable(keys_NHCD.device):
         fused_keep(keys_NHCD, values_NHCD, positions_NHC, rows_R, kept_RHK)
         return
-    kept_RHK1 = kept_RHK[..., None]
-    for tensor in (keys_NHCD, values_NHCD):
-        tensor[rows_R, :, : kept_RHK.shape[2]] = tensor[rows_R].gather(2, kept_RHK1.expand(-1, -1, -1, tensor.shape[-1]))
-    positions_NHC[rows_R, :, : kept_RHK.shape[2]] = positions_NHC[rows_R].gather(2, kept_RHK)
+    heads, capacity = keys_NHCD.shape[1:3]
+    first_RH1 = ((rows_R[:, None] * heads + torch.arange(heads, device=rows_R.device)) * capacity)[..., None]
+    to = (first_RH1 + torch.arange(kept_RHK.shape[2], device=rows_R.device)).flatten()
+    source = (first_RH1 + kept_RHK).flatten()
+    for tensor in (keys_NHCD.flatten(0, 2), values_NHCD.flatten(0, 2), positions_NHC.flatten()):
+        tensor.index_copy_(0, to, tensor.index_select(0, source))
 
 
 def fused_keep(keys_NHCD: Tensor, values_NHCD: Tensor, positions_NHC: Tensor, rows_R: Tensor, kept_RHK: Tensor) -> None:

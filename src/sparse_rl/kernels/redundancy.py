@@ -82,8 +82,8 @@ def _similarities(
         other = tl.load(
             row + j[:, None] * token_stride + d[None, :], mask=(j < total)[:, None] & (d < DIM)[None, :], other=0.0
         )
-        wide = other.to(tl.float32)
-        scale = 1.0 / (tl.sqrt(tl.sum(wide * wide, axis=1)) + 1e-8)
+        other_wide = other.to(tl.float32)
+        scale = 1.0 / (tl.sqrt(tl.sum(other_wide * other_wide, axis=1)) + 1e-8)
         similar = product(mine, tl.trans(other), PRECISION) * my_scale[:, None] * scale[None, :]
         inside = (j < total)[None, :]
         similar = tl.where(inside & (i[:, None] != j[None, :]), similar, 0.0)

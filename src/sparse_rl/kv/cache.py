@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.choose import fused_dropped
 from ..kernels.counter_rng import mix
 from ..kernels.gather import keep_in_place
 from ..kernels.jit import usable
@@ -225,7 +226,7 @@ class SlotCache:
         seeds_n = torch.tensor(seeds, device=device)
         protected_n = None if protected is None else torch.tensor(protected, device=device)
         dropped = []
-        for layer_R, which_R in self._tiles(len(slots), held):
+        for layer_R, which_R in self._tiles(len(slots), held, values=policy.uses_values):
             slot_R = slots_n[which_R]
             keys_RHTD = self.keys_LSHCD[layer_R, slot_R, :, :held]
             values_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held] if policy.uses_values else None
@@ -236,7 +237,7 @@ class SlotCache:
                 keys_RHTD,
                 values_RHTD,
                 budget,
-                seeds=mix(seeds_n[which_R], self.first_layer + layer_R),
+                seeds=mix(seeds_n[which_R], self.first_layer + layer_R) if policy.uses_seeds else None,
                 positions=positions_RHT,
                 **more,
             )
@@ -246,20 +247,22 @@ class SlotCache:
         self.lengths_S[slots_n] = budget
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
-    def _tiles(self, slots: int, held: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tiles(self, slots: int, held: int, *, values: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """(layer, index of the slot) of each row, layer by layer, as many rows at a time as the scratch takes."""
-        rows = max(1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held)))
+        rows = max(
+            1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, values=values))
+        )
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots
 
-    def _row_scratch_bytes(self, held: int) -> int:
-        """What compacting one row takes beside the cache. With kernels: a copy of keys and values, and some ten numbers a
-        token to rank them. Without: what is kept of them, three float32 forms of the keys, and a tile of R-KV's
+    def _row_scratch_bytes(self, held: int, *, values: bool) -> int:
+        """What compacting one row takes beside the cache. With kernels: a copy of keys, of values where they are read,
+        and some ten numbers a token to rank them. Without: what is kept of them, three float32 forms of the keys, and a tile of R-KV's
         similarities with its comparisons, the hungriest of the policies."""
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
-            return self.shape.kv_heads * (2 * key_bytes + 80 * held)
+            return self.shape.kv_heads * ((1 + values) * key_bytes + 80 * held)
         float_bytes = held * self.shape.head_dim * 4
         similarity_bytes = min(held, TILE_ROWS) * held * 10
         return self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
@@ -291,6 +294,8 @@ def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:
 
 def _dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
     """The positions that are not kept, ascending, as int32 [B, H, T - K]."""
+    if usable(kept_BHK.device):
+        return fused_dropped(positions_BHT, kept_BHK)
     is_kept_BHT = torch.zeros(positions_BHT.shape, dtype=torch.uint8, device=kept_BHK.device).scatter_(2, kept_BHK, 1)
     order_BHT = is_kept_BHT.sort(dim=-1, stable=True).indices  # a mask would have to ask the device how many
     dropped = positions_BHT.shape[2] - kept_BHK.shape[2]

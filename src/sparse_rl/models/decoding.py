@@ -21,15 +21,30 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that read the same input, in the models that have them."""
 
 
-class SharedProduct(nn.Module):
-    """One projection's rows of the product that the whole group shares. Compilation finds the products equal and makes one."""
+class Product:
+    """One product for a group of projections, from the call of the first to that of the last."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, start: int, stop: int):
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
+        self.weight_OI, self.bias_O = weight_OI, bias_O
+        self.result: Tensor | None = None
+
+
+class SharedProjection(nn.Module):
+    """One projection's part of the group's product."""
+
+    def __init__(self, product: Product, start: int, stop: int):
         super().__init__()
-        self.fused_weight, self.fused_bias, self.start, self.stop = weight_OI, bias_O, start, stop
+        self.product, self.start, self.stop = product, start, stop
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.fused_weight, self.fused_bias)[..., self.start : self.stop]
+        product = self.product
+        if self.start == 0:
+            product.result = F.linear(hidden, product.weight_OI, product.bias_O)
+        assert product.result is not None, "the model calls its projections in another order"
+        mine = product.result[..., self.start : self.stop]
+        if self.stop == len(product.weight_OI):
+            product.result = None
+        return mine
 
 
 @torch.no_grad()
@@ -59,10 +74,10 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
             bias = _shared([linear.bias for linear in linears]) if linears[0].bias is not None else None
             if weight is None or (bias is None) != (linears[0].bias is None):
                 continue
-            start = 0
+            product, start = Product(weight, bias), 0
             for name, linear in zip(names, linears, strict=True):
                 replaced.append((parent, name, linear))
-                setattr(parent, name, SharedProduct(weight, bias, start, start + linear.out_features))
+                setattr(parent, name, SharedProjection(product, start, start + linear.out_features))
                 start += linear.out_features
         yield
     finally:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from ..kernels.counter_rng import derive
+from ..kernels.counter_rng import derive_all
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
 from ..kv.settings import KV
@@ -89,12 +90,13 @@ class Engine:
             raise UserError("The model's dtype or device changed since the engine was built: build a new Engine.")
         prompts = self._checked(prompts, samples, sampling, seeds, limits, allow_beyond_context)
         requests: list[Request] = []
+        if seeds is None:
+            seeds = derive_all(sampling.seed, len(prompts), samples)
         for group, prompt in enumerate(prompts):
-            for number in range(samples):
+            for _ in range(samples):
                 index = len(requests)
-                seed = seeds[index] if seeds is not None else derive(sampling.seed, group, number)
                 limit = sampling.max_tokens if limits is None else min(limits[index], sampling.max_tokens)
-                requests.append(Request(index, group, prompt, seed, limit))
+                requests.append(Request(index, group, prompt, seeds[index], limit))
         if not self.policy.evicts:
             self._grow(max(map(len, prompts)) + sampling.max_tokens + self.chunk)
         assert self.cache is not None
@@ -184,12 +186,13 @@ class Engine:
         limits, kv, tokens = self.limits, self.kv, len(prompt)
         if not tokens:
             raise UserError(f"Prompt {number} is empty: give it at least one token, such as the model's BOS.")
-        for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < limits.vocab:
-                raise UserError(
-                    f"Prompt {number} has token id {token}, outside the vocabulary of {limits.vocab}: "
-                    "encode it with this model's tokenizer."
-                )
+        ids = np.asarray(prompt)
+        if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= limits.vocab:
+            token = next(token for token in prompt if not isinstance(token, int) or not 0 <= token < limits.vocab)
+            raise UserError(
+                f"Prompt {number} has token id {token}, outside the vocabulary of {limits.vocab}: "
+                "encode it with this model's tokenizer."
+            )
         room = [(limits.sliding_window, "sliding attention window, beyond which its layers forget on their own,")]
         if not allow_beyond_context:
             room.append((limits.context, "context"))

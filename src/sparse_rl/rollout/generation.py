@@ -66,6 +66,7 @@ class Generation:
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
         self.stash: Stash | None = None
+        self.unsettled: list[tuple[list[tuple[Sequence, int]], Tensor]] = []
         self.new_tokens: dict[int, list[int]] = {}
         self.new_ends: list[int] = []
 
@@ -166,14 +167,15 @@ class Generation:
         )
         with self.clock.part("decode"):
             sampled = self.graphs.run(chunk, steps, self.sampling) if self.graphs else self._step_by_step(chunk, steps)
+        self._settle()
+        taken = []
         for sequence, row, logprob_row, stop_at in zip(active, *self._to_host(*sampled), strict=True):
-            dense = sequence.position
-            taken = self._take(sequence, row, logprob_row, stop_at)
-            self.stats.count_steps(taken=taken, held=sequence.held, dense=dense)
-            sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken)
+            taken.append(self._take(sequence, row, logprob_row, stop_at))
+            sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken[-1])
             sequence.held += steps
             sequence.entered += steps
-        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, sum(sequence.position for sequence in active))
+        self.stats.count_steps(np.array(taken), np.array(chunk.lengths), np.array(chunk.positions))
+        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, sum(chunk.positions) + steps * len(active))
         self.stats.steps += steps
         self.stats.slot_steps += steps * self.cache.slots
 
@@ -257,18 +259,19 @@ class Generation:
                 seeds=[sequence.request.seed for sequence in ripe],
                 protected=[len(sequence.request.prompt) for sequence in ripe] if self.kv.protect_prompt else None,
             )
-            dropped_LnHN = self._to_host_later(dropped_LnHN) if self.record else dropped_LnHN
-            for index, sequence in enumerate(ripe):
+            for sequence in ripe:
                 sequence.held = self.kv.budget
-                if self.record:
-                    sequence.trace.record(sequence.entered, dropped_LnHN[:, index])
+            if self.record:
+                self.unsettled.append(([(sequence, sequence.entered) for sequence in ripe], to_host_later(dropped_LnHN)))
             self.stats.compactions += len(ripe)
 
-    def _to_host_later(self, tensor: Tensor) -> Tensor:
-        """On its way to the host: complete when the device has been waited for, as it is at the end of every chunk."""
-        if tensor.device.type != "cuda":
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    def _settle(self) -> None:
+        """Write down what the last compactions dropped, now that the device has been waited for."""
+        for sequences, pinned_LnHN in self.unsettled:
+            dropped_LnHN = pinned_LnHN.clone()  # pinned memory goes back to be used again: it takes long to get
+            for index, (sequence, entered) in enumerate(sequences):
+                sequence.trace.record(entered, dropped_LnHN[:, index])
+        self.unsettled.clear()
 
     def _report(self) -> None:
         if self.progress is not None:
@@ -285,3 +288,8 @@ class Generation:
             parts.get(part, 0.0) for part in ("prefill", "decode", "compaction")
         )
         self.stats.seconds = self.clock.wall_s
+
+
+def to_host_later(tensor: Tensor) -> Tensor:
+    """On its way to the host: complete when the device has been waited for, as it is at the end of every chunk."""
+    return tensor.to("cpu", non_blocking=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass
 class Stats:
@@ -55,11 +57,12 @@ class Stats:
 
     _useful_steps: int = field(default=0, repr=False)
 
-    def count_steps(self, *, taken: int, held: int, dense: int) -> None:
-        """`taken` steps of a sequence that held `held` tokens before the first, where dense would have held `dense`."""
-        self._useful_steps += taken
-        self.kept_tokens += taken * held + taken * (taken + 1) // 2
-        self.dense_tokens += taken * dense + taken * (taken + 1) // 2
+    def count_steps(self, taken: np.ndarray, held: np.ndarray, dense: np.ndarray) -> None:
+        """`taken` steps of each sequence, which held `held` tokens before the first, where dense would have held `dense`."""
+        grown = taken * (taken + 1) // 2
+        self._useful_steps += int(taken.sum())
+        self.kept_tokens += int((taken * held + grown).sum())
+        self.dense_tokens += int((taken * dense + grown).sum())
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from typing import ClassVar
 import torch
 from torch import LongTensor, Tensor
 
+from ...kernels.choose import MOST, fused_choose
+from ...kernels.jit import usable
+
 ROUNDING = 2e-6  # relative: scores closer than this differ by the order of sums, not by what was summed
 
 
@@ -75,6 +78,8 @@ class Policy:
         competing = total - self.window
         scores_BHn = self.scores(queries, keys, values, seeds=seeds, positions=positions)
         scores_BHn = scores_BHn[..., :competing].float()
+        if usable(keys.device) and competing <= MOST:
+            return fused_choose(scores_BHn, total, budget, self.sinks, protected, ROUNDING)  # type: ignore[return-value]
         forced_Bn = index_T[None, :competing] < self.sinks
         if protected is not None:
             forced_Bn = forced_Bn | (index_T[None, :competing] < protected[:, None])

@@ -1,0 +1,114 @@
+"""Who stays: the best scores of each row, in time order, in one launch instead of three sorts; and who goes."""
+
+# B rows, H kv heads, n scored tokens, T tokens, K kept, P pairs of row and head
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .jit import jit, next_power_of_2, tl
+
+MOST = 8192
+"""Scored tokens that a program ranks by itself."""
+
+
+def fused_choose(
+    scores_BHn: Tensor, total: int, budget: int, sinks: int, protected_B: Tensor | None, rounding: float
+) -> Tensor:
+    """Indices [B, H, budget], ascending, as `Policy.select` keeps them: the first `sinks` and `protected`, the tokens after
+    the scored ones, and the best of the rest.
+
+    The score at the cut is found bit by bit. Scores that equal it up to rounding, and those that equal them, are ties: of
+    those the lower positions stay.
+    """
+    rows, heads, scored = scores_BHn.shape
+    scores = scores_BHn.contiguous()
+    kept = torch.empty(rows, heads, budget, dtype=torch.int64, device=scores.device)
+    _choose[(rows * heads,)](
+        *(scores, scores if protected_B is None else protected_B, kept, heads, scored, total, budget, sinks, rounding),
+        PROTECTED=protected_B is not None,
+        PAD=next_power_of_2(scored),
+        num_warps=4,
+    )
+    return kept
+
+
+def fused_dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
+    """The positions that are not kept, ascending, as int32 [B, H, T - K]."""
+    rows, heads, total = positions_BHT.shape
+    count = kept_BHK.shape[2]
+    positions, kept = positions_BHT.contiguous(), kept_BHK.contiguous()
+    gone = torch.empty(rows, heads, total - count, dtype=torch.int32, device=positions.device)
+    _dropped[(rows * heads, -(-total // 64))](positions, kept, gone, total, count, BLOCK=64, num_warps=4)
+    return gone
+
+
+@jit
+def _ordered(scores):
+    """Floats as integers that sort alike."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000
+
+
+@jit
+def _choose(
+    scores_ptr, protected_ptr, kept_ptr, heads, scored, total, budget, sinks, rounding,
+    PROTECTED: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    real = i < scored
+    scores = tl.load(scores_ptr + pair * scored + i, mask=real, other=float("-inf"))
+    scores = tl.maximum(scores, -3.4028234663852886e38)
+    stays = i < sinks
+    if PROTECTED:
+        stays = stays | (i < tl.load(protected_ptr + pair // heads))
+    scores = tl.where(stays & real, float("inf"), scores)
+    ordered = tl.where(real, _ordered(scores), -1)
+    places = budget - (total - scored)
+
+    cut = tl.zeros([], tl.int64)  # the largest value that at least `places` scores reach
+    bit = tl.full([], 0x80000000, tl.int64)
+    for _ in range(32):
+        tried = cut | bit
+        cut = tl.where(tl.sum((ordered >= tried).to(tl.int32), axis=0) >= places, tried, cut)
+        bit = bit >> 1
+    at_cut = tl.min(tl.where(real & (ordered == cut), scores, float("inf")), axis=0)
+
+    highest = at_cut
+    above = tl.min(tl.where(real & (scores > highest), scores, float("inf")), axis=0)
+    while (above < float("inf")) & (above - highest <= rounding * tl.abs(highest)):
+        highest = above
+        above = tl.min(tl.where(real & (scores > highest), scores, float("inf")), axis=0)
+    lowest = at_cut
+    below = tl.max(tl.where(real & (scores < lowest), scores, float("-inf")), axis=0)
+    while (below > float("-inf")) & (lowest - below <= rounding * tl.abs(below)):
+        lowest = below
+        below = tl.max(tl.where(real & (scores < lowest), scores, float("-inf")), axis=0)
+
+    better = real & (scores > highest)
+    tied = real & (scores >= lowest) & (scores <= highest)
+    left = places - tl.sum(better.to(tl.int32), axis=0)
+    keep = better | (tied & (tl.cumsum(tied.to(tl.int32), axis=0) <= left))
+    place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
+    row = kept_ptr + pair * budget
+    tl.store(row + place, i.to(tl.int64), mask=keep)
+    last = scored + i  # the window
+    for start in range(0, total - scored, PAD):
+        tl.store(row + places + start + i, (last + start).to(tl.int64), mask=last + start < total)
+
+
+@jit
+def _dropped(positions_ptr, kept_ptr, gone_ptr, total, count, BLOCK: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    stays = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        kept = tl.load(kept_ptr + pair * count + k, mask=k < count, other=0x7FFFFFFF)
+        before += tl.sum((kept[:, None] < t[None, :]).to(tl.int32), axis=0)
+        stays += tl.sum((kept[:, None] == t[None, :]).to(tl.int32), axis=0)
+    positions = tl.load(positions_ptr + pair * total + t, mask=t < total, other=0)
+    tl.store(gone_ptr + pair * (total - count) + t - before, positions, mask=(t < total) & (stays == 0))
