@@ -74,8 +74,8 @@ def test_progress_tells_of_every_token_and_every_end(model):
     def progress(state):
         calls.append((state.finished, state.tokens))
         ended.extend(state.ended)
-        for index, tokens in state.new.items():
-            seen.setdefault(index, []).extend(tokens)
+        for index, pieces in state.new.items():
+            seen.setdefault(index, []).extend(token for piece in pieces for token in piece.tolist())
 
     rollouts = Engine(model, SMALL, slots=2).generate(
         [[5, 6], [7]], samples=3, sampling=Sampling(max_tokens=30), progress=progress

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_rl.kv.policies import get
 from sparse_rl.kernels.importance import decode_importance
 from sparse_rl.kernels.redundancy import redundancy
+from sparse_rl.kv.policies import get
 from sparse_rl.kv.policies.pooling import pool
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"

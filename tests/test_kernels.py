@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from sparse_rl.kernels.attention import decode_attention
-from sparse_rl.kernels.choose import fused_choose, fused_dropped
+from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
 from sparse_rl.kernels.gather import fused_keep
 from sparse_rl.kernels.importance import decode_importance, fused_importance, window_logits
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
+from sparse_rl.kernels.rows import Rows
 from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
 from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
@@ -122,7 +123,7 @@ def test_logits_that_are_not_numbers_show_in_the_log_prob():
 def test_redundancy_without_the_matrix(total, dim, threshold, dtype):
     keys = torch.randn(2, 3, total, dim, device=DEVICE).to(dtype)
     keys[0, 0, total // 2] = keys[0, 0, 1]  # one that repeats
-    torch.testing.assert_close(fused_sums(keys, threshold), tiled_sums(keys, threshold), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(fused_sums(Rows.of(keys), threshold), tiled_sums(keys, threshold), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +133,10 @@ def test_importance_in_one_launch(q_heads, kv_heads, window, dim, dtype):
     keys = torch.randn(2, kv_heads, 100, dim, device=DEVICE).to(dtype)
     logits = window_logits(queries, keys[:, :, : 100 - window]).amax(dim=2)
     expected = logits.softmax(dim=-1).mean(dim=-2)
-    torch.testing.assert_close(fused_importance(queries, keys), expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(fused_importance(queries, Rows.of(keys)), expected, atol=1e-6, rtol=1e-4)
+    some = torch.tensor([1, 0], device=DEVICE)
+    swapped = fused_importance(queries[some].contiguous(), Rows(keys, some, 100))
+    torch.testing.assert_close(swapped, expected[some], atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(decode_importance(queries, keys), expected, atol=1e-6, rtol=1e-4)
 
 
@@ -178,4 +182,5 @@ def test_who_stays_is_who_the_sorts_would_keep(kind, scored, window, kept, sinks
         chosen = fused_choose(scores, scored + window, kept, sinks, protect, ROUNDING)
         assert torch.equal(chosen, torch.cat([best, last], dim=-1))
         positions = torch.randint(1000, (rows, heads, scored + window), device=DEVICE).int()
-        assert torch.equal(fused_dropped(positions, chosen), _dropped(positions, chosen))
+        gone = torch.ones_like(positions, dtype=torch.bool).scatter_(2, chosen, False)
+        assert torch.equal(_dropped(positions, chosen).flatten(), positions[gone])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sparse_rl import UserError
-from sparse_rl.kv.policies import POLICIES, Policy, get
 from sparse_rl.kernels.redundancy import redundancy
+from sparse_rl.kv.policies import POLICIES, Policy, get
 from sparse_rl.testing import check_policy
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"

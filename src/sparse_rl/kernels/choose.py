@@ -1,6 +1,6 @@
-"""Who stays: the best scores of each row, in time order, in one launch instead of three sorts; and who goes."""
+"""Who stays: the best scores of each row, in time order, in one launch instead of three sorts."""
 
-# B rows, H kv heads, n scored tokens, T tokens, K kept, P pairs of row and head
+# B rows, H kv heads, n scored tokens
 
 from __future__ import annotations
 
@@ -32,16 +32,6 @@ def fused_choose(
         num_warps=4,
     )
     return kept
-
-
-def fused_dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
-    """The positions that are not kept, ascending, as int32 [B, H, T - K]."""
-    rows, heads, total = positions_BHT.shape
-    count = kept_BHK.shape[2]
-    positions, kept = positions_BHT.contiguous(), kept_BHK.contiguous()
-    gone = torch.empty(rows, heads, total - count, dtype=torch.int32, device=positions.device)
-    _dropped[(rows * heads, -(-total // 64))](positions, kept, gone, total, count, BLOCK=64, num_warps=4)
-    return gone
 
 
 @jit
@@ -97,18 +87,3 @@ def _choose(
     last = scored + i  # the window
     for start in range(0, total - scored, PAD):
         tl.store(row + places + start + i, (last + start).to(tl.int64), mask=last + start < total)
-
-
-@jit
-def _dropped(positions_ptr, kept_ptr, gone_ptr, total, count, BLOCK: tl.constexpr):
-    pair = tl.program_id(0).to(tl.int64)
-    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    before = tl.zeros([BLOCK], tl.int32)
-    stays = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        kept = tl.load(kept_ptr + pair * count + k, mask=k < count, other=0x7FFFFFFF)
-        before += tl.sum((kept[:, None] < t[None, :]).to(tl.int32), axis=0)
-        stays += tl.sum((kept[:, None] == t[None, :]).to(tl.int32), axis=0)
-    positions = tl.load(positions_ptr + pair * total + t, mask=t < total, other=0)
-    tl.store(gone_ptr + pair * (total - count) + t - before, positions, mask=(t < total) & (stays == 0))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .jit import jit, next_power_of_2, precision, product, tl, usable
+from .rows import Rows
 
 
 def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
@@ -27,29 +28,29 @@ def causal_window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
     return logits_BHGWT.masked_fill(key_T > query_W[:, None], -torch.inf)
 
 
-def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
+def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor | Rows) -> Tensor:
     """R-KV's attention score before pooling, [B, H, T - W].
 
     Maximum of the logits over the group, softmax over the keys before the window, mean over the window's queries.
     """
     if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
-        return fused_importance(queries_BQWD, keys_BHTD)
+        return fused_importance(queries_BQWD, keys_BHTD if isinstance(keys_BHTD, Rows) else Rows.of(keys_BHTD))
+    keys_BHTD = keys_BHTD.take() if isinstance(keys_BHTD, Rows) else keys_BHTD
     window = queries_BQWD.shape[2]
     logits_BHWn = window_logits(queries_BQWD, keys_BHTD[:, :, : keys_BHTD.shape[2] - window]).amax(dim=2)
     return logits_BHWn.softmax(dim=-1).mean(dim=-2)
 
 
-def fused_importance(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
+def fused_importance(queries_BQWD: Tensor, keys: Rows) -> Tensor:
     """The same in one launch, reading a row's keys twice."""
     rows, q_heads, window, dim = queries_BQWD.shape
-    heads, scored = keys_BHTD.shape[1], keys_BHTD.shape[2] - window
-    keys = keys_BHTD if keys_BHTD.stride(-1) == 1 else keys_BHTD.contiguous()
+    heads, scored = keys.shape[1], keys.held - window
     queries = queries_BQWD.contiguous()
     out = torch.empty(rows, heads, scored, dtype=torch.float32, device=keys.device)
     group_pad, window_pad = next_power_of_2(q_heads // heads), next_power_of_2(window)
     group_pad = max(group_pad, 16 // window_pad)
     _importance[(rows * heads,)](
-        *(queries, keys, keys.stride(0), keys.stride(1), keys.stride(2), heads, scored, 1 / dim**0.5, out),
+        *(queries, keys.stored_NHCD, keys.rows_R, *keys.strides, heads, scored, 1 / dim**0.5, out),
         GROUP=q_heads // heads,
         GROUP_PAD=group_pad,
         WINDOW=window,
@@ -57,7 +58,7 @@ def fused_importance(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
         DIM=dim,
         DIM_PAD=max(16, next_power_of_2(dim)),
         BLOCK=max(16, min(64, 8192 // (group_pad * window_pad))),
-        PRECISION=precision(keys),
+        PRECISION=precision(keys.stored_NHCD),
         num_warps=4,
     )
     return out
@@ -81,7 +82,7 @@ def _window_block(
 
 @jit
 def _importance(
-    queries_ptr, keys_ptr, row_stride, head_stride, token_stride, heads, scored, scale, out_ptr,
+    queries_ptr, keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, scored, scale, out_ptr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +92,7 @@ def _importance(
     places = ((pair * GROUP + g)[:, None] * WINDOW + w[:, None]) * DIM + d[None, :]
     real = ((w < WINDOW) & (g < GROUP))[:, None] & (d < DIM)[None, :]
     query = tl.load(queries_ptr + places, mask=real, other=0.0)
-    row = keys_ptr + (pair // heads) * row_stride + (pair % heads) * head_stride
+    row = keys_ptr + tl.load(rows_ptr + pair // heads) * row_stride + (pair % heads) * head_stride
     top = tl.full([WINDOW_PAD], float("-inf"), tl.float32)
     total = tl.zeros([WINDOW_PAD], tl.float32)
     for start in range(0, scored, BLOCK):

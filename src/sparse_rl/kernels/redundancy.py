@@ -8,18 +8,23 @@ import torch
 from torch import Tensor
 
 from .jit import jit, next_power_of_2, precision, product, tl, usable
+from .rows import Rows
 
 TILE_ROWS = 256  # of the similarity matrix, in the reference
 
 
-def redundancy(keys_BHTD: Tensor, threshold: float) -> Tensor:
+def redundancy(keys_BHTD: Tensor | Rows, threshold: float) -> Tensor:
     """Softmax over the T keys of each key's mean cosine similarity to all keys, [B, H, T].
 
     In each row of the similarity matrix the diagonal counts 0, and so does the LAST column above the threshold
     (column 0 if there is none): of several similar keys the newest is not held to be redundant.
     """
-    sums = fused_sums if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64 else tiled_sums
-    return (sums(keys_BHTD, threshold) / keys_BHTD.shape[2]).softmax(dim=-1)
+    if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
+        rows = keys_BHTD if isinstance(keys_BHTD, Rows) else Rows.of(keys_BHTD)
+        sums_BHT = fused_sums(rows, threshold)
+    else:
+        sums_BHT = tiled_sums(keys_BHTD.take() if isinstance(keys_BHTD, Rows) else keys_BHTD, threshold)
+    return (sums_BHT / keys_BHTD.shape[2]).softmax(dim=-1)
 
 
 def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
@@ -42,20 +47,19 @@ def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
     return sums_BHT
 
 
-def fused_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
+def fused_sums(keys: Rows, threshold: float) -> Tensor:
     """The same in two launches. The matrix is symmetric: a row's sum is its column's, less the entries set to 0."""
-    rows, heads, total, dim = keys_BHTD.shape
-    keys = keys_BHTD if keys_BHTD.stride(-1) == 1 else keys_BHTD.contiguous()
+    rows, heads, total, dim = keys.shape
     sums = torch.empty(rows, heads, total, dtype=torch.float32, device=keys.device)
     zeroed, amounts, result = torch.empty_like(sums, dtype=torch.int32), torch.empty_like(sums), torch.empty_like(sums)
     block = 128 if dim <= 128 and keys.dtype != torch.float32 else 32
     _similarities[(rows * heads, -(-total // block))](
-        *(keys, keys.stride(0), keys.stride(1), keys.stride(2), heads, total, threshold, sums, zeroed, amounts),
+        *(keys.stored_NHCD, keys.rows_R, *keys.strides, heads, total, threshold, sums, zeroed, amounts),
         DIM=dim,
         DIM_PAD=max(16, next_power_of_2(dim)),
         ROWS=block,
         COLUMNS=64 if block == 128 else block,
-        PRECISION=precision(keys),
+        PRECISION=precision(keys.stored_NHCD),
         num_warps=8 if block == 128 else 4,
     )
     _subtract[(rows * heads, -(-total // 64))](sums, zeroed, amounts, result, total, BLOCK=64, num_warps=4)
@@ -64,40 +68,39 @@ def fused_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
 
 @jit
 def _similarities(
-    keys_ptr, row_stride, head_stride, token_stride, heads, total, threshold, sums_ptr, zeroed_ptr, amounts_ptr,
+    keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, total, threshold, sums_ptr, zeroed_ptr, amounts_ptr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
-    i, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
-    row = keys_ptr + (pair // heads) * row_stride + (pair % heads) * head_stride
-    mine = tl.load(row + i[:, None] * token_stride + d[None, :], mask=(i < total)[:, None] & (d < DIM)[None, :], other=0.0)
-    wide = mine.to(tl.float32)
-    my_scale = 1.0 / (tl.sqrt(tl.sum(wide * wide, axis=1)) + 1e-8)
+    first = tl.program_id(1) * ROWS
+    i, d = first + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    row = keys_ptr + tl.load(rows_ptr + pair // heads) * row_stride + (pair % heads) * head_stride
+    in_dim = (d < DIM)[None, :]
+    mine = tl.load(row + i[:, None] * token_stride + d[None, :], mask=(i < total)[:, None] & in_dim, other=0.0)
+    my_wide = mine.to(tl.float32)
+    my_norm = tl.sqrt(tl.sum(my_wide * my_wide, axis=1)) + 1e-8
     sums = tl.zeros([ROWS], tl.float32)
-    first = tl.zeros([ROWS], tl.float32)
-    amount = tl.zeros([ROWS], tl.float32)
     zeroed = tl.full([ROWS], -1, tl.int32)
     for start in range(0, total, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        other = tl.load(
-            row + j[:, None] * token_stride + d[None, :], mask=(j < total)[:, None] & (d < DIM)[None, :], other=0.0
-        )
-        other_wide = other.to(tl.float32)
-        scale = 1.0 / (tl.sqrt(tl.sum(other_wide * other_wide, axis=1)) + 1e-8)
-        similar = product(mine, tl.trans(other), PRECISION) * my_scale[:, None] * scale[None, :]
-        inside = (j < total)[None, :]
-        similar = tl.where(inside & (i[:, None] != j[None, :]), similar, 0.0)
+        other = tl.load(row + j[:, None] * token_stride + d[None, :], mask=(j < total)[:, None] & in_dim, other=0.0)
+        wide = other.to(tl.float32)
+        scale = 1.0 / (tl.sqrt(tl.sum(wide * wide, axis=1)) + 1e-8)
+        similar = product(mine, tl.trans(other), PRECISION) * scale[None, :]  # times my_norm
+        if (start < first + ROWS) & (start + COLUMNS > first):
+            similar = tl.where(i[:, None] == j[None, :], 0.0, similar)
         sums += tl.sum(similar, axis=1)
-        last = tl.max(tl.where(inside & (similar > threshold), j[None, :], -1), axis=1)
-        at_last = tl.sum(tl.where(j[None, :] == last[:, None], similar, 0.0), axis=1)
-        first += tl.sum(tl.where(j[None, :] == 0, similar, 0.0), axis=1)
-        amount = tl.where(last >= 0, at_last, amount)
+        real = tl.where(j < total, j, -1)
+        last = tl.max(tl.where(similar > (threshold * my_norm)[:, None], real[None, :], -1), axis=1)
         zeroed = tl.maximum(zeroed, last)
-    amount = tl.where(zeroed < 0, first, amount)
+    zeroed = tl.maximum(zeroed, 0)
+    lost = tl.load(row + zeroed[:, None] * token_stride + d[None, :], mask=in_dim, other=0.0).to(tl.float32)
+    amount = tl.sum(my_wide * lost, axis=1) / (tl.sqrt(tl.sum(lost * lost, axis=1)) + 1e-8)
+    amount = tl.where(zeroed == i, 0.0, amount)  # the diagonal is 0 already
     place = pair * total + i
-    tl.store(sums_ptr + place, sums, mask=i < total)
-    tl.store(zeroed_ptr + place, tl.maximum(zeroed, 0), mask=i < total)
-    tl.store(amounts_ptr + place, amount, mask=i < total)
+    tl.store(sums_ptr + place, sums / my_norm, mask=i < total)
+    tl.store(zeroed_ptr + place, zeroed, mask=i < total)
+    tl.store(amounts_ptr + place, amount / my_norm, mask=i < total)
 
 
 @jit

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.choose import fused_dropped
 from ..kernels.counter_rng import mix
 from ..kernels.gather import keep_in_place
 from ..kernels.jit import usable
 from ..kernels.redundancy import TILE_ROWS
+from ..kernels.rows import Rows
 from .policies import Policy
 
 SCRATCH_SHARE = 0.05  # of the cache, for the temporaries of a compaction
@@ -226,43 +226,42 @@ class SlotCache:
         seeds_n = torch.tensor(seeds, device=device)
         protected_n = None if protected is None else torch.tensor(protected, device=device)
         dropped = []
-        for layer_R, which_R in self._tiles(len(slots), held, values=policy.uses_values):
+        in_place = policy.reads_rows and usable(device)
+        for layer_R, which_R in self._tiles(len(slots), held, copies=(not in_place) + policy.uses_values):
             slot_R = slots_n[which_R]
-            keys_RHTD = self.keys_LSHCD[layer_R, slot_R, :, :held]
-            values_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held] if policy.uses_values else None
+            rows_R = layer_R * self.slots + slot_R
+            keys = Rows(_rows(self.keys_LSHCD), rows_R, held)
+            values = Rows(_rows(self.values_LSHCD), rows_R, held)
             positions_RHT = self.positions_LSHC[layer_R, slot_R, :, :held]
             more = {} if protected_n is None else {"protected": protected_n[which_R]}
             kept_RHK = policy.select(
                 self._ring_in_order(layer_R, slot_R, ends_n[which_R]) if self.ring else None,
-                keys_RHTD,
-                values_RHTD,
+                keys if in_place else keys.take(),
+                values.take() if policy.uses_values else None,
                 budget,
                 seeds=mix(seeds_n[which_R], self.first_layer + layer_R) if policy.uses_seeds else None,
                 positions=positions_RHT,
                 **more,
             )
             dropped.append(_dropped(positions_RHT, kept_RHK))
-            rows_R = layer_R * self.slots + slot_R
             keep_in_place(_rows(self.keys_LSHCD), _rows(self.values_LSHCD), _rows(self.positions_LSHC), rows_R, kept_RHK)
         self.lengths_S[slots_n] = budget
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
-    def _tiles(self, slots: int, held: int, *, values: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(layer, index of the slot) of each row, layer by layer, as many rows at a time as the scratch takes."""
-        rows = max(
-            1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, values=values))
-        )
+        rows = max(1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots
 
-    def _row_scratch_bytes(self, held: int, *, values: bool) -> int:
-        """What compacting one row takes beside the cache. With kernels: a copy of keys, of values where they are read,
-        and some ten numbers a token to rank them. Without: what is kept of them, three float32 forms of the keys, and a tile of R-KV's
+    def _row_scratch_bytes(self, held: int, copies: int) -> int:
+        """What compacting one row takes beside the cache. With kernels: copies of keys and values where a policy wants
+        them, and some ten numbers a token to rank them. Without: what is kept of them, three float32 forms of the keys, and a tile of R-KV's
         similarities with its comparisons, the hungriest of the policies."""
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
-            return self.shape.kv_heads * ((1 + values) * key_bytes + 80 * held)
+            return self.shape.kv_heads * (copies * key_bytes + 80 * held)
         float_bytes = held * self.shape.head_dim * 4
         similarity_bytes = min(held, TILE_ROWS) * held * 10
         return self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
@@ -293,10 +292,12 @@ def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:
 
 
 def _dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
-    """The positions that are not kept, ascending, as int32 [B, H, T - K]."""
-    if usable(kept_BHK.device):
-        return fused_dropped(positions_BHT, kept_BHK)
-    is_kept_BHT = torch.zeros(positions_BHT.shape, dtype=torch.uint8, device=kept_BHK.device).scatter_(2, kept_BHK, 1)
-    order_BHT = is_kept_BHT.sort(dim=-1, stable=True).indices  # a mask would have to ask the device how many
-    dropped = positions_BHT.shape[2] - kept_BHK.shape[2]
-    return positions_BHT.gather(2, order_BHT[..., :dropped]).to(torch.int32)
+    """The positions that are not kept, ascending, as int32 [B, H, T - K].
+
+    Before kept token k lie kept[k] - k dropped ones, so that many kept ones lie before the d-th dropped one as have at most d.
+    """
+    kept = kept_BHK.shape[2]
+    before_BHK = kept_BHK - torch.arange(kept, device=kept_BHK.device)
+    number_BHN = torch.arange(positions_BHT.shape[2] - kept, device=kept_BHK.device).expand(*kept_BHK.shape[:2], -1)
+    index_BHN = number_BHN + torch.searchsorted(before_BHK, number_BHN.contiguous(), right=True)
+    return positions_BHT.gather(2, index_BHN).to(torch.int32)

@@ -46,8 +46,8 @@ class Printer:
         self.ended: set[int] = set()
 
     def __call__(self, progress: Progress) -> None:
-        for index, tokens in progress.new.items():
-            self.tokens[index] += tokens
+        for index, pieces in progress.new.items():
+            self.tokens[index] += [token for piece in pieces for token in piece.tolist()]
         self.ended |= set(progress.ended)
         while self.current < self.total:
             self._print_more()

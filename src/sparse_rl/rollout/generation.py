@@ -67,7 +67,7 @@ class Generation:
         self.finished = 0
         self.stash: Stash | None = None
         self.unsettled: list[tuple[list[tuple[Sequence, int]], Tensor]] = []
-        self.new_tokens: dict[int, list[int]] = {}
+        self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
 
     def run(self) -> list[Rollout]:
@@ -159,7 +159,7 @@ class Generation:
         active = self.scheduler.active
         steps = min(self.chunk, self.scheduler.remaining())
         chunk = Chunk(
-            tokens=[sequence.response[-1] for sequence in active],
+            tokens=[sequence.last_token for sequence in active],
             positions=[sequence.position for sequence in active],
             lengths=[sequence.held for sequence in active],
             seeds=[sequence.request.seed for sequence in active],
@@ -204,19 +204,19 @@ class Generation:
                 sampled_logprobs.append(logprobs)
         return torch.stack(sampled, dim=1).cpu(), torch.stack(sampled_logprobs, dim=1).cpu()
 
-    def _to_host(self, tokens: Tensor, logprobs: Tensor) -> tuple[list[list[int]], list[list[float]], list[int]]:
+    def _to_host(self, tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Rows of tokens and log-probs, and where in each row the first stop token is (the row's length if nowhere)."""
         if not bool(logprobs.isfinite().all()):
             raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
         stops = np.isin(tokens.numpy(), self.stop)
         first = np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1])
-        return tokens.tolist(), logprobs.tolist(), first.tolist()
+        return tokens.numpy(), logprobs.float().numpy(), first.tolist()
 
-    def _take(self, sequence: Sequence, tokens: list[int], logprobs: list[float], stop_at: int) -> int:
+    def _take(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
         taken = sequence.take(tokens, logprobs, stop_at)
         self.stats.tokens += taken
         if self.progress is not None:
-            self.new_tokens.setdefault(sequence.request.index, []).extend(tokens[:taken])
+            self.new_tokens.setdefault(sequence.request.index, []).append(tokens[:taken])
         return taken
 
     def _retire(self) -> None:
@@ -226,11 +226,12 @@ class Generation:
         for sequence in finished:
             assert sequence.finish is not None
             request, shape = sequence.request, self.cache.shape
-            tokens = len(request.prompt) + len(sequence.response)
+            response, logprobs = sequence.response()
+            tokens = len(request.prompt) + len(response)
             self.rollouts[request.index] = Rollout(
                 prompt=request.prompt,
-                response=sequence.response,
-                logprobs=torch.tensor(sequence.logprobs, dtype=torch.float32),
+                response=response,
+                logprobs=torch.from_numpy(logprobs),
                 finish=sequence.finish,
                 kv_peak=sequence.kv_peak,
                 temperature=self.sampling.logprob_temperature,

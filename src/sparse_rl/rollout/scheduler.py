@@ -7,6 +7,8 @@ the front of the cache and never on idle slots.
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..kv.trace import TraceRecorder
 from .guard import RepetitionGuard
 from .rollout import Finish
@@ -34,8 +36,11 @@ class Sequence:
     guard: RepetitionGuard | None = None
     entered: int = 0
     """Response tokens whose keys have entered the cache, those of steps after the end included."""
-    response: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: int = 0
+    """Of the response so far."""
+    last_token: int = -1
+    pieces: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Tokens and log-probs of the response, a chunk at a time: views of what came from the device."""
     finish: Finish | None = None
     kv_peak: int = 0
 
@@ -51,24 +56,30 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        return self.request.max_tokens - len(self.response)
+        return self.request.max_tokens - self.tokens
 
-    def take(self, tokens: list[int], logprobs: list[float], stop_at: int) -> int:
+    def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
         """Append sampled tokens up to the end of the rollout; how many were taken. `stop_at` is the first place of a stop
         token among them, their number if there is none."""
         taken = min(stop_at + 1, len(tokens), self.remaining)
         if self.guard is not None:
-            for place, token in enumerate(tokens[:taken]):
+            for place, token in enumerate(tokens[:taken].tolist()):
                 if self.guard.sees_repetition(token) and place != stop_at:
                     taken, self.finish = place + 1, "repetition"
                     break
-        self.response += tokens[:taken]
-        self.logprobs += logprobs[:taken]
+        self.pieces.append((tokens[:taken], logprobs[:taken]))
+        self.tokens += taken
+        self.last_token = int(tokens[taken - 1])
         if stop_at < taken:
             self.finish = "stop"
         elif self.finish is None and not self.remaining:
             self.finish = "length"
         return taken
+
+    def response(self) -> tuple[list[int], np.ndarray]:
+        """Its tokens and their log-probs."""
+        tokens, logprobs = zip(*self.pieces, strict=True)
+        return np.concatenate(tokens).tolist(), np.concatenate(logprobs)
 
 
 class Scheduler:

@@ -74,7 +74,7 @@ class Progress:
     """Rollouts."""
     tokens: int
     seconds: float
-    new: dict[int, list[int]]
-    """Tokens sampled since the last call, by the rollout's place in the result."""
+    new: dict[int, list[np.ndarray]]
+    """Pieces of responses sampled since the last call, by the rollout's place in the result."""
     ended: list[int]
     """Places of the rollouts that have ended since the last call."""

@@ -8,7 +8,7 @@ cache and knows no model, no slots and no schedule.
 # T cached tokens, D head dimension; n scored tokens
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import LongTensor, Tensor
@@ -32,6 +32,8 @@ class Policy:
     """Whether `scores` reads the queries of the window: the cache then keeps a ring of them."""
     uses_values: ClassVar[bool] = True
     """Whether `scores` reads the values: if not, a compaction does not copy them, and hands over None."""
+    reads_rows: ClassVar[bool] = False
+    """Whether `scores` takes its keys as `kernels.rows.Rows`, too: on a GPU a compaction then copies none."""
     uses_seeds: ClassVar[bool] = False
     """Whether `scores` reads the row's seed: the samples of a prompt then drop different keys of it."""
     evicts: ClassVar[bool] = True
@@ -46,7 +48,7 @@ class Policy:
     def scores(
         self,
         queries: Tensor | None,
-        keys: Tensor,
+        keys: Any,
         values: Tensor | None,
         *,
         seeds: Tensor | None = None,
@@ -58,7 +60,7 @@ class Policy:
     def select(
         self,
         queries: Tensor | None,
-        keys: Tensor,
+        keys: Any,
         values: Tensor | None,
         budget: int,
         *,

@@ -22,6 +22,7 @@ class RKV(Policy):
 
     uses_queries: ClassVar[bool] = True
     uses_values: ClassVar[bool] = False
+    reads_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...kernels.importance import causal_window_logits, decode_importance
+from ...kernels.rows import Rows
 from .base import Policy
 from .pooling import check_kernel, pool
 
@@ -21,6 +22,7 @@ class SnapKV(Policy):
 
     uses_queries: ClassVar[bool] = True
     uses_values: ClassVar[bool] = False
+    reads_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,6 +33,7 @@ class SnapKV(Policy):
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         if self.form == "decode":
             return pool(decode_importance(queries, keys), self.kernel, self.pool)
+        keys = keys.take() if isinstance(keys, Rows) else keys
         weights_BHGWT = causal_window_logits(queries, keys).softmax(dim=-1)
         window, total = weights_BHGWT.shape[-2:]
         sums_BHGn = weights_BHGWT.sum(dim=-2)[..., : total - window]

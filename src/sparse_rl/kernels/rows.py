@@ -1,0 +1,44 @@
+"""Some rows of the cache, named and not copied: kernels read them where they lie, everything else takes a copy."""
+
+# N rows of the cache, R of them, H kv heads, C capacity, T tokens held, D head dimension
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The first `held` tokens of these rows: [R, H, T, D]."""
+
+    stored_NHCD: Tensor
+    rows_R: Tensor
+    held: int
+
+    @classmethod
+    def of(cls, tensor_RHTD: Tensor) -> "Rows":
+        """All rows of a tensor."""
+        stored = tensor_RHTD if tensor_RHTD.stride(-1) == 1 else tensor_RHTD.contiguous()
+        return cls(stored, torch.arange(len(stored), device=stored.device), stored.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return len(self.rows_R), self.stored_NHCD.shape[1], self.held, self.stored_NHCD.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        return self.stored_NHCD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored_NHCD.dtype
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of row, head and token."""
+        return self.stored_NHCD.stride()[:3]  # type: ignore[return-value]
+
+    def take(self) -> Tensor:
+        """A copy."""
+        return self.stored_NHCD[self.rows_R, :, : self.held]
