@@ -129,9 +129,35 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     rollout.add_argument(
         "--model", default="135M", help=f"random weights of a shape ({', '.join(SHAPES)}), a hub id, a folder or tiny [135M]"
     )
-    rollout.add_argument("--batch", type=int, default=16, help="sequences, and slots [16]")
+    rollout.add_argument("--batch", type=int, default=16, help="slots, and sequences of generate [16]")
     rollout.add_argument("--prompt-tokens", type=int, default=32, help="random tokens of each prompt [32]")
-    rollout.add_argument("--max-tokens", type=int, default=1024, help="response tokens of each sequence [1024]")
+    rollout.add_argument("--max-tokens", type=int, default=1024, help="response tokens of each sequence, at most [1024]")
+    rollout.add_argument(
+        "--lengths",
+        choices=["full", "uniform"],
+        default="full",
+        help="of responses: all of max-tokens, or uniform from a sixteenth of it to all of it [full]",
+    )
+    rollout.add_argument("--waves", type=float, default=1.0, help="rollouts for each slot [1]")
+    rollout.add_argument(
+        "--same-memory",
+        action="store_true",
+        help="give the dense engine only as many slots as an ideal paged cache holds in the sparse cache's memory",
+    )
+    rollout.add_argument(
+        "--generate-tokens",
+        type=int,
+        default=10**9,
+        metavar="N",
+        help="end transformers generate after this many [max-tokens]",
+    )
+    rollout.add_argument(
+        "--arms",
+        nargs="+",
+        choices=["generate", "dense", "sparse"],
+        default=["generate", "dense", "sparse"],
+        help="what to run; ratios are to the first [all]",
+    )
     rollout.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling [0]")
     rollout.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"

@@ -1,7 +1,6 @@
 """A training run on random weights of a shape: made-up prompts, lengths drawn from a stated distribution, a reward of no meaning."""
 
 import os
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from rich.console import Console
 from ..config import merged_tables
 from ..data.examples import Example
 from ..errors import UserError
-from ..kernels.counter_rng import derive
 from ..models.load import DTYPES, load_model, load_tokenizer, place
 from ..plan.command import parse_size
 from ..plan.dimensions import HUB_SHAPES
@@ -23,6 +21,7 @@ from ..train.folder import RunFolder
 from ..train.loop import Given, Trainer
 from ..train.settings import Config
 from ..train.view import View
+from .lengths import drawn_lengths
 from .shapes import SHAPES, random_model
 
 BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
@@ -33,7 +32,6 @@ FIXED: dict[str, Any] = {
     "eval": {"problems": 0},
     "log": {"rollouts_per_step": 0, "traces_per_step": 0},
 }
-SHORTEST = 8
 
 
 def made_up_config(values: dict[str, Any]) -> dict[str, Any]:
@@ -52,12 +50,6 @@ class AnyIds:
         return self.tokenizer.batch_decode(
             [[int(token) % size for token in row] for row in rows], skip_special_tokens=skip_special_tokens
         )
-
-
-def drawn_lengths(seeds: Sequence[int], longest: int) -> list[int]:
-    """Uniform from a sixteenth of the longest to all of it, by the rollout's seed: mean 53 %."""
-    low = max(1, min(SHORTEST, longest), longest // 16)
-    return [random.Random(derive(seed, 7)).randint(low, longest) for seed in seeds]
 
 
 def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> Given:

@@ -48,15 +48,19 @@ def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
 
 
 def fused_sums(keys: Rows, threshold: float) -> Tensor:
-    """The same in two launches. The matrix is symmetric: a row's sum is its column's, less the entries set to 0."""
+    """The same in three launches. The matrix is symmetric: a row's sum is its column's, less the entries set to 0."""
     rows, heads, total, dim = keys.shape
     sums = torch.empty(rows, heads, total, dtype=torch.float32, device=keys.device)
-    zeroed, amounts, result = torch.empty_like(sums, dtype=torch.int32), torch.empty_like(sums), torch.empty_like(sums)
+    norms, amounts, result = (torch.empty_like(sums) for _ in range(3))
+    zeroed = torch.empty_like(sums, dtype=torch.int32)
     block = 128 if dim <= 128 and keys.dtype != torch.float32 else 32
+    where = (keys.stored_NHCD, keys.rows_R, *keys.strides, heads, total)
+    dim_pad = max(16, next_power_of_2(dim))
+    _norms[(rows * heads, -(-total // 64))](*where, norms, DIM=dim, DIM_PAD=dim_pad, BLOCK=64, num_warps=4)
     _similarities[(rows * heads, -(-total // block))](
-        *(keys.stored_NHCD, keys.rows_R, *keys.strides, heads, total, threshold, sums, zeroed, amounts),
+        *(*where, norms, threshold, sums, zeroed, amounts),
         DIM=dim,
-        DIM_PAD=max(16, next_power_of_2(dim)),
+        DIM_PAD=dim_pad,
         ROWS=block,
         COLUMNS=64 if block == 128 else block,
         PRECISION=precision(keys.stored_NHCD),
@@ -67,8 +71,22 @@ def fused_sums(keys: Rows, threshold: float) -> Tensor:
 
 
 @jit
+def _norms(
+    keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, total, norms_ptr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    i, d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM_PAD)
+    row = keys_ptr + tl.load(rows_ptr + pair // heads) * row_stride + (pair % heads) * head_stride
+    mask = (i < total)[:, None] & (d < DIM)[None, :]
+    keys = tl.load(row + i[:, None] * token_stride + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(norms_ptr + pair * total + i, tl.sqrt(tl.sum(keys * keys, axis=1)) + 1e-8, mask=i < total)
+
+
+@jit
 def _similarities(
-    keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, total, threshold, sums_ptr, zeroed_ptr, amounts_ptr,
+    keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, total, norms_ptr, threshold,
+    sums_ptr, zeroed_ptr, amounts_ptr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
@@ -76,16 +94,15 @@ def _similarities(
     i, d = first + tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     row = keys_ptr + tl.load(rows_ptr + pair // heads) * row_stride + (pair % heads) * head_stride
     in_dim = (d < DIM)[None, :]
+    norms_ptr += pair * total
     mine = tl.load(row + i[:, None] * token_stride + d[None, :], mask=(i < total)[:, None] & in_dim, other=0.0)
-    my_wide = mine.to(tl.float32)
-    my_norm = tl.sqrt(tl.sum(my_wide * my_wide, axis=1)) + 1e-8
+    my_norm = tl.load(norms_ptr + i, mask=i < total, other=1.0)
     sums = tl.zeros([ROWS], tl.float32)
     zeroed = tl.full([ROWS], -1, tl.int32)
     for start in range(0, total, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         other = tl.load(row + j[:, None] * token_stride + d[None, :], mask=(j < total)[:, None] & in_dim, other=0.0)
-        wide = other.to(tl.float32)
-        scale = 1.0 / (tl.sqrt(tl.sum(wide * wide, axis=1)) + 1e-8)
+        scale = 1.0 / tl.load(norms_ptr + j, mask=j < total, other=1.0)
         similar = product(mine, tl.trans(other), PRECISION) * scale[None, :]  # times my_norm
         if (start < first + ROWS) & (start + COLUMNS > first):
             similar = tl.where(i[:, None] == j[None, :], 0.0, similar)
@@ -95,7 +112,7 @@ def _similarities(
         zeroed = tl.maximum(zeroed, last)
     zeroed = tl.maximum(zeroed, 0)
     lost = tl.load(row + zeroed[:, None] * token_stride + d[None, :], mask=in_dim, other=0.0).to(tl.float32)
-    amount = tl.sum(my_wide * lost, axis=1) / (tl.sqrt(tl.sum(lost * lost, axis=1)) + 1e-8)
+    amount = tl.sum(mine.to(tl.float32) * lost, axis=1) / tl.load(norms_ptr + zeroed)
     amount = tl.where(zeroed == i, 0.0, amount)  # the diagonal is 0 already
     place = pair * total + i
     tl.store(sums_ptr + place, sums / my_norm, mask=i < total)

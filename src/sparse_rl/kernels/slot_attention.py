@@ -63,7 +63,7 @@ def attend_and_append(
         BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
         PRECISION=precision(queries),
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
     )
     if splits > 1:
         _combine[(slots, q_heads)](

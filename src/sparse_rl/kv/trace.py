@@ -1,8 +1,8 @@
 """Who was evicted when: enough to rebuild, afterwards, what the sampler saw at every token."""
 
-# L layers, H kv heads, T tokens of a sequence (prompt and response), N tokens dropped in one compaction
+# L layers, H kv heads, T tokens of a sequence (prompt and response), N tokens dropped in one compaction of n sequences
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,14 +11,24 @@ NEVER = 2**31 - 1
 """Eviction time of a key that was never evicted."""
 
 
-@dataclass(frozen=True)
 class Trace:
-    """Evictions of one sequence, one or two bytes a key: they happen only when the prompt ends or an interval is full."""
+    """Evictions of one sequence, one or two bytes a key: they happen only when the prompt ends or an interval is full.
 
-    codes_LHT: Tensor
-    """0 is never; c > 0 is after (c - 1) * interval response tokens had entered the cache."""
-    prompt_tokens: int
-    interval: int
+    `codes_LHT` is 0 for never; c > 0 is after (c - 1) * interval response tokens had entered the cache. It may be given as a
+    function, which is called when the codes are first asked for: most rollouts are never replayed.
+    """
+
+    def __init__(self, codes_LHT: Tensor | Callable[[], Tensor], prompt_tokens: int, interval: int):
+        self._codes, self.prompt_tokens, self.interval = codes_LHT, prompt_tokens, interval
+
+    @property
+    def codes_LHT(self) -> Tensor:
+        if not isinstance(self._codes, Tensor):
+            self._codes = self._codes()
+        return self._codes
+
+    def __getstate__(self) -> dict:
+        return {"_codes": self.codes_LHT, "prompt_tokens": self.prompt_tokens, "interval": self.interval}
 
     @property
     def evicted_at(self) -> Tensor:
@@ -34,19 +44,24 @@ class TraceRecorder:
     def __init__(self, prompt_tokens: int, interval: int):
         self.prompt_tokens = prompt_tokens
         self.interval = interval
-        self._events: list[tuple[int, Tensor]] = []
+        self._events: list[tuple[int, Tensor, int]] = []
 
-    def record(self, entered: int, dropped_LHN: Tensor) -> None:
-        """Positions dropped after `entered` response tokens had entered, 0 for the compression of the prompt; on the host,
-        or on their way there until the device is waited for."""
-        self._events.append((entered // self.interval + 1, dropped_LHN))
+    def record(self, entered: int, dropped_LnHN: Tensor, index: int = 0) -> None:
+        """Positions dropped after `entered` response tokens had entered, 0 for the compression of the prompt; those of this
+        sequence stand at `index`, among others that were compacted with it."""
+        self._events.append((entered // self.interval + 1, dropped_LnHN, index))
 
     def finish(self, layers: int, kv_heads: int, tokens: int) -> Trace:
-        last_code = self._events[-1][0] if self._events else 0
-        dtype = next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if last_code <= torch.iinfo(dtype).max)
-        codes_LHT = torch.zeros(layers, kv_heads, tokens, dtype=dtype)
-        if self._events:
-            dropped_LHN = torch.cat([dropped for _, dropped in self._events], dim=2).long()
-            code_N = torch.tensor([code for code, dropped in self._events for _ in range(dropped.shape[2])], dtype=dtype)
-            codes_LHT.scatter_(2, dropped_LHN, code_N.expand_as(dropped_LHN))
-        return Trace(codes_LHT, self.prompt_tokens, self.interval)
+        events = self._events
+
+        def codes() -> Tensor:
+            last_code = events[-1][0] if events else 0
+            dtype = next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if last_code <= torch.iinfo(dtype).max)
+            codes_LHT = torch.zeros(layers, kv_heads, tokens, dtype=dtype)
+            if events:
+                dropped_LHN = torch.cat([dropped[:, index] for _, dropped, index in events], dim=2).long()
+                code_N = torch.tensor([code for code, dropped, _ in events for _ in range(dropped.shape[3])], dtype=dtype)
+                codes_LHT.scatter_(2, dropped_LHN, code_N.expand_as(dropped_LHN))
+            return codes_LHT
+
+        return Trace(codes, self.prompt_tokens, self.interval)

@@ -4,7 +4,8 @@ import difflib
 from dataclasses import dataclass
 
 from ..errors import UserError
-from .memory import GIB, Plan, itemsize, slot_bytes
+from .dimensions import Dimensions
+from .memory import GIB, Plan, itemsize
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Of the peaks: what large products and plain reads reach on an H200 (780 of 989 TFLOP/s, 4.3 of 4.8 TB/s)."""
@@ -69,17 +70,18 @@ class StepTime:
         return self.prefill_s + self.decode_s + self.old_s + self.update_s
 
 
-def decode_step_s(plan: Plan, gpu: GPU) -> float:
-    """Products of all slots or one read of the weights, whichever is slower, then one read of the cache."""
-    config, dims, size = plan.config, plan.dims, itemsize(plan.config)
+def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> float:
+    """A step: products of all slots or one read of the weights, whichever is slower, then one read of what the slots hold."""
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
-    weights = max(2 * dims.active_params * plan.slots / flops, dims.active_params * size / bandwidth)
-    kv = config.sampler_kv
-    longest = plan.prompt_tokens + config.rollout.max_tokens
-    keys, _ = slot_bytes(dims, kv, longest, size)
-    if kv.policy == "full":  # on the way from the prompt to the end it is half full
-        keys = 2 * dims.layers * dims.kv_width * size * (plan.prompt_tokens + config.rollout.max_tokens // 2)
-    return weights + plan.slots * keys / bandwidth
+    weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)
+    return weights + slots * 2 * dims.layers * dims.kv_width * size * held / bandwidth
+
+
+def decode_step_s(plan: Plan, gpu: GPU) -> float:
+    """On the way from the prompt to the end a dense cache is half full."""
+    kv, rollout = plan.config.sampler_kv, plan.config.rollout
+    held = kv.capacity if kv.policy != "full" else plan.prompt_tokens + rollout.max_tokens // 2
+    return decode_s(plan.dims, plan.slots, held, itemsize(plan.config), gpu)
 
 
 def step_time(plan: Plan, gpu: GPU) -> StepTime:

@@ -149,7 +149,7 @@ class Generation:
             if gone is not None:
                 self.stats.compactions += 1
                 if self.record:
-                    sequence.trace.record(0, gone.cpu())
+                    sequence.trace.record(0, gone[:, None].cpu())
             self._take(sequence, row, logprob_row, stop_at)
             self.scheduler.active.append(sequence)
 
@@ -263,6 +263,8 @@ class Generation:
             for sequence in ripe:
                 sequence.held = self.kv.budget
             if self.record:
+                furthest = max(sequence.position for sequence in ripe)
+                dropped_LnHN = dropped_LnHN.short() if furthest <= torch.iinfo(torch.int16).max else dropped_LnHN
                 self.unsettled.append(([(sequence, sequence.entered) for sequence in ripe], to_host_later(dropped_LnHN)))
             self.stats.compactions += len(ripe)
 
@@ -271,7 +273,7 @@ class Generation:
         for sequences, pinned_LnHN in self.unsettled:
             dropped_LnHN = pinned_LnHN.clone()  # pinned memory goes back to be used again: it takes long to get
             for index, (sequence, entered) in enumerate(sequences):
-                sequence.trace.record(entered, dropped_LnHN[:, index])
+                sequence.trace.record(entered, dropped_LnHN, index)
         self.unsettled.clear()
 
     def _report(self) -> None:

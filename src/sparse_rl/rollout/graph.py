@@ -67,10 +67,10 @@ class DecodeGraphs:
         active = len(chunk.tokens)
         slots = min(self.cache.slots, max(SMALLEST, next_power_of_2(active)))
         self.temperature_1.fill_(sampling.logprob_temperature)
-        rows = (chunk.tokens, chunk.positions, chunk.lengths, chunk.seeds, chunk.last)
-        self.host.zero_()
-        for row, values in enumerate(rows):
-            self.host[row, :active] = torch.tensor(values)
+        host = self.host.numpy()
+        host.fill(0)
+        for row, values in enumerate((chunk.tokens, chunk.positions, chunk.lengths, chunk.seeds, chunk.last)):
+            host[row, :active] = values
         key = (slots, sampling.temperature == 0, sampling.top_k, sampling.top_p)
         if key not in self.graphs:
             self.graphs[key] = self._capture(slots, sampling)

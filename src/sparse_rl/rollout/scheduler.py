@@ -61,6 +61,11 @@ class Sequence:
     def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
         """Append sampled tokens up to the end of the rollout; how many were taken. `stop_at` is the first place of a stop
         token among them, their number if there is none."""
+        if stop_at == len(tokens) < self.remaining and self.guard is None:  # most chunks end nothing: the short way
+            self.pieces.append((tokens, logprobs))
+            self.tokens += stop_at
+            self.last_token = int(tokens[-1])
+            return stop_at
         taken = min(stop_at + 1, len(tokens), self.remaining)
         if self.guard is not None:
             for place, token in enumerate(tokens[:taken].tolist()):

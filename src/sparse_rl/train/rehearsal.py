@@ -56,7 +56,7 @@ def _rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], c
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:
     """Made up, with that many response tokens, its first key evicted so that a shadow pass is a real one."""
     recorder = TraceRecorder(len(prompt), config.kv.interval)
-    recorder.record(0, torch.zeros(shape.layers, shape.kv_heads, 1, dtype=torch.long))
+    recorder.record(0, torch.zeros(shape.layers, 1, shape.kv_heads, 1, dtype=torch.long))
     return Rollout(
         prompt=prompt,
         response=(prompt * (tokens // len(prompt) + 1))[:tokens],

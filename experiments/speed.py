@@ -1,0 +1,158 @@
+"""Decode speed on one GPU over slots and response lengths, sparse against dense in the same KV memory, and what it costs
+in exactness: python experiments/speed.py [--json FILE] [--model 1.5B]
+
+Sparse: tokens/s of whole decode steps once every slot has been compacted (compaction and host included). Dense gets as many
+slots as an ideal paged cache holds of sequences of mean length in the sparse cache's memory; its figure is slots over the
+time of a decode step at that mean length. Responses are uniform from a sixteenth of the longest to all of it.
+"""
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from sparse_rl import KV, Engine, Sampling, load_model, replay
+from sparse_rl.bench.lengths import drawn_lengths
+from sparse_rl.bench.record import environment
+from sparse_rl.bench.rollout import Meter, share_of_roofline
+from sparse_rl.bench.shapes import random_model
+from sparse_rl.rollout.graph import Chunk
+
+PROMPT_TOKENS = 256
+LENGTHS = (1024, 4096, 16384, 32768)
+SLOTS = (32, 64, 128, 256, 512, 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="1.5B")
+    args = parser.parse_args()
+    kv = KV()
+    model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
+    result = environment("speed", model.device) | {"model": args.model, "dtype": "bfloat16", "seed": 0, "kv": kv.model_dump()}
+    result["prompt_tokens"] = PROMPT_TOKENS
+    result["sweep"] = [row for slots in SLOTS for row in sweep(model, kv, slots)]
+    result["noise_by_length"] = noise(model, kv)
+    result["parting"] = {
+        "tiny, bfloat16": parting(load_model("tiny", dtype="bfloat16", device="cuda")),
+        f"{args.model} random weights, bfloat16": parting(model),
+    }
+    result["float32"] = float32_gap()
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def prompts(model, count: int, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    vocab = model.config.get_text_config().vocab_size
+    return torch.randint(vocab, (count, tokens), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def sweep(model, kv: KV, slots: int) -> list[dict]:
+    """One row for each length; the sparse figure is the same in all of them, for its cache does not grow."""
+    engine = Engine(model, kv, slots=slots)
+    steps = kv.capacity - PROMPT_TOKENS + 2 * kv.interval + 1
+    engine.generate(prompts(model, slots), sampling=Sampling(max_tokens=kv.capacity - PROMPT_TOKENS + 2, stop=()))
+    meter = Meter(engine, slots)
+    engine.generate(prompts(model, slots), sampling=Sampling(max_tokens=steps, stop=()), progress=meter)
+    sparse = meter.tokens_per_s()
+    kv_bytes, stats = engine.stats.peak_kv_bytes, engine.stats
+    row = {
+        "slots": slots,
+        "kv_bytes": kv_bytes,
+        "sparse_tokens_per_s": sparse,
+        "roofline_share": share_of_roofline(model, slots, kv.capacity, sparse),
+        "compaction_share": stats.compaction_s / (stats.seconds - stats.prefill_s),
+        "host_share": stats.host_s / (stats.seconds - stats.prefill_s),
+    }
+    del engine
+    rows = []
+    for longest in LENGTHS:
+        mean = PROMPT_TOKENS + sum(drawn_lengths(range(4096), longest)) / 4096
+        dense_slots = max(1, int(slots * kv.capacity / mean))
+        dense = dense_slots / step_s(model, dense_slots, int(mean))
+        rows.append(
+            row | {"max_tokens": longest, "mean_tokens": mean, "dense_slots": dense_slots, "dense_tokens_per_s": dense}
+        )
+        print(
+            f"{slots:5} slots, up to {longest:6} tokens: sparse {sparse:9,.0f} tok/s, dense {dense:9,.0f} ({dense_slots} slots), "
+            f"{sparse / dense:.1f}x, compaction {row['compaction_share']:.1%}, host {row['host_share']:.1%}",
+            flush=True,
+        )
+    return rows
+
+
+def step_s(model, slots: int, held: int, chunks: int = 3) -> float:
+    """Seconds of a dense decode step of slots that hold so many tokens."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine = Engine(model, KV(policy="full"), slots=slots)
+    engine.reserve(held + engine.chunk)
+    graphs = engine._graphs()
+    chunk = Chunk([5] * slots, [held] * slots, [held] * slots, [1] * slots, [2**20] * slots)
+    with torch.no_grad():
+        graphs.run(chunk, engine.chunk, Sampling())
+        started = time.perf_counter()
+        for _ in range(chunks):
+            graphs.run(chunk, engine.chunk, Sampling())  # waits for its tokens
+    return (time.perf_counter() - started) / (chunks * engine.chunk)
+
+
+@torch.no_grad()
+def noise(model, kv: KV) -> dict:
+    """|sampler - replay| of log-probs in bfloat16, by position in the response."""
+    engine = Engine(model, kv, slots=16)
+    rollouts = engine.generate(prompts(model, 16), sampling=Sampling(max_tokens=2048, stop=()))
+    gaps = torch.stack(
+        [(ours.cpu() - each.logprobs).abs() for ours, each in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)]
+    )
+    parts = {f"{start}-{start + 512}": gaps[:, start : start + 512].flatten() for start in range(0, 2048, 512)}
+    found = {
+        span: {
+            "mean": float(part.mean()),
+            "p50": float(part.quantile(0.5)),
+            "p99": float(part.quantile(0.99)),
+            "max": float(part.max()),
+        }
+        for span, part in parts.items()
+    }
+    print("noise", json.dumps(found), flush=True)
+    return found
+
+
+def parting(model, tokens: int = 256) -> dict[str, float]:
+    """Share of 64 rollouts that differ at some token when they run in 16, 32 slots instead of 64."""
+    kv = KV(policy="rkv", budget=64, interval=16)
+    problem = [prompts(model, 1, 40)[0]]
+    runs = {
+        slots: [r.response for r in Engine(model, kv, slots=slots).generate(problem, 64, Sampling(max_tokens=tokens, stop=()))]
+        for slots in (64, 32, 16)
+    }
+    again = [r.response for r in Engine(model, kv, slots=64).generate(problem, 64, Sampling(max_tokens=tokens, stop=()))]
+    found = {"64 again": sum(a != b for a, b in zip(runs[64], again, strict=True)) / 64}
+    found |= {str(slots): sum(a != b for a, b in zip(runs[64], runs[slots], strict=True)) / 64 for slots in (32, 16)}
+    print("parting", found, flush=True)
+    return found
+
+
+@torch.no_grad()
+def float32_gap() -> dict[str, float]:
+    """Largest |sampler - replay| in float32 with TF32 off."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = load_model("tiny", dtype="float32", device="cuda")
+    kv = KV(policy="rkv", budget=64, interval=16)
+    rollouts = Engine(model, kv, slots=32).generate(prompts(model, 4, 40), 8, Sampling(max_tokens=1024, stop=()))
+    gaps = [
+        (ours.cpu() - each.logprobs).abs().max()
+        for ours, each in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
+    ]
+    found = {"tiny": float(torch.stack(gaps).max())}
+    print("float32", found, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
