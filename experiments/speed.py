@@ -18,7 +18,8 @@ from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.bench.lengths import drawn_lengths
 from sparse_rl.bench.record import environment
 from sparse_rl.bench.rollout import Meter, share_of_roofline
-from sparse_rl.bench.shapes import random_model
+from sparse_rl.models.shapes import random_model
+from sparse_rl.rollout.clock import Clock
 from sparse_rl.rollout.graph import Chunk
 
 PROMPT_TOKENS = 256
@@ -94,10 +95,10 @@ def step_s(model, slots: int, held: int, chunks: int = 3) -> float:
     graphs = engine._graphs()
     chunk = Chunk([5] * slots, [held] * slots, [held] * slots, [1] * slots, [2**20] * slots)
     with torch.no_grad():
-        graphs.run(chunk, engine.chunk, Sampling())
+        graphs.run(chunk, engine.chunk, Sampling(), Clock(model.device))
         started = time.perf_counter()
         for _ in range(chunks):
-            graphs.run(chunk, engine.chunk, Sampling())  # waits for its tokens
+            graphs.run(chunk, engine.chunk, Sampling(), Clock(model.device))  # waits for its tokens
     return (time.perf_counter() - started) / (chunks * engine.chunk)
 
 

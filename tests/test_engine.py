@@ -188,3 +188,19 @@ def test_wrong_sampling_is_refused():
     ):
         with pytest.raises(UserError, match=sentence):
             Sampling(**options)
+
+
+@pytest.mark.parametrize("prompt", [[[1, 2, 3]], torch.tensor([[1, 2, 3]]), [True, False], [1.5, 2.0]])
+def test_a_prompt_that_is_no_list_of_ids_is_refused(model, prompt):
+    with pytest.raises(UserError, match="Prompt 0"):
+        Engine(model, SMALL, slots=2).generate([prompt], sampling=Sampling(max_tokens=2))
+
+
+def test_limits_end_each_rollout_at_its_own_length(model):
+    sampling = Sampling(max_tokens=20, stop=())
+    rollouts = Engine(model, SMALL, slots=2).generate([[5, 6], [7]], 2, sampling, limits=[3, 50, 1, 20])
+    assert [len(each.response) for each in rollouts] == [3, 20, 1, 20]
+    free = Engine(model, SMALL, slots=2).generate([[5, 6], [7]], 2, sampling)
+    assert all(left.response == right.response[: len(left.response)] for left, right in zip(rollouts, free, strict=True))
+    with pytest.raises(UserError, match="limits"):
+        Engine(model, SMALL, slots=2).generate([[5, 6]], 2, sampling, limits=[3])

@@ -11,6 +11,7 @@ import torch
 from sparse_rl import UserError
 from sparse_rl.kernels.redundancy import redundancy
 from sparse_rl.kv.policies import POLICIES, Policy, get
+from sparse_rl.kv.policies.rkv import RKV
 from sparse_rl.testing import check_policy
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
@@ -156,3 +157,12 @@ def test_unknown_names_and_options_are_refused():
         get("steaming")
     with pytest.raises(UserError, match="has no option 'windw'"):
         get("rkv", windw=4)
+
+
+def test_scores_of_ones_own_see_tensors_and_values():
+    class Louder(RKV):
+        def scores(self, queries, keys, values, *, seeds=None, positions=None):
+            return values.norm(dim=-1)
+
+    assert not RKV.uses_values and RKV.reads_rows
+    assert Louder.uses_values and not Louder.reads_rows

@@ -17,7 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..kv.settings import KV
-from ..models.load import DTYPES, load_model
+from ..models.load import DTYPES, load_model, place
+from ..models.shapes import SHAPES, random_model
 from ..plan.command import wide_console
 from ..plan.dimensions import from_config
 from ..plan.roofline import decode_s, find_gpu
@@ -26,7 +27,6 @@ from ..rollout.settings import Sampling
 from ..rollout.stats import Progress
 from .lengths import drawn_lengths
 from .record import environment
-from .shapes import SHAPES, random_model
 
 WARM_UP_TOKENS = 4
 PROFILED_STEPS = 128
@@ -87,9 +87,8 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
 def bench_model(args: argparse.Namespace) -> PreTrainedModel:
     if args.model not in SHAPES:
         return load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[args.dtype or ("bfloat16" if device.startswith("cuda") else "float32")]
-    return random_model(args.model, dtype=dtype, device=device, seed=args.seed)
+    dtype, device = place(args.dtype, args.device)
+    return random_model(args.model, dtype=DTYPES[dtype], device=device, seed=args.seed)
 
 
 def same_memory_slots(args: argparse.Namespace, kv: KV) -> int:
@@ -171,8 +170,7 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     lengths = response_lengths(args, rollouts)
     engine = Engine(model, kv, slots=slots)
     engine.reserve(args.prompt_tokens + args.max_tokens)
-    warm = min(args.max_tokens, kv.capacity + kv.interval) if engine.use_graphs and engine.policy.evicts else WARM_UP_TOKENS
-    engine.generate(prompts[:slots], sampling=Sampling(max_tokens=warm, stop=()), allow_beyond_context=True)
+    warm_up(engine, prompts[:slots], min(args.max_tokens, kv.capacity), uniform=args.lengths == "uniform")
     meter = Meter(engine, slots)
     sampling = Sampling(max_tokens=args.max_tokens, stop=(), seed=args.seed)
     started = _now(model)
@@ -187,6 +185,13 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
         arm.roofline_share = share_of_roofline(model, slots, held, arm.decode_tokens_per_s)
         arm.decode_by_part = profile(engine, prompts[:slots])
     return arm
+
+
+def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, uniform: bool) -> None:
+    """Compile and capture all that a call of such lengths will need: as slots fall idle, steps of fewer slots."""
+    tokens = tokens if engine.use_graphs else WARM_UP_TOKENS
+    limits = drawn_lengths(range(len(prompts)), tokens) if uniform else None
+    engine.generate(prompts, sampling=Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)
 
 
 def share_of_roofline(model: PreTrainedModel, slots: int, held: float, tokens_per_s: float | None) -> float | None:

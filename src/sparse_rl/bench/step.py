@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..kv.policies import from_settings
 from ..models.load import place
 from ..plan.command import wide_console
@@ -17,6 +17,7 @@ from ..train.memory import peak_metrics
 from ..train.settings import Config
 from .made_up import cap_memory, made_up_trainer
 from .record import environment
+from .rollout import warm_up
 
 PHASES = ("prefill", "decode", "compaction", "host", "grade", "old log-probs", "update", "sync")
 
@@ -58,6 +59,9 @@ def measure(config: Config, console: Console, prompt_tokens: int, steps: int, un
     try:
         with made_up_trainer(config, console, prompt_tokens, uniform_lengths=uniform) as trainer:
             trainer.rehearse()
+            if trainer.engine.use_graphs:
+                prompts = (trainer.dealer.prompts * trainer.engine.slots)[: trainer.engine.slots]
+                warm_up(trainer.engine, prompts, trainer.engine.kv.capacity, uniform=uniform)
             done = []
             for number in range(steps):
                 metrics = trainer.step()
@@ -76,7 +80,7 @@ def measure(config: Config, console: Console, prompt_tokens: int, steps: int, un
             raise
         return {"fits": False, "why": str(error), "steps": []}
     except torch.OutOfMemoryError as error:
-        return {"fits": False, "why": str(error).splitlines()[0], "steps": []}
+        return {"fits": False, "why": first_line(error), "steps": []}
 
 
 def phases(metrics: dict[str, float]) -> dict[str, float]:

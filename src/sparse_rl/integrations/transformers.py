@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
+from ..kernels.jit import on
 from ..kv.cache import CacheShape, SlotCache, due, ranks
 from ..kv.policies import Policy, from_settings
 from ..kv.settings import KV
@@ -171,7 +172,8 @@ class BoundedLayer(CacheLayerMixin):
         for held, rows in due(self.held, self.kv.budget).items():
             ends = [self.prompts[row] + self.entered for row in rows]
             seeds = [derive(self.seed, row) for row in rows]
-            self.cache.compact(rows, held, self.kv.budget, self.policy, ends=ends, seeds=seeds)
+            with on(self.cache.shape.device):
+                self.cache.compact(rows, held, self.kv.budget, self.policy, ends=ends, seeds=seeds)
             for row in rows:
                 self.held[row] = self.kv.budget
 

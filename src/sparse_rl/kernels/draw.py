@@ -116,9 +116,11 @@ def _draw(
             / temperature
         )
         inner = tl.cumsum(tl.exp(inside - top).to(tl.float64), axis=0)
-        # The last token with any weight takes what rounding leaves over.
-        heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)
-        place = tl.minimum(tl.sum((before + inner <= target).to(tl.int32), axis=0), heavy)
+        # The block's sum was rounded otherwise than the sum of its terms: the target keeps its share of the block.
+        weight = tl.sum(tl.where(b == block, weights, 0.0), axis=0)
+        within = (target - before) / weight * tl.max(inner, axis=0)
+        heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)  # of NaNs alone is anything beyond it
+        place = tl.minimum(tl.sum((inner <= within).to(tl.int32), axis=0), heavy)
     chosen = tl.sum(tl.where(v == place, inside, 0.0), axis=0)
     logprob = chosen - top - tl.log(total).to(tl.float32)
     token = tl.minimum(block * BLOCK + place, vocab - 1).to(tl.int64)

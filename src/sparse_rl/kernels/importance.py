@@ -10,6 +10,9 @@ from torch import Tensor
 from .jit import jit, next_power_of_2, precision, product, tl, usable
 from .rows import Rows
 
+QUERY_ROWS = 128
+"""Queries of 128 numbers in half precision that a program holds, besides the keys it reads, in 100 KB of shared memory."""
+
 
 def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
     """QK^T / sqrt(D) as [B, H, G, W, T] in float32; query head h belongs to kv head h // G."""
@@ -42,25 +45,28 @@ def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor | Rows) -> Tensor:
 
 
 def fused_importance(queries_BQWD: Tensor, keys: Rows) -> Tensor:
-    """The same in one launch, reading a row's keys twice."""
+    """The same in one launch, reading a row's keys twice; a long window in parts, as many queries as shared memory takes."""
     rows, q_heads, window, dim = queries_BQWD.shape
     heads, scored = keys.shape[1], keys.held - window
-    queries = queries_BQWD.contiguous()
-    out = torch.empty(rows, heads, scored, dtype=torch.float32, device=keys.device)
-    group_pad, window_pad = next_power_of_2(q_heads // heads), next_power_of_2(window)
-    group_pad = max(group_pad, 16 // window_pad)
-    _importance[(rows * heads,)](
-        *(queries, keys.stored_NHCD, keys.rows_R, *keys.strides, heads, scored, 1 / dim**0.5, out),
-        GROUP=q_heads // heads,
-        GROUP_PAD=group_pad,
-        WINDOW=window,
-        WINDOW_PAD=window_pad,
-        DIM=dim,
-        DIM_PAD=max(16, next_power_of_2(dim)),
-        BLOCK=max(16, min(64, 8192 // (group_pad * window_pad))),
-        PRECISION=precision(keys.stored_NHCD),
-        num_warps=4,
-    )
+    group = q_heads // heads
+    part = max(1, QUERY_ROWS * (1 if dim <= 128 else 128 / dim) * 2 / keys.dtype.itemsize // next_power_of_2(group))
+    out = torch.zeros(rows, heads, scored, dtype=torch.float32, device=keys.device)
+    for queries in queries_BQWD.split(int(part), dim=2):
+        queries = queries.contiguous()
+        window_pad = next_power_of_2(queries.shape[2])
+        group_pad = max(next_power_of_2(group), 16 // window_pad)
+        _importance[(rows * heads,)](
+            *(queries, keys.stored_NHCD, keys.rows_R, *keys.strides, heads, scored, 1 / dim**0.5, window, out),
+            GROUP=group,
+            GROUP_PAD=group_pad,
+            WINDOW=queries.shape[2],
+            WINDOW_PAD=window_pad,
+            DIM=dim,
+            DIM_PAD=max(16, next_power_of_2(dim)),
+            BLOCK=max(16, min(64, 8192 // (group_pad * window_pad))),
+            PRECISION=precision(keys.stored_NHCD),
+            num_warps=4,
+        )
     return out
 
 
@@ -82,7 +88,7 @@ def _window_block(
 
 @jit
 def _importance(
-    queries_ptr, keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, scored, scale, out_ptr,
+    queries_ptr, keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, scored, scale, window, out_ptr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -109,4 +115,6 @@ def _importance(
         )
         weights = tl.where(in_window, tl.exp(logits - top[:, None]) / total[:, None], 0.0)
         n = start + tl.arange(0, BLOCK)
-        tl.store(out_ptr + pair * scored + n, tl.sum(weights, axis=0) / WINDOW, mask=n < scored)
+        place = out_ptr + pair * scored + n
+        before = tl.load(place, mask=n < scored, other=0.0)
+        tl.store(place, before + tl.sum(weights, axis=0) / window, mask=n < scored)

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..errors import first_line
+
 BLOCK = 128
 SMALLEST_HEAD = 16  # FlexAttention's
 COMPILATIONS = 64
@@ -90,10 +92,9 @@ _broken: list[Exception] = []
 
 def give_up(error: Exception) -> None:
     """FlexAttention could not be compiled here: from now on `usable` says so."""
-    reason = str(error).strip().splitlines()
     warnings.warn(
         "FlexAttention does not run here, so shadow passes hold a mask of T x T and take longer "
-        f"({type(error).__name__}: {reason[0] if reason else ''}).",
+        f"({type(error).__name__}: {first_line(error)}).",
         stacklevel=2,
     )
     _broken.append(error)

@@ -57,7 +57,7 @@ def attend_and_append(
         GROUP_PAD=max(16, next_power_of_2(group)),
         HEADS=kv_heads,
         DIM=dim,
-        DIM_PAD=next_power_of_2(dim),
+        DIM_PAD=max(16, next_power_of_2(dim)),
         WINDOW=window,
         SPLITS=splits,
         BLOCK=BLOCK if dim <= 128 else BLOCK // 2,

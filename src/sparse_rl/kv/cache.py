@@ -64,7 +64,7 @@ def ranks(slots: list[list[int]], seeds: list[list[int]], device: torch.device) 
 
 @dataclass(frozen=True)
 class Packed:
-    """Prompts that fit their slots as they are: which packed token goes to which place of which slot, once per sample."""
+    """Prompts that fit their slots as they are, one sample of each: which packed token goes to which place of which slot."""
 
     source_M: Tensor
     slots_M: Tensor
@@ -260,11 +260,12 @@ class SlotCache:
         them, and some ten numbers a token to rank them. Without: what is kept of them, three float32 forms of the keys, and a tile of R-KV's
         similarities with its comparisons, the hungriest of the policies."""
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
+        ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
-            return self.shape.kv_heads * (copies * key_bytes + 80 * held)
+            return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held)
         float_bytes = held * self.shape.head_dim * 4
         similarity_bytes = min(held, TILE_ROWS) * held * 10
-        return self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
+        return ring_bytes + self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
 
     def _ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
         """The window's queries [R, Q, W, D], oldest first."""

@@ -26,6 +26,7 @@ class Product:
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
         self.weight_OI, self.bias_O = weight_OI, bias_O
+        self.input: Tensor | None = None
         self.result: Tensor | None = None
 
 
@@ -39,11 +40,12 @@ class SharedProjection(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         product = self.product
         if self.start == 0:
-            product.result = F.linear(hidden, product.weight_OI, product.bias_O)
+            product.input, product.result = hidden, F.linear(hidden, product.weight_OI, product.bias_O)
         assert product.result is not None, "the model calls its projections in another order"
+        assert product.input is hidden, "the model's projections read different inputs"
         mine = product.result[..., self.start : self.stop]
         if self.stop == len(product.weight_OI):
-            product.result = None
+            product.input = product.result = None
         return mine
 
 
@@ -63,11 +65,11 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
     if not compile:
         yield
         return
-    layers = decoder_layers(model)
+    ours = [layer for layer in decoder_layers(model) if "forward" not in layer.__dict__]  # hooked by someone: left alone
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         AttentionInterface.register(NAME, torch.compiler.disable(attention))  # traced, it would be compiled for every layer
-        for layer in layers:
+        for layer in ours:
             layer.forward = functools.partial(_compiled(type(layer).forward), layer)
         for parent, names, linears in _groups(model):
             weight = _shared([linear.weight for linear in linears])
@@ -83,7 +85,7 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
     finally:
         for parent, name, original in replaced:
             setattr(parent, name, original)
-        for layer in layers:
+        for layer in ours:
             layer.__dict__.pop("forward", None)
         AttentionInterface.register(NAME, attention)
 

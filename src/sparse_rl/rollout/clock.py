@@ -22,9 +22,10 @@ class Clock:
             self._seconds[name] += time.perf_counter() - before
             return
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        stream = torch.cuda.current_stream(self.device)
+        start.record(stream)
         yield
-        end.record()
+        end.record(stream)
         self._events.append((name, start, end))
 
     @property

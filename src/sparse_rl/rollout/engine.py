@@ -8,10 +8,12 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError
 from ..kernels.counter_rng import derive_all
+from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.attention import prepare
+from ..models.settings import WORTH_COMPILING
 from .generation import Generation
 from .graph import DecodeGraphs, graphs_work_on
 from .rollout import Rollout
@@ -22,8 +24,6 @@ from .stats import Progress, Stats
 
 CHUNK = {"cpu": 8, "cuda": 16}
 """Steps between looks at the host, at most; a divisor of the interval is taken. A finished slot idles to the next look."""
-WORTH_COMPILING = 50_000_000
-"""Parameters. A smaller model is done sampling before its layers are compiled."""
 
 
 class Engine:
@@ -53,7 +53,8 @@ class Engine:
         before = model.config._attn_implementation
         self.limits = prepare(model)
         try:
-            check_attention(model, self.limits)
+            with on(self.limits.shape.device):
+                check_attention(model, self.limits)
         except UserError:
             model.set_attn_implementation(before)
             raise
@@ -118,8 +119,10 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
-                return generation.run()
+            with torch.no_grad(), on(self.limits.shape.device):
+                rollouts = generation.run()
+            self.use_graphs = generation.graphs is not None
+            return rollouts
         except BaseException:
             self.cache.clear()  # what a failed call left, NaNs perhaps, must not reach the next one
             raise
@@ -187,8 +190,11 @@ class Engine:
         if not tokens:
             raise UserError(f"Prompt {number} is empty: give it at least one token, such as the model's BOS.")
         ids = np.asarray(prompt)
-        if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= limits.vocab:
-            token = next(token for token in prompt if not isinstance(token, int) or not 0 <= token < limits.vocab)
+        if ids.ndim != 1:
+            raise UserError(f"Prompt {number} is nested: give one flat list of token ids for each prompt.")
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= limits.vocab:
+            wrong = (token for token in prompt if type(token) is not int or not 0 <= token < limits.vocab)
+            token = next(wrong, prompt[0])
             raise UserError(
                 f"Prompt {number} has token id {token}, outside the vocabulary of {limits.vocab}: "
                 "encode it with this model's tokenizer."

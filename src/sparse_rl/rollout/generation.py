@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import UserError
+from ..errors import UserError, notice
 from ..kernels.counter_rng import uniform
 from ..kernels.linear import decode_context
 from ..kv.cache import SlotCache, due
@@ -19,7 +19,7 @@ from ..kv.settings import KV
 from ..kv.trace import TraceRecorder
 from .clock import Clock
 from .decode import decode_step
-from .graph import Chunk, DecodeGraphs
+from .graph import Chunk, DecodeGraphs, NotCapturable
 from .guard import RepetitionGuard
 from .prefill import PromptInSlots, prefill
 from .rollout import Rollout
@@ -27,6 +27,9 @@ from .sampling import sample
 from .scheduler import Request, Scheduler, Sequence
 from .settings import Sampling
 from .stats import Progress, Stats
+
+FIRST_TOKENS = 64
+"""Rows of logits sampled at a time after prefill, with torch's float64 sums: a bound on what they take."""
 
 
 @dataclass
@@ -139,7 +142,13 @@ class Generation:
         """The first tokens are sampled from the prompts' last logits; each request becomes a sequence in its slot."""
         seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
         positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
-        tokens, logprobs = sample(logits_nV, uniform(seeds, positions), self.sampling)
+        drawn = [
+            sample(logits, numbers, self.sampling)
+            for logits, numbers in zip(
+                logits_nV.split(FIRST_TOKENS), uniform(seeds, positions).split(FIRST_TOKENS), strict=True
+            )
+        ]
+        tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
         token_rows, logprob_rows, stops = self._to_host(tokens[:, None].cpu(), logprobs[:, None].cpu())
         for request, row, logprob_row, stop_at, gone in zip(requests, token_rows, logprob_rows, stops, dropped, strict=True):
             held = self._held_after_prefill(request.prompt)
@@ -165,8 +174,7 @@ class Generation:
             seeds=[sequence.request.seed for sequence in active],
             last=[sequence.last_position for sequence in active],
         )
-        with self.clock.part("decode"):
-            sampled = self.graphs.run(chunk, steps, self.sampling) if self.graphs else self._step_by_step(chunk, steps)
+        sampled = self._graph_steps(chunk, steps) if self.graphs else self._step_by_step(chunk, steps)
         self._settle()
         taken = []
         for sequence, row, logprob_row, stop_at in zip(active, *self._to_host(*sampled), strict=True):
@@ -179,9 +187,23 @@ class Generation:
         self.stats.steps += steps
         self.stats.slot_steps += steps * self.cache.slots
 
+    def _graph_steps(self, chunk: Chunk, steps: int) -> tuple[Tensor, Tensor]:
+        assert self.graphs is not None
+        try:
+            return self.graphs.run(chunk, steps, self.sampling, self.clock)
+        except NotCapturable as error:
+            notice(f"The decode step of this model cannot be a CUDA graph ({error}): it runs step by step, and slower.")
+            self.graphs = None
+            return self._step_by_step(chunk, steps)
+
     def _step_by_step(self, chunk: Chunk, steps: int) -> tuple[Tensor, Tensor]:
         """Where the step is no graph: tokens and log-probs [S, steps]."""
+        with self.clock.part("decode"):
+            return self._steps(chunk, steps)
+
+    def _steps(self, chunk: Chunk, steps: int) -> tuple[Tensor, Tensor]:
         device = self.cache.shape.device
+        self.cache.lengths_S[: len(chunk.lengths)] = torch.tensor(chunk.lengths, device=device)
         tokens, positions, seeds, last = (
             torch.tensor(each, device=device) for each in (chunk.tokens, chunk.positions, chunk.seeds, chunk.last)
         )

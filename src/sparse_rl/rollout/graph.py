@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import notice
+from ..errors import first_line, notice
 from ..kernels.counter_rng import uniform
 from ..kernels.draw import draw_and_advance
-from ..kernels.jit import next_power_of_2, usable
+from ..kernels.jit import next_power_of_2, usable, why_not
 from ..kv.cache import SlotCache
 from ..models.attention import run
 from ..models.decoding import decoding, fuse_projections
+from .clock import Clock
 from .decode import DecodeView
 from .sampling import sample
 from .settings import Sampling
@@ -37,6 +38,10 @@ class Chunk:
     seeds: list[int]
     last: list[int]
     """The position no step may pass: a sequence that ends within the chunk idles there."""
+
+
+class NotCapturable(RuntimeError):
+    """The model asks the host something in the middle of a step: it cannot be a graph."""
 
 
 class DecodeGraphs:
@@ -62,7 +67,7 @@ class DecodeGraphs:
         same = self.model is model and self.cache is cache and len(self.sampled_nS) == chunk
         return same and self.weights == self._weights()
 
-    def run(self, chunk: Chunk, steps: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def run(self, chunk: Chunk, steps: int, sampling: Sampling, clock: Clock) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs [S, steps] of the active slots, on the host."""
         active = len(chunk.tokens)
         slots = min(self.cache.slots, max(SMALLEST, next_power_of_2(active)))
@@ -71,13 +76,21 @@ class DecodeGraphs:
         host.fill(0)
         for row, values in enumerate((chunk.tokens, chunk.positions, chunk.lengths, chunk.seeds, chunk.last)):
             host[row, :active] = values
-        key = (slots, sampling.temperature == 0, sampling.top_k, sampling.top_p)
+        key: tuple = (slots, sampling.temperature == 0)
+        if truncates(sampling):  # drawn by torch, with its numbers in the graph
+            key += (sampling.temperature, sampling.top_k, sampling.top_p)
         if key not in self.graphs:
-            self.graphs[key] = self._capture(slots, sampling)
+            try:
+                self.graphs[key] = self._capture(slots, sampling)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise NotCapturable(first_line(error)) from error
         self._upload()
         graph = self.graphs[key]
-        for _ in range(steps):
-            graph.replay()
+        with clock.part("decode"):
+            for _ in range(steps):
+                graph.replay()
         return self.sampled_nS[:steps, :active].t().cpu(), self.logprobs_nS[:steps, :active].t().cpu()
 
     def _upload(self) -> None:
@@ -92,10 +105,12 @@ class DecodeGraphs:
         with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
             try:
                 self._warm_up(slots, sampling)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 if not self.compile:
                     raise
-                notice(f"The decode step could not be compiled ({_first_line(error)}): it runs uncompiled, and slower.")
+                notice(f"The decode step could not be compiled ({first_line(error)}): it runs uncompiled, and slower.")
                 self.compile = False
         with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
             self._warm_up(slots, sampling)
@@ -114,7 +129,7 @@ class DecodeGraphs:
         view = DecodeView(self.cache, positions_S, lengths_S)
         logits_SV = run(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
         chunk = (self.sampled_nS[:, :slots], self.logprobs_nS[:, :slots])
-        if not sampling.top_k and sampling.top_p == 1:
+        if not truncates(sampling):
             state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
             draw_and_advance(logits_SV, *state, self.temperature_1, *chunk, greedy=sampling.temperature == 0)
             return
@@ -130,15 +145,15 @@ class DecodeGraphs:
         return [weight.data_ptr() for weight in (*self.model.parameters(), *self.model.buffers())]
 
 
+def truncates(sampling: Sampling) -> bool:
+    return bool(sampling.top_k) or sampling.top_p < 1
+
+
 def graphs_work_on(device: torch.device) -> bool:
     """Whether the decode step can be a graph there; says so in one line where a GPU lacks what it takes."""
     if device.type != "cuda":
         return False
     if not usable(device):
-        notice("Triton is missing or does not know this GPU: decoding runs step by step, and slower. Try pip install triton.")
+        notice(f"Without Triton on this GPU decoding runs step by step, and slower ({why_not(device)}).")
         return False
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

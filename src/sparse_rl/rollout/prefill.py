@@ -56,12 +56,15 @@ def prefill(
     dropped: list[list[Tensor | None]] = [[] for _ in prompts]
     members = []
     start = 0
-    copies: list[tuple[int, int, int]] = []  # (start among the packed tokens, tokens, slot)
+    copies: list[
+        list[tuple[int, int, int]]
+    ] = []  # of first samples, of second ones, …: (start among the tokens, tokens, slot)
     for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
         numbers = list(group)
-        if length <= kv.budget or not policy.evicts:
-            places = [(start + index * length, length, slot) for index, n in enumerate(numbers) for slot in prompts[n].slots]
-            copies += places
+        for index, n in enumerate(numbers if length <= kv.budget or not policy.evicts else ()):
+            for number, slot in enumerate(prompts[n].slots):
+                copies += [[]] if number == len(copies) else []
+                copies[number].append((start + index * length, length, slot))
         placed = ranks([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
         rows.append(Row(start, start + length * len(numbers), placed))
         members.append(numbers)
@@ -69,16 +72,18 @@ def prefill(
     tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
     positions = torch.tensor([[at for number in order for at in range(len(prompts[number].prompt))]], device=device)
     ends = torch.tensor([len(prompts[number].prompt) for number in order], device=device).cumsum(0)
-    packed = Packed.of(copies, cache.ring, device) if copies else None
+    packed = [Packed.of(of_rank, cache.ring, device) for of_rank in copies]
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
     longest = len(prompts[order[-1]].prompt)
     view = PrefillView(cache, policy, kv, rows, packed, cu_seqlens, longest)
     logits = run(model, tokens, positions, view, keep=ends - 1)[0]
-    if packed is not None:
-        cache.place_packed(packed)
+    for each in packed:
+        cache.place_packed(each)
     for row, numbers in zip(rows, members, strict=True):
         for index, number in enumerate(numbers):
-            dropped[number] = [row.dropped_of(index, sample) for sample in range(len(prompts[number].slots))]
+            count = len(prompts[number].slots)
+            own = count if policy.uses_seeds else 1  # else all samples of a prompt drop the same
+            dropped[number] = [row.dropped_of(index, sample) for sample in range(own)] * (count // own)
     place_of = torch.tensor(order, device=device).argsort()
     return logits[place_of], dropped
 
@@ -90,7 +95,7 @@ class PrefillView:
         policy: Policy,
         kv: KV,
         rows: list[Row],
-        packed: Packed | None,
+        packed: list[Packed],
         cu_seqlens: Tensor,
         longest: int,
     ):
@@ -99,8 +104,8 @@ class PrefillView:
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         new = (queries_1QND, keys_1HND, values_1HND)
-        if self.packed is not None:
-            self.cache.fill_packed(layer, self.packed, *new)
+        for packed in self.packed:
+            self.cache.fill_packed(layer, packed, *new)
         outputs = []
         for row in self.rows:
             q, k, v = (unpack(tensor, row, len(row.ranks[0].rows_m)) for tensor in new)

@@ -18,7 +18,7 @@ class Stats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compaction_s: float = 0.0
-    """Of the device's work, by part; on a CPU, of the call's."""
+    """By part, on the device's clock: decode from the first step of a chunk to its last, the others with their launches."""
     compactions: int = 0
     """Of single sequences, the compression of long prompts included."""
     steps: int = 0

@@ -39,6 +39,13 @@ class Policy:
     evicts: ClassVar[bool] = True
     """False only for `full`: the cache then grows to whatever the sequence needs."""
 
+    def __init_subclass__(cls) -> None:
+        """Scores of one's own see tensors, and the values, unless the class says otherwise."""
+        super().__init_subclass__()
+        if "scores" in cls.__dict__:
+            cls.reads_rows = cls.__dict__.get("reads_rows", False)
+            cls.uses_values = cls.__dict__.get("uses_values", True)
+
     def __post_init__(self) -> None:
         if self.window < 0 or self.sinks < 0:
             raise ValueError(f"window = {self.window} and sinks = {self.sinks} must not be negative.")
