@@ -66,6 +66,39 @@ def test_mistakes_end_in_one_sentence_and_exit_code_2(arguments, sentence, capsy
     assert sentence in err and err.startswith("sparse-rl: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "lower"),
+    [
+        (["generate", "tiny", "1+1=", "--device", "cpu"], "lower --slots, --kv.budget or --max-tokens"),
+        (["bench", "rollout", "--model", "tiny", "--device", "cpu"], "lower --batch, --kv.budget or --max-tokens"),
+        (["bench", "learner", "--model", "tiny", "--device", "cpu"], "lower --tokens-per-microbatch or --tokens"),
+    ],
+)
+def test_a_full_gpu_is_not_a_device_that_cannot_be_used(arguments, lower, capsys, monkeypatch):
+    import torch
+    from transformers import PreTrainedModel
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(PreTrainedModel, "to", full)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err == f"sparse-rl: The GPU's memory ran out: {lower}, or take a smaller model.\n"
+
+
+def test_other_errors_are_not_taken_for_a_full_gpu(monkeypatch):
+    from sparse_rl.rollout import console
+
+    def broken(*args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(console, "stream", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["generate", "tiny", "1+1="])
+
+
 def test_module_runs_as_a_command():
     done = run("--version")
     assert done.returncode == 0 and done.stdout.startswith("sparse-rl 0.")

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from runs import refused
-from sparse_rl.bench.shapes import SHAPES
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import from_flags, recipe, recipe_names
 from sparse_rl.errors import UserError
@@ -23,6 +22,7 @@ from sparse_rl.learner import fusion, logprobs
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
+from sparse_rl.models.shapes import SHAPES
 from sparse_rl.plan import dimensions, make_plan, memory, remedies
 from sparse_rl.plan.command import parse_size
 from sparse_rl.plan.dimensions import from_config

@@ -16,6 +16,9 @@ from .kv.settings import KV
 from .rollout.settings import Sampling
 from .train.settings import Config
 
+LOWER = "--rollout.slots or --optimizer.tokens-per-microbatch"
+"""What to lower where memory runs out and no plan says better."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     # torchao registers its enums in a way that torch warns of: nothing a user can mend
@@ -27,9 +30,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         sys.stderr.write(f"sparse-rl: {error}\n")
         sys.exit(2)
+    except RuntimeError as error:
+        if not _ran_out_of_memory(error):
+            raise
+        sys.stderr.write(f"sparse-rl: The GPU's memory ran out: lower {args.lower}, or take a smaller model.\n")
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("sparse-rl: stopped.\n")
         sys.exit(130)
+
+
+def _ran_out_of_memory(error: RuntimeError) -> bool:
+    torch = sys.modules.get("torch")  # who never imported it has no GPU's memory to run out of
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,7 +77,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(command=train, parser=parser)
+    parser.set_defaults(command=train, parser=parser, lower=LOWER)
     parser.description = "Post-train a model by reinforcement learning. Every flag below is a key of a recipe, too."
     parser.add_argument(
         "recipe", metavar="RECIPE", nargs="?", help=f"a TOML file or a shipped one: {', '.join(recipe_names())}"
@@ -101,7 +114,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(command=generate, parser=parser)
+    parser.set_defaults(command=generate, parser=parser, lower="--slots, --kv.budget or --max-tokens")
     parser.description = "Sample from a model with a bounded KV cache; the text streams, then come KV use and speed."
     parser.add_argument(
         "model",
@@ -120,11 +133,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from .bench.shapes import SHAPES
+    from .models.shapes import SHAPES
 
     benches = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     rollout = benches.add_parser("rollout", help="transformers generate, our dense and our sparse engine", allow_abbrev=False)
-    rollout.set_defaults(command=bench_rollout, parser=rollout)
+    rollout.set_defaults(command=bench_rollout, parser=rollout, lower="--batch, --kv.budget or --max-tokens")
     rollout.description = "Sample the same work three ways in one process and print tokens/s, KV bytes and ratios."
     rollout.add_argument(
         "--model", default="135M", help=f"random weights of a shape ({', '.join(SHAPES)}), a hub id, a folder or tiny [135M]"
@@ -185,7 +198,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(command=bench_learner, parser=parser)
+    parser.set_defaults(command=bench_learner, parser=parser, lower="--tokens-per-microbatch or --tokens")
     parser.description = (
         "Learn from made-up rollouts: the update, the pass before it and the shadow pass, as tokens/s and MFU."
     )
@@ -209,6 +222,7 @@ def _add_bench_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"
     )
+    parser.set_defaults(lower=LOWER)
     add_flags(parser, Config)
 
 

@@ -8,6 +8,12 @@ class UserError(ValueError):
     """A mistake the user can mend: the message is one sentence and says how. The command line prints it and exits with 2."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, for a sentence of ours: its first line without the full stop, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
 @functools.cache
 def notice(text: str) -> None:
     """One line on the terminal, once."""

@@ -23,10 +23,9 @@ from ..learner.settings import OptimizerSettings
 from ..learner.update import Batch, accumulate, make_batch, response_mask
 from ..models.attention import prepare
 from ..models.head import head_of
-from ..models.load import DTYPES, load_model
 from ..rollout.rollout import Rollout
 from .record import environment
-from .shapes import SHAPES, random_model
+from .rollout import bench_model
 
 BUDGET, INTERVAL = 512, 128
 PEAK_FLOPS = 989e12
@@ -65,7 +64,7 @@ def bench(args: argparse.Namespace) -> None:
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
     console = Console()
-    model = _model(args)
+    model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
     rollouts = made_up(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
     batch, loss = _batch(model, rollouts), Loss()
@@ -120,14 +119,6 @@ def bench(args: argparse.Namespace) -> None:
     if args.json:
         args.json.write_text(json.dumps(_record(args, model, arms), indent=1) + "\n")
         console.print(f"Written to {args.json}.", highlight=False)
-
-
-def _model(args: argparse.Namespace) -> PreTrainedModel:
-    if args.model not in SHAPES:
-        return load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[args.dtype or ("bfloat16" if device.startswith("cuda") else "float32")]
-    return random_model(args.model, dtype=dtype, device=device, seed=args.seed)
 
 
 def made_up(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:

@@ -14,6 +14,7 @@ from ..config import merged_tables
 from ..data.examples import Example
 from ..errors import UserError
 from ..models.load import DTYPES, load_model, load_tokenizer, place
+from ..models.shapes import SHAPES, random_model
 from ..plan.command import parse_size
 from ..plan.dimensions import HUB_SHAPES
 from ..rewards.pool import RewardPool
@@ -22,7 +23,6 @@ from ..train.loop import Given, Trainer
 from ..train.settings import Config
 from ..train.view import View
 from .lengths import drawn_lengths
-from .shapes import SHAPES, random_model
 
 BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
 """256 rollouts of up to 4,096 tokens, unless a recipe or flags say otherwise."""

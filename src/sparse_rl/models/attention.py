@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..kv.cache import CacheShape
 
 NAME = "sparse_rl"
@@ -130,10 +130,9 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
         shape = probe.shape(kind, config.num_hidden_layers)
     except Exception as error:
         model.set_attn_implementation(before)
-        if isinstance(error, UserError):
+        if isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{kind} does not run with sparse-rl's attention ({reason}): use another model.") from error
+        raise UserError(f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model.") from error
     windows = [*probe.sliding_windows, *_windows_of_the_mask(config)]
     limits = AttentionLimits(
         shape, getattr(config, "max_position_embeddings", None), min(windows, default=None), config.vocab_size

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from ..errors import UserError, notice
+from ..errors import UserError, first_line, notice
 
 DRIVER = Path("/proc/driver/nvidia/version")
 TINY = Path(__file__).parent / "tiny"
@@ -33,10 +33,10 @@ def load_model(
         raise UserError(_sentence("model", path, error)) from error
     try:
         return model.to(device).eval()
+    except torch.OutOfMemoryError:
+        raise  # the device works: whoever asked knows what would fit
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"Device {device!r} cannot be used ({str(error).splitlines()[0]}): name another, such as cpu."
-        ) from error
+        raise UserError(f"Device {device!r} cannot be used ({first_line(error)}): name another, such as cpu.") from error
 
 
 def place(dtype: str | None, device: str | None) -> tuple[str, str]:
@@ -63,7 +63,7 @@ def _cuda_works() -> bool:
             torch.cuda.init()
             reason = "no device is visible"
         except (RuntimeError, AssertionError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
+            reason = first_line(error)
         notice(
             f"There is an NVIDIA driver, but torch {torch.__version__} cannot use its GPU ({reason}): running on the CPU. "
             "Install a driver and a torch that fit each other."
@@ -100,5 +100,4 @@ def resolve(path: str) -> str:
 
 
 def _sentence(kind: str, path: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0].rstrip(".")
-    return f"The {kind} {path!r} could not be loaded ({reason}): give a hub id, a folder with a Hugging Face model, or tiny."
+    return f"The {kind} {path!r} could not be loaded ({first_line(error)}): give a hub id, a folder with a Hugging Face model, or tiny."

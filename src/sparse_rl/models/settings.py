@@ -6,6 +6,9 @@ from pydantic import Field
 
 from ..settings import Section
 
+WORTH_COMPILING = 50_000_000
+"""Parameters. A smaller model is done before its layers are compiled, in the sampler and in the learner."""
+
 
 class Lora(Section):
     """Low-rank adapters (peft) in place of training every weight."""

@@ -17,6 +17,7 @@ from .roofline import GPU, GPUS, find_gpu, step_time
 
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
 PLAIN_WIDTH = 140
+"""Columns of what is not a terminal: a file has room for a table."""
 
 
 def parse_size(text: str) -> int:

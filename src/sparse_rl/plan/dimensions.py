@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..bench.shapes import SHAPES
 from ..errors import UserError
+from ..models.shapes import SHAPES
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 HUB_SHAPES = {f"Qwen/Qwen2.5-{size}{kind}": size for size in ("0.5B", "1.5B", "3B", "7B") for kind in ("", "-Instruct")}

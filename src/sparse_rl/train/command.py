@@ -13,12 +13,10 @@ from rich.table import Table
 from ..config import to_toml
 from ..data.examples import encode, load
 from ..errors import UserError
+from ..plan.command import wide_console
 from ..rewards.pool import RewardPool
 from .folder import RunFolder
 from .settings import Config
-
-PLAIN_WIDTH = 140
-"""Columns of what is not a terminal: a file has room for a table."""
 
 
 def dry_run(config: Config) -> None:
@@ -45,9 +43,7 @@ def dry_run(config: Config) -> None:
 
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console = wide_console()
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         again = "the same command and --resume"
