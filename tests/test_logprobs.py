@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import random_model
 from sparse_rl import UserError
+from sparse_rl.learner import fusion
 from sparse_rl.learner import logprobs as chunked
 from sparse_rl.learner.logprobs import divergence, token_logprobs
 from sparse_rl.models.head import Head, head_of
@@ -124,6 +125,33 @@ def test_no_tensor_of_tokens_by_vocabulary_ever_exists(what, monkeypatch):
             value = divergence(head, hidden, hidden * 0.5, ones, kind="jsd").sum()
         value.backward()
     assert 16 * vocab <= seen.elements <= 2 * 16 * vocab < tokens * vocab
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile does not run here")
+def test_without_a_compiler_chunks_are_small_from_the_first_on(monkeypatch):
+    """They are cut for one kernel before the compiler is asked; what it leaves to plain torch has several forms in float32."""
+    monkeypatch.setattr(fusion, "_broken", [])
+    monkeypatch.setattr(fusion, "_compiled", lambda function: fails)
+    for module in (fusion, chunked):
+        monkeypatch.setattr(module, "fuses", lambda device: not fusion._broken)
+    monkeypatch.setattr(chunked, "LARGE_VOCABULARY", V)
+    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 5 * V)
+    rows = []
+    for name in ("chunk_statistics", "chunk_gradient"):
+        function = getattr(chunked, name)
+        monkeypatch.setattr(chunked, name, lambda logits, *rest, f=function: rows.append(len(logits)) or f(logits, *rest))
+    hidden, weight, _, targets, temperatures = inputs(torch.float64)
+    ours, entropy = token_logprobs(Head(weight, None, 1.0), hidden, targets, temperatures)
+    (grad,) = gradients((ours + entropy).sum(), hidden)
+    assert fusion._broken and rows == 2 * [5, 5, 5, 5, 5, 5, 5, 2]
+    everything = plain(hidden, weight, None, temperatures)
+    expected = everything.gather(-1, targets[:, None])[:, 0] - (everything.exp() * everything).sum(-1)
+    torch.testing.assert_close(ours + entropy, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grad, gradients(expected.sum(), hidden)[0], rtol=0, atol=1e-11)
+
+
+def fails(*args):
+    raise torch._dynamo.exc.TorchDynamoException("no compiler")
 
 
 def test_heads_that_scale_their_logits_are_found_and_others_refused():

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WORTH_COMPILING = 50_000_000
-"""Parameters. A smaller model is done before its pieces are compiled."""
+from ..errors import first_line
+from ..models.settings import WORTH_COMPILING
 
 
 def fuses(device: torch.device) -> bool:
@@ -24,9 +24,10 @@ def fuses(device: torch.device) -> bool:
 _broken: list[Exception] = []
 
 
-def fused(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """`function(*tensors)`, on a GPU compiled for any number of rows."""
-    return _compiled_or_plain(function, tensors, rows=0) if fuses(tensors[0].device) else function(*tensors)
+def fused(function: Callable[..., Any], *tensors: Tensor, plain: Callable[..., Any] | None = None) -> Any:
+    """`function(*tensors)`, on a GPU compiled for any number of rows; where that cannot be, `plain` in its place."""
+    plain = plain or function
+    return _compiled_or_plain(function, plain, tensors, rows=0) if fuses(tensors[0].device) else plain(*tensors)
 
 
 @contextmanager
@@ -65,15 +66,15 @@ class _Fused:
         plain = type(self.module).forward
         if kwargs or len(args) != 1 or not fuses(args[0].device):
             return plain(self.module, *args, **kwargs)
-        return _compiled_or_plain(plain, (self.module, args[0]), rows=1)
+        return _compiled_or_plain(plain, plain, (self.module, args[0]), rows=1)
 
 
-def _compiled_or_plain(plain: Callable[..., Any], args: tuple[Any, ...], rows: int) -> Any:
+def _compiled_or_plain(function: Callable[..., Any], plain: Callable[..., Any], args: tuple[Any, ...], rows: int) -> Any:
     for arg in args:
         if isinstance(arg, Tensor):
             torch._dynamo.maybe_mark_dynamic(arg, rows)
     try:
-        return _compiled(plain)(*args)
+        return _compiled(function)(*args)
     except compiler_errors() as error:  # nothing else: checkpointing stops a forward early by an exception of its own
         _give_up(error)
         return plain(*args)
@@ -89,8 +90,8 @@ def compiler_errors() -> type[Exception]:
 
 
 def _give_up(error: Exception) -> None:
-    reason = (str(error).strip() or "no reason given").splitlines()[0]
     warnings.warn(
-        f"torch.compile does not run here, so the learner is slower ({type(error).__name__}: {reason}).", stacklevel=4
+        f"torch.compile does not run here, so the learner is slower ({type(error).__name__}: {first_line(error)}).",
+        stacklevel=4,
     )
     _broken.append(error)

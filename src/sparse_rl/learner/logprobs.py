@@ -67,9 +67,18 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _of_chunk(function: Callable[..., Any], logits_nV: Tensor, *per_token: Tensor) -> Any:
+    def plain(logits_nV: Tensor, *per_token: Tensor) -> Any:
+        """In smaller chunks, if this one was cut for a compiler that then failed."""
+        parts = [
+            function(*(each[rows] for each in (logits_nV, *per_token))) for rows in _cut(CHUNK_ELEMENTS, *logits_nV.shape)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(map(torch.cat, zip(*parts, strict=True)))
+
     if _fuses(logits_nV.device, logits_nV.shape[-1]):
-        return fused(function, logits_nV, *per_token)
-    return function(logits_nV, *per_token)
+        return fused(function, logits_nV, *per_token, plain=plain)
+    return plain(logits_nV, *per_token)
 
 
 def _fuses(device: torch.device, vocab: int) -> bool:
@@ -191,11 +200,14 @@ class _HeadGradients:
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor, *, fusible: bool = True) -> list[slice]:
     fusible = fusible and _fuses(hidden_ND.device, len(weight_VD))
-    elements = FUSED_CHUNK_ELEMENTS if fusible else CHUNK_ELEMENTS
-    size = max(1, elements // len(weight_VD))
+    return _cut(FUSED_CHUNK_ELEMENTS if fusible else CHUNK_ELEMENTS, len(hidden_ND), len(weight_VD))
+
+
+def _cut(elements: int, tokens: int, vocab: int) -> list[slice]:
+    size = max(1, elements // vocab)
     if size > 128:
         size -= size % 128  # what matrix products are cut into
-    return [slice(start, start + size) for start in range(0, len(hidden_ND), size)]
+    return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
 def _logits(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
