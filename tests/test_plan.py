@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from runs import refused
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import from_flags, recipe, recipe_names
 from sparse_rl.errors import UserError
+from sparse_rl.kernels import shadow
 from sparse_rl.kv import cache
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.settings import KV
@@ -27,8 +29,8 @@ from sparse_rl.plan import dimensions, make_plan, memory, remedies
 from sparse_rl.plan.command import parse_size
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.roofline import GPUS, decode_step_s, find_gpu
-from sparse_rl.rollout import engine
-from sparse_rl.train.memory import compared, out_of_memory, slots_of
+from sparse_rl.rollout import engine, generation
+from sparse_rl.train.memory import compared, dense_slots, out_of_memory, slots_of
 from sparse_rl.train.settings import Config
 
 GIB = 2**30
@@ -93,10 +95,22 @@ def test_the_cache_is_what_is_allocated(policy):
 def test_constants_are_those_of_the_code():
     for name in ("CHUNK_ELEMENTS", "FUSED_CHUNK_ELEMENTS", "LARGE_VOCABULARY"):
         assert getattr(memory, name) == getattr(logprobs, name)
-    assert memory.WORTH_COMPILING == fusion.WORTH_COMPILING
     assert (memory.SCRATCH_SHARE, memory.SCRATCH_FLOOR) == (cache.SCRATCH_SHARE, cache.SCRATCH_FLOOR_BYTES)
     assert engine.CHUNK["cuda"] == memory.CHUNK_STEPS
+    assert (generation.FIRST_TOKENS, shadow.BLOCK) == (memory.FIRST_TOKENS, memory.SHADOW_BLOCK)
     assert set(memory.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
+
+
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_lists_of_blocks_are_what_a_shadow_pass_holds(tokens):
+    dims = from_config(MODELS["qwen2"].to_dict(), "qwen2")
+    made = shadow.Shadow(torch.full((dims.layers, dims.kv_heads, tokens), tokens, dtype=torch.int32))
+    assert made.padded == memory.padded_length(tokens)
+    held = sum(each.nbytes for each in made.lists.values())
+    mask = made.block_mask(0, dims.q_heads)
+    kept = sum(getattr(mask, name).nbytes for name in made.lists)
+    for layers in (1, dims.layers):
+        assert memory.block_list_bytes(dims, made.padded, layers) == held + layers * kept
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -187,7 +201,33 @@ def test_slots_of_a_run():
     assert slots_of(Config(rollout={"prompts_per_step": 2}), None, cpu) == 16
     fits = planned("--optimizer.gradient-checkpointing", "--model.lora.rank", "16")
     assert fits.fits and slots_of(config, fits, cuda) == fits.slots
-    assert slots_of(config, planned(memory_gib=2), cuda) == slots_of(config, None, cuda) == 64
+    assert slots_of(config, None, cuda) == 64
+    assert slots_of(config, planned(memory_gib=2), cuda) == config.rollout.samples_per_prompt  # the rehearsal will tell
+
+
+FITS_24 = ["--optimizer.gradient-checkpointing", "--model.lora.rank", "16", "--data.test", "arithmetic"]
+
+
+@pytest.mark.parametrize("memory_gib", [16, 24, 140])
+def test_an_evaluation_takes_nothing_from_a_run(memory_gib):
+    """Its dense cache gets what stays free under a step's peak: as many slots, and no more memory, than without it."""
+    plan = planned(*FITS_24, memory_gib=memory_gib)
+    without = planned(*FITS_24, "--eval.problems", "0", memory_gib=memory_gib)
+    assert plan.fits and plan.slots == without.slots
+    assert (plan.peak_bytes, plan.needed_bytes) == (without.peak_bytes, without.needed_bytes)
+    assert 1 < plan.evaluation_slots <= 256 and without.evaluation_slots == 0
+    assert planned(*FITS_24, "--eval.problems", "2", memory_gib=memory_gib).evaluation_slots == 2
+    assert planned(*FITS_24, "--eval.slots", "7", memory_gib=memory_gib).evaluation_slots == 7  # as asked, whatever it takes
+    for own in (["--method", "dense"], ["--kv.policy", "full"]):
+        assert planned(*FITS_24, *own, memory_gib=memory_gib).evaluation_slots == 0
+
+
+def test_slots_of_an_evaluation():
+    sampler = SimpleNamespace(slots=64, kv=KV(budget=512, interval=128))
+    assert dense_slots(None, sampler, 4096) == 10 and dense_slots(None, sampler, 10**6) == 1  # as many bytes as the sampler's
+    plan = planned(*FITS_24, prompt_tokens=256)
+    assert dense_slots(plan, sampler, 256 + 4096) == plan.evaluation_slots
+    assert dense_slots(plan, sampler, 2 * (256 + 4096)) == plan.evaluation_slots // 2  # its prompts are longer
 
 
 @pytest.mark.parametrize("method", ["sparse_rl", "dense"])
@@ -226,7 +266,28 @@ def test_the_roofline_is_the_one_of_the_design():
     for shape, milliseconds in (("1.5B", 2.1), ("7B", 7.2)):
         plan = planned(model=shape, memory_gib=140, slots=256)
         assert 1e3 * decode_step_s(plan, GPUS["h200"]) == pytest.approx(milliseconds, rel=0.06)
-    assert find_gpu("NVIDIA GeForce RTX 4090").name == "RTX 4090" and find_gpu("NVIDIA H200").name == "H200"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("l40s", "L40S"),
+    ],
+)
+def test_gpus_are_known_by_what_their_drivers_say(name, known):
+    assert find_gpu(name).name == known
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA A10G", "Tesla T4"])
+def test_a_gpu_is_not_taken_for_one_with_a_similar_name(name):
+    with pytest.raises(UserError, match="is not known"):
+        find_gpu(name)
 
 
 # The recipes

@@ -22,8 +22,10 @@ from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
 from sparse_rl.rollout.stats import Progress
+from sparse_rl.train import loop
 from sparse_rl.train.command import arm
-from sparse_rl.train.rehearsal import response_lengths
+from sparse_rl.train.loop import now
+from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.settings import Config
 from sparse_rl.train.view import View
@@ -314,6 +316,36 @@ def test_the_rehearsal_is_the_fullest_micro_batch():
         total = sum(prompt + length for length in lengths)
         assert lengths[0] == max_tokens
         assert tokens - prompt <= total <= max(tokens, prompt + max_tokens)
+
+
+@pytest.mark.parametrize("policy", ["rkv", "full"])
+def test_a_rehearsal_of_the_sampler_takes_all_slots_and_changes_nothing(tiny, policy):
+    kv, prompt = KV(policy=policy, budget=24, interval=8, window=4), [3, 4, 5, 6, 7]
+    config = Config(rollout={"max_tokens": 40})
+    sampling = config.rollout.sampling(1)
+    rehearsed, fresh = (Engine(tiny, kv, slots=3) for _ in range(2))
+    done = try_sampler(rehearsed, prompt, config)
+    assert [len(rollout.response) for rollout in done] == 3 * [rehearsed.chunk + 1]
+    for left, right in zip(*(engine.generate([prompt], 4, sampling) for engine in (rehearsed, fresh)), strict=True):
+        assert left.response == right.response and torch.equal(left.logprobs, right.logprobs)
+    assert rehearsed.stats.tokens == fresh.stats.tokens
+    rehearse(None, tiny, None, prompt, config)  # nothing on a CPU
+
+
+def test_the_clock_waits_for_the_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    assert now(torch.device("cpu")) < now(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
+
+
+def test_a_sampler_that_keeps_everything_is_the_one_that_is_evaluated(world, tmp_path, monkeypatch):
+    """Whatever its settings say of a budget: no second dense cache is made beside it."""
+    made = []
+    monkeypatch.setattr(loop, "Engine", lambda *args, **options: made.append(Engine(*args, **options)) or made[-1])
+    train(world, tmp_path / "run", "--kv.policy", "full", "--steps", "1", "--rollout.max-tokens", "4",
+          "--eval.problems", "3", "--data.test", str(world / "problems.jsonl"))  # fmt: skip
+    assert len(made) == 1 and any("pass@1" in key for row in metrics(tmp_path / "run") for key in row)
 
 
 @pytest.mark.parametrize("method", ["smd", "on_policy_sparse"])

@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..learner.fusion import fused_layers
 from ..learner.replay import forward, response_logprobs
 from ..plan.command import wide_console
 from ..plan.memory import response_lengths
 from ..train.loop import Trainer
-from ..train.rehearsal import longest_rollout
+from ..train.rehearsal import longest_rollout, try_learner
 from ..train.settings import Config
 from .made_up import cap_memory, made_up_trainer
 from .record import environment
@@ -58,8 +58,8 @@ def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, A
             try:
                 run()
                 torch.cuda.synchronize()
-            except (torch.OutOfMemoryError, UserError) as error:  # the rehearsal says it in a sentence
-                rows[name] = {"out_of_memory": str(error).splitlines()[0]}
+            except torch.OutOfMemoryError as error:
+                rows[name] = {"out_of_memory": first_line(error)}
                 break
             rows[name] = {
                 "before_bytes": before,
@@ -98,7 +98,10 @@ def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
             master.grad = torch.zeros_like(master)
         trainer.optimizer.update(0)
 
-    return {"sampling": sample, "old log-probs": old, "update": trainer.rehearse, "optimizer": optimize}
+    def learn() -> None:
+        try_learner(model, trainer.optimizer, prompt, config, engine.limits.shape)
+
+    return {"sampling": sample, "old log-probs": old, "update": learn, "optimizer": optimize}
 
 
 def table(found: dict[str, Any]) -> Table:

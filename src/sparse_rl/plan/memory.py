@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..data.settings import Data
 from ..kv.settings import KV
+from ..models.settings import WORTH_COMPILING
 from ..train.settings import SHADOW_METHODS, Config
 from .dimensions import Dimensions
 
@@ -21,9 +21,10 @@ GIB = 2**30
 CHUNK_ELEMENTS = 2**26  # learner/logprobs.py: logits at a time where nothing is fused
 FUSED_CHUNK_ELEMENTS = 2**28  # and where a chunk is one kernel
 LARGE_VOCABULARY = 16384  # from which on it is one
-WORTH_COMPILING = 50_000_000  # learner/fusion.py: parameters from which on norms and MLPs are compiled
 PREFILL_TOKENS = 8192  # rollout/engine.py
 CHUNK_STEPS = 16  # rollout/engine.py, on a GPU: a dense slot has room to idle that long
+FIRST_TOKENS = 64  # rollout/generation.py: rows of first tokens that are drawn at a time
+SHADOW_BLOCK = 128  # kernels/shadow.py
 SCRATCH_SHARE, SCRATCH_FLOOR = 0.05, 16 * 2**20  # kv/cache.py
 QUERY_POLICIES = ("rkv", "snapkv", "tova")  # those with a ring of queries
 
@@ -31,7 +32,7 @@ QUERY_POLICIES = ("rkv", "snapkv", "tova")  # those with a ring of queries
 PLAIN_CHUNK_BYTES = 28
 """An element of a chunk of logits that is differentiated by autograd (float32 logits, log-probs, exponentials, gradients)."""
 FIRST_TOKEN_BYTES = 26
-"""A logit of a slot's first token, which is drawn in plain torch: half precision, three float32 and two float64 forms."""
+"""A logit of a first token, which is drawn in plain torch: half precision, three float32 and two float64 forms."""
 STEP_LOGIT_BYTES = 4
 """A logit of a decode step: itself, and what the drawing kernel keeps."""
 MLP_BACKWARD = 3
@@ -74,6 +75,8 @@ class Plan:
     slots: int
     memory_bytes: int | None = None
     phases: list[Phase] = field(default_factory=list)
+    evaluation_slots: int = 0
+    """Of the dense cache that held-out problems are sampled with, where it is not the sampler's own."""
 
     @property
     def fullest(self) -> Phase:
@@ -87,8 +90,7 @@ class Plan:
     @cached_property
     def needed_bytes(self) -> int:
         """What torch has to be able to reserve: the peak, the pool of the decode step's graphs, and what lies broken."""
-        outside = max(phase.total + (0 if phase.name == "sampling" else self.pool_bytes) for phase in self.phases)
-        return int(outside * (1 + RESERVED_SHARE))
+        return int(most_held(self.phases, self.pool_bytes) * (1 + RESERVED_SHARE))
 
     @property
     def pool_bytes(self) -> int:
@@ -103,15 +105,23 @@ class Plan:
         return (self.memory_bytes or 0) - self.needed_bytes
 
 
+def most_held(phases: list[Phase], pool_bytes: int) -> int:
+    """At a time, with the pool of the sampler's graphs, which its own phase counts already."""
+    return max(phase.total + (0 if phase.name == "sampling" else pool_bytes) for phase in phases)
+
+
 def make_plan(
     config: Config, dims: Dimensions, *, memory_bytes: int | None = None, prompt_tokens: int = 256, slots: int | None = None
 ) -> Plan:
-    """The plan of a run; where `rollout.slots` is auto, with as many slots as fit (one if none do)."""
+    """The plan of a run; where `rollout.slots` is auto, with as many slots as fit (those of one group if none do)."""
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
-        wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or 1
-    phases = phases_of(config, dims, int(wanted), prompt_tokens)
-    return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases)
+        wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
+    phases = step_phases(config, dims, int(wanted), prompt_tokens)
+    evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens)
+    if evaluated:
+        phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens)]
+    return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, evaluated)
 
 
 def auto_limit(config: Config) -> int:
@@ -257,13 +267,15 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
     shadow = config.method in SHADOW_METHODS
     layer = kept_per_token(config, dims) * tokens
     if shadow:  # FlexAttention pads to a power of two, and reads when each key was evicted
-        padded = 1 << max(7, (tokens - 1).bit_length())
-        layer += (padded - tokens) * 2 * (dims.q_width + dims.kv_width) * size
+        layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens
     kept = (dims.hidden * size * tokens if checkpointed else layer) * dims.layers + ends
     if config.method == "smd" and config.loss.smd.direction != "shadow_to_dense":
         kept *= 2
-    evictions = 5 * dims.layers * dims.kv_heads * tokens * 4 if shadow else 0
+    evictions = 0
+    if shadow:
+        evictions = 5 * dims.layers * dims.kv_heads * tokens * 4
+        evictions += block_list_bytes(dims, padded_length(tokens), 1 if checkpointed else dims.layers)
     in_head = kept, head_bytes(config, dims, n, backward=True)
     head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
     at_work = (layer if checkpointed else 0) + passing_per_token(config, dims, backward=True) * tokens
@@ -278,6 +290,28 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
     }
 
 
+def padded_length(tokens: int) -> int:
+    return max(SHADOW_BLOCK, 1 << (tokens - 1).bit_length())
+
+
+def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
+    """Which blocks see each other: four lists of [heads, B, B] with their lengths, once for the kv heads of all layers and
+    once more, for all heads, for each layer that backward still needs."""
+    blocks = padded // SHADOW_BLOCK
+    heads = dims.layers * dims.kv_heads + kept_layers * dims.q_heads
+    return 4 * heads * blocks * (blocks + 1) * 4
+
+
+def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, prompt_tokens: int) -> dict[str, int]:
+    """Prompts on their way through a layer; the logits of their samples, of which a few at a time are drawn from."""
+    packed = min(max(PREFILL_TOKENS, prompt_tokens), prompts * prompt_tokens)
+    logits = slots * itemsize(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
+    return {
+        "prefill scratch": packed * passing_per_token(config, dims, backward=False),
+        "decode step": logits * dims.vocab,
+    }
+
+
 def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
     """One decode step: its logits and the widest of its layers."""
     return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.intermediate + 6 * dims.hidden) * size)
@@ -286,19 +320,17 @@ def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
 # The phases of a step
 
 
-def phases_of(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> list[Phase]:
-    rollout, size = config.rollout, itemsize(config)
-    longest = prompt_tokens + rollout.max_tokens
-    always = resident(config, dims) | cache_parts(config, dims, slots, longest)
+def always_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
+    return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens + config.rollout.max_tokens)
+
+
+def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> list[Phase]:
+    always = always_parts(config, dims, slots, prompt_tokens)
     scratch = 0
     if config.sampler_kv.policy != "full":
         scratch = int(max(SCRATCH_SHARE * always["KV cache"], SCRATCH_FLOOR))
-    step = {"decode step": step_bytes(dims, slots, size)}
-    packed = min(max(PREFILL_TOKENS, prompt_tokens), rollout.prompts_per_step * prompt_tokens)
-    prefill = {
-        "prefill scratch": packed * passing_per_token(config, dims, backward=False),
-        "decode step": slots * dims.vocab * FIRST_TOKEN_BYTES,
-    }
+    step = {"decode step": step_bytes(dims, slots, itemsize(config))}
+    prefill = prefill_parts(config, dims, slots, config.rollout.prompts_per_step, prompt_tokens)
     lengths = response_lengths(prompt_tokens, config)
     tokens = sum(lengths) + prompt_tokens * len(lengths)
     old = {
@@ -313,30 +345,39 @@ def phases_of(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) 
         "gradients": gradient_bytes(config, dims),
         "optimizer step": STEP_8BIT_BYTES * largest_weight if config.optimizer.state == "8bit" else 0,
     }
-    phases = [
+    return [
         Phase("prefill", always | prefill),
         Phase("sampling", always | step | {"compaction scratch": scratch}),
         Phase("old log-probs", always | old),
         Phase("update", always | update_parts(config, dims, prompt_tokens)),
         Phase("optimizer", always | optimizer),
     ]
-    if more := evaluation_bytes(config, dims, slots, longest):
-        phases.append(Phase("evaluation", always | prefill | {"evaluation cache": more}))
-    return phases
 
 
-def evaluation_bytes(config: Config, dims: Dimensions, slots: int, longest: int) -> int:
-    """Of the dense cache that held-out problems are sampled with beside the sampler's, where that is another."""
-    problems, wanted = config.eval.problems if _held_out(config.data) else 0, config.eval.slots
+def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
+    """0 where the sampler's own cache serves. `eval.slots`; auto is as many as stay under the fullest phase of a step, so
+    that what the sampler and the learner get does not depend on the evaluation, and at least one."""
+    problems, wanted = config.eval.problems if config.data.held_out is not None else 0, config.eval.slots
     if not problems or (config.sampler_kv.policy == "full" and wanted == "auto"):
         return 0
-    capacity = longest if config.sampler_kv.policy == "full" else config.sampler_kv.capacity
-    count = max(1, slots * capacity // longest) if wanted == "auto" else wanted
-    return min(count, problems) * sum(slot_bytes(dims, KV(policy="full"), longest, itemsize(config)))
+    if wanted != "auto":
+        return min(wanted, problems)
+    pool = step_bytes(dims, slots, itemsize(config))
+    room = most_held(phases, pool) - pool
+
+    def fit(count: int) -> bool:
+        return evaluation_phase(config, dims, slots, count, prompt_tokens).total <= room
+
+    return largest(fit, problems) or 1
 
 
-def _held_out(data: Data) -> bool:
-    return data.held_out is not None
+def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int) -> Phase:
+    """A dense cache of `count` slots beside the sampler's, with the graphs of its own decode step."""
+    longest, size = prompt_tokens + config.rollout.max_tokens, itemsize(config)
+    cache = count * sum(slot_bytes(dims, KV(policy="full"), longest, size))
+    parts = prefill_parts(config, dims, count, config.eval.problems, prompt_tokens)
+    parts["decode step"] += step_bytes(dims, count, size)
+    return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens) | parts | {"evaluation cache": cache})
 
 
 def largest_budget(plan: Plan) -> int:

@@ -1,6 +1,7 @@
 """How long a step takes at best: matrix products, then bytes, at what a GPU does of its peak. Computed, never measured."""
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from ..errors import UserError
@@ -32,6 +33,7 @@ GPUS = {
         GPU("H100", 79 * GIB, 989e12, 3.35e12),
         GPU("B200", 178 * GIB, 2250e12, 7.7e12),
         GPU("A100", 79 * GIB, 312e12, 2.04e12),
+        GPU("A100 40GB", 39 * GIB, 312e12, 1.56e12),
         GPU("L40S", 44 * GIB, 362e12, 0.864e12),
         GPU("A6000", 47 * GIB, 155e12, 0.768e12),
         GPU("RTX 5090", 31 * GIB, 209e12, 1.79e12),
@@ -44,12 +46,12 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """By its short name, or by one that contains it, as drivers say it (`NVIDIA H200`)."""
-    words = name.lower()
-    for key in sorted(GPUS, key=len, reverse=True):
-        if words == key or key in words.replace("geforce ", ""):
-            return GPUS[key]
-    close = difflib.get_close_matches(words, GPUS, n=1)
+    """By its short name, or by one with all its words, as drivers say it (`NVIDIA H200`, `NVIDIA A100-SXM4-40GB`)."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    named = [gpu for key, gpu in GPUS.items() if words.issuperset(key.split())]
+    if named:
+        return max(named, key=lambda gpu: len(gpu.name))
+    close = difflib.get_close_matches(name.lower(), GPUS, n=1)
     hint = f"did you mean {GPUS[close[0]].name}?" if close else f"known are {', '.join(gpu.name for gpu in GPUS.values())}."
     raise UserError(f"The speed of a GPU {name!r} is not known: {hint}")
 

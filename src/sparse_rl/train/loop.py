@@ -35,7 +35,7 @@ from . import checkpoint, rollout_log
 from .folder import RunFolder
 from .groups import Dealer, Drawn, Group, Sample
 from .loggers import Logger
-from .memory import compared, peak_metrics, plan_run, slots_of
+from .memory import compared, dense_slots, peak_metrics, plan_run, slots_of
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .rehearsal import rehearse
 from .settings import SHADOW_METHODS, Config
@@ -141,22 +141,23 @@ class Trainer:
             write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
 
     def rehearse(self) -> None:
-        """Say what memory is expected to go where, and try the fullest micro-batch."""
+        """Say what memory is expected to go where, and try the sampler and the fullest micro-batch."""
         for line in compact(self.plan) if self.plan is not None else ():
             self.view.note(line)
-        rehearse(self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.engine.limits.shape, self.plan)
+        rehearse(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
 
     # A step, top to bottom
 
     def step(self) -> dict[str, float]:
         config, shadow = self.config, self.config.method in SHADOW_METHODS
-        started = time.perf_counter()
+        device = self.actor.learner.device
+        started = now(device)
         with self.view.sampling(self.state.step + 1) as progress:
             drawn = self.dealer.draw(self.state.cursor, progress)
         self._end_if_silent(drawn)
         samples = drawn.samples
         rollouts = [sample.rollout for sample in samples]
-        rollout_s = time.perf_counter() - started
+        rollout_s = now(device) - started
 
         with self.view.learning(self.state.step + 1):
             old, entropy = self._old_logprobs(self.actor.learner, rollouts, "dense")
@@ -169,15 +170,15 @@ class Trainer:
                 with self.actor.reference() as model:
                     reference, _ = self._old_logprobs(model, rollouts, "sparse" if shadow else "dense")
             mismatch = self._correct(samples, old)
-            old_s = time.perf_counter() - started - rollout_s
+            old_s = now(device) - started - rollout_s
             row_of = {id(sample): row for row, sample in enumerate(samples)}
             updates = [
                 self._update(part, row_of, old, learned_old, reference)
                 for part in deal(self.dealer.learnable(drawn), config.optimizer.updates_per_step)
             ]
-            update_s = time.perf_counter() - started - rollout_s - old_s
+            update_s = now(device) - started - rollout_s - old_s
             self.actor.sync()
-        learner_s = time.perf_counter() - started - rollout_s
+        learner_s = now(device) - started - rollout_s
 
         self.state.step += 1
         self.state.cursor += drawn.prompts
@@ -194,7 +195,7 @@ class Trainer:
                 rollouts=config.log.rollouts_per_step,
                 traces=config.log.traces_per_step,
             )
-        memory = peak_metrics(self.plan, self.actor.learner.device)
+        memory = peak_metrics(self.plan, device)
         if self.plan is not None and not self.compared:
             self.compared = True
             self.view.note(compared(memory))
@@ -205,7 +206,7 @@ class Trainer:
             **kv_metrics(drawn, self.engine),
             **policy_metrics(updates, tokens, entropy, self.optimizer.lr_at(self.state.step - 1)),
             **response_metrics(rollouts),
-            "perf/step_s": time.perf_counter() - started,
+            "perf/step_s": now(device) - started,
             "perf/rollout_s": rollout_s,
             **{f"perf/{name}": sum(getattr(each, name) for each in drawn.stats) for name in ENGINE_PARTS},
             "perf/grade_s": drawn.grade_s,
@@ -343,14 +344,16 @@ class Trainer:
         if self.held_out:
             self._longest(self.held_out_prompts, source)
 
-    def _eval_engine(self, kv: KV) -> Engine:
+    def _eval_engine(self, *, sparse: bool) -> Engine:
         """The sampler's own where that will do; else one whose cache is freed after the evaluation."""
         slots = self.config.eval.slots
-        if slots == "auto" and kv == self.engine.kv:
+        if slots == "auto" and sparse == self.engine.policy.evicts:
             return self.engine
-        longest = max(map(len, self.held_out_prompts)) + self.config.rollout.max_tokens
-        fitting = max(1, self.engine.slots * self.engine.kv.capacity // longest)  # a dense cache for all slots may not fit
-        return Engine(self.actor.sampler, kv, slots=min(fitting if slots == "auto" else slots, len(self.held_out)))
+        if slots == "auto":
+            longest = max(map(len, self.held_out_prompts)) + self.config.rollout.max_tokens
+            slots = dense_slots(self.plan, self.engine, longest)
+        kv = self.engine.kv if sparse else KV(policy="full")
+        return Engine(self.actor.sampler, kv, slots=min(slots, len(self.held_out)))
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out pass@1 with a dense cache and, where the sampler's is sparse, with that."""
@@ -358,9 +361,8 @@ class Trainer:
         if not self.held_out:
             return metrics
         sampling = self.config.rollout.sampling(self.config.seed)
-        caches = {"": KV(policy="full")} | ({"_sparse": self.engine.kv} if self.engine.policy.evicts else {})
-        for suffix, kv in caches.items():
-            engine = self._eval_engine(kv)
+        for suffix in ("", "_sparse") if self.engine.policy.evicts else ("",):
+            engine = self._eval_engine(sparse=suffix == "_sparse")
             with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress:
                 result = accuracy(engine, self.tokenizer, self.held_out, self.held_out_prompts, self.pool, sampling, progress)
             key = f"eval/{self.benchmark}/pass@1{suffix}"
@@ -389,6 +391,13 @@ class Trainer:
             self.state.best_step, self.state.best_value = self.state.step, value
         checkpoint.save(self.folder.checkpoints, self.state, self.actor, self.optimizer)
         checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
+
+
+def now(device: torch.device) -> float:
+    """The clock, once the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def deal(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:

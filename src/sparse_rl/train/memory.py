@@ -9,10 +9,11 @@ from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
 from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, gib
 from ..plan.remedies import sentence
+from ..rollout.engine import Engine
 from .settings import Config
 
 HOPEFUL_SLOTS = 64
-"""Where the plan says that nothing fits, or there is none: the rehearsal will tell."""
+"""Where there is no plan: the rehearsal will tell."""
 
 
 def room_bytes(device: Device) -> int:
@@ -34,13 +35,21 @@ def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan
 
 
 def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
-    """`rollout.slots`; auto is as many as the plan fits on a GPU, and on a CPU, where more are not faster, 256."""
+    """`rollout.slots`; auto is as many as the plan fits on a GPU (the fewest worth trying if it fits none, for the rehearsal
+    to tell), and on a CPU, where more are not faster, 256."""
     if config.rollout.slots != "auto":
         return config.rollout.slots
     if device.type != "cuda":
         return min(CPU_SLOTS, config.rollout.rollouts_per_step)
-    slots = plan.slots if plan is not None and plan.fits else HOPEFUL_SLOTS
+    slots = HOPEFUL_SLOTS if plan is None else plan.slots
     return min(slots, MAX_AUTO_SLOTS, config.rollout.rollouts_per_step)
+
+
+def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:
+    """Of a dense cache for sequences of `longest` tokens beside a sparse sampler's: by the plan, or with as many bytes."""
+    if plan is None or not plan.evaluation_slots:
+        return max(1, engine.slots * engine.kv.capacity // longest)
+    return max(1, plan.evaluation_slots * (plan.prompt_tokens + plan.config.rollout.max_tokens) // longest)
 
 
 def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""The longest possible pass of the learner, tried before the first step: memory runs out at once or not at all."""
+"""A chunk of the sampler and the longest possible pass of the learner, tried before the first step: most of what does not
+fit shows then. Compactions, graphs of fewer slots and the evaluation are still to come; the plan leaves room for them."""
 
 import torch
 from transformers import PreTrainedModel
@@ -11,33 +12,43 @@ from ..learner.replay import ReplayKind
 from ..learner.update import accumulate, make_batch, response_mask
 from ..plan import Plan
 from ..plan.memory import response_lengths
+from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from .memory import out_of_memory
 from .settings import SHADOW_METHODS, Config
 
 
 def rehearse(
+    engine: Engine,
     model: PreTrainedModel,
     optimizer: Optimizer,
     prompt: list[int],
     config: Config,
-    shape: CacheShape,
     plan: Plan | None = None,
 ) -> None:
-    """Forward and backward over two micro-batches of the longest rollouts beside the optimizer's moments and the sampler's
-    cache. Leaves no trace in weights or moments. On a GPU only: a CPU swaps instead of failing."""
+    """On a GPU only: a CPU swaps instead of failing. The sampler goes first, so that its graphs hold what they hold all along
+    when the learner is tried."""
     if model.device.type != "cuda":
         return
     try:
-        _rehearse(model, optimizer, prompt, config, shape)
+        try_sampler(engine, prompt, config)
+        try_learner(model, optimizer, prompt, config, engine.limits.shape)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(config, plan) from error
     finally:
-        optimizer.clear()
         torch.cuda.empty_cache()
 
 
-def _rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:
+def try_sampler(engine: Engine, prompt: list[int], config: Config) -> list[Rollout]:
+    """The first tokens and one chunk of all slots. Leaves no trace: what is drawn depends on seeds and positions alone."""
+    tokens = min(engine.chunk + 1, config.rollout.max_tokens)
+    sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
+    return engine.generate([prompt] * engine.slots, sampling=sampling, record=False)
+
+
+def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:
+    """Forward and backward over two micro-batches of the longest rollouts beside the optimizer's moments and the sampler's
+    cache. Leaves no trace in weights or moments."""
     rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in response_lengths(len(prompt), config)]
     count = len(rollouts)
     zeros = [torch.zeros(len(rollout.response), device=model.device) for rollout in rollouts]
@@ -47,10 +58,13 @@ def _rehearse(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], c
     batch = make_batch(rollouts, torch.ones(count), zeros, corrected, config.loss, config.rollout.max_tokens, reference)
     view: ReplayKind = "sparse" if config.method in SHADOW_METHODS else "dense"
     smd = config.loss.smd if config.method == "smd" else None
-    optimizer.allocate()
-    with checkpointed(model, config.optimizer.gradient_checkpointing):
-        for _ in range(2):  # moments, collected gradients and activations meet in the second micro-batch
-            accumulate(model, batch, range(count), config.loss, view, smd, None, config.optimizer.tokens_per_microbatch)
+    try:
+        optimizer.allocate()
+        with checkpointed(model, config.optimizer.gradient_checkpointing):
+            for _ in range(2):  # moments, collected gradients and activations meet in the second micro-batch
+                accumulate(model, batch, range(count), config.loss, view, smd, None, config.optimizer.tokens_per_microbatch)
+    finally:
+        optimizer.clear()
 
 
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:

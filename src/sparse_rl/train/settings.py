@@ -85,8 +85,8 @@ class Eval(Section):
     every: int = Field(0, ge=0, description="Also after every so many steps; 0 is only before and after.")
     slots: int | Literal["auto"] = Field(
         "auto",
-        description="Problems that run at a time; auto is the sampler's slots, for the dense cache only as many as take no "
-        "more memory than the sampler's cache.",
+        description="Problems that run at a time; auto is the sampler's slots, for a dense cache beside the sampler's as many as "
+        "stay under the peak of a step.",
     )
 
     @model_validator(mode="after")
