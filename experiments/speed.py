@@ -9,6 +9,7 @@ time of a decode step at that mean length. Responses are uniform from a sixteent
 import argparse
 import gc
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from sparse_rl.bench.record import environment
 from sparse_rl.bench.rollout import Meter, share_of_roofline
 from sparse_rl.models.shapes import random_model
 from sparse_rl.rollout.clock import Clock
-from sparse_rl.rollout.graph import Chunk
+from sparse_rl.rollout.decode import SlotState
 
 PROMPT_TOKENS = 256
 LENGTHS = (1024, 4096, 16384, 32768)
@@ -88,18 +89,21 @@ def sweep(model, kv: KV, slots: int) -> list[dict]:
 
 def step_s(model, slots: int, held: int, chunks: int = 3) -> float:
     """Seconds of a dense decode step of slots that hold so many tokens."""
+    seconds: list[float] = []
     gc.collect()
     torch.cuda.empty_cache()
     engine = Engine(model, KV(policy="full"), slots=slots)
     engine.reserve(held + engine.chunk)
-    graphs = engine._graphs()
-    chunk = Chunk([5] * slots, [held] * slots, [held] * slots, [1] * slots, [2**20] * slots)
+    graphs, clock = engine._graphs(), Clock(model.device)
+    state = SlotState([5] * slots, [held] * slots, [held] * slots, [1] * slots, [2**20] * slots)
     with torch.no_grad():
-        graphs.run(chunk, engine.chunk, Sampling(), Clock(model.device))
-        started = time.perf_counter()
-        for _ in range(chunks):
-            graphs.run(chunk, engine.chunk, Sampling(), Clock(model.device))  # waits for its tokens
-    return (time.perf_counter() - started) / (chunks * engine.chunk)
+        for _ in range(chunks + 1):
+            graphs.start(state, Sampling())
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            graphs.launch(engine.chunk, clock).wait()
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:]) / engine.chunk
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import torch
 
 from sparse_rl import KV, Engine, Sampling
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.rollout.decode import Steps
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, [11, 12], list(range(59, 10, -1))]
 SEEDS = [101, 102, 103, 104, 105]
@@ -75,3 +76,21 @@ def test_weight_updates_between_calls_take_effect(model):
         weight.copy_(kept)
     back = engine.generate(PROMPTS, sampling=SAMPLING)
     assert [r.response for r in changed] != [r.response for r in before] == [r.response for r in back]
+
+
+@pytest.mark.parametrize("policy", ["rkv", "full"])
+@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize("stop", [(), (1, 7, 20, 33)])
+def test_steps_launched_ahead_change_nothing(model, policy, slots, stop, monkeypatch):
+    """As on a GPU, where a chunk runs before the host has looked at the one before it."""
+    kv = KV(policy=policy, budget=24, interval=12, window=4, sinks=2)
+    sampling = Sampling(max_tokens=70, stop=stop, repetition=(4, 16))
+    limits = [70, 3, 41, 70, 25] * 2
+    runs = []
+    for ahead in (False, True):
+        monkeypatch.setattr(Steps, "overlaps", ahead)
+        engine = Engine(model, kv, slots=slots)
+        engine.chunk = 3
+        runs.append(engine.generate(PROMPTS, 2, sampling, limits=limits))
+    for left, right in zip(*runs, strict=True):
+        assert_same(left, right)

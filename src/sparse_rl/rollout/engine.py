@@ -121,7 +121,7 @@ class Engine:
         try:
             with torch.no_grad(), on(self.limits.shape.device):
                 rollouts = generation.run()
-            self.use_graphs = generation.graphs is not None
+            self.use_graphs = generation.steps.overlaps
             return rollouts
         except BaseException:
             self.cache.clear()  # what a failed call left, NaNs perhaps, must not reach the next one

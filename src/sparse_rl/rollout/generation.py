@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError, notice
 from ..kernels.counter_rng import uniform
-from ..kernels.linear import decode_context
 from ..kv.cache import SlotCache, due
 from ..kv.policies import Policy
 from ..kv.settings import KV
 from ..kv.trace import TraceRecorder
 from .clock import Clock
-from .decode import decode_step
-from .graph import Chunk, DecodeGraphs, NotCapturable
+from .decode import Done, SlotState, Steps
+from .graph import DecodeGraphs, NotCapturable
 from .guard import RepetitionGuard
 from .prefill import PromptInSlots, prefill
 from .rollout import Rollout
@@ -28,6 +27,9 @@ from .scheduler import Request, Scheduler, Sequence
 from .settings import Sampling
 from .stats import Progress, Stats
 
+ROUND = 2
+"""Chunks after which ended slots are filled anew, where chunks are launched ahead. Sequences then start in step, are
+compacted together, and the host is waited for more rarely."""
 FIRST_TOKENS = 64
 """Rows of logits sampled at a time after prefill, with torch's float64 sums: a bound on what they take."""
 
@@ -62,12 +64,14 @@ class Generation:
     ):
         self.model, self.cache, self.policy, self.kv, self.sampling = model, cache, policy, kv, sampling
         self.chunk, self.prefill_tokens, self.record, self.progress = chunk, prefill_tokens, record, progress
-        self.graphs, self.stop = graphs, np.array(sorted(stop))
+        self.steps: DecodeGraphs | Steps = graphs or Steps(model, cache)
+        self.stop = np.array(sorted(stop))
         self.scheduler = Scheduler(requests, cache.slots)
         self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
+        self.steps_together = 0  # since all slots were last empty
         self.stash: Stash | None = None
         self.unsettled: list[tuple[list[tuple[Sequence, int]], Tensor]] = []
         self.new_tokens: dict[int, list[np.ndarray]] = {}
@@ -75,12 +79,13 @@ class Generation:
 
     def run(self) -> list[Rollout]:
         while self.scheduler.busy:
+            self.steps_together = self.steps_together if self.scheduler.active else 0
             while groups := self.scheduler.admit(self.prefill_tokens):
                 with self.clock.part("prefill"):
                     self._prefill(groups)
             self._retire()
             if self.scheduler.active:
-                self._decode_chunk()
+                self._decode()
                 self._retire()
                 with self.clock.part("compaction"):
                     self._compact()
@@ -149,7 +154,8 @@ class Generation:
             )
         ]
         tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
-        token_rows, logprob_rows, stops = self._to_host(tokens[:, None].cpu(), logprobs[:, None].cpu())
+        token_rows, logprob_rows = Done(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
+        stops = self._first_stops(token_rows, logprob_rows, [True] * len(requests))
         for request, row, logprob_row, stop_at, gone in zip(requests, token_rows, logprob_rows, stops, dropped, strict=True):
             held = self._held_after_prefill(request.prompt)
             sequence = Sequence(request, held, TraceRecorder(len(request.prompt), self.kv.interval), kv_peak=held)
@@ -164,75 +170,82 @@ class Generation:
 
     # Responses
 
-    def _decode_chunk(self) -> None:
-        active = self.scheduler.active
+    def _decode(self) -> None:
+        """Chunks of steps until the slots must change: one is booked while, on a GPU, the next one already runs."""
+        self._start_steps()
         steps = min(self.chunk, self.scheduler.remaining())
-        chunk = Chunk(
+        pending = self.steps.launch(steps, self.clock)
+        while True:
+            more = min(self.chunk, self.scheduler.remaining() - steps)
+            following = self.steps.launch(more, self.clock) if self._may_follow(steps, more) else None
+            self._book(steps, *pending.wait())
+            if following is None:
+                return
+            pending, steps = following, more
+
+    def _start_steps(self) -> None:
+        active = self.scheduler.active
+        slots = SlotState(
             tokens=[sequence.last_token for sequence in active],
             positions=[sequence.position for sequence in active],
             lengths=[sequence.held for sequence in active],
             seeds=[sequence.request.seed for sequence in active],
             last=[sequence.last_position for sequence in active],
         )
-        sampled = self._graph_steps(chunk, steps) if self.graphs else self._step_by_step(chunk, steps)
-        self._settle()
-        taken = []
-        for sequence, row, logprob_row, stop_at in zip(active, *self._to_host(*sampled), strict=True):
-            taken.append(self._take(sequence, row, logprob_row, stop_at))
-            sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken[-1])
-            sequence.held += steps
-            sequence.entered += steps
-        self.stats.count_steps(np.array(taken), np.array(chunk.lengths), np.array(chunk.positions))
-        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, sum(chunk.positions) + steps * len(active))
-        self.stats.steps += steps
-        self.stats.slot_steps += steps * self.cache.slots
-
-    def _graph_steps(self, chunk: Chunk, steps: int) -> tuple[Tensor, Tensor]:
-        assert self.graphs is not None
         try:
-            return self.graphs.run(chunk, steps, self.sampling, self.clock)
+            self.steps.start(slots, self.sampling)
         except NotCapturable as error:
             notice(f"The decode step of this model cannot be a CUDA graph ({error}): it runs step by step, and slower.")
-            self.graphs = None
-            return self._step_by_step(chunk, steps)
+            self.steps = Steps(self.model, self.cache)
+            self.steps.start(slots, self.sampling)
 
-    def _step_by_step(self, chunk: Chunk, steps: int) -> tuple[Tensor, Tensor]:
-        """Where the step is no graph: tokens and log-probs [S, steps]."""
-        with self.clock.part("decode"):
-            return self._steps(chunk, steps)
+    def _may_follow(self, steps: int, more: int) -> bool:
+        """Whether `more` steps may be launched before the result of the last `steps` is known: if no slot is to be compacted
+        between them or would overflow, and, at the end of a round, no slot that is known to have ended could be put to use."""
+        active = self.scheduler.active
+        if (
+            not self.steps.overlaps
+            or more < 1
+            or max(sequence.held for sequence in active) + steps + more > self.cache.capacity
+        ):
+            return False
+        if self.policy.evicts and any(self._is_due(sequence, steps) for sequence in active):
+            return False
+        if (self.steps_together + steps) % (ROUND * self.chunk):
+            return True
+        running = sum(sequence.finish is None for sequence in active)
+        return running == len(active) or (not self.scheduler.waiting and 2 * running > len(active))
 
-    def _steps(self, chunk: Chunk, steps: int) -> tuple[Tensor, Tensor]:
-        device = self.cache.shape.device
-        self.cache.lengths_S[: len(chunk.lengths)] = torch.tensor(chunk.lengths, device=device)
-        tokens, positions, seeds, last = (
-            torch.tensor(each, device=device) for each in (chunk.tokens, chunk.positions, chunk.seeds, chunk.last)
-        )
-        longest = max(chunk.lengths)
-        even = longest == min(chunk.lengths)
-        sampled, sampled_logprobs = [], []
-        with decode_context(self.model):
-            for step in range(steps):
-                tokens, logprobs = decode_step(
-                    self.model,
-                    self.cache,
-                    tokens,
-                    torch.minimum(positions + step, last),
-                    seeds,
-                    self.sampling,
-                    longest=longest + step + 1,
-                    even=even,
-                )
-                sampled.append(tokens)
-                sampled_logprobs.append(logprobs)
-        return torch.stack(sampled, dim=1).cpu(), torch.stack(sampled_logprobs, dim=1).cpu()
+    def _is_due(self, sequence: Sequence, steps: int = 0) -> bool:
+        """Whether it is to be compacted once that many more tokens have entered."""
+        return (sequence.entered + steps) % self.kv.interval == 0 and sequence.held + steps > self.kv.budget
 
-    def _to_host(self, tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Rows of tokens and log-probs, and where in each row the first stop token is (the row's length if nowhere)."""
-        if not bool(logprobs.isfinite().all()):
+    def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> None:
+        """Write down what was sampled."""
+        self._settle()
+        active = self.scheduler.active
+        held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
+        stops = self._first_stops(tokens_Sn, logprobs_Sn, [sequence.finish is None for sequence in active])
+        taken = []
+        for sequence, row, logprob_row, stop_at in zip(active, tokens_Sn, logprobs_Sn, stops, strict=True):
+            ended = sequence.finish is not None  # in the chunk before, and idle since
+            taken.append(0 if ended else self._take(sequence, row, logprob_row, stop_at))
+            sequence.kv_peak = sequence.kv_peak if ended else max(sequence.kv_peak, sequence.held + taken[-1])
+            sequence.held += steps
+            sequence.entered += steps
+        self.stats.count_steps(np.array(taken), held, dense)
+        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, int(dense.sum()) + steps * len(active))
+        self.steps_together += steps
+        self.stats.steps += steps
+        self.stats.slot_steps += steps * self.cache.slots
+        self._report()
+
+    def _first_stops(self, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, running: list[bool]) -> list[int]:
+        """Where in each row the first stop token is, the row's length if nowhere."""
+        if not np.isfinite(logprobs_Sn[running]).all():
             raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
-        stops = np.isin(tokens.numpy(), self.stop)
-        first = np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1])
-        return tokens.numpy(), logprobs.float().numpy(), first.tolist()
+        stops = np.isin(tokens_Sn, self.stop)
+        return np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1]).tolist()
 
     def _take(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
         taken = sequence.take(tokens, logprobs, stop_at)
@@ -270,7 +283,7 @@ class Generation:
         if not self.policy.evicts:
             return
         active = self.scheduler.active
-        full_intervals = [sequence.held if sequence.entered % self.kv.interval == 0 else 0 for sequence in active]
+        full_intervals = [sequence.held if self._is_due(sequence) else 0 for sequence in active]
         for held, slots in due(full_intervals, self.kv.budget).items():
             ripe = [active[slot] for slot in slots]
             dropped_LnHN = self.cache.compact(

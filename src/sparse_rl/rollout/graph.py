@@ -8,6 +8,7 @@ inside a chunk. Weights are read where they lie: an update in place is seen by t
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ from ..kv.cache import SlotCache
 from ..models.attention import run
 from ..models.decoding import decoding, fuse_projections
 from .clock import Clock
-from .decode import DecodeView
+from .decode import DecodeView, SlotState
 from .sampling import sample
 from .settings import Sampling
 
@@ -28,24 +29,29 @@ SMALLEST = 16
 """Slots below which a smaller graph would not be faster."""
 
 
-@dataclass
-class Chunk:
-    """The active slots before a chunk, one entry each: what the host knows and the device needs."""
-
-    tokens: list[int]
-    positions: list[int]
-    lengths: list[int]
-    seeds: list[int]
-    last: list[int]
-    """The position no step may pass: a sequence that ends within the chunk idles there."""
-
-
 class NotCapturable(RuntimeError):
     """The model asks the host something in the middle of a step: it cannot be a graph."""
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """Steps that were launched: their tokens and log-probs, on their way to the host."""
+
+    done: torch.cuda.Event
+    tokens_nS: Tensor
+    logprobs_nS: Tensor
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probs [S, n]."""
+        self.done.synchronize()
+        return self.tokens_nS.t().numpy().copy(), self.logprobs_nS.t().numpy().copy()
+
+
 class DecodeGraphs:
     """The captured steps of one model over one cache."""
+
+    overlaps = True
+    """A launch returns at once, so that the next one can follow while the host looks at the result of this one."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, chunk: int, *, compile: bool):
         device = cache.shape.device
@@ -55,8 +61,13 @@ class DecodeGraphs:
         self.state = torch.zeros(6, cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(6, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
-        self.sampled_nS = torch.zeros(chunk, cache.slots, dtype=torch.int64, device=device)
-        self.logprobs_nS = torch.zeros(chunk, cache.slots, device=device)
+        self.chunk, self.turn, self.active = chunk, 0, 0
+        # Two chunks take turns: one is fetched while the next one runs.
+        self.sampled_nS = torch.zeros(2 * chunk, cache.slots, dtype=torch.int64, device=device)
+        self.logprobs_nS = torch.zeros(2 * chunk, cache.slots, device=device)
+        self.host_sampled_nS, self.host_logprobs_nS = (
+            torch.zeros_like(each, device="cpu").pin_memory() for each in (self.sampled_nS, self.logprobs_nS)
+        )
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
@@ -64,34 +75,46 @@ class DecodeGraphs:
 
     def fits(self, model: PreTrainedModel, cache: SlotCache, chunk: int) -> bool:
         """Whether these graphs still read the right memory."""
-        same = self.model is model and self.cache is cache and len(self.sampled_nS) == chunk
+        same = self.model is model and self.cache is cache and self.chunk == chunk
         return same and self.weights == self._weights()
 
-    def run(self, chunk: Chunk, steps: int, sampling: Sampling, clock: Clock) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs [S, steps] of the active slots, on the host."""
-        active = len(chunk.tokens)
-        slots = min(self.cache.slots, max(SMALLEST, next_power_of_2(active)))
+    def start(self, slots: SlotState, sampling: Sampling) -> None:
+        """Upload the active slots and make their step ready."""
+        self.active = len(slots.tokens)
+        bucket = min(self.cache.slots, max(SMALLEST, next_power_of_2(self.active)))
         self.temperature_1.fill_(sampling.logprob_temperature)
         host = self.host.numpy()
         host.fill(0)
-        for row, values in enumerate((chunk.tokens, chunk.positions, chunk.lengths, chunk.seeds, chunk.last)):
-            host[row, :active] = values
-        key: tuple = (slots, sampling.temperature == 0)
+        for row, values in enumerate((slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last)):
+            host[row, : self.active] = values
+        key: tuple = (bucket, sampling.temperature == 0)
         if truncates(sampling):  # drawn by torch, with its numbers in the graph
             key += (sampling.temperature, sampling.top_k, sampling.top_p)
         if key not in self.graphs:
             try:
-                self.graphs[key] = self._capture(slots, sampling)
+                self.graphs[key] = self._capture(bucket, sampling)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 raise NotCapturable(first_line(error)) from error
         self._upload()
-        graph = self.graphs[key]
+        self.graph = self.graphs[key]
+
+    def launch(self, steps: int, clock: Clock) -> "InFlight":
+        """Enqueue that many steps. One more launch may follow before this one's result is fetched."""
+        self.turn = 1 - self.turn
+        first = self.turn * self.chunk
+        self.state[5].fill_(first)
         with clock.part("decode"):
             for _ in range(steps):
-                graph.replay()
-        return self.sampled_nS[:steps, :active].t().cpu(), self.logprobs_nS[:steps, :active].t().cpu()
+                self.graph.replay()
+        rows = slice(first, first + steps)
+        into = (self.host_sampled_nS[rows], self.host_logprobs_nS[rows])
+        for host, device in zip(into, (self.sampled_nS[rows], self.logprobs_nS[rows]), strict=True):
+            host.copy_(device, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.cache.shape.device))
+        return InFlight(done, *(host[:, : self.active] for host in into))
 
     def _upload(self) -> None:
         self.state.copy_(self.host, non_blocking=True)

@@ -113,8 +113,8 @@ class Scheduler:
         return groups
 
     def remaining(self) -> int:
-        """Steps until the last active sequence reaches its maximum length."""
-        return max(sequence.remaining for sequence in self.active)
+        """Steps until the last running sequence reaches its maximum length."""
+        return max((sequence.remaining for sequence in self.active if sequence.finish is None), default=0)
 
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Take the finished out; the moves (from slot, to slot) that close the gaps they leave."""
