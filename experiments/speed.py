@@ -1,5 +1,6 @@
 """Decode speed on one GPU over slots and response lengths, sparse against dense in the same KV memory, and what it costs
-in exactness: python experiments/speed.py [--json FILE] [--model 1.5B]
+in exactness: python experiments/speed.py [--json FILE] [--model 1.5B], then
+python experiments/speed.py --plot benchmarks/results/speed.json --out docs/performance.svg
 
 Sparse: tokens/s of whole decode steps once every slot has been compacted (compaction and host included). Dense gets as many
 slots as an ideal paged cache holds of sequences of mean length in the sparse cache's memory; its figure is slots over the
@@ -32,7 +33,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--model", default="1.5B")
+    parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
+    parser.add_argument("--out", type=Path, default=Path("docs/performance.svg"))
     args = parser.parse_args()
+    if args.plot:
+        plot(json.loads(args.plot.read_text()), args.out)
+        return
     kv = KV()
     model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
     result = environment("speed", model.device) | {"model": args.model, "dtype": "bfloat16", "seed": 0, "kv": kv.model_dump()}
@@ -157,6 +163,40 @@ def float32_gap() -> dict[str, float]:
     found = {"tiny": float(torch.stack(gaps).max())}
     print("float32", found, flush=True)
     return found
+
+
+def plot(result: dict, out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "sparse-rl"
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
+    rows = result["sweep"]
+    sparse = {row["slots"]: row for row in rows}
+    slots = sorted(sparse)
+    left.plot(slots, [sparse[each]["sparse_tokens_per_s"] for each in slots], "o-", label="sparse, any length")
+    roofline = [sparse[each]["sparse_tokens_per_s"] / sparse[each]["roofline_share"] for each in slots]
+    left.plot(slots, roofline, "k:", label="roofline, sparse")
+    for longest in sorted({row["max_tokens"] for row in rows}):
+        chosen = [row for row in rows if row["max_tokens"] == longest]
+        dense = [row["dense_tokens_per_s"] for row in chosen]
+        left.plot([row["slots"] for row in chosen], dense, ".-", label=f"dense, up to {longest // 1024}k tokens")
+    left.set(
+        xscale="log", yscale="log", xlabel="slots of the sparse cache; dense in the same memory", ylabel="decode tokens/s"
+    )
+    left.set_xticks(slots, slots)
+    left.legend(fontsize="small")
+    for each in slots:
+        chosen = [row for row in rows if row["slots"] == each]
+        ratios = [row["sparse_tokens_per_s"] / row["dense_tokens_per_s"] for row in chosen]
+        right.plot([row["max_tokens"] for row in chosen], ratios, "o-", label=f"{each} slots")
+    right.axhline(1, color="k", lw=0.5)
+    right.set(xscale="log", yscale="log", xlabel="longest response, tokens", ylabel="sparse over dense, same KV memory")
+    right.set_xticks(LENGTHS, [f"{each // 1024}k" for each in LENGTHS])
+    right.legend(fontsize="small")
+    figure.savefig(out, metadata={"Date": None})
 
 
 if __name__ == "__main__":

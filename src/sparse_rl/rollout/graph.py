@@ -58,6 +58,7 @@ class DecodeGraphs:
         self.model, self.cache, self.compile = model, cache, compile
         if compile:
             fuse_projections(model)
+            torch.cuda.empty_cache()  # the places the weights were in fit nothing that comes
         self.state = torch.zeros(6, cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(6, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
