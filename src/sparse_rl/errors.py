@@ -8,6 +8,10 @@ class UserError(ValueError):
     """A mistake the user can mend: the message is one sentence and says how. The command line prints it and exits with 2."""
 
 
+UNREACHABLE = "The hub cannot be reached"
+"""How a sentence about a hub that does not answer starts: to a dry run that is news, not a mistake."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, for a sentence of ours: its first line without the full stop, or its type where it says nothing."""
     lines = str(error).strip().splitlines()

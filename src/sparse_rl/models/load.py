@@ -1,4 +1,7 @@
-"""Get a model and its tokenizer: by hub id, from a folder, or `tiny`, the one that ships inside the package."""
+"""Get a model and its tokenizer: by hub id, from a folder or a GGUF file, or `tiny`, the one that ships inside the package.
+
+Weights are read from safetensors alone: a pickle may run code.
+"""
 
 import contextlib
 import difflib
@@ -8,13 +11,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from ..errors import UserError, first_line, notice
+from ..errors import UNREACHABLE, UserError, first_line, notice
+from . import gguf
 
 DRIVER = Path("/proc/driver/nvidia/version")
 TINY = Path(__file__).parent / "tiny"
+PROBE_S = 10.0
+"""How long the hub may take to say whether it knows a model."""
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -25,10 +34,15 @@ def load_model(
     dtype, device = place(dtype, device)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
-    folder = resolve(path)
+    folder = str(gguf.model_folder(path)) if gguf.is_gguf(path) else resolve(path)
+    _refuse_pickles(folder)
     try:
-        with no_bar() if folder == str(TINY) else contextlib.nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+        with no_bar() if folder == str(TINY) else contextlib.nullcontext(), _hub_asked_once(folder):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, use_safetensors=True
+            )
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(_sentence("model", path, error)) from error
     try:
@@ -72,8 +86,12 @@ def _cuda_works() -> bool:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    folder = str(gguf.tokenizer_folder(path)) if gguf.is_gguf(path) else resolve(path)
     try:
-        return AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+        with _hub_asked_once(folder):
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(_sentence("tokenizer of", path, error)) from error
 
@@ -94,10 +112,58 @@ def resolve(path: str) -> str:
     """`tiny` is the embedded model, unless a folder of that name lies here; a misspelt one is not looked for on the hub."""
     if path == "tiny" and not Path("tiny").is_dir():
         return str(TINY)
-    if difflib.get_close_matches(path, ["tiny"], cutoff=0.8) and not Path(path).is_dir():
-        raise UserError(f"There is no model {path!r}: did you mean tiny?")
+    close = difflib.get_close_matches(path, ["tiny", *gguf.PACKAGED], n=1, cutoff=0.8)
+    if close and not Path(path).is_dir():
+        raise UserError(f"There is no model {path!r}: did you mean {close[0]}?")
     return path
 
 
+@contextlib.contextmanager
+def _hub_asked_once(path: str) -> Iterator[None]:
+    """Where the hub does not answer, its copy on disk is taken or that is said: transformers would try for most of a minute."""
+    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "~", "/")):
+        yield
+        return
+    before = constants.HF_HUB_OFFLINE
+    why = "HF_HUB_OFFLINE is set" if before else _unreachable(path)
+    try:
+        constants.HF_HUB_OFFLINE = why is not None
+        yield
+    except OSError as error:
+        if why is None:
+            raise
+        raise UserError(
+            f"{UNREACHABLE} for the model {path!r} ({why}), and there is no copy of it on disk: connect, or give a folder."
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _unreachable(path: str) -> str | None:
+    """Why the hub cannot be reached; None if it answers, whatever it says."""
+    try:
+        HfApi().model_info(path, timeout=PROBE_S)
+    except HfHubHTTPError:
+        return None
+    except Exception as error:  # of the HTTP library, which is not ours to name
+        return first_line(error)
+    return None
+
+
+def _refuse_pickles(path: str) -> None:
+    folder = Path(path)
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"The model {path!r} has only pickled weights ({pickled[0]}), which may run code when they are read: save it as "
+            "safetensors, in transformers with model.save_pretrained(folder)."
+        )
+
+
 def _sentence(kind: str, path: str, error: Exception) -> str:
-    return f"The {kind} {path!r} could not be loaded ({first_line(error)}): give a hub id, a folder with a Hugging Face model, or tiny."
+    return (
+        f"The {kind} {path!r} could not be loaded ({first_line(error)}): give a hub id, a folder with a Hugging Face model "
+        "(safetensors), a GGUF file, or tiny."
+    )

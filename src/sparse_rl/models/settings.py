@@ -28,7 +28,10 @@ class Model(Section):
 
     section: ClassVar[str] = "model"
 
-    path: str = Field("tiny", description="A hub id, a folder, or tiny: the embedded model.")
+    path: str = Field(
+        "tiny",
+        description="A hub id, a folder, a GGUF file, smollm2-135m (a package of its own), or tiny: the embedded model.",
+    )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Of the passes; bfloat16 on a GPU, float32 on a CPU unless given. Master weights are float32 always."
     )

