@@ -225,16 +225,18 @@ class Generation:
         self._settle()
         active = self.scheduler.active
         held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
-        stops = self._first_stops(tokens_Sn, logprobs_Sn, [sequence.finish is None for sequence in active])
+        running = [sequence.finish is None for sequence in active]  # the others ended in the chunk before, and idled
+        stops = self._first_stops(tokens_Sn, logprobs_Sn, running)
         taken = []
         for sequence, row, logprob_row, stop_at in zip(active, tokens_Sn, logprobs_Sn, stops, strict=True):
-            ended = sequence.finish is not None  # in the chunk before, and idle since
-            taken.append(0 if ended else self._take(sequence, row, logprob_row, stop_at))
-            sequence.kv_peak = sequence.kv_peak if ended else max(sequence.kv_peak, sequence.held + taken[-1])
+            runs = sequence.finish is None
+            taken.append(self._take(sequence, row, logprob_row, stop_at) if runs else 0)
+            sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken[-1]) if runs else sequence.kv_peak
             sequence.held += steps
             sequence.entered += steps
         self.stats.count_steps(np.array(taken), held, dense)
-        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, int(dense.sum()) + steps * len(active))
+        dense_now = int(dense[running].sum()) + steps * sum(running)
+        self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, dense_now)
         self.steps_together += steps
         self.stats.steps += steps
         self.stats.slot_steps += steps * self.cache.slots
@@ -242,7 +244,7 @@ class Generation:
 
     def _first_stops(self, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, running: list[bool]) -> list[int]:
         """Where in each row the first stop token is, the row's length if nowhere."""
-        if not np.isfinite(logprobs_Sn[running]).all():
+        if not np.isfinite(logprobs_Sn[np.array(running)]).all():
             raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
         stops = np.isin(tokens_Sn, self.stop)
         return np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1]).tolist()
