@@ -16,7 +16,7 @@ MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1=
 
 def load_text(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return load(str(path), "train", n=1, seed=0)
+    return load(str(path), "train", n=1, seed=0).examples
 
 
 def load_rows(path, *rows):
@@ -31,7 +31,7 @@ def path(tmp_path, monkeypatch):
 
 def test_the_task_makes_as_many_problems_as_asked_of_its_split():
     for split in ("train", "test"):
-        examples = load("arithmetic", split, n=20, seed=1)
+        examples = load("arithmetic", split, n=20, seed=1).examples
         assert [example.prompt for example in examples] == [problem.prompt for problem in make_problems(20, 1, split=split)]
         assert {split_of(example.prompt) for example in examples} == {split}
         assert all(example.columns == {"answer": example.answer} for example in examples)
@@ -44,16 +44,17 @@ def test_a_file_gives_all_its_rows_in_order(path):
     assert examples[3] == Example("3+0=", "3", {"answer": "3", "level": [3], "source": None})
 
 
-@pytest.mark.parametrize("name", ["prompt", "problem"])
-def test_the_problem_may_be_called_prompt_or_problem(path, name):
+@pytest.mark.parametrize("name", ["prompt", "problem", "question"])
+def test_the_problem_may_be_called_prompt_problem_or_question(path, name):
     assert load_rows(path, {name: " 1+1=\n", "answer": "2"}) == [Example(" 1+1=\n", "2", {"answer": "2"})]
 
 
-def test_a_prompt_may_be_messages(path):
-    assert load_rows(path, {"prompt": MESSAGES, "answer": "2"}) == [Example(MESSAGES, "2", {"answer": "2"})]
+@pytest.mark.parametrize("name", ["prompt", "problem", "question"])
+def test_a_prompt_may_be_messages(path, name):
+    assert load_rows(path, {name: MESSAGES, "answer": "2"}) == [Example(MESSAGES, "2", {"answer": "2"})]
 
 
-@pytest.mark.parametrize(("answer", "text"), [("2", "2"), (2, "2"), (-0.5, "-0.5"), ("", ""), (10**20, "1" + "0" * 20)])
+@pytest.mark.parametrize(("answer", "text"), [("2", "2"), (2, "2"), (-0.5, "-0.5"), (" 2 ", " 2 "), (10**20, "1" + "0" * 20)])
 def test_an_answer_is_text(path, answer, text):
     [example] = load_rows(path, {"prompt": "?", "answer": answer})
     assert example.answer == example.columns["answer"] == text
@@ -61,6 +62,36 @@ def test_an_answer_is_text(path, answer, text):
 
 def test_a_file_may_have_no_answers(path):
     assert load_rows(path, {"prompt": "?", "level": 1}) == [Example("?", None, {"level": 1})]
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(path):
+    answers = ["1", "", None, "4", " \n", 0]
+    rows = [{"prompt": str(i), "answer": answer} for i, answer in enumerate(answers)] + [{"prompt": "6"}]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    loaded = load(str(path), "train", n=1, seed=0)
+    assert [(example.prompt, example.answer) for example in loaded.examples] == [("0", "1"), ("3", "4"), ("5", "0")]
+    assert loaded.skipped == 4
+    assert loaded.note == (
+        f"4 of 7 rows of {path} have no answer to grade by and are left out ({path}:2, {path}:3, {path}:5, …)."
+    )
+
+
+def test_nothing_is_said_where_nothing_is_left_out(path):
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    loaded = load(str(path), "train", n=1, seed=0)
+    assert (len(loaded.examples), loaded.skipped, loaded.note) == (2, 0, None)
+
+
+def test_a_file_whose_answers_are_all_empty_is_refused(path):
+    with pytest.raises(UserError, match="no problem that can be graded, answer is empty in all 2 rows"):
+        load_rows(path, {"prompt": "a", "answer": ""}, {"prompt": "b", "answer": None})
+
+
+def test_a_column_that_only_some_rows_have_is_none_in_the_others(path):
+    rows = load_rows(path, {"prompt": "a", "unit": "cm"}, {"prompt": "b", "level": 3}, {"prompt": "c"})
+    assert [row.columns for row in rows] == [
+        {"unit": "cm", "level": None}, {"unit": None, "level": 3}, {"unit": None, "level": None},
+    ]  # fmt: skip
 
 
 def test_byte_order_mark_blank_lines_and_line_ends_do_not_matter(path):
@@ -88,22 +119,20 @@ def test_unicode_line_separators_do_not_end_a_line(path):
         ('"?"', "this is a text: write an object"),
         ("null", "this is null"),
         ('[{"prompt": "?"}]', "this is a list"),
-        ('{"question": "?", "answer": 1}', "neither prompt nor problem, only question, answer"),
-        ("{}", "neither prompt nor problem, only nothing"),
-        ('{"prompt": "?", "problem": "?"}', "both prompt and problem"),
+        ('{"text": "?", "answer": 1}', "there is no prompt, problem or question, only text, answer"),
+        ("{}", "there is no prompt, problem or question, only nothing"),
+        ('{"prompt": "?", "problem": "?"}', "there is prompt and problem: say which"),
         ('{"prompt": ""}', "prompt is empty"),
         ('{"problem": " \\n"}', "problem is empty"),
         ('{"prompt": []}', "prompt is empty"),
         ('{"prompt": [{"role": "user", "content": " "}]}', "prompt is empty"),
         ('{"prompt": 3}', "prompt is a number: write a text, or a list of messages"),
-        ('{"prompt": null}', "prompt is null"),
-        ('{"problem": [{"role": "user", "content": "?"}]}', "problem is a list: write a text."),
+        ('{"prompt": null}', "prompt is empty"),
         ('{"prompt": ["?"]}', "message 1 is a text"),
         ('{"prompt": [{"role": "user", "content": "?"}, {"content": "?"}]}', "message 2 has no role"),
         ('{"prompt": [{"role": "user"}]}', "message 1 has no content"),
         ('{"prompt": [{"role": "user", "content": ["?"]}]}', "content of message 1 is a list"),
         ('{"prompt": [{"role": null, "content": "?"}]}', "role of message 1 is null"),
-        ('{"prompt": "?", "answer": null}', "answer is null"),
         ('{"prompt": "?", "answer": true}', "answer is true or false"),
         ('{"prompt": "?", "answer": ["2"]}', "answer is a list"),
         ('{"prompt": "?", "completions": 1}', "the column completions is named like an argument"),
@@ -117,17 +146,9 @@ def test_a_malformed_row_is_refused_by_file_and_line(path, line, sentence):
     assert "\n" not in str(refused.value) and str(refused.value)[-1] in ".?"
 
 
-@pytest.mark.parametrize(
-    ("second", "sentence"),
-    [
-        ({"prompt": "b"}, "there is no answer, which line 1 has"),
-        ({"prompt": "b", "answer": "2", "level": 1}, "there is a column level, which line 1 has not"),
-        ({"problem": "b", "answer": "2"}, "there is no prompt, which line 1 has"),
-    ],
-)
-def test_a_column_that_only_some_rows_have_is_refused(path, second, sentence):
-    with pytest.raises(UserError, match=f"data.jsonl:3: {sentence}"):
-        load_rows(path, {"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "1"}, second)
+def test_a_row_without_the_others_prompt_is_refused(path):
+    with pytest.raises(UserError, match="data.jsonl:2: there is no prompt, only problem, answer: give every row its problem"):
+        load_rows(path, {"prompt": "a", "answer": "1"}, {"problem": "b", "answer": "2"})
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "\ufeff"])
@@ -142,9 +163,13 @@ def test_an_empty_file_is_refused(path, text):
         ("dat.jsonl", "no task or file dat.jsonl: did you mean data.jsonl?"),
         ("sub/tests.jsonl", "did you mean sub/test.jsonl?"),
         ("arithmetics", "did you mean arithmetic?"),
-        ("nowhere/at/all", "give a task (arithmetic) or the path of a .jsonl file."),
+        ("gsm8", "no task or file gsm8: did you mean gsm8k?"),
+        ("olympiad-bench", "did you mean olympiadbench?"),
+        ("nowhere/at/all", "give a task (arithmetic, simplerl-zoo-hard, gsm8k, "),
+        ("nowhere/at/all", ", or a data set of the hub, such as openai/gsm8k:main."),
         ("sub", "sub cannot be read"),
-        ("data.jsonl/x", "data.jsonl/x cannot be read"),
+        ("data.jsonl/x", "no task or file data.jsonl/x"),
+        ("sub/x", "no task or file sub/x"),
     ],
 )
 def test_a_source_that_is_not_there_is_refused_with_the_nearest(path, source, sentence):
@@ -186,6 +211,12 @@ def test_the_template_goes_around_the_problem_and_keeps_its_braces(tokenizer):
     assert MESSAGES[1]["content"] == "1+1="
 
 
+def test_an_examples_own_template_stands_where_none_is_given(tokenizer):
+    example = Example("1+1=", "2", {}, "{prompt} So:")
+    assert text_of(tokenizer, example) == text_of(tokenizer, example, None) == "<bos>1+1= So:"
+    assert text_of(tokenizer, example, "{prompt}") == "<bos>1+1="
+
+
 def test_messages_need_a_chat_template(tokenizer):
     example = Example(MESSAGES, "2", {})
     with pytest.raises(UserError, match="the tokenizer has no chat template"):
@@ -207,6 +238,9 @@ def test_settings_say_what_to_evaluate_on():
     assert Data(test="test.jsonl").held_out == "test.jsonl"
     assert Data(train="train.jsonl").held_out is None
     assert Data(train="train.jsonl", test="arithmetic").held_out == "arithmetic"
+    assert Data(train="gsm8k").held_out == "gsm8k"
+    assert Data(train="simplerl-zoo-hard").held_out is None
+    assert Data(train="simplerl-zoo-hard", test="math500").held_out == "math500"
 
 
 def test_a_template_without_the_problem_is_refused():

@@ -1,26 +1,34 @@
-"""Problems to train and to test on, from a task that makes them or from a JSONL file, and their token ids.
+"""Problems to train and to test on, from a task, a file or the hub, and their token ids.
 
-A malformed row is refused by file and line before anything is loaded or trained.
+A malformed row is refused by file and line before anything is loaded or trained; a row without an answer is left out and
+counted where the others have one.
 """
 
-import codecs
 import difflib
-import json
+import os
+import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from .arithmetic import Split, make_problems
+from .hub import read_hub
+from .rows import SUFFIXES, Row, kind_of, read_rows
+from .tasks import TASKS, HubData, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TASKS = ("arithmetic",)
 PLACE = "{prompt}"
 """Stands for the problem in a template."""
+PROMPT_COLUMNS = ("prompt", "problem", "question")
+"""Where the problem is looked for."""
 RESERVED = {"prompts", "completions"}
 """What a reward function is given under these names is ours."""
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
+INTEGER = re.compile(r"[-+]?[0-9][0-9,]*(\.0*)?")
 
 Prompt = str | list[dict[str, str]]
 
@@ -32,147 +40,232 @@ class Example:
     answer: str | None
     columns: dict[str, Any]
     """What the reward function is given beside prompt and completion: the answer, if there is one, and all other columns."""
+    template: str = PLACE
+    """Stands around the problem unless `data.template` says otherwise: a task's instruction."""
 
 
-def load(source: str, split: Split, *, n: int, seed: int) -> list[Example]:
-    """`n` problems of a task, or all rows of a file, in its order."""
-    if source in TASKS:
+@dataclass(frozen=True)
+class Loaded:
+    """The problems of a source, in its order. All have the same columns."""
+
+    examples: list[Example]
+    skipped: int = 0
+    """Rows left out because they have no answer that could be graded by."""
+    note: str | None = None
+    """That in a sentence, if there are any."""
+
+
+def load(
+    source: str,
+    split: Split,
+    *,
+    n: int,
+    seed: int,
+    dir: str | None = None,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+) -> Loaded:
+    """All problems of a task, a file or a data set on the hub; `n` of a task that makes them, the same for the same seed.
+
+    `dir` is the folder of the tasks' files; without it they come from the hub. The columns are those of your own data.
+    """
+    if source not in TASKS:
+        return _gather(_own_rows(source, split), source, prompt_column, answer_column)
+    task = TASKS[source]
+    origin = task.origin(split)
+    if origin is None:
+        raise UserError(_no_such_split(task, split))
+    if origin.file is None:
         problems = make_problems(n, seed, split=split)
-        return [Example(problem.prompt, problem.answer, {"answer": problem.answer}) for problem in problems]
-    return read_jsonl(source)
+        return Loaded([Example(problem.prompt, problem.answer, {"answer": problem.answer}) for problem in problems])
+    if dir is not None:
+        return _gather(read_rows(_file_in(dir, origin.file, task)), source, task=task)
+    assert origin.hub
+    rows = read_hub(origin.hub, f"put {origin.file} into a folder and name that with --data.dir")
+    return _gather([_as_task_row(row, origin.hub) for row in rows], source, task=task)
 
 
-def read_jsonl(source: str) -> list[Example]:
-    path = Path(source)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"There is no task or file {source}: {_nearest(path)}") from None
-    except OSError as error:
-        raise UserError(f"{source} cannot be read ({error.strerror}): give a task or the path of a .jsonl file.") from error
-    examples: list[Example] = []
-    first: tuple[int, set[str]] | None = None
-    # only \n ends a line: JSON may hold the separators at which str.splitlines would break it
-    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
-        if not line.strip():
-            continue
-        row = _Row(f"{source}:{number}", line)
-        first = first or (number, row.columns)
-        row.check_same_columns(*first)
-        examples.append(row.example())
-    if not examples:
-        raise UserError(f"{source} holds no problems: write one JSON object per line, with a prompt and an answer.")
-    return examples
+def name_of(source: str) -> str:
+    """A short name for metrics and tables: the task's, or the file's or data set's without what is around it."""
+    if source in TASKS:
+        return source
+    if HUB_ID.fullmatch(source) and not os.path.exists(source):
+        source = source.partition(":")[0]
+    name = source.rpartition("/")[2]
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+
+
+# Where the rows are
+
+
+def _own_rows(source: str, split: Split) -> list[Row]:
+    if os.path.exists(source):
+        return read_rows(source)
+    in_a_folder = "/" in source and os.path.exists(os.path.dirname(source))
+    hub_id = HUB_ID.fullmatch(source)
+    if hub_id and not in_a_folder and not source.lower().endswith(SUFFIXES):
+        data = HubData(hub_id["id"], hub_id["config"] or None, hub_id["split"] or split)
+        return read_hub(data, "give a file instead (--data.dir has those of the tasks)")
+    raise UserError(f"There is no task or file {source}: {_nearest(Path(source))}")
 
 
 def _nearest(path: Path) -> str:
     names = {other.name: str(other) for other in path.parent.glob("*")} | {task: task for task in TASKS}
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {names[close[0]]}?" if close else f"give a task ({', '.join(TASKS)}) or the path of a .jsonl file."
+    if close := difflib.get_close_matches(path.name, names, n=1):
+        return f"did you mean {names[close[0]]}?"
+    return (
+        f"give a task ({', '.join(TASKS)}), the path of a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, or a data set of "
+        "the hub, such as openai/gsm8k:main."
+    )
 
 
-class _Row:
-    """One line of a file; every refusal says which."""
-
-    def __init__(self, place: str, line: bytes):
-        self.place = place
-        try:
-            text = line.decode()
-            self.row = json.loads(text, parse_constant=_refuse_constant)
-        except UnicodeDecodeError:
-            self.refuse("this is not UTF-8 text: unpack or convert the file.")
-        except json.JSONDecodeError as error:
-            self.refuse(f"this is not JSON ({error.msg}, column {error.colno}): write one object per line.")
-        except (ValueError, RecursionError) as error:  # NaN, an integer of thousands of digits, thousands of brackets
-            self.refuse(f"this JSON cannot be read ({error}): write it in another way.")
-        if not isinstance(self.row, dict):
-            self.refuse(f'this is {_kind(self.row)}: write an object such as {{"prompt": "1+1=", "answer": "2"}}.')
-        if "\\u" in text and not _encodable(self.row):
-            self.refuse("a \\u escape is half of a character: write both halves, or the character itself.")
-        self.columns = set(self.row)
-
-    def refuse(self, sentence: str) -> NoReturn:
-        raise UserError(f"{self.place}: {sentence}")
-
-    def check_same_columns(self, number: int, columns: set[str]) -> None:
-        if missing := sorted(columns - self.columns):
-            self.refuse(
-                f"there is no {missing[0]}, which line {number} has: give all rows the same columns, null for nothing."
-            )
-        if extra := sorted(self.columns - columns):
-            self.refuse(
-                f"there is a column {extra[0]}, which line {number} has not: give all rows the same columns, null for nothing."
-            )
-
-    def example(self) -> Example:
-        if reserved := sorted(RESERVED & self.columns):
-            self.refuse(f"the column {reserved[0]} is named like an argument of every reward: rename it.")
-        answer = self._answer()
-        columns = {name: value for name, value in self.row.items() if name not in ("prompt", "problem")}
-        if answer is not None:
-            columns["answer"] = answer
-        return Example(self._prompt(), answer, columns)
-
-    def _answer(self) -> str | None:
-        if "answer" not in self.row:
-            return None
-        answer = self.row["answer"]
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            self.refuse(f"answer is {_kind(answer)}: write a text or a number, or leave the column out of all rows.")
-        return str(answer)
-
-    def _prompt(self) -> Prompt:
-        given = [name for name in ("prompt", "problem") if name in self.row]
-        if len(given) != 1:
-            has = (
-                "both prompt and problem" if given else f"neither prompt nor problem, only {', '.join(self.row) or 'nothing'}"
-            )
-            self.refuse(f"there is {has}: give the problem in one column, prompt or problem.")
-        name, prompt = given[0], self.row[given[0]]
-        if isinstance(prompt, list) and name == "prompt":
-            self._check_messages(prompt)
-        elif not isinstance(prompt, str):
-            self.refuse(f"{name} is {_kind(prompt)}: write a text{', or a list of messages' if name == 'prompt' else ''}.")
-        elif not prompt.strip():
-            self.refuse(f"{name} is empty: write the problem, or delete the line.")
-        return prompt
-
-    def _check_messages(self, messages: list[Any]) -> None:
-        for index, message in enumerate(messages, 1):
-            if not isinstance(message, dict):
-                self.refuse(f'message {index} is {_kind(message)}: write {{"role": "user", "content": "…"}}.')
-            for key in ("role", "content"):
-                if key not in message:
-                    self.refuse(f'message {index} has no {key}: write {{"role": "user", "content": "…"}}.')
-            for key, value in message.items():
-                if not isinstance(value, str):
-                    self.refuse(f"{key} of message {index} is {_kind(value)}: write a text.")
-        if not any(message["content"].strip() for message in messages):
-            self.refuse("prompt is empty: write the problem, or delete the line.")
+def _no_such_split(task: Task, split: Split) -> str:
+    others = ", ".join(other.name for other in TASKS.values() if other.origin(split))
+    if split == "train":
+        return f"{task.name} is a benchmark and has no problems to train on: train on one of {others}, or on a file."
+    return f"{task.name} holds no problems out to test on: test on one of {others}, or on a file."
 
 
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")
+def _file_in(dir: str, name: str, task: Task) -> str:
+    if not os.path.isdir(dir):
+        raise UserError(f"data.dir = {dir} is not a folder: name the one that holds {name}.")
+    for suffix in (".jsonl.gz", *SUFFIXES):
+        if os.path.exists(path := os.path.join(dir, name.removesuffix(".jsonl.gz") + suffix)):
+            return path
+    raise UserError(
+        f"{task.name} is not in data.dir = {dir}: put {name} there, or leave --data.dir out to load it from the hub."
+    )
 
 
-def _kind(value: Any) -> str:
-    kinds = {str: "a text", bool: "true or false", list: "a list", dict: "an object", type(None): "null"}
-    return kinds.get(type(value), "a number")
+def _as_task_row(row: Row, data: HubData) -> Row:
+    """A row of the hub in the form of the task's file: problem, answer and whatever else there is."""
+    columns = {"problem": data.prompt_column, "answer": data.answer_column}
+    for name in columns.values():
+        if name not in row.values:
+            row.refuse(f"there is no {name}, only {', '.join(row.values)}: the data set has changed, use --data.dir.")
+    others = {name: value for name, value in row.values.items() if name not in (*columns.values(), *PROMPT_COLUMNS)}
+    answer = row.values[data.answer_column]
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    if isinstance(answer, str):
+        answer = re.sub(r"(?<!\\)\$", "", answer.rpartition(data.answer_after)[2] if data.answer_after else answer).strip()
+    return Row(row.place, others | {"problem": row.values[data.prompt_column], "answer": answer})
 
 
-def _encodable(row: dict[str, Any]) -> bool:
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+# From rows to examples
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", example: Example, template: str = PLACE, raw: bool = False) -> list[int]:
+def _gather(
+    rows: list[Row], source: str, prompt_column: str | None = None, answer_column: str | None = None, task: Task | None = None
+) -> Loaded:
+    if not rows:
+        raise UserError(f"{source} holds no problems: give each a row, with a prompt and an answer.")
+    names = dict.fromkeys(name for row in rows for name in row.values)
+    prompt_column = prompt_column or _prompt_column(rows[0])
+    answer_column = answer_column or "answer"
+    if answer_column != "answer" and answer_column not in names:
+        rows[0].refuse(f"there is no {answer_column}, only {', '.join(names)}: name the right --data.answer-column.")
+    if reserved := sorted(RESERVED & set(names)):
+        place = next(row for row in rows if reserved[0] in row.values)
+        place.refuse(f"the column {reserved[0]} is named like an argument of every reward: rename it.")
+    others = [name for name in names if name not in (prompt_column, answer_column, "answer")]
+    template = PLACE + task.instruction if task else PLACE
+    examples, skipped = [], []
+    for row in rows:
+        prompt = _prompt(row, prompt_column)
+        columns = {name: row.values.get(name) for name in others}
+        if answer_column not in names:
+            examples.append(Example(prompt, None, columns, template))
+            continue
+        answer = _answer(row, answer_column)
+        if task and task.kind == "integer" and answer is not None:
+            answer = _integer(answer)
+        if answer is None:
+            skipped.append(row)
+        else:
+            examples.append(Example(prompt, answer, {"answer": answer} | columns, template))
+    if not examples:
+        raise UserError(
+            f"{source} holds no problem that can be graded, {answer_column} is empty in all {len(rows)} rows: give answers, or "
+            "leave the column out of all rows."
+        )
+    return Loaded(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
+
+
+def _note(source: str, total: int, skipped: list[Row], answer_column: str) -> str:
+    places = ", ".join(row.place for row in skipped[:3]) + (", …" if len(skipped) > 3 else "")
+    return f"{len(skipped):,} of {total:,} rows of {source} have no {answer_column} to grade by and are left out ({places})."
+
+
+def _prompt_column(row: Row) -> str:
+    given = [name for name in PROMPT_COLUMNS if name in row.values]
+    if len(given) == 1:
+        return given[0]
+    if given:
+        row.refuse(f"there is {' and '.join(given)}: say which is the problem, with --data.prompt-column {given[0]}.")
+    row.refuse(
+        f"there is no {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}, only {', '.join(row.values) or 'nothing'}: "
+        "name the column of the problem with --data.prompt-column."
+    )
+
+
+def _prompt(row: Row, name: str) -> Prompt:
+    if name not in row.values:
+        row.refuse(f"there is no {name}, only {', '.join(row.values) or 'nothing'}: give every row its problem in one column.")
+    prompt = row.values[name]
+    if isinstance(prompt, list):
+        return _messages(row, name, prompt)
+    if not isinstance(prompt, str | None):
+        row.refuse(f"{name} is {kind_of(prompt)}: write a text, or a list of messages.")
+    if prompt is None or not prompt.strip():
+        row.refuse(f"{name} is empty: write the problem, or delete the row.")
+    return prompt
+
+
+def _messages(row: Row, name: str, messages: list[Any]) -> list[dict[str, str]]:
+    checked = []
+    for index, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            row.refuse(f'message {index} is {kind_of(message)}: write {{"role": "user", "content": "…"}}.')
+        for key in ("role", "content"):
+            if key not in message:
+                row.refuse(f'message {index} has no {key}: write {{"role": "user", "content": "…"}}.')
+        # tables give all messages the keys that any has
+        kept = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
+        for key, value in kept.items():
+            if not isinstance(value, str):
+                row.refuse(f"{key} of message {index} is {kind_of(value)}: write a text.")
+        checked.append(kept)
+    if not any(message["content"].strip() for message in checked):
+        row.refuse(f"{name} is empty: write the problem, or delete the row.")
+    return checked
+
+
+def _answer(row: Row, name: str) -> str | None:
+    """As a text; None where there is nothing to grade by."""
+    answer = row.values.get(name)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):
+        row.refuse(f"{name} is {kind_of(answer)}: write a text or a number, or leave the column out of all rows.")
+    empty = answer is None or answer != answer or not str(answer).strip()  # tables write NaN for nothing
+    return None if empty else str(answer)
+
+
+def _integer(answer: str) -> str | None:
+    """`1,234`, `27.0` and `025` as 1234, 27 and 25; None for what is no integer."""
+    return str(int(answer.partition(".")[0].replace(",", ""))) if INTEGER.fullmatch(answer.strip()) else None
+
+
+# From examples to tokens
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", example: Example, template: str | None = None, raw: bool = False
+) -> list[int]:
     """Token ids of a prompt: in the tokenizer's chat template where it has one, as a message of a user unless it is messages.
 
-    The template goes around the text, or around the content of the last message.
+    The template, by default the example's own, goes around the text, or around the content of the last message.
     """
+    template = template or example.template
     chat = bool(tokenizer.chat_template) and not raw
     if isinstance(example.prompt, str):
         text = template.replace(PLACE, example.prompt)

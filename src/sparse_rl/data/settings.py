@@ -5,7 +5,8 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from ..settings import Section
-from .examples import PLACE, TASKS
+from .examples import PLACE
+from .tasks import TASKS
 
 
 class Data(Section):
@@ -13,16 +14,38 @@ class Data(Section):
 
     section: ClassVar[str] = "data"
 
-    train: str = Field("arithmetic", min_length=1, description=f"A task ({', '.join(TASKS)}) or the path of a .jsonl file.")
-    test: str | None = Field(
-        None, min_length=1, description="The same for evaluation; by default the task's held-out problems."
+    train: str = Field(
+        "arithmetic",
+        min_length=1,
+        description=f"A task ({', '.join(name for name, task in TASKS.items() if task.train)}), the path of a .jsonl, .parquet "
+        "or .csv file, or a data set of the hub: owner/name:configuration:split.",
     )
-    template: str = Field(PLACE, description=f"Text around the problem, which stands where this says {PLACE}.")
+    test: str | None = Field(
+        None,
+        min_length=1,
+        description="The same for evaluation, or a benchmark "
+        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}); by default the task's held-out "
+        "problems.",
+    )
+    dir: str | None = Field(
+        None, min_length=1, description="The folder that holds the tasks' files; without it they are loaded from the hub."
+    )
+    prompt_column: str | None = Field(
+        None, min_length=1, description="Where your own data have the problem; by default prompt, problem or question."
+    )
+    answer_column: str | None = Field(
+        None, min_length=1, description="Where your own data have the answer; by default answer, if there is one."
+    )
+    template: str | None = Field(
+        None,
+        description=f"Text around the problem, which stands where this says {PLACE}; by default the task's instruction "
+        "follows it.",
+    )
     raw: bool = Field(False, description="Encode prompts as they are, without the chat template.")
 
     @model_validator(mode="after")
     def _template_shows_the_problem(self) -> "Data":
-        if PLACE not in self.template:
+        if self.template is not None and PLACE not in self.template:
             raise ValueError(
                 f"data.template = {self.template!r} leaves the problem out: write {PLACE} where it belongs, "
                 f"as in '{PLACE} Think step by step.'"
@@ -31,5 +54,11 @@ class Data(Section):
 
     @property
     def held_out(self) -> str | None:
-        """What to evaluate on: a task holds problems out by itself, a file of training problems does not."""
-        return self.test or (self.train if self.train in TASKS else None)
+        """What to evaluate on: some tasks hold problems out by themselves, a file of training problems does not."""
+        task = TASKS.get(self.train)
+        return self.test or (self.train if task and task.test else None)
+
+    @property
+    def reading(self) -> dict[str, str | None]:
+        """What `load` is told beside source, split, number and seed."""
+        return {"dir": self.dir, "prompt_column": self.prompt_column, "answer_column": self.answer_column}

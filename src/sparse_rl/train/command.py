@@ -24,11 +24,14 @@ def dry_run(config: Config) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(to_toml(config) + config.unset, markup=False)
     console.print(config.arithmetic, markup=False)
-    example = load(config.data.train, "train", n=1, seed=config.seed)[0]
+    loaded = load(config.data.train, "train", n=1, seed=config.seed, **config.data.reading)
+    example = loaded.examples[0]
     with RewardPool(config.reward.function_for(config.data.train), 1, config.reward.timeout_s) as pool:
         gold = "" if example.answer is None else example.answer
         graded = pool.grade([example.prompt], [gold], {name: [value] for name, value in example.columns.items()})
     grade = graded.values[0] if graded.errors + graded.timeouts == 0 else graded.first_error or "over time"
+    if loaded.note:
+        console.print(f"\n{loaded.note}", markup=False)
     console.print(f"\nfirst gold: {json.dumps(gold, ensure_ascii=False)}, graded {grade}", markup=False)
     from ..kv.policies import from_settings  # last, because torch takes seconds to import
     from ..models.load import load_tokenizer

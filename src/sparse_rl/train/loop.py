@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.examples import Example, encode, load
+from ..data.examples import Example, encode, load, name_of
 from ..data.order import Order
 from ..errors import UserError
 from ..evaluate.accuracy import accuracy
@@ -63,18 +63,20 @@ class Given:
     prompts: list[list[int]]
     limits: Callable[[list[int]], list[int]] | None = None
     """From the seeds of rollouts, the number of tokens each of them ends at."""
+    note: str | None = None
+    """What a user should know about the data."""
 
 
 def load_all(config: Config) -> Given:
     """The model, the problems and their token ids, as the configuration names them."""
     settings = config.model
     tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
-    examples = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed)
-    prompts = [encode(tokenizer, example, config.data.template, config.data.raw) for example in examples]
+    loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
+    prompts = [encode(tokenizer, example, config.data.template, config.data.raw) for example in loaded.examples]
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )
-    return Given(model, tokenizer, examples, prompts)
+    return Given(model, tokenizer, loaded.examples, prompts, note=loaded.note)
 
 
 class Trainer:
@@ -92,6 +94,8 @@ class Trainer:
         self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
         torch.manual_seed(config.seed)  # of fresh adapters; all else is drawn by counter
         given = given or load_all(config)
+        if given.note:
+            view.note(given.note)
         self.tokenizer = given.tokenizer
         device = given.model.device
         if device.type == "cuda":
@@ -337,9 +341,13 @@ class Trainer:
     def _prepare_evaluation(self) -> None:
         config = self.config
         source = config.data.held_out or ""
-        self.benchmark = source.removesuffix(".jsonl").rpartition("/")[2]
-        self.held_out = load(source, "test", n=config.eval.problems, seed=0) if source and config.eval.problems else []
-        self.held_out = self.held_out[: config.eval.problems]
+        self.benchmark = name_of(source)
+        self.held_out: list[Example] = []
+        if source and config.eval.problems:
+            loaded = load(source, "test", n=config.eval.problems, seed=0, **config.data.reading)
+            self.held_out = loaded.examples[: config.eval.problems]
+            if loaded.note:
+                self.view.note(loaded.note)
         self.held_out_prompts = [encode(self.tokenizer, each, config.data.template, config.data.raw) for each in self.held_out]
         if self.held_out:
             self._longest(self.held_out_prompts, source)

@@ -1,0 +1,91 @@
+"""The rows of a data set on the Hugging Face hub, read with `datasets`, which keeps a copy on disk."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import UNREACHABLE, UserError, first_line, notice
+from .rows import Row
+from .tasks import HubData
+
+PROBE_S = 10.0
+"""How long the hub may take to say whether it knows a data set."""
+
+
+def read_hub(data: HubData, instead: str) -> list[Row]:
+    """All rows of a split; `instead` is what to do where the hub cannot be reached."""
+    import datasets  # here, because it takes a second to import
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    place = " ".join(part for part in (data.id, data.config, data.file, data.split) if part)
+    if (unreachable := _unreachable(data.id)) is None:
+        notice(f"loading {place} from the hub")
+    options: dict[str, Any] = {"data_files": {data.split: data.file}} if data.file else {}
+    try:
+        with _quiet(), _offline(unreachable is not None):
+            table = datasets.load_dataset(data.id, data.config, split=data.split, **options)
+    except (RepositoryNotFoundError, GatedRepoError, datasets.exceptions.DatasetNotFoundError) as error:
+        if unreachable:
+            raise UserError(_cannot_reach(data.id, unreachable, instead)) from error
+        raise UserError(
+            f"There is no data set {data.id} on the hub that you may read: check its name, or log in with `hf auth login`."
+        ) from error
+    except (ConnectionError, TimeoutError) as error:
+        raise UserError(_cannot_reach(data.id, unreachable or first_line(error), instead)) from error
+    except Exception as error:  # a configuration or split that is not there, data that are no table, a full disk
+        if unreachable:
+            raise UserError(_cannot_reach(data.id, unreachable, instead)) from error
+        raise UserError(
+            f"{place} cannot be loaded from the hub ({first_line(error)}): name another configuration or split as "
+            f"{data.id}:configuration:split, or {instead}."
+        ) from error
+    return [Row(f"{place}, row {number}", values) for number, values in enumerate(table, 1)]
+
+
+def _cannot_reach(id: str, why: str, instead: str) -> str:
+    return f"{UNREACHABLE} for {id} ({why}): connect, or {instead}."
+
+
+def _unreachable(id: str) -> str | None:
+    """Why the hub cannot be reached; None if it answers, whatever it says."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(id, timeout=PROBE_S)
+    except HfHubHTTPError:
+        return None
+    except Exception as error:  # of the HTTP library, which is not ours to name
+        return first_line(error)
+    return None
+
+
+@contextmanager
+def _offline(offline: bool) -> Iterator[None]:
+    """Only the copy on disk is asked: `datasets` would try the network for half a minute first."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    places = (datasets.config, huggingface_hub.constants)
+    before = [place.HF_HUB_OFFLINE for place in places]
+    try:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value or offline
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars across ours."""
+    import datasets
+
+    before = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            datasets.enable_progress_bars()
