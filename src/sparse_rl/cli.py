@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .config import add_flags, from_flags, recipe, recipe_names
+from .config import add_flags, flags_given, from_flags, recipe, recipe_names
+from .data.settings import Data
+from .data.tasks import TASKS
 from .errors import UserError
 from .kv.settings import KV
+from .rewards.settings import Reward
 from .rollout.settings import Sampling
 from .train.settings import Config
 
@@ -59,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands.add_parser("train", help="post-train a model, rollouts in a bounded cache", allow_abbrev=False))
+    _add_eval(commands.add_parser("eval", help="score a model on benchmarks under several caches", allow_abbrev=False))
     _add_plan(commands.add_parser("plan", help="what fits on a GPU and what a step costs, computed", allow_abbrev=False))
     _add_export(commands.add_parser("export", help="write a run's weights as a Hugging Face folder", allow_abbrev=False))
     _add_generate(commands.add_parser("generate", help="sample from a model and see what it costs", allow_abbrev=False))
@@ -86,6 +90,53 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the run in run_dir from its last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete the run in run_dir first")
     add_flags(parser, Config)
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=evaluate, parser=parser, lower="--slots or --max-tokens")
+    parser.description = (
+        "Sample benchmarks with the same seeds under several caches and compare: scores with 95 % intervals, lengths, memory. "
+        "What is done stays in --out: run the same command again and it goes on."
+    )
+    parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, or tiny")
+    parser.add_argument(
+        "--benchmarks",
+        required=True,
+        metavar="NAMES",
+        help=f"tasks ({', '.join(name for name, task in TASKS.items() if task.test)}) or files of your own, with commas",
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="CACHES",
+        help="full or POLICY@BUDGET[+INTERVAL], with commas, as in full,rkv@512,snapkv@512+64; the interval is a quarter of the "
+        "budget, differences are against the first [full, and what the model was trained under]",
+    )
+    parser.add_argument("--samples-per-prompt", type=_count, metavar="N", help="of each problem [the task's: 1, contests 32]")
+    parser.add_argument("--pass-at", metavar="KS", help="pass@k for these k, such as 1,8,32 [powers of two up to the samples]")
+    parser.add_argument(
+        "--mismatch", action="store_true", help="replay every rollout and say how far sampler and model are apart"
+    )
+    parser.add_argument("--problems", type=_count, metavar="N", help="only the first N of each benchmark [all]")
+    parser.add_argument("--max-tokens", type=_count, metavar="N", help="of a response [the task's: 8192, contests 16384]")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="divides the logits; 0 is greedy [0.8]")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw from the likeliest with this much [0.95]")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same for every cache [0]")
+    parser.add_argument("--slots", type=_count, metavar="N", help="rollouts at a time [what memory allows; 64 on a CPU]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where samples and figures go [runs/eval/MODEL-…]")
+    parser.add_argument("--overwrite", action="store_true", help="start anew where --out holds an evaluation")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--rows", action="store_true", help="also print rows for a LaTeX table")
+    _add_model_flags(parser)
+    add_flags(parser, KV)
+    add_flags(parser, Data, without=("train", "test"))
+    add_flags(parser, Reward)
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -250,6 +301,17 @@ def train(args: argparse.Namespace) -> None:
         command.dry_run(config)
     else:
         command.train(config, resume=args.resume, overwrite=args.overwrite)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from .evaluate.compare import settings
+    from .models.stored_kv import stored_kv
+
+    caches = settings(args.compare, flags_given(args, KV), {} if args.compare else stored_kv(args.model))
+    data, reward = from_flags(args, Data), from_flags(args, Reward)
+    from .evaluate.command import command
+
+    command(args, caches, data, reward)
 
 
 def plan(args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ import difflib
 import json
 import os
 import tomllib
+from collections.abc import Collection
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -20,11 +21,15 @@ S = TypeVar("S", bound=Section)
 # Flags
 
 
-def add_flags(parser: argparse.ArgumentParser, section: type[Section], *, prefix: str | None = None) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, section: type[Section], *, prefix: str | None = None, without: Collection[str] = ()
+) -> None:
     """`--kv.budget 512` for each field; `prefix=""` gives plain `--max-tokens`. Dashes and underscores are the same."""
     prefix = _dotted(section) if prefix is None else prefix
     group = parser.add_argument_group(section.section or "the run", (section.__doc__ or "").splitlines()[0])
     for name, key, field in _fields(section):
+        if name in without:
+            continue
         if nested := _section_of(field.annotation):
             add_flags(parser, nested)
             continue

@@ -6,7 +6,8 @@ A step in five lines: `Dealer.draw` gives groups of graded rollouts, `_old_logpr
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.examples import Example, encode, load, name_of
 from ..data.order import Order
 from ..errors import UserError
-from ..evaluate.accuracy import accuracy
+from ..evaluate.benchmark import Benchmark, run, score
 from ..kv.settings import KV
 from ..learner.correction import correct
 from ..learner.fusion import fused_layers
@@ -29,6 +30,7 @@ from ..models.export import write_model
 from ..models.load import load_model, load_tokenizer
 from ..plan.command import compact
 from ..rewards.pool import RewardPool
+from ..rewards.settings import TASK_REWARDS
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from . import checkpoint, rollout_log
@@ -363,22 +365,34 @@ class Trainer:
         kv = self.engine.kv if sparse else KV(policy="full")
         return Engine(self.actor.sampler, kv, slots=min(slots, len(self.held_out)))
 
+    @contextmanager
+    def _held_out_pool(self) -> Iterator[RewardPool]:
+        """A task is graded by its own reward, also where another one is trained on."""
+        reward, source = self.config.reward, self.config.data.held_out or ""
+        if source not in TASK_REWARDS or reward.function_for(source) == self.pool.function:
+            yield self.pool
+            return
+        with RewardPool(reward.function_for(source), reward.workers, reward.timeout_s, log=self.pool.log) as pool:
+            yield pool
+
     def _evaluate(self) -> dict[str, float]:
         """Held-out pass@1 with a dense cache and, where the sampler's is sparse, with that."""
         metrics: dict[str, float] = {}
         if not self.held_out:
             return metrics
         sampling = self.config.rollout.sampling(self.config.seed)
+        benchmark = Benchmark(self.benchmark, self.held_out, self.held_out_prompts, sampling)
         for suffix in ("", "_sparse") if self.engine.policy.evicts else ("",):
             engine = self._eval_engine(sparse=suffix == "_sparse")
-            with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress:
-                result = accuracy(engine, self.tokenizer, self.held_out, self.held_out_prompts, self.pool, sampling, progress)
+            with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress, self._held_out_pool() as pool:
+                chunk = run(engine, self.tokenizer, benchmark, pool, progress=progress)
+            result = score(chunk.samples, chunk.cost, benchmark.samples)
             key = f"eval/{self.benchmark}/pass@1{suffix}"
-            metrics |= {key: result.mean, f"{key}_low": result.low, f"{key}_high": result.high}
-            metrics[f"eval/{self.benchmark}/no_verdict{suffix}"] = float(result.no_verdict)
-            if result.no_verdict:
+            metrics |= {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
+            metrics[f"eval/{self.benchmark}/no_verdict{suffix}"] = float(result.ungraded)
+            if result.ungraded:
                 self.view.warn(
-                    f"{result.no_verdict} of {len(self.held_out)} evaluated rollouts got no verdict and are not in {key}."
+                    f"{result.ungraded} of {len(self.held_out)} evaluated rollouts got no verdict and are not in {key}."
                 )
             del engine  # its cache, before the next one's is allocated
         return metrics

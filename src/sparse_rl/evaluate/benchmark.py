@@ -1,0 +1,225 @@
+"""One benchmark under one cache: sample its problems, have them graded, and say how it went.
+
+`train` and `eval` both come here. The same seeds under every cache, so that scores are compared problem by problem.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from ..data.examples import Example
+from ..kernels.counter_rng import derive_all
+from ..rewards.pool import RewardPool
+from ..rollout.engine import Engine
+from ..rollout.rollout import Rollout
+from ..rollout.settings import Sampling
+from ..rollout.stats import Progress, Stats
+from .statistics import NOTHING, Estimate, mean_interval, pass_at_k
+
+PERIOD, SPAN = 64, 256
+"""A response that was cut off repeats itself if its last SPAN tokens have a period of at most PERIOD."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    examples: Sequence[Example]
+    prompts: Sequence[list[int]]
+    """Token ids, one list for each example."""
+    sampling: Sampling
+    samples: int = 1
+    """Of each problem."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and response."""
+        return max(map(len, self.prompts)) + self.sampling.max_tokens
+
+
+@dataclass
+class Sample:
+    """One graded response."""
+
+    problem: int
+    sample: int
+    reward: float | None
+    tokens: int
+    finish: Literal["stop", "length", "repetition"]
+    repeats: bool
+    kv_peak: int
+    text: str
+    id: Any = None
+    """The problem's own, where the data has one."""
+    rejected: bool | None = None
+    """Whether Sparse-RL would have dropped it; only with --mismatch, as the next."""
+    noise: float | None = None
+    """Mean |log pi_sampler - log pi_replayed| of its tokens."""
+
+
+@dataclass
+class Cost:
+    """What sampling and grading some problems took, and which of them went wrong; costs add up."""
+
+    no_verdict: int = 0
+    timeouts: int = 0
+    errors: int = 0
+    first_error: str | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    """Of sampling alone."""
+    kept_tokens: int = 0
+    dense_tokens: int = 0
+    peak_kv_bytes: int = 0
+    dense_kv_bytes: int = 0
+    compactions: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        mine, theirs = asdict(self), asdict(other)
+        total = {name: mine[name] + theirs[name] for name in mine if name not in ("first_error", *PEAKS)}
+        peaks = {name: max(mine[name], theirs[name]) for name in PEAKS}
+        return Cost(**total, **peaks, first_error=self.first_error or other.first_error)
+
+
+PEAKS = ("peak_kv_bytes", "dense_kv_bytes")
+
+
+@dataclass
+class Chunk:
+    """Some problems of a benchmark, sampled and graded."""
+
+    samples: list[Sample]
+    cost: Cost
+    rollouts: list[Rollout] = field(repr=False, default_factory=list)
+
+
+def run(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    benchmark: Benchmark,
+    pool: RewardPool,
+    problems: Sequence[int] | None = None,
+    *,
+    record: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Chunk:
+    """All problems, or those of these numbers. A rollout's seed is its problem's and sample's own, so parts make up the whole.
+
+    `record` keeps the evictions with the rollouts.
+    """
+    numbers = range(len(benchmark.examples)) if problems is None else problems
+    samples, sampling = benchmark.samples, benchmark.sampling
+    seeds = derive_all(sampling.seed, len(benchmark.examples), samples)
+    rollouts = engine.generate(
+        [benchmark.prompts[number] for number in numbers],
+        samples,
+        sampling,
+        seeds=[seeds[number * samples + sample] for number in numbers for sample in range(samples)],
+        record=record and engine.policy.evicts,
+        progress=progress,
+    )
+    texts = tokenizer.batch_decode([rollout.response for rollout in rollouts], skip_special_tokens=True)
+    places = [(number, sample) for number in numbers for sample in range(samples)]
+    examples = [benchmark.examples[number] for number, _ in places]
+    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    graded = pool.grade([example.prompt for example in examples], texts, columns)
+    done = [
+        Sample(
+            number,
+            sample,
+            reward,
+            len(rollout.response),
+            rollout.finish,
+            rollout.finish != "stop" and ends_in_repetition(rollout.response),
+            rollout.kv_peak,
+            text,
+            example.columns.get("id"),
+        )
+        for (number, sample), example, rollout, text, reward in zip(
+            places, examples, rollouts, texts, graded.values, strict=True
+        )
+    ]
+    cost = Cost(graded.no_verdict, graded.timeouts, graded.errors, graded.first_error)
+    return Chunk(done, cost + cost_of(engine.stats, engine), rollouts)
+
+
+def cost_of(stats: Stats, engine: Engine) -> Cost:
+    cache = engine.cache
+    assert cache is not None
+    return Cost(
+        tokens=stats.tokens,
+        seconds=stats.seconds,
+        kept_tokens=stats.kept_tokens,
+        dense_tokens=stats.dense_tokens,
+        peak_kv_bytes=stats.peak_kv_bytes,
+        dense_kv_bytes=stats.dense_peak_tokens * (cache.kv_bytes // (cache.slots * cache.capacity)),
+        compactions=stats.compactions,
+    )
+
+
+def ends_in_repetition(tokens: Sequence[int], period: int = PERIOD, span: int = SPAN) -> bool:
+    """Whether the last `span` tokens repeat with a period of at most `period`."""
+    tail = tokens[-span:]
+    return len(tail) == span and any(tail[shift:] == tail[:-shift] for shift in range(1, period + 1))
+
+
+@dataclass(frozen=True)
+class Score:
+    """A benchmark under one cache."""
+
+    problems: int
+    """With a verdict; those without one are in no mean."""
+    samples: int
+    """Of each problem."""
+    mean: Estimate
+    """Of the rewards: Pass@1 of one sample for rewards of 0 and 1, Avg@k of several."""
+    pass_at: dict[int, Estimate]
+    """Unbiased, of the problems with at least k verdicts; empty for rewards other than 0 and 1."""
+    mean_tokens: float
+    truncated: float
+    repetition: float
+    kv_peak: int
+    token_savings: float
+    tokens_per_s: float
+    cost: Cost
+
+    @property
+    def ungraded(self) -> int:
+        """Rollouts that got no verdict, for whatever reason."""
+        return self.cost.no_verdict + self.cost.timeouts + self.cost.errors
+
+
+def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[int] = (1,)) -> Score:
+    verdicts = by_problem(samples)
+    means = [math.fsum(rewards) / len(rewards) for rewards in verdicts.values()]
+    binary = all(reward in (0.0, 1.0) for rewards in verdicts.values() for reward in rewards)
+    return Score(
+        problems=len(verdicts),
+        samples=per_problem,
+        mean=mean_interval(means, per_problem),
+        pass_at={k: pass_interval(list(verdicts.values()), k) for k in ks} if binary and verdicts else {},
+        mean_tokens=sum(sample.tokens for sample in samples) / len(samples),
+        truncated=sum(sample.finish != "stop" for sample in samples) / len(samples),
+        repetition=sum(sample.repeats for sample in samples) / len(samples),
+        kv_peak=max(sample.kv_peak for sample in samples),
+        token_savings=1 - cost.kept_tokens / cost.dense_tokens if cost.dense_tokens else 0.0,
+        tokens_per_s=cost.tokens / cost.seconds if cost.seconds else 0.0,
+        cost=cost,
+    )
+
+
+def by_problem(samples: Sequence[Sample]) -> dict[int, list[float]]:
+    """The verdicts of each problem that has any."""
+    found: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            found.setdefault(sample.problem, []).append(sample.reward)
+    return found
+
+
+def pass_interval(verdicts: Sequence[Sequence[float]], k: int) -> Estimate:
+    enough = [rewards for rewards in verdicts if len(rewards) >= k]
+    values = [pass_at_k(len(rewards), sum(map(int, rewards)), k) for rewards in enough]
+    return mean_interval(values, sum(map(len, enough)) / len(enough)) if values else NOTHING

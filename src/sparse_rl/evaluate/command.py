@@ -1,0 +1,313 @@
+"""`sparse-rl eval`: benchmarks under several caches, side by side. What is done stays done: run it again and it goes on."""
+
+import argparse
+import gc
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..bench.record import environment
+from ..data.examples import Example, name_of
+from ..data.settings import Data
+from ..errors import UserError
+from ..kv.policies import from_settings
+from ..models.load import load_model, load_tokenizer, no_bar, place, resolve
+from ..plan.command import wide_console
+from ..rewards.pool import RewardPool
+from ..rewards.settings import Reward
+from ..rollout.engine import Engine
+from ..rollout.settings import Sampling
+from .benchmark import Benchmark, run
+from .compare import Setting
+from .mismatch import measure
+from .result import Result, as_json, results
+from .slots import auto_slots
+from .sources import encoded, evaluated_as, loaded
+from .table import benchmark_tables, latex_rows, score_name, summary_table
+from .watch import Watch
+from .work import Work
+
+FILLS = {"cpu": 1, "cuda": 4}
+"""Rollouts of a chunk, in slots: after a chunk the slots run empty, which a GPU minds more."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A benchmark as it was asked for, before there is a tokenizer."""
+
+    name: str
+    title: str
+    path: str
+    examples: list[Example]
+    sampling: Sampling
+    samples: int
+    ks: tuple[int, ...]
+    reward: str
+    note: str | None
+    """What a user should know about the data."""
+
+
+def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, reward: Reward) -> None:
+    console = wide_console()
+    for setting in settings:  # a misspelt policy shows before anything is loaded
+        from_settings(setting.kv)
+    sources = asked_sources(args, data, reward)
+    for note in filter(None, (source.note for source in sources)):
+        console.print(Text(note), soft_wrap=True)
+    dtype, _ = place(args.dtype, args.device)
+    asked = identity(args, settings, sources, data, dtype)
+    work = Work(args.out or default_folder(args.model, asked))
+    with work.opened(asked, overwrite=args.overwrite):
+        runner = Runner(args, settings, sources, data, reward, work, console)
+        if runner.left:
+            runner.go()
+        else:
+            console.print(Text(f"All of it is in {work.path} already; --overwrite does it anew."), soft_wrap=True)
+        report(args, settings, sources, work, asked, console)
+
+
+def asked_sources(args: argparse.Namespace, data: Data, reward: Reward) -> list[Source]:
+    paths = [path.strip() for path in args.benchmarks.split(",")]
+    names = [name_of(path) for path in paths]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--benchmarks names {name} twice: name it once.")
+    found = []
+    for path, name in zip(paths, names, strict=True):
+        title, max_tokens, samples = evaluated_as(path)
+        samples = args.samples_per_prompt or samples
+        sampling = Sampling(
+            max_tokens=args.max_tokens or max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+        )
+        ks = asked_ks(args.pass_at, samples, name)
+        data_of = loaded(path, data, args.problems)
+        function = reward.function_for(path)
+        found.append(Source(name, title or name, path, data_of.examples, sampling, samples, ks, function, data_of.note))
+    return found
+
+
+def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
+    """By default the powers of two up to the samples, and these."""
+    if text is None:
+        return tuple(sorted({*(2**power for power in range(samples.bit_length())), samples}))
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise UserError(f"--pass-at {text} is no list of whole numbers: write it like 1,8,32.")
+    ks = sorted(set(map(int, text.split(","))))
+    if ks[-1] > samples:
+        raise UserError(
+            f"pass@{ks[-1]} needs {ks[-1]} samples of each problem, and {name} has {samples}: lower --pass-at or set "
+            f"--samples-per-prompt {ks[-1]}."
+        )
+    return tuple(ks)
+
+
+def identity(args, settings: Sequence[Setting], sources: Sequence[Source], data: Data, dtype: str) -> dict[str, Any]:
+    """All that what is written depends on; what only decides how fast it comes is left out."""
+    return {
+        "model": args.model,
+        "weights": weights_hash(args.model),
+        "dtype": dtype,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "mismatch": args.mismatch,
+        "template": data.template,
+        "raw": data.raw,
+        "settings": {setting.name: setting.kv.model_dump(mode="json") for setting in settings},
+        "benchmarks": {
+            source.name: {
+                "source": source.path,
+                "problems": len(source.examples),
+                "contents": contents_hash(source.examples),
+                "samples_per_prompt": source.samples,
+                "max_tokens": source.sampling.max_tokens,
+                "reward": source.reward,
+            }
+            for source in sources
+        },
+    }
+
+
+def weights_hash(model: str) -> str | None:
+    """By the names, sizes and times of the files: new weights under an old name are another model."""
+    path = Path(resolve(model))
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    return _hash([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) if files else None
+
+
+def contents_hash(examples: Sequence[Example]) -> str:
+    return _hash([(example.prompt, example.columns, example.template) for example in examples])
+
+
+def _hash(values: Any) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def default_folder(model: str, asked: dict[str, Any]) -> Path:
+    """The same question goes to the same folder."""
+    name = re.sub(r"[^\w.-]+", "-", model).strip("-.")
+    return Path("runs/eval") / f"{name}-{_hash(asked)[:8]}"
+
+
+class Runner:
+    """Does what is left to do, setting by setting: one cache is allocated at a time."""
+
+    def __init__(self, args, settings, sources, data: Data, reward: Reward, work: Work, console: Console):
+        self.args, self.settings, self.sources, self.data = args, settings, sources, data
+        self.reward, self.work, self.console = reward, work, console
+        self.left = [
+            (setting, source, missing)
+            for setting in settings
+            for source in sources
+            if (missing := sorted(set(range(len(source.examples))) - work.of(source.name, setting.name).problems))
+        ]
+        self.engine: Engine | None = None
+        self.engine_key: tuple[str, int] | None = None
+
+    def go(self) -> None:
+        rollouts = sum(len(missing) * source.samples for _, source, missing in self.left)
+        with ExitStack() as opened:
+            pools = {}
+            for function in dict.fromkeys(source.reward for _, source, _ in self.left):
+                log = self.work.path / "reward.log"
+                pools[function] = opened.enter_context(
+                    RewardPool(function, self.reward.workers, self.reward.timeout_s, log=log)
+                )
+            watch = opened.enter_context(Watch(self.console, rollouts))
+            opened.enter_context(no_bar())
+            self._load()
+            watch.restart()
+            try:
+                for setting, source, missing in self.left:
+                    self._benchmark(setting, source, missing, pools[source.reward], watch)
+            except KeyboardInterrupt:
+                note = f"What is done is in {self.work.path}: run the same command again to go on."
+                self.console.print(Text(note), soft_wrap=True)
+                raise
+
+    def _load(self) -> None:
+        args = self.args
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
+        self.benchmarks = {
+            source.name: Benchmark(
+                source.name,
+                source.examples,
+                encoded(self.tokenizer, source.examples, self.data),
+                source.sampling,
+                source.samples,
+            )
+            for _, source, _ in self.left
+        }
+        self.model: PreTrainedModel = load_model(
+            args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code
+        )
+        for setting, source, _ in self.left:
+            self._check(setting, source)
+
+    def _check(self, setting: Setting, source: Source) -> None:
+        """What the engine would refuse in the middle of the work, now."""
+        self.probe = Engine(self.model, setting.kv, slots=1)
+        benchmark = self.benchmarks[source.name]
+        number, longest = max(enumerate(benchmark.prompts, 1), key=lambda pair: len(pair[1]))
+        try:
+            self.probe.check_prompt(longest, benchmark.sampling)
+        except UserError as error:
+            sentence = str(error).replace("Prompt 0", f"Problem {number} of {source.path}")
+            raise UserError(sentence.replace("max_tokens = ", "--max-tokens ")) from None
+
+    def _benchmark(self, setting: Setting, source: Source, missing: list[int], pool: RewardPool, watch: Watch) -> None:
+        benchmark = self.benchmarks[source.name]
+        what = f"{source.name}, {setting.name}"
+        watch.doing(what)
+        engine = self._engine(setting, source)
+        fill = FILLS.get(self.model.device.type, 1) * engine.slots
+        for problems in parts(missing, max(1, len(missing) * benchmark.samples // fill)):
+            chunk = run(engine, self.tokenizer, benchmark, pool, problems, record=self.args.mismatch, progress=watch.sampled)
+            log_xi = None
+            if self.args.mismatch:
+                watch.doing(f"{what}, replaying")
+                log_xi = measure(self.model, chunk.rollouts, chunk.samples)
+            self.work.add(source.name, setting.name, chunk, log_xi)
+            watch.chunk(what, len(chunk.samples), chunk.cost.tokens / max(chunk.cost.seconds, 1e-9))
+            watch.doing(what)
+
+    def _engine(self, setting: Setting, source: Source) -> Engine:
+        """One for all benchmarks of a sparse cache, and for those of one length of a dense one."""
+        dense = not from_settings(setting.kv).evicts
+        key = (setting.name, source.sampling.max_tokens if dense else 0)
+        if self.engine is None or self.engine_key != key:
+            self.engine = None  # its cache, before the next one's is allocated
+            gc.collect()
+            alike = [
+                (self.benchmarks[other.name], missing)
+                for each, other, missing in self.left
+                if each is setting and (not dense or other.sampling.max_tokens == source.sampling.max_tokens)
+            ]
+            longest = max(benchmark.longest for benchmark, _ in alike)
+            slots = self.args.slots or auto_slots(self.probe, setting.kv, source.sampling, longest)
+            most = max(len(missing) * benchmark.samples for benchmark, missing in alike)
+            self.engine, self.engine_key = Engine(self.model, setting.kv, slots=min(slots, most)), key
+            self.engine.reserve(longest)
+        return self.engine
+
+
+def parts(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
+    """In order, as evenly as they go."""
+    count = min(count, len(numbers))
+    edges = [round(part * len(numbers) / count) for part in range(count + 1)]
+    return [numbers[start:stop] for start, stop in pairwise(edges)]
+
+
+def report(args, settings: Sequence[Setting], sources: Sequence[Source], work: Work, asked, console: Console) -> None:
+    names = [setting.name for setting in settings]
+    columns = [
+        (source.title, results(source.name, names, [work.of(source.name, name) for name in names], source.samples, source.ks))
+        for source in sources
+    ]
+    for title, rows in columns:
+        console.print()
+        for table in benchmark_tables(title, rows):
+            console.print(table)
+    if len(columns) > 1:
+        console.print()
+        console.print(summary_table(columns))
+    warn_of_missing_verdicts(columns, console)
+    if args.rows:
+        console.print()
+        console.print(Text("\n".join(latex_rows(columns))), soft_wrap=True)
+    write_json(args, work, asked, [row for _, rows in columns for row in rows])
+    console.print(Text(f"\nEvery sample is in {work.path / 'samples.jsonl'}, the figures are in {work.path / 'results.json'}."),
+                  soft_wrap=True)  # fmt: skip
+
+
+def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], console: Console) -> None:
+    for title, rows in columns:
+        for row in rows:
+            if row.score.ungraded:
+                cost = row.score.cost
+                line = (
+                    f"warning: {title}, {row.setting}: {row.score.ungraded} rollouts got no verdict and are not in "
+                    f"{score_name(row.score.samples)} ({cost.no_verdict} None, {cost.timeouts} over time, {cost.errors} failed"
+                    f"{f': {cost.first_error}' if cost.first_error else ''})."
+                )
+                console.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def write_json(args, work: Work, asked: dict[str, Any], rows: Sequence[Result]) -> None:
+    import torch
+
+    _, device = place(args.dtype, args.device)
+    values = environment("eval", torch.device(device)) | {"asked": asked, "results": [as_json(row) for row in rows]}
+    for path in {work.path / "results.json", *([args.json] if args.json else [])}:
+        with work.writing():
+            path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,69 @@
+"""`--compare full,rkv@512,snapkv@512+64`: the caches that are compared. Imports no torch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+from ..kv.settings import KV
+
+FORM = "full or POLICY@BUDGET[+INTERVAL], as in full,rkv@512,snapkv@512+64"
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    """As a table names it: full, rkv@512, rkv@512+64."""
+    kv: KV
+
+
+def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Setting]:
+    """What --compare names; `given` are the --kv flags, for all sparse ones.
+
+    Without --compare: full, and what the --kv flags or else the model's own settings (`stored`) say.
+    """
+    if compare is None:
+        found = [full()]
+        if {"policy", "budget"} & given.keys() or stored.get("policy", "full") != "full":
+            values = {**stored, **given}
+            if "budget" in given and "interval" not in given:  # a budget of one's own does not go with another's interval
+                values["interval"] = quarter(KV(policy="full", budget=given["budget"]).budget)
+            kv = KV(**values)
+            found += [Setting(name_of(kv), kv)] if kv.policy != "full" else []
+        return found
+    if twice := sorted({"policy", "budget"} & given.keys()):
+        raise UserError(f"kv.{twice[0]} and --compare both name a cache: write it into --compare, as {FORM}.")
+    found = [_setting(part.strip(), given) for part in compare.split(",")]
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--compare names {name} twice: name it once.")
+    return found
+
+
+def full() -> Setting:
+    return Setting("full", KV(policy="full"))
+
+
+def name_of(kv: KV) -> str:
+    usual = kv.interval == quarter(kv.budget)
+    return f"{kv.policy}@{kv.budget}" if usual else f"{kv.policy}@{kv.budget}+{kv.interval}"
+
+
+def quarter(budget: int) -> int:
+    """The interval of a budget, unless another is named."""
+    return max(1, budget // 4)
+
+
+def _setting(text: str, given: Mapping[str, Any]) -> Setting:
+    if text == "full":
+        return full()
+    match = re.fullmatch(r"(.+)@(\d+)(?:\+(\d+))?", text)
+    if not match or match[1] == "full":
+        raise UserError(f"--compare {text} is no cache: write {FORM}.")
+    values = {"interval": quarter(int(match[2])), **given, "policy": match[1], "budget": int(match[2])}
+    if match[3]:
+        values["interval"] = int(match[3])
+    kv = KV(**values)
+    return Setting(name_of(kv), kv)

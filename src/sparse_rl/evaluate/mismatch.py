@@ -1,0 +1,66 @@
+"""How far a sampler with this cache is from the dense model: what Sparse-RL would see, before any training.
+
+Every rollout is replayed dense, which gives xi = pi_dense / pi_sampler of each token, and once more under its recorded
+evictions, which gives the engine's own noise. Log-probs are of the untruncated softmax at the sampling temperature, so xi is
+defined under top_p and top_k, too; there it says how far the two softmaxes are apart at the tokens that were drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ..learner.correction import correct
+from ..learner.replay import replay
+from ..learner.update import padded, response_mask
+from ..rollout.rollout import Rollout
+from .benchmark import Sample
+
+TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
+PRESET = "paper"
+"""Whose rejection is counted: a sequence with any xi < 1e-4."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Over all tokens of all rollouts, before anything is dropped."""
+
+    rejection_rate: float
+    wasted_tokens: float
+    mismatch_k1: float
+    mismatch_k3: float
+    xi_p05: float
+    xi_min: float
+    ess: float
+    engine_noise: float
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[Sample]) -> np.ndarray:
+    """log xi of all tokens of all rollouts, float32, one after the other; what a sample needs to know is put into it."""
+    per_pass = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
+    dense = [logprobs.cpu() for logprobs in replay(model, rollouts, "dense", tokens_per_pass=per_pass)]
+    evicts = all(rollout.trace is not None for rollout in rollouts)
+    own = [each.cpu() for each in replay(model, rollouts, "sparse", tokens_per_pass=per_pass)] if evicts else dense
+    log_xi = [ours - rollout.logprobs for ours, rollout in zip(dense, rollouts, strict=True)]
+    rejected = correct(padded(log_xi), response_mask(rollouts), PRESET).rejected.tolist()
+    for sample, rollout, replayed, drop in zip(samples, rollouts, own, rejected, strict=True):
+        sample.rejected, sample.noise = drop, float((rollout.logprobs - replayed).abs().mean())
+    return torch.cat(log_xi).float().numpy()
+
+
+def summary(log_xi: Sequence[np.ndarray], samples: Sequence[Sample]) -> Mismatch:
+    """Of everything that was measured, in whatever parts."""
+    log_xi_1N = torch.from_numpy(np.concatenate(log_xi))[None]
+    metrics = correct(log_xi_1N, torch.ones_like(log_xi_1N), PRESET).metrics
+    names = ("mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess")
+    tokens = sum(sample.tokens for sample in samples)
+    rejected = [sample for sample in samples if sample.rejected]
+    return Mismatch(
+        rejection_rate=len(rejected) / len(samples),
+        wasted_tokens=sum(sample.tokens for sample in rejected) / tokens,
+        engine_noise=sum((sample.noise or 0.0) * sample.tokens for sample in samples) / tokens,
+        **{name: metrics[f"sparse/{name}"] for name in names},
+    )

@@ -1,0 +1,79 @@
+"""From graded samples to what is reported: scores, what each cache costs against the first, the mismatch; and as JSON."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .benchmark import Score, by_problem, score
+from .mismatch import Mismatch, summary
+from .statistics import Estimate, paired_difference
+from .work import Done
+
+
+@dataclass(frozen=True)
+class Result:
+    benchmark: str
+    setting: str
+    score: Score
+    against: str | None
+    """The setting it is compared with; None for that one itself."""
+    difference: Estimate | None
+    """Of the mean rewards, problem by problem."""
+    mismatch: Mismatch | None
+
+
+def results(benchmark: str, settings: Sequence[str], done: Sequence[Done], samples: int, ks: Iterable[int]) -> list[Result]:
+    """Of one benchmark under all settings; differences are against the first."""
+    found: list[Result] = []
+    for setting, each in zip(settings, done, strict=True):
+        first = not found
+        measured = summary([np.load(path) for path in each.log_xi], each.samples) if each.log_xi else None
+        found.append(
+            Result(
+                benchmark,
+                setting,
+                score(each.samples, each.cost, samples, ks),
+                None if first else settings[0],
+                None if first else difference(each, done[0], samples),
+                measured,
+            )
+        )
+    return found
+
+
+def difference(done: Done, first: Done, samples: int) -> Estimate:
+    """Over the problems that both have a verdict for."""
+    ours, theirs = by_problem(done.samples), by_problem(first.samples)
+    both = sorted(ours.keys() & theirs.keys())
+    return paired_difference(means(ours, both), means(theirs, both), samples)
+
+
+def means(verdicts: dict[int, list[float]], problems: Sequence[int]) -> list[float]:
+    return [math.fsum(verdicts[problem]) / len(verdicts[problem]) for problem in problems]
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Flat, in plain numbers; what is not a number is null."""
+    score = result.score
+    values: dict[str, Any] = {"benchmark": result.benchmark, "setting": result.setting, "problems": score.problems}
+    values |= {"samples_per_prompt": score.samples, "pass@1": _estimate(score.mean)}
+    values["pass@k"] = {str(k): _estimate(each) for k, each in score.pass_at.items()}
+    if result.difference is not None:
+        values["difference"] = {"against": result.against, **_estimate(result.difference)}
+    for name in ("mean_tokens", "truncated", "repetition", "kv_peak", "token_savings", "tokens_per_s"):
+        values[name] = getattr(score, name)
+    values |= asdict(score.cost)
+    if result.mismatch is not None:
+        values["mismatch"] = {name: _number(value) for name, value in asdict(result.mismatch).items()}
+    return values
+
+
+def _estimate(estimate: Estimate) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in estimate._asdict().items()}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

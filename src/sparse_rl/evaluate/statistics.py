@@ -1,0 +1,116 @@
+"""How sure a score is: unbiased pass@k and 95 % intervals. Pure functions on plain numbers, no torch.
+
+Samples of one problem are alike, so what counts is the number of problems: every interval is over problems.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Z = 1.959963984540054
+"""The 97.5 % quantile of the normal distribution."""
+T = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
+"""That of Student's t for few degrees of freedom, where the series below is not good enough."""
+
+
+class Estimate(NamedTuple):
+    mean: float
+    low: float
+    high: float
+    """95 % interval; NaN where there is nothing to estimate from."""
+
+
+NOTHING = Estimate(math.nan, math.nan, math.nan)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that k of these samples, drawn without replacement, hold a right one (Chen et al. 2021, arXiv 2107.03374):
+    1 - C(n - c, k) / C(n, k). Unbiased for the chance that k fresh samples do."""
+    if not 0 <= right <= samples or k < 1:
+        raise ValueError(f"{right} of {samples} right and k = {k} make no sense.")
+    if k > samples:
+        raise ValueError(f"pass@{k} needs {k} samples, and there are {samples}.")
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def mean_interval(values: Sequence[float], samples: float = 1) -> Estimate:
+    """The mean of problems' own values, each the mean of about `samples` samples.
+
+    Values from 0 to 1 get Wilson's interval with as many trials as the spread between problems says the data are worth:
+    n = p (1 - p) / se^2, at least the problems and at most all samples (Korn and Graubard 1998; Franco et al. 2019). With
+    one sample of each problem that is Wilson's own. It stays in [0, 1] and is open where all are right or all are wrong.
+    Other values get mean +- t standard errors.
+    """
+    problems = len(values)
+    if problems == 0:
+        return NOTHING
+    if min(values) < 0 or max(values) > 1:
+        return t_interval(values)
+    mean = math.fsum(values) / problems
+    if set(values) <= {0.0, 1.0}:
+        return wilson(mean, problems, Z)
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(1, problems - 1)
+    worth = mean * (1 - mean) * problems / variance if variance else math.inf
+    trials = min(max(worth, problems), problems * max(1.0, samples))
+    return wilson(mean, trials, quantile(problems - 1) if problems > 1 else Z)
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """mean +- t standard errors; one value says nothing of its spread."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Estimate(mean, math.nan, math.nan)
+    half = quantile(n - 1) * math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def wilson(mean: float, trials: float, z: float) -> Estimate:
+    """Wilson 1927: all p whose z-test does not reject the share that was seen."""
+    middle = (mean + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(mean * (1 - mean) / trials + z * z / (4 * trials * trials))
+    return Estimate(mean, min(mean, max(0.0, middle - half)), max(mean, min(1.0, middle + half)))
+
+
+def paired_difference(values: Sequence[float], others: Sequence[float], samples: float = 1) -> Estimate:
+    """values - others, problem by problem.
+
+    For values from 0 to 1 two made-up problems are added, one better and one worse by 1 / sqrt(samples): with one sample of
+    each problem that is Bonett and Price 2012, which keeps its word where few problems differ, or none. Other values get
+    mean +- t standard errors.
+    """
+    gaps = [value - other for value, other in zip(values, others, strict=True)]
+    problems = len(gaps)
+    if problems == 0:
+        return NOTHING
+    mean = math.fsum(gaps) / problems
+    if min(*values, *others) < 0 or max(*values, *others) > 1:
+        return t_interval(gaps)
+    extra = 1 / math.sqrt(max(1.0, samples))
+    padded = [*gaps, extra, -extra]
+    middle = math.fsum(padded) / len(padded)
+    variance = math.fsum((gap - middle) ** 2 for gap in padded) / len(padded)
+    half = quantile(problems + 1) * math.sqrt(variance / len(padded))
+    return Estimate(mean, max(-1.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)))
+
+
+def average(estimates: Sequence[Estimate]) -> Estimate:
+    """The plain mean of independent scores: their distances to the ends add up like standard errors (Zou and Donner 2008)."""
+    n = len(estimates)
+    mean = math.fsum(each.mean for each in estimates) / n
+    below = math.sqrt(math.fsum((each.mean - each.low) ** 2 for each in estimates)) / n
+    above = math.sqrt(math.fsum((each.high - each.mean) ** 2 for each in estimates)) / n
+    return Estimate(mean, mean - below, mean + above)
+
+
+def quantile(degrees: int) -> float:
+    """97.5 % of Student's t: the expansion of Cornish and Fisher in 1 / degrees, right to three digits."""
+    if degrees in T:
+        return T[degrees]
+    z, n = Z, degrees
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )

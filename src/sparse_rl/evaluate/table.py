@@ -1,0 +1,119 @@
+"""Results for people: a table for each benchmark, one of all of them, and rows for a paper."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..rollout.console import size
+from .mismatch import Mismatch
+from .result import Result
+from .statistics import Estimate, average
+
+MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
+    ("rejected", lambda each: f"{each.rejection_rate:.1%}"),
+    ("wasted tokens", lambda each: f"{each.wasted_tokens:.1%}"),
+    ("k1", lambda each: f"{each.mismatch_k1:.2e}"),
+    ("k3", lambda each: f"{each.mismatch_k3:.2e}"),
+    ("xi p05", lambda each: f"{each.xi_p05:.3f}"),
+    ("xi min", lambda each: f"{each.xi_min:.1e}"),
+    ("ESS", lambda each: f"{each.ess:.3f}"),
+    ("engine noise", lambda each: f"{each.engine_noise:.1e}"),
+]
+"""Heading, form."""
+
+
+def shown(estimate: Estimate, signed: bool = False) -> str:
+    """With its interval; as a share where it is one."""
+    if math.isnan(estimate.mean):
+        return "-"
+    numbers = [number for number in estimate if not math.isnan(number)]
+    share = all(-1 <= number <= 1 for number in numbers)
+    texts = [
+        (f"{number:{'+' if signed else ''}.1%}" if share else f"{number:{'+' if signed else ''}.3g}") for number in numbers
+    ]
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]" if len(texts) == 3 else texts[0]
+
+
+def score_name(samples: int) -> str:
+    return "Pass@1" if samples == 1 else f"Avg@{samples}"
+
+
+def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
+    """One benchmark under all settings: scores and costs, pass@k where there are several samples, the mismatch if measured."""
+    first = results[0].score
+    title = f"{escape(title)}: {first.problems:,} problems, {score_name(first.samples)}, 95 % intervals"
+    main = table(title, ["cache", score_name(first.samples), *([f"against {results[0].setting}"] if len(results) > 1 else ()),
+                         "tokens", "cut off", "repeating", "KV saved", "KV held", "no verdict", "tokens/s"])  # fmt: skip
+    for each in results:
+        score, cells = each.score, [escape(each.setting), shown(each.score.mean)]
+        if len(results) > 1:
+            cells.append("" if each.difference is None else shown(each.difference, signed=True))
+        cells += [f"{score.mean_tokens:,.0f}", f"{score.truncated:.1%}", f"{score.repetition:.1%}"]
+        cells += [f"{score.token_savings:.1%}", size(score.cost.peak_kv_bytes), str(score.ungraded or "")]
+        main.add_row(*cells, f"{score.tokens_per_s:,.0f}")
+    found = [main]
+    if ks := [k for k in first.pass_at if k > 1]:
+        chances = table("", ["cache", *(f"pass@{k}" for k in ks)])
+        for each in results:
+            chances.add_row(escape(each.setting), *(shown(each.score.pass_at[k]) if each.score.pass_at else "-" for k in ks))
+        found.append(chances)
+    if all(each.mismatch is not None for each in results):
+        found.append(mismatch_table(results))
+    return found
+
+
+def mismatch_table(results: Sequence[Result]) -> Table:
+    found = table("", ["cache", *(name for name, _ in MISMATCH)])
+    for each in results:
+        if each.mismatch is not None:
+            found.add_row(escape(each.setting), *(form(each.mismatch) for _, form in MISMATCH))
+    return found
+
+
+def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
+    """Settings by benchmarks, and their plain average."""
+    headings = [f"{escape(title)} {score_name(results[0].score.samples)}" for title, results in columns]
+    found = table("All benchmarks, 95 % intervals", ["cache", *headings, "average", "KV saved"])
+    for row in zip(*(results for _, results in columns), strict=True):
+        means, costs = [each.score.mean for each in row], [each.score.cost for each in row]
+        dense = sum(cost.dense_tokens for cost in costs)
+        saved = 1 - sum(cost.kept_tokens for cost in costs) / dense if dense else 0.0
+        found.add_row(escape(row[0].setting), *map(shown, means), shown(average(means)), f"{saved:.1%}")
+    return found
+
+
+def latex_rows(columns: Sequence[tuple[str, Sequence[Result]]]) -> list[str]:
+    """`name & 45.1 \\pm 2.3 & … \\\\`, in percent, half the interval after the sign; the average last where there are several."""
+    several = len(columns) > 1
+    titles = [
+        *(f"{title} {score_name(results[0].score.samples)}" for title, results in columns),
+        *(["Average"] if several else []),
+    ]
+    rows = [["cache", *titles]]
+    for row in zip(*(results for _, results in columns), strict=True):
+        means = [each.score.mean for each in row]
+        rows.append([row[0].setting, *map(_latex, means + ([average(means)] if several else []))])
+    return [" & ".join(map(_escaped, row)) + r" \\" for row in rows]
+
+
+def _latex(estimate: Estimate) -> str:
+    if math.isnan(estimate.mean):
+        return "--"
+    scale = 100 if -1 <= estimate.mean <= 1 else 1
+    half = "" if math.isnan(estimate.low) else f" \\pm {scale * (estimate.high - estimate.low) / 2:.1f}"
+    return f"${scale * estimate.mean:.1f}{half}$"
+
+
+def _escaped(cell: str) -> str:
+    return cell if cell.startswith("$") else cell.replace("_", r"\_").replace("&", r"\&").replace("%", r"\%")
+
+
+def table(title: str, headings: Sequence[str]) -> Table:
+    found = Table(
+        title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
+    )
+    for number, heading in enumerate(headings):
+        found.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+    return found

@@ -1,0 +1,56 @@
+"""What a person sees of an evaluation at work: a bar on a terminal, a line for each chunk of problems elsewhere."""
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from ..rollout.stats import Progress as Sampled
+
+
+class Watch:
+    def __init__(self, console: Console, rollouts: int):
+        """`rollouts` are still to be sampled."""
+        self.console, self.total, self.done = console, rollouts, 0
+        self.started = time.monotonic()
+        columns = ("{task.description}", "{task.fields[speed]}", "{task.fields[left]}")
+        texts = [TextColumn(column, markup=False) for column in columns]
+        self.bar = Progress(texts[0], BarColumn(), MofNCompleteColumn(), *texts[1:], console=console, transient=True)
+        self.bar.disable = not console.is_terminal
+        self.task = self.bar.add_task("loading", total=rollouts, speed="", left="")
+
+    def __enter__(self) -> "Watch":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def restart(self) -> None:
+        """Loading took its time, and is done."""
+        self.started = time.monotonic()
+
+    def doing(self, what: str) -> None:
+        self.bar.update(self.task, description=what)
+
+    def sampled(self, progress: Sampled) -> None:
+        """Between chunks of steps."""
+        speed = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
+        self.bar.update(self.task, completed=self.done + progress.finished, speed=speed, left=self.left(progress.finished))
+
+    def chunk(self, what: str, rollouts: int, tokens_per_s: float) -> None:
+        """One is sampled, graded and written down."""
+        self.done += rollouts
+        self.bar.update(self.task, completed=self.done, left=self.left())
+        if not self.console.is_terminal:
+            line = f"{what}: {self.done:,} of {self.total:,} rollouts, {tokens_per_s:,.0f} tokens/s, {self.left()}"
+            self.console.print(Text(line), soft_wrap=True)
+
+    def left(self, more: int = 0) -> str:
+        """By the rollouts that have ended so far; long ones end last, so at first it is too hopeful."""
+        done = self.done + more
+        if not done:
+            return ""
+        seconds = (time.monotonic() - self.started) / done * (self.total - done)
+        return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{seconds % 60:02.0f} left"

@@ -1,0 +1,153 @@
+"""The folder of an evaluation: what was asked (asked.json), every graded sample (samples.jsonl), what each chunk of problems
+cost (chunks.jsonl), log xi of all tokens (log_xi/). A chunk is there whole or not at all, so a killed run goes on where it was.
+"""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from ..errors import UserError
+from .benchmark import Chunk, Cost, Sample
+
+GROWS = ("benchmarks", "settings")
+"""What a later run may add to; all else must be as it was."""
+
+
+@dataclass
+class Done:
+    """What there is of one benchmark under one cache."""
+
+    samples: list[Sample] = field(default_factory=list)
+    cost: Cost = field(default_factory=Cost)
+    log_xi: list[Path] = field(default_factory=list)
+
+    @property
+    def problems(self) -> set[int]:
+        return {sample.problem for sample in self.samples}
+
+
+class Work:
+    def __init__(self, path: Path):
+        self.path = path
+        self.asked, self.samples, self.chunks = (path / name for name in ("asked.json", "samples.jsonl", "chunks.jsonl"))
+        self.done: dict[tuple[str, str], Done] = {}
+        self.written = 0
+
+    @contextmanager
+    def opened(self, asked: dict[str, Any], *, overwrite: bool) -> Iterator[None]:
+        """The folder, for this process alone; refused where it holds an evaluation of something else."""
+        if self.path.exists() and not (self.path.is_dir() and (self.asked.is_file() or not any(self.path.iterdir()))):
+            raise UserError(f"{self.path} exists and is not an evaluation: name another folder with --out.")
+        was_there = self.path.exists()
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("w")
+        with lock:
+            self._lock(lock)
+            with self.writing():
+                if overwrite:
+                    self._empty()
+                self._refuse_another(asked)
+                self._read()
+            try:
+                yield
+            finally:
+                if not self.written and not was_there:  # what could not start leaves nothing behind
+                    shutil.rmtree(self.path, ignore_errors=True)
+
+    def of(self, benchmark: str, setting: str) -> Done:
+        return self.done.setdefault((benchmark, setting), Done())
+
+    def add(self, benchmark: str, setting: str, chunk: Chunk, log_xi: np.ndarray | None) -> None:
+        done, file = self.of(benchmark, setting), None
+        with self.writing():
+            if log_xi is not None:
+                file = f"log_xi/{self.written}.npy"
+                (self.path / "log_xi").mkdir(exist_ok=True)
+                np.save(self.path / file, log_xi)
+            with self.samples.open("a") as out:
+                for sample in chunk.samples:
+                    row = {"benchmark": benchmark, "setting": setting, **asdict(sample)}
+                    out.write(
+                        json.dumps({key: value for key, value in row.items() if value is not None or key == "reward"}) + "\n"
+                    )
+            line = {
+                "benchmark": benchmark,
+                "setting": setting,
+                "samples": len(chunk.samples),
+                "cost": asdict(chunk.cost),
+                "log_xi": file,
+                "samples_end": self.samples.stat().st_size,
+            }
+            with self.chunks.open("a") as out:  # last: without its line a chunk has not happened
+                out.write(json.dumps(line) + "\n")
+        self.written += 1
+        done.samples += chunk.samples
+        done.cost += chunk.cost
+        done.log_xi += [self.path / file] if file else []
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"The folder {self.path} cannot be written ({error.strerror or error}): free some space and run the same "
+                "command again, or name another with --out."
+            ) from error
+
+    def _lock(self, file: TextIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
+
+    def _empty(self) -> None:
+        shutil.rmtree(self.path / "log_xi", ignore_errors=True)
+        for file in (self.chunks, self.samples, self.asked):
+            file.unlink(missing_ok=True)
+
+    def _refuse_another(self, asked: dict[str, Any]) -> None:
+        before = json.loads(self.asked.read_text()) if self.asked.exists() else {}
+        asked = json.loads(json.dumps(asked))  # as it will be read again
+        for key in (asked.keys() | before.keys()) - set(GROWS) if before else ():
+            self._refuse_if_changed(key, before.get(key), asked.get(key))
+        for group in GROWS:
+            for name, values in asked[group].items():
+                for key, value in values.items() if name in before.get(group, {}) else ():
+                    self._refuse_if_changed(f"{key} of {name}", before[group][name].get(key), value)
+        grown = {group: before.get(group, {}) | asked[group] for group in GROWS}
+        self.asked.write_text(json.dumps(asked | grown, indent=1) + "\n")
+
+    def _refuse_if_changed(self, key: str, before: Any, now: Any) -> None:
+        if before != now:
+            raise UserError(
+                f"{key} is {now} now and was {before} in {self.path}: ask for the same, name another --out, or start anew "
+                "with --overwrite."
+            )
+
+    def _read(self) -> None:
+        """What is whole; the rest of a killed run is cut off."""
+        lines = self.chunks.read_text().splitlines(keepends=True) if self.chunks.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        self.chunks.write_text("".join(line for line in lines if line.endswith("\n")))
+        end = rows[-1]["samples_end"] if rows else 0
+        with self.samples.open("a+") as file:
+            file.truncate(end)
+            file.seek(0)
+            samples = iter(file.read().splitlines())
+        for row in rows:
+            done = self.of(row["benchmark"], row["setting"])
+            for _ in range(row["samples"]):
+                values = json.loads(next(samples))
+                done.samples.append(Sample(**{key: values[key] for key in values if key not in ("benchmark", "setting")}))
+            done.cost += Cost(**row["cost"])
+            done.log_xi += [self.path / row["log_xi"]] if row["log_xi"] else []
+        self.written = len(rows)

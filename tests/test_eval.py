@@ -1,0 +1,407 @@
+"""`sparse-rl eval`: scores a user can trust, the same seeds under every cache, and work that is never done twice."""
+
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from runs import Command, one_thread, refused
+from sparse_rl import KV, UserError
+from sparse_rl.cli import main
+from sparse_rl.evaluate.benchmark import Cost, Sample, ends_in_repetition, score
+from sparse_rl.evaluate.command import parts
+from sparse_rl.evaluate.compare import settings
+from sparse_rl.evaluate.statistics import Estimate, average, mean_interval, paired_difference, pass_at_k, quantile
+from sparse_rl.evaluate.table import latex_rows, shown
+
+# Statistics
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_sample():
+    for samples in range(1, 9):
+        for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+            drawn = list(itertools.combinations([True] * right + [False] * (samples - right), k))
+            assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, drawn)) / len(drawn), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased_for_k_fresh_samples():
+    chance, samples = 0.3, 6
+    for k in range(1, samples + 1):
+        expected = sum(stats.binom.pmf(right, samples, chance) * pass_at_k(samples, right, k) for right in range(samples + 1))
+        assert expected == pytest.approx(1 - (1 - chance) ** k)
+
+
+def test_pass_at_k_needs_k_samples():
+    with pytest.raises(ValueError, match="pass@5 needs 5 samples, and there are 4"):
+        pass_at_k(4, 1, 5)
+
+
+def bootstrap(values, draws=4000):
+    """The middle 95 % of the means of problems drawn anew."""
+    values = np.asarray(values)
+    chosen = np.random.default_rng(1).integers(len(values), size=(draws, len(values)))
+    return np.quantile(values[chosen].mean(axis=1), [0.025, 0.975])
+
+
+PROBLEMS = {
+    "one sample": (400, 1),
+    "four samples": (150, 4),
+    "a contest": (40, 32),
+}
+
+
+@pytest.mark.parametrize(("problems", "samples"), PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("chance", [0.25, 0.6])
+def test_intervals_are_those_of_a_bootstrap_over_problems(problems, samples, chance):
+    rng = np.random.default_rng(0)
+    hardness = rng.beta(2 * chance, 2 * (1 - chance), size=problems)
+    values, others = (rng.binomial(samples, hardness * factor) / samples for factor in (1.0, 0.8))
+    ours = [mean_interval(values.tolist(), samples), paired_difference(others.tolist(), values.tolist(), samples)]
+    for estimate, drawn in zip(ours, (values, others - values), strict=True):
+        low, high = bootstrap(drawn)
+        width = high - low
+        assert estimate.mean == pytest.approx(drawn.mean()) and estimate.low < estimate.mean < estimate.high
+        assert estimate.high - estimate.low == pytest.approx(width, rel=0.15)
+        assert [estimate.low, estimate.high] == pytest.approx([low, high], abs=0.15 * width)
+
+
+def test_intervals_of_pass_at_k_are_those_of_a_bootstrap_over_problems():
+    rng = np.random.default_rng(0)
+    right = rng.binomial(8, rng.beta(0.5, 1.5, size=200))
+    samples = [
+        Sample(problem, number, float(number < count), 1, "stop", False, 1, "")
+        for problem, count in enumerate(right)
+        for number in range(8)
+    ]
+    scored = score(samples, Cost(), 8, ks=(1, 4, 8))
+    for k, estimate in scored.pass_at.items():
+        values = [pass_at_k(8, int(count), k) for count in right]
+        low, high = bootstrap(values)
+        assert estimate.mean == pytest.approx(np.mean(values))
+        assert [estimate.low, estimate.high] == pytest.approx([low, high], abs=0.15 * (high - low))
+    assert scored.pass_at[1] == scored.mean
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(100, 1), (40, 8)])
+def test_intervals_hold_the_truth_as_often_as_they_say(problems, samples):
+    rng, held, paired, repeats = np.random.default_rng(0), 0, 0, 1000
+    for _ in range(repeats):
+        hardness = rng.beta(1, 1.5, size=problems)
+        values, others = (rng.binomial(samples, hardness * factor) / samples for factor in (1.0, 0.9))
+        one, two = mean_interval(values.tolist(), samples), paired_difference(others.tolist(), values.tolist(), samples)
+        held += one.low <= 0.4 <= one.high
+        paired += two.low <= -0.04 <= two.high
+    assert 0.925 < held / repeats < 0.985 and 0.925 < paired / repeats < 0.985
+
+
+def test_intervals_stay_open_where_everything_is_right():
+    for samples in (1, 8):
+        assert mean_interval([1.0] * 64, samples) == pytest.approx((1.0, 0.943, 1.0), abs=1e-3)
+        assert mean_interval([0.0] * 64, samples) == pytest.approx((0.0, 0.0, 0.057), abs=1e-3)
+    same = paired_difference([1.0] * 64, [1.0] * 64)
+    assert same.mean == 0 and same.low == pytest.approx(-same.high) and 0.02 < same.high < 0.08
+    wilson = stats.binomtest(13, 50).proportion_ci(method="wilson")
+    assert mean_interval([1.0] * 13 + [0.0] * 37)[1:] == pytest.approx((wilson.low, wilson.high))
+
+
+def test_intervals_of_other_rewards_are_those_of_students_t():
+    values = [2.0, -1.0, 3.5, 0.0, 8.0]
+    low, high = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
+    assert mean_interval(values) == pytest.approx((np.mean(values), low, high), rel=1e-4)
+    assert paired_difference(values, [0.0] * 5) == pytest.approx((np.mean(values), low, high), rel=1e-4)
+    for degrees in (1, 2, 3, 4, 5, 6, 10, 30, 300):
+        assert quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-3)
+
+
+def test_without_verdicts_there_is_no_score():
+    assert all(math.isnan(number) for number in (*mean_interval([]), *paired_difference([], [])))
+    scored = score([Sample(0, 0, None, 3, "length", False, 1, "")], Cost(no_verdict=1), 1)
+    assert math.isnan(scored.mean.mean) and scored.pass_at == {} and scored.ungraded == 1
+    assert shown(scored.mean) == "-" and latex_rows([]) == ["cache \\\\"]
+
+
+def test_the_interval_of_an_average_is_narrower_than_its_parts():
+    assert average([Estimate(0.5, 0.4, 0.6), Estimate(0.3, 0.2, 0.4)]) == pytest.approx((0.4, 0.4 - 0.0707, 0.4707), abs=1e-3)
+
+
+def test_graded_rewards_have_a_mean_and_no_pass_at_k():
+    samples = [Sample(0, number, 0.25 * number, 1, "stop", False, 1, "") for number in range(4)]
+    scored = score(samples, Cost(), 4, ks=(1, 2, 4))
+    assert scored.mean.mean == pytest.approx(0.375) and scored.pass_at == {}
+
+
+def test_a_response_that_loops_to_its_end_is_seen():
+    loop = [7, 8, 9] * 100
+    assert ends_in_repetition([1, 2, 3, *loop]) and not ends_in_repetition([*loop, 1, 2, 3])
+    assert not ends_in_repetition(loop[:200]) and not ends_in_repetition(list(range(300)))
+    assert ends_in_repetition([*range(64)] * 5) and not ends_in_repetition([*range(65)] * 5)
+
+
+# What is compared
+
+
+def test_caches_are_named_by_policy_and_budget():
+    found = settings("full, rkv@512,snapkv@100+10", {"sinks": "2", "protect_prompt": "true"}, {})
+    assert [each.name for each in found] == ["full", "rkv@512", "snapkv@100+10"]
+    assert found[0].kv == KV(policy="full")
+    assert found[1].kv == KV(policy="rkv", budget=512, interval=128, sinks=2, protect_prompt=True)
+    assert found[2].kv == KV(policy="snapkv", budget=100, interval=10, sinks=2, protect_prompt=True)
+    assert settings("rkv@100", {"interval": "7"}, {})[0].name == "rkv@100+7"
+
+
+def test_without_names_the_cache_is_the_models_own():
+    stored = KV(policy="snapkv", budget=96, interval=32, window=4).model_dump()
+    assert settings(None, {}, {}) == settings("full", {}, {})
+    full, own = settings(None, {}, stored)
+    assert (full.name, own.name, own.kv) == ("full", "snapkv@96+32", KV(**stored))
+    assert settings(None, {"budget": "200"}, stored)[1].kv == KV(**stored | {"budget": 200, "interval": 50})
+    assert settings(None, {"policy": "tova"}, {})[1].name == "tova@512"
+    assert len(settings(None, {}, {"policy": "full"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("compare", "given", "sentence"),
+    [
+        ("full,rkv", {}, "--compare rkv is no cache: write full or POLICY@BUDGET[+INTERVAL]"),
+        ("full@64", {}, "--compare full@64 is no cache"),
+        ("rkv@", {}, "--compare rkv@ is no cache"),
+        ("full,", {}, "--compare  is no cache"),
+        ("rkv@64,rkv@64+16", {}, "--compare names rkv@64 twice"),
+        ("rkv@64", {"budget": "32"}, "kv.budget and --compare both name a cache"),
+        ("rkv@8", {}, "kv.budget = 8 leaves nothing to score"),
+        ("rkv@64+0", {}, "kv.interval = 0 would never let the cache grow"),
+    ],
+)
+def test_caches_that_make_no_sense_are_refused(compare, given, sentence):
+    with pytest.raises(UserError) as error:
+        settings(compare, given, {})
+    assert str(error.value).startswith(sentence)
+
+
+def test_chunks_hold_every_problem_once():
+    for problems, count in itertools.product((1, 5, 64), (1, 3, 7)):
+        chunks = parts(range(problems), count)
+        assert [number for chunk in chunks for number in chunk] == list(range(problems))
+        assert len(chunks) == min(problems, count) and max(map(len, chunks)) - min(map(len, chunks)) <= 1
+
+
+# The command
+
+
+def evaluate(*flags):
+    with one_thread():
+        main(["eval", *map(str, flags)])
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+
+
+def arguments(world, out, *flags, reward="parity"):
+    """Of an evaluation of eight problems of a random model under two caches."""
+    base = {
+        "benchmarks": world / "problems.jsonl",
+        "compare": "full,random@20+4",
+        "kv.window": 4,
+        "max-tokens": 24,
+        "reward.function": f"{world / 'eval_rewards.py'}:{reward}",
+        "reward.workers": 1,
+        "out": out,
+    }
+    return [world / "model", *(text for key, value in base.items() for text in (f"--{key}", value)), *flags]
+
+
+@pytest.fixture(scope="module")
+def eval_world(world):
+    (world / "eval_rewards.py").write_text(
+        f"""
+import os, signal
+
+def parity(prompts, completions, **columns):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+
+def length(prompts, completions, **columns):
+    return [10.0 * len(text) for text in completions]
+
+def some(prompts, completions, **columns):
+    return [None if prompts[0].startswith("3") else 1.0]
+
+def kills_once(prompts, completions, **columns):
+    '''Ends the evaluation at its sixth problem, the first time.'''
+    with open({str(world / "graded")!r}, "a") as file:
+        file.write(prompts[0] + chr(10))
+    if prompts[0].startswith("5") and not os.path.exists({str(world / "killed")!r}):
+        open({str(world / "killed")!r}, "w").close()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return parity(prompts, completions)
+"""
+    )
+    return world
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """Eight problems of the embedded model under three caches: one that keeps all, one that need not drop, one that harms."""
+    out = tmp_path_factory.mktemp("eval") / "out"
+    evaluate("tiny", "--benchmarks", "arithmetic", "--compare", "full,rkv@300,random@40", "--problems", "8",
+             "--samples-per-prompt", "2", "--max-tokens", "168", "--mismatch", "--slots", "16", "--out", out,
+             "--json", out.parent / "copy.json")  # fmt: skip
+    return out, {row["setting"]: row for row in json.loads((out / "results.json").read_text())["results"]}
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_samples(tiny_run):
+    out, found = tiny_run
+    assert list(found) == ["full", "rkv@300", "random@40"]
+    for setting, row in found.items():
+        mine = [sample for sample in rows(out) if sample["setting"] == setting]
+        assert len(mine) == 16 and row["problems"] == 8 and row["samples_per_prompt"] == 2
+        rewards = [sample["reward"] for sample in mine]
+        assert row["pass@1"]["mean"] == pytest.approx(sum(rewards) / 16)
+        either = [max(rewards[start : start + 2]) for start in range(0, 16, 2)]
+        assert row["pass@k"]["2"]["mean"] == pytest.approx(sum(either) / 8)
+        assert row["mean_tokens"] == pytest.approx(sum(sample["tokens"] for sample in mine) / 16)
+        assert row["truncated"] == sum(sample["finish"] != "stop" for sample in mine) / 16
+    assert json.loads((out.parent / "copy.json").read_text()) == json.loads((out / "results.json").read_text())
+
+
+@pytest.mark.slow
+def test_every_cache_gets_the_same_seeds(tiny_run):
+    """A budget that nothing reaches changes nothing, and the difference is paired."""
+    out, found = tiny_run
+    texts = {name: [row["text"] for row in rows(out) if row["setting"] == name] for name in found}
+    assert texts["full"] == texts["rkv@300"] != texts["random@40"]
+    assert found["rkv@300"]["difference"]["mean"] == 0 and "difference" not in found["full"]
+    gap = found["random@40"]["difference"]
+    assert gap["against"] == "full" and gap["low"] <= gap["mean"] <= gap["high"] < 0
+    assert gap["mean"] == pytest.approx(found["random@40"]["pass@1"]["mean"] - found["full"]["pass@1"]["mean"])
+
+
+@pytest.mark.slow
+def test_the_mismatch_is_noise_without_evictions_and_grows_with_them(tiny_run):
+    _, found = tiny_run
+    for name in ("full", "rkv@300"):
+        mismatch = found[name]["mismatch"]
+        assert mismatch["rejection_rate"] == 0 and abs(mismatch["mismatch_k1"]) < 1e-5 and mismatch["ess"] > 0.9999
+        assert found[name]["token_savings"] == 0
+    harmed = found["random@40"]["mismatch"]
+    assert harmed["mismatch_k3"] > 0.01 and harmed["rejection_rate"] > 0 and harmed["xi_min"] < 1e-4
+    assert found["random@40"]["token_savings"] > 0.3
+    assert all(row["mismatch"]["engine_noise"] < 1e-4 for row in found.values())
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(eval_world, tmp_path, capsys):
+    flags = ["--slots", "2", "--samples-per-prompt", "2", "--mismatch"]
+    broken = list(map(str, arguments(eval_world, tmp_path / "broken", *flags, reward="kills_once")))
+    killed = Command(["eval", *broken])
+    assert killed.end()[0] == -signal.SIGKILL
+    before = rows(tmp_path / "broken")
+    assert 0 < len(before) < 16
+    with (tmp_path / "broken/samples.jsonl").open("a") as file:
+        file.write('{"benchmark": "problems", "torn')
+    (eval_world / "graded").write_text("")
+    evaluate(*broken)
+    graded = (eval_world / "graded").read_text().splitlines()
+    assert len(graded) == 32 - len(before)  # what was done is not done again
+    evaluate(*arguments(eval_world, tmp_path / "whole", *flags))
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    one, two = (json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("broken", "whole"))
+    timed = ("seconds", "tokens_per_s", "peak_kv_bytes", "dense_kv_bytes")
+    for ours, theirs in zip(one, two, strict=True):
+        assert {key: ours[key] for key in ours if key not in timed} == {key: theirs[key] for key in theirs if key not in timed}
+    (eval_world / "graded").write_text("")
+    capsys.readouterr()
+    evaluate(*broken)
+    assert "All of it is in" in capsys.readouterr().out and not (eval_world / "graded").read_text()
+
+
+def test_another_question_does_not_mix_with_what_is_there(eval_world, tmp_path, capsys):
+    out = tmp_path / "out"
+    evaluate(*arguments(eval_world, out))
+    before = rows(out)
+    for flag, value, sentence in [
+        ("--seed", "1", "seed is 1 now and was 0"),
+        ("--temperature", "0.5", "temperature is 0.5 now and was 0.8"),
+        ("--samples-per-prompt", "2", "samples_per_prompt of problems is 2 now and was 1"),
+        ("--problems", "4", "problems of problems is 4 now and was 8"),
+        ("--kv.sinks", "2", "sinks of random@20+4 is 2 now and was 4"),
+        ("--max-tokens", "20", "max_tokens of problems is 20 now and was 24"),
+    ]:
+        assert refused(capsys, "eval", *map(str, arguments(eval_world, out, flag, value))).startswith(sentence)
+    assert rows(out) == before
+    evaluate(*arguments(eval_world, out, "--compare", "full,random@20+4,streaming@20+4"))  # one more is no other question
+    assert rows(out)[: len(before)] == before and len(rows(out)) == len(before) + 8
+    evaluate(*arguments(eval_world, out, "--seed", "1", "--overwrite"))
+    assert len(rows(out)) == 16 and rows(out) != before
+
+
+def test_tables_and_rows_for_a_paper(eval_world, tmp_path, capsys):
+    second = tmp_path / "second.jsonl"
+    second.write_text((eval_world / "problems.jsonl").read_text())
+    benchmarks = f"{eval_world / 'problems.jsonl'},{second}"
+    evaluate(*arguments(eval_world, tmp_path / "out", "--benchmarks", benchmarks, "--rows", "--problems", "4"))
+    text = capsys.readouterr().out
+    for words in ("problems: 4 problems, Pass@1", "against full", "All benchmarks", "average", "tokens/s", "left"):
+        assert words in text, words
+    paper = [line for line in text.splitlines() if line.endswith("\\\\")]
+    assert [line.count("&") for line in paper] == [3, 3, 3] and paper[1].startswith("full & $") and "\\pm" in paper[1]
+
+
+def test_rewards_that_are_no_shares_and_missing_verdicts(eval_world, tmp_path, capsys):
+    evaluate(*arguments(eval_world, tmp_path / "length", "--compare", "full", reward="length"))
+    row = json.loads((tmp_path / "length/results.json").read_text())["results"][0]
+    assert row["pass@k"] == {} and row["pass@1"]["mean"] > 1
+    evaluate(*arguments(eval_world, tmp_path / "some", "--compare", "full", reward="some"))
+    row = json.loads((tmp_path / "some/results.json").read_text())["results"][0]
+    assert (row["problems"], row["no_verdict"], row["pass@1"]["mean"]) == (7, 1, 1.0)
+    assert "1 rollouts got no verdict and are not in Pass@1" in capsys.readouterr().out
+
+
+def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp_path):
+    kv = KV(policy="streaming", budget=20, interval=4, window=4)
+    file = eval_world / "model/sparse_rl.json"
+    file.write_text(json.dumps({"kv": kv.model_dump()}))
+    try:
+        flags = arguments(eval_world, tmp_path / "out", "--problems", "2")
+        at = flags.index("--compare")
+        evaluate(*flags[:at], *flags[at + 2 :])
+    finally:
+        file.unlink()
+    assert [row["setting"] for row in rows(tmp_path / "out")] == ["full"] * 2 + ["streaming@20+4"] * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--pass-at", "1,8"], "pass@8 needs 8 samples of each problem, and problems has 1: lower --pass-at or set"),
+        (["--pass-at", "many"], "--pass-at many is no list of whole numbers"),
+        (["--compare", "rkw@64"], "Unknown KV policy 'rkw' (did you mean 'rkv'?)"),
+        (["--benchmarks", "gsm9k"], "There is no task or file gsm9k: did you mean gsm8k?"),
+        (["--benchmarks", "gsm8k", "--data.dir", "nowhere"], "data.dir = nowhere is not a folder"),
+        (["--max-tokens", "300"], "Problem 1 of "),
+        (["--samples-per-prompt", "0"], "argument --samples-per-prompt: 0 is not a whole number of at least 1"),
+        (["--temperature", "-1"], "sampling.temperature = -1.0 is refused"),
+        (["--kv.budgett", "8"], "unknown argument --kv.budgett: did you mean --kv.budget?"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_and_leave_nothing(eval_world, tmp_path, capsys, flags, sentence):
+    assert sentence in refused(capsys, "eval", *map(str, arguments(eval_world, tmp_path / "out", *flags)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(eval_world, tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    sentence = refused(capsys, "eval", *map(str, arguments(eval_world, tmp_path)))
+    assert sentence == f"{tmp_path} exists and is not an evaluation: name another folder with --out."
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_help_comes_without_torch():
+    code = "import sys; from sparse_rl.cli import build_parser; build_parser(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
