@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="post-train a model, rollouts in a bounded cache", allow_abbrev=False))
     _add_eval(commands.add_parser("eval", help="score a model on benchmarks under several caches", allow_abbrev=False))
     _add_plan(commands.add_parser("plan", help="what fits on a GPU and what a step costs, computed", allow_abbrev=False))
+    _add_recipes(commands.add_parser("recipes", help="what is shipped, with model, GPU and time", allow_abbrev=False))
     _add_export(commands.add_parser("export", help="write a run's weights as a Hugging Face folder", allow_abbrev=False))
     _add_generate(commands.add_parser("generate", help="sample from a model and see what it costs", allow_abbrev=False))
     _add_bench(commands.add_parser("bench", help="measure this machine", allow_abbrev=False))
@@ -153,6 +154,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", dest="rollout.max_tokens", metavar="N", help="the same as --rollout.max-tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
     add_flags(parser, Config)
+
+
+def _add_recipes(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=recipes, parser=parser)
+    parser.description = "List the shipped recipes with what they need, or show every value of one."
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="whose values are shown, as TOML")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -319,6 +326,15 @@ def plan(args: argparse.Namespace) -> None:
 
     config = from_flags(args, Config, _named(args.what))
     command(config, gpu_memory=args.gpu_memory, gpu_name=args.gpu, prompt_tokens=args.prompt_tokens, file=args.json)
+
+
+def recipes(args: argparse.Namespace) -> None:
+    from .plan.recipe_table import listing, show
+
+    if args.recipe:
+        show(args.recipe)
+    else:
+        listing()
 
 
 def _named(what: str) -> dict[str, Any]:

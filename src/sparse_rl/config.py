@@ -109,6 +109,8 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
     if name in via:
         raise UserError(f"Recipe {name!r} extends itself ({' -> '.join((*via, name))}): remove one extends.")
     values = _read_toml(name)
+    if name in recipe_names():
+        _find_beside(values.get("data", {}))
     parent = values.pop("extends", None)
     if parent is None:
         return values
@@ -117,6 +119,19 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
     if parent not in recipe_names():  # a path is meant from the file that names it
         parent = os.path.normpath(Path(name).parent / parent)
     return merged_tables(_recipe(parent, (*via, name)), values)
+
+
+def recipe_text(name: str) -> str:
+    """A shipped recipe as it was written, with its comments."""
+    return (_shipped() / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def _find_beside(data: dict[str, Any]) -> None:
+    """Files that are shipped beside a recipe get their whole path: other paths are meant from where the user is."""
+    for key in ("train", "test"):
+        beside = Path(str(_shipped())) / str(data.get(key))
+        if beside.is_file():
+            data[key] = str(beside)
 
 
 def _read_toml(name: str) -> dict[str, Any]:

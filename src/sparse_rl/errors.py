@@ -8,6 +8,10 @@ class UserError(ValueError):
     """A mistake the user can mend: the message is one sentence and says how. The command line prints it and exits with 2."""
 
 
+class Absent(UserError):
+    """Not here, but to be had: on a hub that does not answer, in a package that is not installed."""
+
+
 UNREACHABLE = "The hub cannot be reached"
 """How a sentence about a hub that does not answer starts: to a dry run that is news, not a mistake."""
 

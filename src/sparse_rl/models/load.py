@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from ..errors import UNREACHABLE, UserError, first_line, notice
+from ..errors import UNREACHABLE, Absent, UserError, first_line, notice
 from . import gguf
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -132,7 +132,7 @@ def _hub_asked_once(path: str) -> Iterator[None]:
     except OSError as error:
         if why is None:
             raise
-        raise UserError(
+        raise Absent(
             f"{UNREACHABLE} for the model {path!r} ({why}), and there is no copy of it on disk: connect, or give a folder."
         ) from error
     finally:

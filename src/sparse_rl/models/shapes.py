@@ -25,6 +25,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
+    "1B": {  # Llama-3.2-1B
+        "architecture": "Llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
     "1.5B": {  # Qwen2.5-1.5B
         "architecture": "Qwen2",
         "vocab_size": 151936,

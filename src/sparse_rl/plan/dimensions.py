@@ -10,8 +10,12 @@ from ..errors import UserError
 from ..models.shapes import SHAPES
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
-HUB_SHAPES = {f"Qwen/Qwen2.5-{size}{kind}": size for size in ("0.5B", "1.5B", "3B", "7B") for kind in ("", "-Instruct")}
-"""Hub ids whose shape ships with the package, so that they can be planned without the hub."""
+HUB_SHAPES = {
+    **{f"Qwen/Qwen2.5-{size}{kind}": size for size in ("0.5B", "1.5B", "3B", "7B") for kind in ("", "-Instruct")},
+    **{f"meta-llama/Llama-3.2-1B{kind}": "1B" for kind in ("", "-Instruct")},
+    "smollm2-135m": "135M",
+}
+"""Models whose shape ships with the package, so that they can be planned without the hub."""
 PLANNED = ("llama", "mistral", "qwen2", "qwen3")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

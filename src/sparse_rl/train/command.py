@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -12,37 +13,82 @@ from rich.table import Table
 
 from ..config import to_toml
 from ..data.examples import encode, load
-from ..errors import UserError
+from ..errors import UNREACHABLE, Absent, UserError
 from ..plan.command import wide_console
+from ..plan.dimensions import HUB_SHAPES
+from ..plan.memory import gib
+from ..plan.recipe_table import duration, run_s, smallest_card
+from ..plan.roofline import step_time
 from ..rewards.pool import RewardPool
 from .folder import RunFolder
 from .settings import Config
 
 
 def dry_run(config: Config) -> None:
-    """Everything about a run but the run: nothing is written, no weights are loaded."""
+    """Everything about a run but the run: nothing is written, no weights are loaded.
+
+    What is not here but could be had (a hub that does not answer, a package to install) is said, and no mistake.
+    """
     console = Console(highlight=False, soft_wrap=True)
     console.print(to_toml(config) + config.unset, markup=False)
     console.print(config.arithmetic, markup=False)
-    loaded = load(config.data.train, "train", n=1, seed=config.seed, **config.data.reading)
-    example = loaded.examples[0]
-    with RewardPool(config.reward.function_for(config.data.train), 1, config.reward.timeout_s) as pool:
-        gold = "" if example.answer is None else example.answer
-        graded = pool.grade([example.prompt], [gold], {name: [value] for name, value in example.columns.items()})
-    grade = graded.values[0] if graded.errors + graded.timeouts == 0 else graded.first_error or "over time"
-    if loaded.note:
-        console.print(f"\n{loaded.note}", markup=False)
-    console.print(f"\nfirst gold: {json.dumps(gold, ensure_ascii=False)}, graded {grade}", markup=False)
+    if line := planned(config):
+        console.print(line, markup=False)
+    console.print()
+    example, failed = None, ""
+    with told_if_absent(console):
+        loaded = load(config.data.train, "train", n=1, seed=config.seed, **config.data.reading)
+        example = loaded.examples[0]
+        if loaded.note:
+            console.print(f"{loaded.note}\n", markup=False)
+    workers = min(config.reward.workers, 1)
+    with RewardPool(config.reward.function_for(config.data.train), workers, config.reward.timeout_s) as pool:
+        if example:
+            gold = "" if example.answer is None else example.answer
+            graded = pool.grade([example.prompt], [gold], {name: [value] for name, value in example.columns.items()})
+            failed = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
+            shown = json.dumps(gold, ensure_ascii=False)
+            console.print(f"first gold: {shown}, graded {failed or graded.values[0]}", markup=False)
     from ..kv.policies import from_settings  # last, because torch takes seconds to import
     from ..models.load import load_tokenizer
 
     from_settings(config.sampler_kv)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    ids = encode(tokenizer, example, config.data.template, config.data.raw)
-    shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
-    console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
-    if graded.errors + graded.timeouts:
-        raise UserError(f"The reward fails on the first gold ({grade}): mend reward.function.")
+    with told_if_absent(console):
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        if example:
+            ids = encode(tokenizer, example, config.data.template, config.data.raw)
+            shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
+            console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
+    if failed:
+        raise UserError(f"The reward fails on the first gold ({failed}): mend reward.function.")
+
+
+@contextmanager
+def told_if_absent(console: Console) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if not isinstance(error, Absent) and not str(error).startswith(UNREACHABLE):
+            raise
+        console.print(f"not checked: {error}", markup=False)
+
+
+def planned(config: Config) -> str:
+    """What the run needs, computed; empty where the model's shape is not known without the hub."""
+    path = config.model.path
+    if path != "tiny" and path not in HUB_SHAPES and not Path(path).is_dir():
+        return ""
+    try:
+        gpu, plan = smallest_card(config)
+    except UserError as error:
+        return f"no plan: {error}"
+    if not plan.fits:
+        return f"computed: it does not fit on one {gpu.name}, see sparse-rl plan."
+    step_s = step_time(plan, gpu).total_s
+    return (
+        f"computed: one {gpu.name} holds it with {plan.slots} slots, peak {gib(plan.peak_bytes)} GiB; a step of full-length "
+        f"responses takes {duration(step_s)} there at best, all steps {duration(run_s(plan, gpu))}."
+    )
 
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:

@@ -1,0 +1,84 @@
+"""`sparse-rl recipes`: what is shipped, what GPU it needs and how long it takes, from the plan and the roofline."""
+
+import re
+
+from rich.table import Table
+
+from ..config import recipe, recipe_names, recipe_text, to_toml
+from ..train.settings import Config
+from .command import wide_console
+from .dimensions import dimensions
+from .memory import CONTEXT_BYTES, Plan, gib, make_plan
+from .roofline import GPU, GPUS, step_time
+
+CARDS = ("RTX 4090", "A6000", "H100", "H200")
+"""One of each size of memory, smallest first."""
+ENOUGH_SLOTS = 64
+"""With fewer a card holds a run, but decodes slowly: the next larger one is named."""
+SMALL = 200_000_000
+"""Parameters up to which a recipe is for a CPU as well."""
+
+
+def listing() -> None:
+    table = Table(title="sparse-rl train RECIPE, or sparse-rl recipes RECIPE to see its values", title_justify="left")
+    for heading in ("recipe", "model", "method", "data", "cache", "GPU", "peak GiB", "time, computed"):
+        table.add_column(
+            heading, justify="right" if heading == "peak GiB" else "left", no_wrap=heading in ("recipe", "model", "data")
+        )
+    for name in recipe_names():
+        table.add_row(name, *_row(name))
+    console = wide_console()
+    console.print(table)
+    console.print(
+        f"Computed: the smallest of {', '.join(CARDS)} that holds the run, the plan's peak on it, and the time of all steps there "
+        "at best, every response of full length, without evaluations.",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def show(name: str) -> None:
+    config = Config(**recipe(name))
+    wide_console().print(to_toml(config) + config.unset, markup=False, soft_wrap=True, end="")
+
+
+def _row(name: str) -> tuple[str, ...]:
+    config = Config(**recipe(name))
+    kv, data = config.kv, config.data.train.rpartition("/")[2].removesuffix(".jsonl")
+    method = ", ".join(config.compare) or config.method
+    gpu, plan = smallest_card(config)
+    card = "CPU, any GPU" if plan.dims.params < SMALL else gpu.name
+    measured = re.search(r"^# Measured: (.*?)\.?$", recipe_text(name), flags=re.MULTILINE)
+    time = f"measured: {measured[1]}" if measured else duration(run_s(plan, gpu))
+    return (
+        config.model.path.rpartition("/")[2],
+        method,
+        data,
+        f"{kv.policy} {kv.budget}+{kv.interval}",
+        card,
+        gib(plan.peak_bytes),
+        time,
+    )
+
+
+def smallest_card(config: Config) -> tuple[GPU, Plan]:
+    """The first of `CARDS` that holds the run with enough slots, else the last, and the plan on it."""
+    dims = dimensions(config.model.path)
+    enough = min(ENOUGH_SLOTS, config.rollout.rollouts_per_step)
+    for card in CARDS:
+        gpu = GPUS[card.lower()]
+        plan = make_plan(config, dims, memory_bytes=gpu.memory_bytes - CONTEXT_BYTES)
+        if plan.fits and plan.slots >= enough:
+            break
+    return gpu, plan
+
+
+def run_s(plan: Plan, gpu: GPU) -> float:
+    """All steps of all methods that are compared, each counted as the one that is planned."""
+    return step_time(plan, gpu).total_s * plan.config.steps * max(1, len(plan.config.compare))
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
