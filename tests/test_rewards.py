@@ -17,11 +17,12 @@ from sparse_rl.rewards import functions
 from sparse_rl.rewards.pool import RewardPool
 from sparse_rl.rewards.settings import Reward
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 MODULE = '''
 import asyncio, ctypes, json, math, os, re, signal, subprocess, sys, threading, time
 
 def length(prompts, completions, **columns):
-    return [float(len(completions[0]))]
+    return [float(len(completion)) for completion in completions]
 
 def perform(prompts, completions, **columns):
     """Does what the completion says."""
@@ -455,11 +456,98 @@ def test_a_task_has_its_own_reward_and_a_file_has_none():
 
 
 @pytest.mark.parametrize(
-    "values", [{"timeout_s": 0}, {"timeout_s": "inf"}, {"timeout_s": "nan"}, {"workers": 0}, {"worker": 1}]
+    "values", [{"timeout_s": 0}, {"timeout_s": "inf"}, {"timeout_s": "nan"}, {"workers": -1}, {"worker": 1}]
 )
 def test_settings_out_of_bounds_are_refused(values):
     with pytest.raises(UserError, match=r"reward\."):
         Reward(**values)
+
+
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        ("my_rewards:length + my_rewards:later", [4.0, 2.0]),
+        ("my_rewards:length + 0.5 * my_rewards.py:later", [3.0, 1.5]),
+        ("2*my_rewards:length + -1e-1 * my_rewards:length", [3.8, 1.9]),
+        ("exact + 3 * my_rewards:length", [7.0, 3.0]),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_several_rewards_are_summed_with_their_weights(folder, spec, values, workers):
+    with RewardPool(spec, workers=workers, timeout_s=10) as pool:
+        assert grade(pool, ["ab", "a"], answer=["ab", "x"]).values == pytest.approx(values)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_part_without_a_verdict_is_left_out_of_the_sum(folder, workers):
+    """As in TRL: rows of one task may be graded by one of several rewards."""
+    with RewardPool("last_number + 0.5 * last_number", workers=workers, timeout_s=10) as pool:
+        graded = grade(pool, ["2", "2"], answer=["2", "none"])
+        assert graded.values == [1.5, None] and graded.no_verdict == 1
+    with RewardPool("last_number + my_rewards:length", workers=workers, timeout_s=10) as pool:
+        assert grade(pool, ["2"], answer=["none"]).values == [1.0]
+
+
+@pytest.mark.parametrize("spec", ["exact + ", "* exact", "much * exact", "nan * exact", "exact + inf * exact", " + exact"])
+def test_a_sum_that_cannot_be_read_is_refused(spec):
+    with pytest.raises(UserError, match=r"is no sum of rewards: write it like math_answer \+ 0.2"):
+        RewardPool(spec, workers=1, timeout_s=10)
+
+
+def test_a_part_that_does_not_import_is_named(folder):
+    for workers in (0, 2):
+        with pytest.raises(UserError, match="reward.function = my_reward:length is not there: no module my_reward"):
+            RewardPool("exact + 0.1 * my_reward:length", workers=workers, timeout_s=10)
+
+
+def test_without_workers_the_reward_is_called_here_with_the_whole_batch(folder):
+    (folder / "batched.py").write_text(
+        "import os\n"
+        "def process(prompts, completions, level, **columns):\n"
+        "    return [os.getpid() if level == [1, 2, 3] else None] * len(completions)\n"
+        "async def later(prompts, completions, **columns): return [None, 1.0, 2.0]\n"
+        "def fails(prompts, completions, **columns): return [1.0]\n"
+    )
+    with RewardPool("batched:process", workers=0) as pool:
+        assert grade(pool, ["a", "b", "c"], level=[1, 2, 3]).values == [os.getpid()] * 3
+        assert grade(pool, []).values == []
+    with RewardPool("batched:later", workers=0) as pool:
+        graded = grade(pool, ["a", "b", "c"])
+        assert (graded.values, graded.no_verdict, graded.errors) == ([None, 1.0, 2.0], 1, 0)
+    with RewardPool("batched:fails", workers=0, log=folder / "log") as pool:
+        graded = grade(pool, ["a", "b", "c"])
+        assert (graded.values, graded.errors) == ([None] * 3, 3) and "1 values for 3 completions" in graded.first_error
+        assert "Traceback" in (folder / "log").read_text()
+
+
+def test_the_example_of_constraints_grades_by_the_share_met():
+    constraints = [{"kind": "max_words", "value": 3}, {"kind": "ends_with", "value": "."}]
+    with RewardPool(f"{EXAMPLES / 'constraints_reward.py'}:share_met", workers=1, timeout_s=10) as pool:
+        graded = grade(pool, ["Two words.", "Four words and more.", "no"], constraints=[constraints, constraints, []])
+    assert graded.values == [1.0, 0.5, None]
+
+
+def test_the_example_of_a_reward_model_scores_with_any_classifier(tmp_path, monkeypatch):
+    """In batches, the same as one at a time, in the trainer and in a worker."""
+    sys.path.append(str(EXAMPLES))
+    try:
+        import reward_model
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    reward_model.save_random_classifier(tmp_path)
+    monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
+    spec, texts = (
+        f"{EXAMPLES / 'reward_model.py'}:score",
+        ["It is 2.", "It is 3.", "No.", "A much longer text than the others."],
+    )
+    with RewardPool(spec, workers=0) as here, RewardPool(spec, workers=1, timeout_s=60) as pool:
+        batched, single = grade(here, texts), grade(pool, texts)
+    assert single.errors == batched.errors == 0, single.first_error
+    assert len(set(batched.values)) == 4
+    assert single.values == pytest.approx(batched.values, abs=1e-5)
+    assert reward_model.score(["?"], [[{"role": "assistant", "content": texts[0]}]]) == pytest.approx(
+        batched.values[:1], abs=1e-5
+    )
 
 
 def test_grading_adds_little_to_a_step(folder):

@@ -1,4 +1,4 @@
-"""From the name of a reward to the function. Runs in a worker: a user's module is never imported into the trainer."""
+"""From the name of a reward to the function. A user's module is imported in a worker, into the trainer only with no workers."""
 
 import difflib
 import importlib
@@ -13,6 +13,15 @@ from typing import Any
 
 from ..errors import UserError
 
+BUILT_IN = {
+    "arithmetic": "functions",
+    "exact": "functions",
+    "integer_answer": "integers",
+    "last_number": "functions",
+    "math_answer": "math",  # the only one that imports sympy
+}
+"""The names a user may give, and the modules they are in."""
+
 
 def find(spec: str) -> Callable[..., Any]:
     """`exact`, `my_rewards:graded`, `my_rewards.graded` or `path/to/rewards.py:graded`; else a `UserError` in one sentence."""
@@ -21,11 +30,14 @@ def find(spec: str) -> Callable[..., Any]:
         raise UserError(
             f"reward.function = {spec} names no function: write it like my_rewards:graded or path/to/rewards.py:graded."
         )
-    module = imported(where, spec) if where else importlib.import_module(".functions", __package__)
+    if not where and name not in BUILT_IN:
+        raise UserError(
+            f"reward.function = {spec} is not there: no {name} in the built-in rewards, {nearest(name, list(BUILT_IN))}"
+        )
+    module = imported(where, spec) if where else importlib.import_module(f".{BUILT_IN[name]}", __package__)
     known = public_functions(module)
-    if not hasattr(module, name) or (not where and name not in known):
-        place = where or "the built-in rewards"
-        raise UserError(f"reward.function = {spec} is not there: no {name} in {place}, {nearest(name, known)}")
+    if not hasattr(module, name):
+        raise UserError(f"reward.function = {spec} is not there: no {name} in {where}, {nearest(name, known)}")
     function = getattr(module, name)
     if not callable(function):
         raise UserError(

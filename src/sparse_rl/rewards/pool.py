@@ -5,6 +5,9 @@ the other samples go on. Grading takes at most samples / workers x (timeout_s + 
 
 A process is a fresh interpreter: a fork would inherit CUDA, and multiprocessing's spawn imports the trainer's main module,
 and torch with it.
+
+With no workers the function is called here instead, once with all samples and without a limit: for a reward model that
+wants the GPU and a batch.
 """
 
 import json
@@ -17,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .find import one_line
+from .several import reward_of, terms
 from .worker import LENGTH_BYTES, START_S
 
 GRACE_S = 0.5
@@ -52,9 +58,11 @@ class RewardPool:
     def __init__(self, function: str, workers: int = 2, timeout_s: float = 10.0, *, log: Path | None = None):
         """Waits until every worker has imported the function. What they print goes to `log`, or nowhere."""
         self.function, self.timeout_s, self.log = function, timeout_s, log
+        terms(function)  # a sum that cannot be read is refused before anything starts
         self._size = workers
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
+        self._here = None if workers else _Here(function, log)
         failure = self._fill()
         for worker in list(self._workers):
             failure = failure or self._start(worker, worker.read())
@@ -69,7 +77,7 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        self._size = 0
+        self._size, self._here = 0, None
         for worker in list(self._workers):
             self._discard(worker)
         self._selector.close()
@@ -78,7 +86,9 @@ class RewardPool:
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], columns: dict[str, list[Any]]
     ) -> Graded:
         """Completions may all be texts: where a prompt is messages, the function gets its completion as messages, too."""
-        assert self._size, "the pool is closed"
+        assert self._size or self._here, "the pool is closed"
+        if self._here:
+            return self._here.grade(prompts, completions, columns)
         waiting = deque(enumerate(requests(prompts, completions, columns)))
         outcomes: list[dict[str, Any]] = [{} for _ in waiting]
         failure = self._fill()  # why a worker could not start: then no further one is tried in this call
@@ -151,6 +161,27 @@ class RewardPool:
         self._workers.remove(worker)
         self._selector.unregister(worker.socket)
         return worker.kill()
+
+
+class _Here:
+    """The reward in this process, called with a whole batch."""
+
+    def __init__(self, function: str, log: Path | None):
+        self.log = log
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        self.reward = reward_of(function)
+
+    def grade(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> Graded:
+        samples = [pickle.loads(request) for request in requests(prompts, completions, columns)]  # copies, as a worker has
+        rows = {name: [row[name] for _, _, row in samples] for name in columns}
+        try:
+            values = self.reward([each[0] for each in samples], [each[1] for each in samples], **rows) if samples else []
+        except Exception as error:
+            with open(self.log or os.devnull, "a") as output:
+                traceback.print_exc(file=output)
+            return Graded([None] * len(samples), 0, 0, len(samples), one_line(error))
+        return Graded(values, sum(value is None for value in values), 0, 0, None)
 
 
 class _Worker:

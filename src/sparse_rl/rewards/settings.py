@@ -4,10 +4,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from ..data.tasks import TASKS
 from ..errors import UserError
 from ..settings import Section
 
-TASK_REWARDS = {"arithmetic": "arithmetic"}
+KIND_REWARDS = {"math": "math_answer", "integer": "integer_answer", "arithmetic": "arithmetic"}
+TASK_REWARDS = {task.name: KIND_REWARDS[task.kind] for task in TASKS.values()}
 """The built-in function that grades each task."""
 
 
@@ -18,17 +20,23 @@ class Reward(Section):
 
     function: str | None = Field(
         None,
-        description="arithmetic, exact, last_number, or yours: my_rewards:graded, my/rewards.py:graded; default: the task's.",
+        description="math_answer, integer_answer, last_number, exact, arithmetic, or yours: my_rewards:graded, "
+        "my/rewards.py:graded; several with weights: math_answer + 0.2 * my/rewards.py:brief; default: the task's.",
     )
     timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds after which one sample is left without a verdict.")
-    workers: int = Field(2, ge=1, description="Processes that grade at the same time.")
+    workers: int = Field(
+        2,
+        ge=0,
+        description="Processes that grade at the same time, one sample a call; 0 calls the reward in the trainer with all "
+        "samples at once and without a limit, for a reward model on the GPU.",
+    )
 
     def function_for(self, source: str) -> str:
         """The function that grades problems from `source`: the one named here, else the task's own."""
         function = self.function or TASK_REWARDS.get(source)
         if function is None:
             raise UserError(
-                f"{source} has no reward of its own: name one with --reward.function, such as exact, last_number or "
+                f"{source} has no reward of its own: name one with --reward.function, such as math_answer, exact or "
                 "my_rewards:graded."
             )
         return function

@@ -1,24 +1,23 @@
-"""The far end of a `RewardPool`: a process that imports one reward function and grades one sample at a time.
+"""The far end of a `RewardPool`: a process that imports the reward and grades one sample at a time.
 
 It is started as a fresh interpreter and imports no torch, so it is ready in a few hundredths of a second and a crash in it
 is nobody else's. Requests are pickled and come with their length before them; replies are lines of JSON.
 """
 
 import faulthandler
-import functools
 import json
-import math
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from ..errors import UserError
-from .find import find, one_line
+from .find import one_line
+from .several import Reward, reward_of
 
 START_S = 120.0
 """How long the function's module may take to import."""
@@ -48,9 +47,11 @@ def serve(channel: socket.socket, spec: str, timeout_s: float) -> None:
     requests = channel.makefile("rb")
     with Limit(START_S):
         try:
-            function = find(spec)
+            function = reward_of(spec)
         except UserError as error:
             return reply(refused=str(error))
+    if memory_bytes := getattr(function, "memory_bytes", None):
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     reply(ready=True)
     while length := requests.read(LENGTH_BYTES):
         request = requests.read(int.from_bytes(length, "big"))
@@ -77,41 +78,11 @@ class Limit:
         faulthandler.cancel_dump_traceback_later()
 
 
-def grade(function: Callable[..., Any], request: bytes) -> dict[str, Any]:
+def grade(function: Reward, request: bytes) -> dict[str, Any]:
     try:
         prompt, completion, columns = pickle.loads(request)
-        result = function(prompts=[prompt], completions=[completion], **{name: [value] for name, value in columns.items()})
-        if hasattr(result, "__await__"):
-            result = event_loop().run(finish(result))
-        return {"value": verdict(result)}
+        (value,) = function([prompt], [completion], **{name: [value] for name, value in columns.items()})
+        return {"value": value}
     except BaseException as error:
         traceback.print_exc(file=sys.__stderr__)
         return {"error": one_line(error)}
-
-
-def verdict(result: Any) -> float | None:
-    """The one float in what the function returned; booleans and array scalars are numbers, texts are not."""
-    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
-        raise TypeError(f"the reward returned {type(result).__name__}, not a list with one float per completion")
-    if len(result) != 1:
-        raise ValueError(f"the reward returned {len(result)} values for 1 completion")
-    value = result[0]
-    if value is None:
-        return None
-    if isinstance(value, str | bytes):
-        raise TypeError(f"the reward returned a list of {type(value).__name__}, not of floats")
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"the reward returned {value}")
-    return value
-
-
-@functools.cache
-def event_loop() -> Any:
-    """One loop for the life of the process, because clients that a module opens belong to the loop they were used in."""
-    import asyncio  # most rewards are not async, and it takes long to import
-
-    return asyncio.Runner()
-
-
-async def finish(result: Any) -> Any:
-    return await result

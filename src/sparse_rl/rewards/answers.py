@@ -1,0 +1,140 @@
+"""Where in a text the final answer stands, and when it is a plain number. Text alone: nothing is evaluated, no sympy."""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BETWEEN_BOXES = re.compile(r"(?:[\s$,;.]|\\[,;: ]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*", re.IGNORECASE)
+"""What may stand between two boxes that are one answer."""
+MAX_BOXES = 20
+"""The last ones of a text, which are looked at."""
+ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))\W{0,3}", re.IGNORECASE)
+MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{NO-BREAK SPACE}": " "})
+
+# what TeX writes without meaning
+SPACING = re.compile(r"\\[!,]|(\\[;:> ]|\\q?quad\b|~)|(\{,\}(?=\d))")
+STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mbox|bm)\s*\{([^{}]*)\}")
+MAX_DIGITS = 1000
+"""Of a number and of its power of ten; longer ones are no plain numbers."""
+
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+INTEGER = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?:\\?\$|\\?[£€¥])?\s*(?P<digits>{DIGITS})(?:\.0*)?"  # 1,234.00
+    r"\s*(?:\\?[%°]|\^\s*\{?\s*\\circ\s*\}?)?"
+    r"(?:\s*(?:\\?[$£€]|[A-Za-z°][A-Za-z°'\-/. ]*(?:\^\s*\{?[23]\}?)?))?\s*\.?"  # dollars, cm^2, km/h
+)
+DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?P<value>{DECIMAL})"
+    rf"(?:\s*(?:[eE]|(?:\\times|\\cdot|\*|\u00d7)\s*10\s*\^)\s*\{{?\s*(?P<power>[-+]?[0-9]{{1,6}})\s*\}}?)?"
+    r"\s*(?P<percent>\\?%)?\s*\.?"
+)
+FRACTION = re.compile(
+    r"(?P<sign>[-+]?)\s*(?:\\[dt]?frac\s*(?:\{\s*(?P<a>-?[0-9]+)\s*\}\s*\{\s*(?P<b>[0-9]+)\s*\}|(?P<c>[0-9])\s*(?P<d>[0-9]))"
+    r"|(?P<e>[0-9]+)\.?\s*/\s*(?P<f>[0-9]+))"
+)
+
+
+def boxed(text: str) -> str | None:
+    r"""What is in the last `\boxed{…}` whose braces balance; nothing where none does, None where there is no box.
+
+    Boxes side by side, as in `\boxed{2} and \boxed{3}`, are one answer of several parts.
+    """
+    boxes = list(BOX.finditer(text))[-MAX_BOXES:]
+    found: list[str] = []
+    after = 0
+    for box in reversed(boxes):
+        end = closing(text, box.end())
+        if end is None or (found and after <= end):  # open, or around the box that was found
+            if found:
+                break
+            continue
+        if found and not BETWEEN_BOXES.fullmatch(text, end + 1, after):
+            break
+        content = text[box.end() : end].strip()
+        if not found or content not in found:  # the same answer twice is one
+            found.insert(0, content)
+        after = box.start()
+    return ", ".join(found) if boxes else None
+
+
+def closing(text: str, start: int) -> int | None:
+    """The index of the brace that closes the one before `start`."""
+    depth = 1
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def depth(text: str) -> int:
+    """How deep brackets of any kind stand in each other."""
+    deepest = level = 0
+    for character in text:
+        level += (character in "{[(") - (character in "}])")
+        deepest = max(deepest, level)
+    return deepest
+
+
+def tidy(text: str) -> str:
+    """Without dollars around it, spacing commands and styles: `$\\mathbf{1{,}234}$` is `1,234`."""
+    text = text.translate(MINUS_SIGNS).strip()
+    for opening, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if len(text) > 2 * len(opening) and text.startswith(opening) and text.endswith(end):
+            text = text[len(opening) : -len(end)].strip()
+    text = SPACING.sub(lambda space: " " if space[1] else "," if space[2] else "", text)
+    return STYLE.sub(r"\1", text).strip()
+
+
+def integer(text: str) -> str | None:
+    """The one integer that a text is, with a unit perhaps, as its digits: never a number, so that no length of it is slow."""
+    match = INTEGER.fullmatch(tidy(text))
+    if not match:
+        return None
+    digits = match["digits"].replace(",", "").lstrip("0") or "0"
+    return f"-{digits}" if match["sign"] == "-" and digits != "0" else digits
+
+
+class Plain(NamedTuple):
+    """A number as it is written in figures."""
+
+    value: Fraction
+    exact: bool
+    """Whether it has no decimal point, so that only the same number equals it."""
+    percent: bool
+
+
+def plain(text: str) -> Plain | None:
+    """A number written in figures: an integer, a decimal, a fraction of integers, a power of ten, a percentage."""
+    text = tidy(text)
+    if len(text) > MAX_DIGITS:
+        return None
+    if match := FRACTION.fullmatch(text):
+        top, bottom = next((match[a], match[b]) for a, b in ("ab", "cd", "ef") if match[a])
+        if int(bottom) == 0:
+            return None
+        value = Fraction(int(top), int(bottom))
+        return Plain(-value if match["sign"] == "-" else value, True, False)
+    if not (match := NUMBER.fullmatch(text)) or abs(power := int(match["power"] or 0)) > MAX_DIGITS:
+        return None
+    value = Fraction(match["value"].replace(",", "")) * Fraction(10) ** power
+    exact = "." not in match["value"] and power >= 0
+    return Plain(-value if match["sign"] == "-" else value, exact, bool(match["percent"]))
+
+
+def same(gold: Plain, answer: Plain, tolerance: Fraction) -> bool:
+    """Equal; within the relative `tolerance` where one is a decimal and the gold is no integer. 9 % is 9 or 0.09."""
+    golds, answers = values(gold), values(answer)
+    if gold.percent and answer.percent:
+        golds, answers = golds[:1], answers[:1]
+    if any(one == other for one in golds for other in answers):
+        return True
+    if (gold.exact and answer.exact) or gold.value.denominator == 1:
+        return False
+    return any(abs(one - other) <= tolerance * max(abs(one), abs(other)) for one in golds for other in answers)
+
+
+def values(number: Plain) -> list[Fraction]:
+    return [number.value, number.value / 100] if number.percent else [number.value]

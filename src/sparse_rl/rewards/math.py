@@ -1,0 +1,240 @@
+"""The reward of mathematics: is the boxed answer the gold, by math-verify, less the matches it makes too easily?
+
+Runs where it can be killed: math-verify's own limits are off, because they are signals that sympy may swallow. What cannot
+be an answer (kilobytes, towers of powers, an integral left to the grader) is wrong before sympy sees it. docs/grading.md
+says what counts as right.
+"""
+
+import logging
+import re
+from cmath import isfinite
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from latex2sympy2_extended.logic import And
+from math_verify import parse, verify
+from sympy import (
+    Basic,
+    Derivative,
+    Expr,
+    Float,
+    Integer,
+    Integral,
+    Interval,
+    Limit,
+    MatrixBase,
+    Pow,
+    Product,
+    Set,
+    Sum,
+    Tuple,
+    UnevaluatedExpr,
+    binomial,
+    factorial,
+    preorder_traversal,
+)
+from sympy.core.relational import Relational
+
+from .answers import Plain, boxed, depth, plain, same, tidy
+from .functions import text_of
+from .integers import integer_answer
+
+__all__ = ["integer_answer", "math_answer"]
+
+MAX_CHARS = 500
+"""Of an answer, or three times the gold: the longest gold of the benchmarks has 210."""
+MAX_DEPTH = 10
+"""Of brackets in each other, for which the parser takes a second; the deepest gold has 4."""
+TAIL_CHARS = 300
+"""How much of the end of a text without a box is searched for an answer."""
+MAX_BITS = 4096
+"""Of a number that an answer asks to be worked out."""
+MAX_POWER = 64
+"""Of an expression with variables, which might be multiplied out."""
+MAX_NODES = 400
+TOLERANCE = Fraction(1, 10**6)
+"""Relative, where one of two numbers is a decimal."""
+
+UNDONE = (Derivative, Integral, Limit, Product, Sum)
+"""Work that an answer leaves to the grader; right only where the gold leaves it, too."""
+UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")  # binomials too large
+IGNORED = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\d)\s+|\s+(?!\d)")  # a space between figures counts: 1 1/2 is not 11/2
+DISPLAY_FRACTION = re.compile(r"\\[dt]frac")
+POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])")
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+
+
+def math_answer(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
+    r"""The last `\boxed{…}`, or without one what math-verify finds at the end of the text, equals the data's answer.
+
+    No verdict where the data's answer is empty.
+    """
+    return [
+        None if not right.strip() else float(is_right(text_of(completion), right))
+        for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+math_answer.memory_bytes = 2 << 30  # type: ignore[attr-defined]  # of a worker: sympy must not take the machine's
+
+
+def is_right(text: str, right: str) -> bool:
+    gold = gold_of(right)
+    content = boxed(text)
+    if content is not None:
+        return bool(content) and equals(gold, content)
+    if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # nothing but the answer
+        return True
+    tail = text[-TAIL_CHARS:]
+    if depth(tail) > MAX_DEPTH or leaves_work(tail, gold):
+        return False
+    found = parse(tail, parsing_timeout=None)
+    return bool(found) and compares(gold, found[-1] if isinstance(found[-1], str) else "", values_of(found))
+
+
+class Gold(NamedTuple):
+    text: str
+    number: Plain | None
+
+
+def gold_of(right: str) -> Gold:
+    content = boxed(right)
+    right = content or right
+    return Gold(right, plain(right))
+
+
+@lru_cache(maxsize=256)  # the samples of a group have one gold
+def gold_values(text: str) -> tuple[Any, ...]:
+    return values_of(parsed(text))
+
+
+def equals(gold: Gold, answer: str) -> bool:
+    """Whether the content of a box is the gold."""
+    if compact(answer) == compact(gold.text):
+        return True
+    if "\0" in answer or len(answer) > max(MAX_CHARS, 3 * len(gold.text)) or depth(answer) > MAX_DEPTH:
+        return False
+    if gold.number and (number := plain(answer)):
+        return same(gold.number, number, TOLERANCE)
+    if leaves_work(answer, gold):
+        return False
+    return compares(gold, answer, values_of(parsed(answer)))
+
+
+def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
+    """By meaning; where one of the two has none, only the same text is the same."""
+    golds = gold_values(gold.text)
+    if not golds or not values:
+        return compact(answer) == compact(gold.text)
+    return any(
+        fits(one, other, gold.text, answer)
+        and modest(other, one)
+        and not far_apart(one, other)
+        and verify(one, other, timeout_seconds=None)
+        and close(one, other)
+        for one in golds
+        for other in values
+    )
+
+
+def parsed(content: str) -> list[Any]:
+    """Powers of ten are spelt out, because in TeX 4.5e33 is a product with Euler's number."""
+    content = POWER_OF_TEN.sub(r" \\times 10^{\1}", tidy_outside(content))
+    return parse(f"\\boxed{{{content}}}", parsing_timeout=None)
+
+
+def tidy_outside(content: str) -> str:
+    content = content.strip()
+    return tidy(content) if content.startswith(("$", "\\(", "\\[")) else content
+
+
+def values_of(found: list[Any]) -> tuple[Any, ...]:
+    return tuple(value for value in found if isinstance(value, Basic | MatrixBase))
+
+
+def compact(text: str) -> str:
+    """To compare texts by: spacing and styles do not count."""
+    return IGNORED.sub("", DISPLAY_FRACTION.sub(r"\\frac", tidy(text)))
+
+
+def leaves_work(answer: str, gold: Gold) -> bool:
+    return bool(UNDONE_TEXT.search(answer)) and not UNDONE_TEXT.search(gold.text)
+
+
+def fits(gold: Any, answer: Any, gold_text: str, text: str) -> bool:
+    """Whether the answer is of the gold's kind. math-verify takes `x = 5`, `\\{5\\}` and `[5, 5]` for 5, and a set for a pair."""
+    if isinstance(gold, Relational | And):
+        return True
+    if not isinstance(gold, Set | Tuple | MatrixBase):
+        return not isinstance(answer, Relational | And | Set | Tuple | MatrixBase)
+    if ordered(gold, gold_text) or ordered(answer, text):
+        return "\\{" not in gold_text + text
+    return True
+
+
+def ordered(value: Any, text: str) -> bool:
+    return isinstance(value, Tuple | Interval) and "\\{" not in text
+
+
+def modest(answer: Any, gold: Any) -> bool:
+    """Whether working the answer out is no more than a grader can be asked to do."""
+    if isinstance(answer, MatrixBase):
+        return all(modest(entry, gold) for entry in answer.flat())
+    allowed = tuple(kind for kind in UNDONE if isinstance(gold, Basic) and gold.has(kind))
+    for count, node in enumerate(preorder_traversal(answer)):
+        if count > MAX_NODES or (isinstance(node, UNDONE) and not isinstance(node, allowed)):
+            return False
+        if isinstance(node, Pow) and node.base.free_symbols and bits(node.exp) > MAX_POWER.bit_length():
+            return False
+        if isinstance(node, Pow | factorial | binomial) and bits(node) > MAX_BITS:
+            return False
+    return True
+
+
+def bits(node: Any) -> float:
+    """An upper estimate of log2 of the absolute value of a number, which is not worked out; 0 where there are variables."""
+    if node.free_symbols:
+        return 0.0
+    if isinstance(node, Integer):
+        return float(abs(int(node)).bit_length())
+    if node.is_Rational:
+        return float(max(int(node.p).bit_length(), int(node.q).bit_length()))
+    if isinstance(node, Float):
+        return float(abs(node._mpf_[2] + node._mpf_[3])) + 1
+    inner = [min(bits(each), 1e6) for each in node.args]
+    if isinstance(node, Pow):
+        base, power = inner
+        return max(base, 1.0) * 2.0 ** min(power, 60)
+    if isinstance(node, factorial | binomial):
+        return 2.0 ** min(inner[0], 60) * (inner[0] if isinstance(node, factorial) else 1)
+    if node.is_Add:
+        return max(inner) + len(inner)
+    return sum(inner) if node.is_Mul else max(inner, default=2.0)
+
+
+def far_apart(gold: Any, answer: Any) -> bool:
+    """Whether two expressions differ at a point: then sympy need not try for seconds to make one of the other."""
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or gold.is_Symbol or answer.is_Symbol:
+        return False  # a word is a symbol, or the product of its letters
+    if gold.has(UnevaluatedExpr) or answer.has(UnevaluatedExpr):
+        return False  # a percentage, which equals two numbers
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    point = {symbol: Float(0.37 + 0.61 * (place * 0.618 % 1)) for place, symbol in enumerate(symbols, 1)}
+    try:
+        one, other = complex(gold.evalf(subs=point)), complex(answer.evalf(subs=point))
+    except Exception:  # no number there
+        return False
+    return isfinite(one) and isfinite(other) and abs(one - other) > 1e-3 * max(abs(one), abs(other))
+
+
+def close(gold: Any, answer: Any) -> bool:
+    """math-verify rounds decimals to six places, so that 0 would be 1e-8."""
+    if not (isinstance(gold, Basic) and isinstance(answer, Basic)) or not (gold.has(Float) or answer.has(Float)):
+        return True
+    if not (getattr(gold, "is_number", False) and getattr(answer, "is_number", False)):
+        return True
+    one, other = complex(gold.doit().evalf()), complex(answer.doit().evalf())
+    percent = min(abs(one - other), abs(one - other * 100), abs(one * 100 - other))
+    return percent <= 1e-4 * max(abs(one), abs(other))

@@ -1,0 +1,246 @@
+r"""Grading: gold against `\boxed{gold}` is right, another gold is wrong, loose matches are refused, hostile answers do no harm."""
+
+import gzip
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from hostile import ENDLESS, wrong
+from sparse_rl.data.tasks import TASKS
+from sparse_rl.rewards import answers
+from sparse_rl.rewards.integers import integer_answer
+from sparse_rl.rewards.math import math_answer
+from sparse_rl.rewards.pool import RewardPool
+from sparse_rl.rewards.settings import TASK_REWARDS
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+FILES = {
+    "simplerl-zoo-hard-train": "math_answer",
+    "gsm8k-train": "integer_answer",
+    "gsm8k-test": "integer_answer",
+    "math500": "math_answer",
+    "gaokao2023en": "math_answer",
+    "minerva-math": "math_answer",
+    "olympiadbench-math-en": "math_answer",
+    "aime24": "integer_answer",
+    "amc23": "integer_answer",
+}
+EMPTY = {"simplerl-hard-05054", "simplerl-hard-05158", "gaokao2023en-167", "gaokao2023en-192"}
+with_data = pytest.mark.skipif(not DATA.is_dir(), reason="the data sets are not beside the repository")
+
+
+def golds(name):
+    with gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [(row["id"], row["answer"]) for row in map(json.loads, lines)]
+
+
+def math_verdict(answer, gold):
+    return math_answer(["?"], [f"Therefore $\\boxed{{{answer}}}$."], answer=[gold])[0]
+
+
+def integer_verdict(answer, gold):
+    return integer_answer(["?"], [f"Therefore $\\boxed{{{answer}}}$."], answer=[gold])[0]
+
+
+@with_data
+@pytest.mark.parametrize("name", FILES)
+def test_every_gold_in_a_box_is_right_but_for_the_empty_ones(name):
+    rows = golds(name)
+    grade = math_verdict if FILES[name] == "math_answer" else integer_verdict
+    verdicts = {identity: grade(gold, gold) for identity, gold in rows}
+    assert {identity for identity, verdict in verdicts.items() if verdict is None} == EMPTY & set(verdicts)
+    assert {verdict for verdict in verdicts.values() if verdict is not None} == {1.0}
+
+
+SHUFFLED = ("math500", "gaokao2023en", "minerva-math", "olympiadbench-math-en", "simplerl-zoo-hard-train")
+
+
+@with_data
+def test_a_shuffled_gold_is_wrong():
+    """Of 400 pairs with different texts at most 4 grade right: the same value in other words (docs/grading.md has all)."""
+    pairs = []
+    for name in SHUFFLED:
+        rows = [gold for _, gold in golds(name) if gold]
+        shuffled = random.Random(0).sample(rows, len(rows))
+        pairs += [(one, other) for one, other in zip(rows, shuffled, strict=True) if one != other][:80]
+    texts = [f"\\boxed{{{other}}}" for _, other in pairs]
+    with RewardPool("math_answer", workers=2, timeout_s=20) as pool:
+        graded = pool.grade(["?"] * len(pairs), texts, {"answer": [one for one, _ in pairs]})
+    assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, 0, 0), graded.first_error
+    right = [pair for pair, value in zip(pairs, graded.values, strict=True) if value]
+    assert len(pairs) == 400 and len(right) <= 4, right
+
+
+@with_data
+@pytest.mark.parametrize("name", [name for name, function in FILES.items() if function == "integer_answer"])
+def test_a_shuffled_integer_is_wrong(name):
+    rows = [gold for _, gold in golds(name)]
+    for one, other in zip(rows, random.Random(0).sample(rows, len(rows)), strict=True):
+        assert integer_verdict(other, one) == float(one == other)
+
+
+def test_hostile_answers_do_not_hang_crash_or_count_as_right():
+    answers = wrong() + ENDLESS
+    random.Random(0).shuffle(answers)
+    assert len(answers) >= 200
+    started = time.monotonic()
+    with RewardPool("math_answer", workers=2, timeout_s=4) as pool:
+        graded = pool.grade(["?"] * len(answers), [text for text, _ in answers], {"answer": [gold for _, gold in answers]})
+    assert time.monotonic() - started < 60
+    assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, len(ENDLESS), 0), graded.first_error
+    for answer, value in zip(answers, graded.values, strict=True):
+        assert value == (None if answer in ENDLESS else 0.0), (answer[0][:200], answer[1], value)
+
+
+def test_hostile_answers_to_integer_problems_are_wrong():
+    texts = [text for text, gold in wrong() if gold == "5"]
+    assert set(integer_answer(["?"] * len(texts), texts, answer=["5"] * len(texts))) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("5", "x=5"),
+        ("5", "9=5"),
+        ("5", "\\{5\\}"),
+        ("5", "[5,5]"),
+        ("5", "5,6"),
+        ("5", "5 \\text{ or } 6"),
+        ("2", "1<x<3"),
+        ("\\sqrt{2}", "x=\\sqrt{2}"),
+        ("\\sqrt{2}", "\\{\\sqrt{2}\\}"),
+        ("(1,2)", "\\{1,2\\}"),
+        ("\\{1,2\\}", "(1,2)"),
+        ("(1,2)", "(2,1)"),
+        ("1e-8", "0"),
+        ("0", "1e-8"),
+        ("b > a > c", "b > c > a"),
+        ("11/2", "1 1/2"),
+        ("\\frac{1}{3}", "0.33"),
+        ("1000000", "1000000.5"),
+    ],
+)
+def test_loose_matches_are_refused(gold, answer):
+    assert math_verdict(answer, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("5", "5.0"),
+        ("5", "\\sqrt{25}"),
+        ("5", "5\\text{ cm}"),
+        ("\\frac{1}{2}", "0.5"),
+        ("\\frac{1}{3}", "0.333333"),
+        ("4.5e33", "4.5 \\times 10^{33}"),
+        ("1e-8", "10^{-8}"),
+        ("25", "25\\%"),
+        ("10,\\!080", "10080"),
+        ("90^\\circ", "90"),
+        ("9\\sqrt{2}", "\\sqrt{162}"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("-3, 3", "\\pm 3"),
+        ("\\{1,2\\}", "\\{2,1\\}"),
+        ("(1,2)", "1, 2"),
+        ("x=9", "9"),
+        ("y=-2x+5", "-2x+5"),
+        ("x>3", "(3,\\infty)"),
+        ("\\text{east}", "east"),
+        ("\\frac{100!}{2^{50}}", "100!/2^{50}"),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"),
+    ],
+)
+def test_the_same_answer_in_other_words_is_right(gold, answer):
+    assert math_verdict(answer, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ("1234", 1.0),
+        ("1,234", 1.0),
+        ("1{,}234", 1.0),
+        ("1234.00", 1.0),
+        ("\\$1,234.00", 1.0),
+        ("01234", 1.0),
+        ("+1234", 1.0),
+        ("1234\\text{ dollars}", 1.0),
+        ("1234 cm^2", 1.0),
+        ("1234\\%", 1.0),
+        ("\\mathbf{1234}", 1.0),
+        ("1234.5", 0.0),
+        ("-1234", 0.0),
+        ("12,34", 0.0),
+        ("x=1234", 0.0),
+        ("1234, 1235", 0.0),
+        ("1234+0", 0.0),
+        ("1234^{9^{9}}", 0.0),
+        ("\\frac{2468}{2}", 0.0),
+        ("9" * 1_000_000, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_integers_are_compared_as_integers(answer, verdict):
+    assert integer_verdict(answer, "1234") == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("\\boxed{\\frac{1}{2}} it is", "\\frac{1}{2}"),
+        ("\\boxed{3}. No: \\boxed{5}", "5"),
+        ("\\boxed{3} or \\boxed{5}", "3, 5"),
+        ("$\\boxed{3}$, $\\boxed{5}$ \\text{and} $\\boxed{7}$", "3, 5, 7"),
+        ("\\boxed{5}, \\boxed{5}", "5"),
+        ("\\boxed{\\boxed{5}}", "5"),
+        ("\\boxed{5} so \\boxed{7", "5"),
+        ("\\boxed{\\{5\\}}", "\\{5\\}"),
+        ("\\boxed {5}", "5"),
+        ("\\fbox{5}", "5"),
+        ("\\boxed{5", ""),
+        ("\\boxed{}", ""),
+        ("five", None),
+    ],
+)
+def test_the_last_box_that_closes_is_the_answer(text, content):
+    assert answers.boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "mathematics"),
+    [
+        ("The answer is 5.", 1.0, 1.0),
+        ("#### 5", 1.0, 1.0),
+        ("The answer is 5 dollars for 3 days.", 1.0, None),
+        ("so $\\frac{10}{2}$", None, 1.0),
+        ("5", 1.0, 1.0),
+        ("It is 7", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("no idea", 0.0, 0.0),
+    ],
+)
+def test_without_a_box_the_announced_or_last_number_counts(text, whole, mathematics):
+    if whole is not None:
+        assert integer_answer(["?"], [text], answer=["5"]) == [whole]
+    if mathematics is not None:
+        assert math_answer(["?"], [text], answer=["5"]) == [mathematics]
+
+
+def test_a_gold_that_cannot_be_used_gives_no_verdict():
+    assert math_answer(["?"] * 2, ["\\boxed{5}"] * 2, answer=["", "  "]) == [None, None]
+    assert integer_answer(["?"] * 2, ["\\boxed{5}"] * 2, answer=["", "five"]) == [None, None]
+
+
+def test_completions_may_be_messages():
+    message = [{"role": "assistant", "content": "\\boxed{5}"}]
+    assert math_answer(["?"], [message], answer=["5"]) == integer_answer(["?"], [message], answer=["5"]) == [1.0]
+
+
+def test_every_task_has_its_reward():
+    integers = {"gsm8k", "aime24", "amc23"}
+    assert set(TASK_REWARDS) == set(TASKS)
+    for name in set(TASKS) - {"arithmetic"}:
+        assert TASK_REWARDS[name] == ("integer_answer" if name in integers else "math_answer")
