@@ -1,5 +1,6 @@
 """`sparse-rl eval`: scores a user can trust, the same seeds under every cache, and work that is never done twice."""
 
+import io
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy import stats
 
 from runs import Command, one_thread, refused
@@ -19,6 +21,8 @@ from sparse_rl.evaluate.command import parts
 from sparse_rl.evaluate.compare import settings
 from sparse_rl.evaluate.statistics import Estimate, average, mean_interval, paired_difference, pass_at_k, quantile
 from sparse_rl.evaluate.table import latex_rows, shown
+from sparse_rl.evaluate.watch import Watch
+from sparse_rl.rollout.stats import Progress
 
 # Statistics
 
@@ -232,6 +236,12 @@ def length(prompts, completions, **columns):
 def some(prompts, completions, **columns):
     return [None if prompts[0].startswith("3") else 1.0]
 
+def interrupts_once(prompts, completions, **columns):
+    if prompts[0].startswith("5") and not os.path.exists({str(world / "interrupted")!r}):
+        open({str(world / "interrupted")!r}, "w").close()
+        os.kill(os.getppid(), signal.SIGINT)
+    return parity(prompts, completions)
+
 def kills_once(prompts, completions, **columns):
     '''Ends the evaluation at its sixth problem, the first time.'''
     with open({str(world / "graded")!r}, "a") as file:
@@ -321,6 +331,38 @@ def test_a_killed_evaluation_goes_on_where_it_was(eval_world, tmp_path, capsys):
     assert "All of it is in" in capsys.readouterr().out and not (eval_world / "graded").read_text()
 
 
+def test_ctrl_c_leaves_what_is_done(eval_world, tmp_path):
+    flags = arguments(eval_world, tmp_path / "out", "--slots", "2", reward="interrupts_once")
+    code, text = Command(["eval", *map(str, flags)]).end()
+    assert code == 130 and "run the same command again to go on" in text and text.endswith("sparse-rl: stopped.\n")
+    before = rows(tmp_path / "out")
+    evaluate(*flags)
+    assert 0 < len(before) < 16 and rows(tmp_path / "out")[: len(before)] == before and len(rows(tmp_path / "out")) == 16
+
+
+def test_a_full_disk_ends_in_a_sentence_and_costs_one_chunk(eval_world, tmp_path):
+    flags = arguments(eval_world, tmp_path / "out", "--slots", "2")
+    code, text = Command(["eval", *map(str, flags)], file_bytes=1500).end()
+    assert code == 2 and "cannot be written (File too large): free some space and run the same command again" in text
+    evaluate(*flags)
+    evaluate(*arguments(eval_world, tmp_path / "whole", "--slots", "2"))
+    assert rows(tmp_path / "out") == rows(tmp_path / "whole")
+
+
+def test_a_terminal_shows_a_bar_with_the_time_left():
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with Watch(console, 10) as watch:
+        watch.restart()
+        watch.doing("gsm8k, rkv@512")
+        watch.sampled(Progress(3, 5, 1200, 2.0, {}, []))
+        watch.bar.refresh()
+        watch.chunk("gsm8k, rkv@512", 5, 600.0)
+        watch.bar.refresh()
+    text = console.file.getvalue()
+    for words in ("gsm8k, rkv@512", "3/10", "5/10", "600 tokens/s", "left"):
+        assert words in text, words
+
+
 def test_another_question_does_not_mix_with_what_is_there(eval_world, tmp_path, capsys):
     out = tmp_path / "out"
     evaluate(*arguments(eval_world, out))
@@ -350,7 +392,7 @@ def test_tables_and_rows_for_a_paper(eval_world, tmp_path, capsys):
     for words in ("problems: 4 problems, Pass@1", "against full", "All benchmarks", "average", "tokens/s", "left"):
         assert words in text, words
     paper = [line for line in text.splitlines() if line.endswith("\\\\")]
-    assert [line.count("&") for line in paper] == [3, 3, 3] and paper[1].startswith("full & $") and "\\pm" in paper[1]
+    assert [line.count("&") for line in paper] == [3, 3, 3] and paper[1].startswith("full & $") and "}_{-" in paper[1]
 
 
 def test_rewards_that_are_no_shares_and_missing_verdicts(eval_world, tmp_path, capsys):

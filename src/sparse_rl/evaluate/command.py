@@ -21,8 +21,7 @@ from ..data.examples import Example, name_of
 from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
-from ..models.load import load_model, load_tokenizer, no_bar, place, resolve
-from ..plan.command import wide_console
+from ..models.load import load_model, load_tokenizer, no_bar, place
 from ..rewards.pool import RewardPool
 from ..rewards.settings import Reward
 from ..rollout.engine import Engine
@@ -37,6 +36,8 @@ from .table import benchmark_tables, latex_rows, score_name, summary_table
 from .watch import Watch
 from .work import Work
 
+PLAIN_WIDTH = 240
+"""Of a table of all benchmarks in a file; on a terminal its cells are broken."""
 FILLS = {"cpu": 1, "cuda": 4}
 """Rollouts of a chunk, in slots: after a chunk the slots run empty, which a GPU minds more."""
 
@@ -58,7 +59,9 @@ class Source:
 
 
 def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, reward: Reward) -> None:
-    console = wide_console()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
     for setting in settings:  # a misspelt policy shows before anything is loaded
         from_settings(setting.kv)
     sources = asked_sources(args, data, reward)
@@ -140,7 +143,7 @@ def identity(args, settings: Sequence[Setting], sources: Sequence[Source], data:
 
 def weights_hash(model: str) -> str | None:
     """By the names, sizes and times of the files: new weights under an old name are another model."""
-    path = Path(resolve(model))
+    path = Path(model)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
     return _hash([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) if files else None
 
@@ -276,7 +279,9 @@ def report(args, settings: Sequence[Setting], sources: Sequence[Source], work: W
     ]
     for title, rows in columns:
         console.print()
-        for table in benchmark_tables(title, rows):
+        for number, table in enumerate(benchmark_tables(title, rows)):
+            if number:
+                console.print()
             console.print(table)
     if len(columns) > 1:
         console.print()

@@ -11,7 +11,7 @@ MAX_SLOTS = 1024
 """Matrix products are at full speed long before, and the host's work grows on."""
 SHARE = 0.8
 """Of what is free goes into the cache and its steps; prefill, graphs and replays have the rest."""
-STEP_BYTES, TRUNCATED_STEP_BYTES = 4, 40
+STEP_BYTES, TRUNCATED_STEP_BYTES = 4, 64
 """Of a logit of a decode step: drawn by a kernel, or sorted by torch for top_p and top_k."""
 
 

@@ -85,7 +85,7 @@ def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
 
 
 def latex_rows(columns: Sequence[tuple[str, Sequence[Result]]]) -> list[str]:
-    """`name & 45.1 \\pm 2.3 & … \\\\`, in percent, half the interval after the sign; the average last where there are several."""
+    """`name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, shares in percent; the average comes last where there are several."""
     several = len(columns) > 1
     titles = [
         *(f"{title} {score_name(results[0].score.samples)}" for title, results in columns),
@@ -102,8 +102,9 @@ def _latex(estimate: Estimate) -> str:
     if math.isnan(estimate.mean):
         return "--"
     scale = 100 if -1 <= estimate.mean <= 1 else 1
-    half = "" if math.isnan(estimate.low) else f" \\pm {scale * (estimate.high - estimate.low) / 2:.1f}"
-    return f"${scale * estimate.mean:.1f}{half}$"
+    mean, low, high = (scale * number for number in estimate)
+    ends = "" if math.isnan(low) else f"^{{+{high - mean:.1f}}}_{{-{mean - low:.1f}}}"
+    return f"${mean:.1f}{ends}$"
 
 
 def _escaped(cell: str) -> str:

@@ -16,8 +16,8 @@ class Watch:
         self.started = time.monotonic()
         columns = ("{task.description}", "{task.fields[speed]}", "{task.fields[left]}")
         texts = [TextColumn(column, markup=False) for column in columns]
-        self.bar = Progress(texts[0], BarColumn(), MofNCompleteColumn(), *texts[1:], console=console, transient=True)
-        self.bar.disable = not console.is_terminal
+        shown = (texts[0], BarColumn(), MofNCompleteColumn(), *texts[1:])
+        self.bar = Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("loading", total=rollouts, speed="", left="")
 
     def __enter__(self) -> "Watch":

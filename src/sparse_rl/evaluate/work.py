@@ -4,6 +4,7 @@ cost (chunks.jsonl), log xi of all tokens (log_xi/). A chunk is there whole or n
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,7 +125,9 @@ class Work:
                 for key, value in values.items() if name in before.get(group, {}) else ():
                     self._refuse_if_changed(f"{key} of {name}", before[group][name].get(key), value)
         grown = {group: before.get(group, {}) | asked[group] for group in GROWS}
-        self.asked.write_text(json.dumps(asked | grown, indent=1) + "\n")
+        partial = self.asked.with_name(".asked.json.partial")
+        partial.write_text(json.dumps(asked | grown, indent=1) + "\n")
+        os.replace(partial, self.asked)
 
     def _refuse_if_changed(self, key: str, before: Any, now: Any) -> None:
         if before != now:
@@ -139,6 +142,8 @@ class Work:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         self.chunks.write_text("".join(line for line in lines if line.endswith("\n")))
         end = rows[-1]["samples_end"] if rows else 0
+        if end and (not self.samples.exists() or self.samples.stat().st_size < end):
+            raise UserError(f"{self.samples} has lost what {self.chunks} speaks of: start anew with --overwrite.")
         with self.samples.open("a+") as file:
             file.truncate(end)
             file.seek(0)
