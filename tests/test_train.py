@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, replay
+from sparse_rl.cli import main
 from sparse_rl.learner.correction import Correction
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
+from sparse_rl.rewards.pool import RewardPool
 from sparse_rl.rollout.stats import Progress
 from sparse_rl.train import loop
 from sparse_rl.train.command import arm
@@ -353,6 +355,22 @@ def test_the_samplers_own_view_is_the_dense_one_where_nothing_is_evicted(world, 
     """A policy that never evicts records no trace, and needs none."""
     train(world, tmp_path / "run", "--method", method, "--kv.policy", "full", "--steps", "1")
     assert metrics(tmp_path / "run")[-1]["sparse/engine_noise"] < 1e-4
+
+
+def test_a_held_out_task_is_graded_by_its_own_reward(tmp_path, monkeypatch):
+    """Also where another task, with another reward, is trained on."""
+    (tmp_path / "gsm8k-train.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n' * 2)
+    opened = []
+    monkeypatch.setattr(
+        loop, "RewardPool", lambda function, *rest, **more: opened.append(function) or RewardPool(function, *rest, **more)
+    )
+    flags = {"data.dir": tmp_path, "data.train": "gsm8k", "data.test": "arithmetic", "eval.problems": 2, "method": "dense",
+             "rollout.max-tokens": 4, "rollout.prompts-per-step": 2, "rollout.samples-per-prompt": 2, "steps": 1,
+             "reward.workers": 1, "run-dir": tmp_path / "run"}  # fmt: skip
+    with one_thread():
+        main(["train", *(text for key, value in flags.items() for text in (f"--{key}", str(value)))])
+    assert opened == ["arithmetic", "arithmetic"]  # before and after
+    assert metrics(tmp_path / "run")[0]["eval/arithmetic/no_verdict"] == 0
 
 
 def test_evaluated_rollouts_without_a_verdict_are_counted(world, tmp_path, capsys):
