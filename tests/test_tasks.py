@@ -231,10 +231,10 @@ def test_answers_of_a_table_may_be_numbers(tmp_path):
         ("a.csv", b"", "a.csv holds no problems"),
         ("a.parquet", b"PAR1 nonsense", "a.parquet is not a whole Parquet file"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}' * 99)[:-9], "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b"x" * 99)[:10] + b"\xff" * 30, "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n{"prompt": '), "a.jsonl.gz:2: this is not JSON"),
-        ("a.jsonl", gzip.compress(b'{"prompt": "x"}'), "a.jsonl:1: this is not UTF-8 text: unpack"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}' * 99, mtime=0)[:-9], "a.jsonl.gz is not a whole gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:10] + b"\xff" * 30, "a.jsonl.gz is not a whole gzip file"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n{"prompt": ', mtime=0), "a.jsonl.gz:2: this is not JSON"),
+        ("a.jsonl", gzip.compress(b'{"prompt": "x"}', mtime=0), "a.jsonl:1: this is not UTF-8 text: unpack"),
     ],
 )
 def test_a_broken_file_is_refused_by_its_name_and_line(tmp_path, monkeypatch, name, content, sentence):
