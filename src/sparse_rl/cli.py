@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -315,7 +316,8 @@ def evaluate(args: argparse.Namespace) -> None:
     from .models.stored_kv import stored_kv
 
     caches = settings(args.compare, flags_given(args, KV), {} if args.compare else stored_kv(args.model))
-    data, reward = from_flags(args, Data), from_flags(args, Reward)
+    workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # a GPU waits while a chunk is graded
+    data, reward = from_flags(args, Data), from_flags(args, Reward, {"workers": workers})
     from .evaluate.command import command
 
     command(args, caches, data, reward)
