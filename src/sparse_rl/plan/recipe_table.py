@@ -47,7 +47,7 @@ def _row(name: str) -> tuple[str, ...]:
     kv, data = config.kv, config.data.train.rpartition("/")[2].removesuffix(".jsonl")
     method = ", ".join(config.compare) or config.method
     gpu, plan = smallest_card(config)
-    card = "CPU, any GPU" if plan.dims.params < SMALL else gpu.name
+    card = f"{gpu.name}, or a CPU" if plan.dims.params < SMALL else gpu.name
     measured = re.search(r"^# Measured: (.*?)\.?$", recipe_text(name), flags=re.MULTILINE)
     time = f"measured: {measured[1]}" if measured else duration(run_s(plan, gpu))
     return (
