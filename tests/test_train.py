@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from sparse_rl.train.loop import now
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.settings import Config
-from sparse_rl.train.view import View
+from sparse_rl.train.view import View, score
 
 METRICS = {
     "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess engine_noise",
@@ -397,3 +398,10 @@ def test_wandb_gets_every_metric_under_the_runs_own_id(world, tmp_path, monkeypa
     written = record.read_bytes()
     for key in metrics(tmp_path / "run")[-1]:
         assert key == "step" or key.encode() in written
+
+
+def test_a_score_without_an_interval_is_shown_alone():
+    """One held-out problem with a reward of its own scale has none."""
+    assert score(0.5, 0.4, 0.6) == "50.0% [40.0%, 60.0%]"
+    assert score(2.5, 2.0, 3.0) == "2.5 [2, 3]"
+    assert score(2.5, None, None) == score(2.5, math.nan, math.nan) == "2.5"

@@ -197,7 +197,7 @@ def closing_table(configs: list[Config]) -> Table:
 def _score(row: dict[str, float], key: str) -> str:
     from .view import score
 
-    return score(row[key], row[f"{key}_low"], row[f"{key}_high"])
+    return score(row[key], row.get(f"{key}_low"), row.get(f"{key}_high"))
 
 
 def _cache(config: Config) -> str:

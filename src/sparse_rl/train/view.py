@@ -1,5 +1,6 @@
 """What a person sees of a run: a live table on a terminal, plain lines elsewhere."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,8 +30,10 @@ COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
 """Heading, metric, form."""
 
 
-def score(mean: float, low: float, high: float) -> str:
-    """With its interval; rewards beyond 0 and 1 are no shares."""
+def score(mean: float, low: float | None, high: float | None) -> str:
+    """With its interval, where there is one; rewards beyond 0 and 1 are no shares."""
+    if low is None or high is None or not math.isfinite(high - low):
+        return f"{mean:.3g}"
     form = "{:.1%} [{:.1%}, {:.1%}]" if low >= 0 and high <= 1 else "{:.3g} [{:.3g}, {:.3g}]"
     return form.format(mean, low, high)
 
