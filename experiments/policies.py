@@ -22,7 +22,7 @@ import transformers
 
 from sparse_rl import KV, Engine, Sampling, load_model, load_tokenizer, replay
 from sparse_rl.data.arithmetic import SUMS, grade, make_problems
-from sparse_rl.evaluate.accuracy import mean_interval
+from sparse_rl.evaluate.statistics import mean_interval
 from sparse_rl.kv.policies import POLICIES
 
 

@@ -59,7 +59,7 @@ def before_training(problems):
     from sparse_rl import KV, Engine, Sampling, load_model, load_tokenizer, replay
     from sparse_rl.config import recipe
     from sparse_rl.data.arithmetic import grade, make_problems
-    from sparse_rl.evaluate.accuracy import mean_interval
+    from sparse_rl.evaluate.statistics import mean_interval
     from sparse_rl.learner.correction import correct
     from sparse_rl.learner.update import padded, response_mask
 
