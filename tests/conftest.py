@@ -1,10 +1,12 @@
 """Small real transformers models with random weights, and the embedded one."""
 
 import os
+import signal
 
 import pytest
 import torch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before sparse_rl is imported
 
