@@ -6,7 +6,6 @@ import signal
 import pytest
 import torch
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before sparse_rl is imported
 
@@ -14,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from runs import make_world
 from sparse_rl import load_model
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
 
 ARCHITECTURES = {
     "llama": LlamaConfig(num_key_value_heads=4),  # multi-head
