@@ -9,11 +9,12 @@ class UserError(ValueError):
 
 
 class Absent(UserError):
-    """Not here, but to be had: on a hub that does not answer, in a package that is not installed."""
+    """Not here, but to be had: on a hub that does not answer, in a package that is not installed. To a dry run that is news,
+    not a mistake."""
 
 
 UNREACHABLE = "The hub cannot be reached"
-"""How a sentence about a hub that does not answer starts: to a dry run that is news, not a mistake."""
+"""How a sentence about a hub that does not answer starts."""
 
 
 def first_line(error: BaseException) -> str:

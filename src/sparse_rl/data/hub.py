@@ -4,21 +4,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import UNREACHABLE, UserError, first_line, notice
+from ..errors import UNREACHABLE, Absent, UserError, first_line, notice
+from ..hub import why_unreachable
 from .rows import Row
 from .tasks import HubData
-
-PROBE_S = 10.0
-"""How long the hub may take to say whether it knows a data set."""
 
 
 def read_hub(data: HubData, instead: str) -> list[Row]:
     """All rows of a split; `instead` is what to do where the hub cannot be reached."""
     import datasets  # here, because it takes a second to import
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     place = " ".join(part for part in (data.id, data.config, data.file, data.split) if part)
-    if (unreachable := _unreachable(data.id)) is None:
+    if (unreachable := why_unreachable(HfApi().dataset_info, data.id)) is None:
         notice(f"loading {place} from the hub")
     options: dict[str, Any] = {"data_files": {data.split: data.file}} if data.file else {}
     try:
@@ -26,15 +25,15 @@ def read_hub(data: HubData, instead: str) -> list[Row]:
             table = datasets.load_dataset(data.id, data.config, split=data.split, **options)
     except (RepositoryNotFoundError, GatedRepoError, datasets.exceptions.DatasetNotFoundError) as error:
         if unreachable:
-            raise UserError(_cannot_reach(data.id, unreachable, instead)) from error
+            raise _cannot_reach(data.id, unreachable, instead) from error
         raise UserError(
             f"There is no data set {data.id} on the hub that you may read: check its name, or log in with `hf auth login`."
         ) from error
     except (ConnectionError, TimeoutError) as error:
-        raise UserError(_cannot_reach(data.id, unreachable or first_line(error), instead)) from error
+        raise _cannot_reach(data.id, unreachable or first_line(error), instead) from error
     except Exception as error:  # a configuration or split that is not there, data that are no table, a full disk
         if unreachable:
-            raise UserError(_cannot_reach(data.id, unreachable, instead)) from error
+            raise _cannot_reach(data.id, unreachable, instead) from error
         raise UserError(
             f"{place} cannot be loaded from the hub ({first_line(error)}): name another configuration or split as "
             f"{data.id}:configuration:split, or {instead}."
@@ -42,22 +41,8 @@ def read_hub(data: HubData, instead: str) -> list[Row]:
     return [Row(f"{place}, row {number}", values) for number, values in enumerate(table, 1)]
 
 
-def _cannot_reach(id: str, why: str, instead: str) -> str:
-    return f"{UNREACHABLE} for {id} ({why}): connect, or {instead}."
-
-
-def _unreachable(id: str) -> str | None:
-    """Why the hub cannot be reached; None if it answers, whatever it says."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().dataset_info(id, timeout=PROBE_S)
-    except HfHubHTTPError:
-        return None
-    except Exception as error:  # of the HTTP library, which is not ours to name
-        return first_line(error)
-    return None
+def _cannot_reach(id: str, why: str, instead: str) -> Absent:
+    return Absent(f"{UNREACHABLE} for {id} ({why}): connect, or {instead}.")
 
 
 @contextmanager

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from ..errors import UNREACHABLE, Absent, UserError, first_line, notice
+from ..hub import why_unreachable
 from . import gguf
 
 DRIVER = Path("/proc/driver/nvidia/version")
 TINY = Path(__file__).parent / "tiny"
-PROBE_S = 10.0
-"""How long the hub may take to say whether it knows a model."""
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,7 +123,7 @@ def _hub_asked_once(path: str) -> Iterator[None]:
         yield
         return
     before = constants.HF_HUB_OFFLINE
-    why = "HF_HUB_OFFLINE is set" if before else _unreachable(path)
+    why = "HF_HUB_OFFLINE is set" if before else why_unreachable(HfApi().model_info, path)
     try:
         constants.HF_HUB_OFFLINE = why is not None
         yield
@@ -137,17 +135,6 @@ def _hub_asked_once(path: str) -> Iterator[None]:
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _unreachable(path: str) -> str | None:
-    """Why the hub cannot be reached; None if it answers, whatever it says."""
-    try:
-        HfApi().model_info(path, timeout=PROBE_S)
-    except HfHubHTTPError:
-        return None
-    except Exception as error:  # of the HTTP library, which is not ours to name
-        return first_line(error)
-    return None
 
 
 def _refuse_pickles(path: str) -> None:
