@@ -17,18 +17,15 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from sparse_rl.data.tasks import TASKS
 from sparse_rl.rewards.pool import RewardPool
+from sparse_rl.rewards.settings import TASK_REWARDS
 
 FILES = {
-    "simplerl-zoo-hard-train": "math_answer",
-    "gsm8k-train": "integer_answer",
-    "gsm8k-test": "integer_answer",
-    "math500": "math_answer",
-    "gaokao2023en": "math_answer",
-    "minerva-math": "math_answer",
-    "olympiadbench-math-en": "math_answer",
-    "aime24": "integer_answer",
-    "amc23": "integer_answer",
+    origin.file.removesuffix(".jsonl.gz"): TASK_REWARDS[task.name]
+    for task in TASKS.values()
+    for origin in (task.train, task.test)
+    if origin is not None and origin.file
 }
 
 
