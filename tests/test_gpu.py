@@ -251,6 +251,27 @@ def test_one_engine_serves_every_kind_of_sampling():
             assert gap(model, rollouts) < 1e-3
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.95}, {"top_k": 5}, {"top_p": 0.7, "top_k": 20}], ids=str)
+def test_truncated_draws_of_a_graph_are_those_of_single_steps(cut):
+    """Single steps draw by the torch reference, so only a near tie could part them."""
+    model = random_model("qwen2").cuda()
+    sampling = Sampling(max_tokens=100, stop=(), temperature=0.8, **cut)
+    engines = [Engine(model, KV(policy="rkv", **SMALL), slots=4) for _ in range(2)]
+    engines[0].use_graphs = False
+    alone, graphed = (engine.generate(PROMPTS, 2, sampling) for engine in engines)
+    assert [engine.use_graphs for engine in engines] == [False, True]
+    assert [each.response[:40] for each in graphed] == [each.response[:40] for each in alone]
+
+
+def test_one_graph_truncates_by_any_numbers():
+    engine = Engine(random_model("llama").cuda(), KV(policy="rkv", **SMALL), slots=4)
+    likeliest = engine.generate(PROMPTS, 2, Sampling(max_tokens=30, stop=(), temperature=0))
+    for cut, narrow in (({"top_p": 0.9}, False), ({"top_k": 1}, True), ({"top_p": 1e-6, "temperature": 0.5}, True)):
+        rollouts = engine.generate(PROMPTS, 2, Sampling(max_tokens=30, stop=(), **cut))
+        assert ([each.response for each in rollouts] == [each.response for each in likeliest]) == narrow
+    assert len(engine.graphs.graphs) == 2  # greedy and truncated
+
+
 def test_graphs_see_weights_that_were_updated_in_place_and_notice_those_that_moved():
     model = random_model("qwen3").cuda()
     engine = Engine(model, KV(policy="rkv", **SMALL), slots=4)

@@ -10,12 +10,13 @@ from sparse_rl.kernels.draw import BLOCK, draw_and_advance
 from sparse_rl.kernels.gather import fused_keep
 from sparse_rl.kernels.importance import decode_importance, fused_importance, window_logits
 from sparse_rl.kernels.jit import triton
+from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
 from sparse_rl.kernels.rows import Rows
 from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
 from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
-from sparse_rl.rollout.sampling import sample
+from sparse_rl.rollout.sampling import sample, truncate
 from sparse_rl.rollout.settings import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,6 +116,116 @@ def test_logits_that_are_not_numbers_show_in_the_log_prob():
         draw_and_advance(logits, *state, torch.ones(1, device=DEVICE), sampled, said, greedy=greedy)
         assert not bool(said[0, 0].isfinite()) and bool(said[0, 1].isfinite())
         assert 0 <= int(sampled[0, 0]) < 10
+
+
+def truncation(top_k, top_p):
+    return Truncation(torch.tensor([top_k], device=DEVICE), torch.tensor([top_p], dtype=torch.float64, device=DEVICE))
+
+
+def drawn_by_kernel(logits, seeds, positions, sampling):
+    """Tokens and log-probs of a truncated draw."""
+    slots = len(logits)
+    tokens, lengths, steps = (torch.zeros(slots, dtype=torch.int64, device=DEVICE) for _ in range(3))
+    sampled, said = torch.full((1, slots), -1, device=DEVICE), torch.zeros(1, slots, device=DEVICE)
+    state = (tokens, positions.clone(), lengths, steps, seeds, positions + 100)
+    at = torch.tensor([sampling.temperature], device=DEVICE)
+    cut = truncation(sampling.top_k, sampling.top_p)
+    draw_and_advance(logits, *state, at, sampled, said, greedy=False, truncation=cut)
+    return sampled[0], said[0]
+
+
+def kept_by_kernel(logits, temperature, top_k, top_p):
+    """Which tokens stay, of those that have a weight."""
+    padded = torch.nn.functional.pad(logits.float(), (0, -logits.shape[1] % BLOCK), value=-torch.inf)
+    blocks = padded.unflatten(1, (-1, BLOCK)) / temperature
+    tops = blocks.amax(dim=-1)
+    sums = (blocks - tops.clamp(min=-1e30)[..., None]).exp().double().sum(dim=-1)
+    group_tops = padded.unflatten(1, (-1, GROUP)).amax(dim=-1)
+    at = torch.tensor([temperature], device=DEVICE)
+    thresholds, last_ids = find_cuts(logits, at, truncation(top_k, top_p), tops, sums, group_tops)
+    ids = torch.arange(logits.shape[1], device=DEVICE)
+    return (logits > thresholds[:, None]) | ((logits == thresholds[:, None]) & (ids <= last_ids[:, None]))
+
+
+def row_of_logits(kind, vocab):
+    logits = torch.randn(1, vocab, device=DEVICE)
+    if kind == "flat":
+        return 0.1 * logits
+    if kind == "ties":
+        return (2 * logits).round() / 2
+    if kind == "masked":
+        return (4 * logits).masked_fill(torch.arange(vocab, device=DEVICE) % 300 > 20, -torch.inf)
+    return 5 * logits
+
+
+KINDS = ["flat", "ties", "masked", "peaked"]
+CUTS = {
+    torch.float32: [(0, 0.95, BLOCK + 5), (50, 0.7, 300)],
+    torch.bfloat16: [(0, 0.95, 2 * BLOCK + 5), (0, 1e-6, BLOCK), (1, 1.0, 300), (50, 1.0, BLOCK), (10**6, 0.9, 700)],
+    torch.float16: [(0, 0.5, BLOCK + 5), (5, 1.0, 300), (10**6, 1.0, 7)],
+}
+"""top_k, top_p, vocabulary"""
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stays_is_what_a_sort_would_keep(kind, dtype):
+    for top_k, top_p, vocab in CUTS[dtype]:
+        logits = row_of_logits(kind, vocab).to(dtype)
+        weights = (logits.float() / 0.8).softmax(dim=-1)
+        kept = kept_by_kernel(logits, 0.8, top_k, top_p) & (weights > 0)
+        assert torch.equal(kept, truncate(weights, top_k, top_p) > 0), (top_k, top_p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_draw_is_the_references(kind, dtype):
+    positions = torch.tensor([17], device=DEVICE)
+    logits = row_of_logits(kind, 2 * BLOCK + 5).to(dtype)
+    seeds = torch.randint(2**62, (1,), device=DEVICE)
+    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20 if kind == "ties" else 0)
+    expected = sample(logits, uniform(seeds, positions + 1), sampling)
+    sampled, said = drawn_by_kernel(logits, seeds, positions, sampling)
+    assert sampled.tolist() == expected[0].tolist()
+    torch.testing.assert_close(said, expected[1], atol=5e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"),
+    [
+        (3, 1.0, [2, 130, 300]),
+        (4, 1.0, [2, 5, 130, 300]),
+        (0, 0.25, [2]),  # a share that is just reached needs no more
+        (0, 0.251, [2, 130]),
+        (0, 0.8125, [2, 5, 130, 300]),
+        (0, 0.813, [2, 5, 130, 140, 300]),
+        (2, 0.5, [2]),
+        (2, 0.501, [2, 130]),
+        (6, 0.999, [2, 5, 130, 140, 200, 300]),
+    ],
+)
+def test_ties_at_the_cut_go_to_lower_ids(top_k, top_p, expected):
+    """Three tokens of a quarter each and four of a sixteenth, far apart."""
+    logits = torch.full((1, 5000), -torch.inf, device=DEVICE)
+    logits[0, [2, 130, 300]] = 0.0
+    logits[0, 130] = -0.0  # an equal of 0.0
+    logits[0, [5, 140, 200, 4999]] = -2.0
+    temperature = 2 / torch.tensor(4.0).log().item()
+    kept = kept_by_kernel(logits.bfloat16(), temperature, top_k, top_p)
+    assert kept[0].nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_truncated_draw_from_rows_that_are_not_numbers_ends(top_k):
+    vocab = BLOCK + 10
+    logits = torch.randn(4, vocab, device=DEVICE)
+    logits[0, 4] = torch.nan
+    logits[1] = torch.nan
+    logits[2] = -torch.inf
+    zeros = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    tokens, said = drawn_by_kernel(logits.bfloat16(), zeros, zeros, Sampling(temperature=0.8, top_k=top_k, top_p=0.9))
+    assert said.isfinite().tolist() == [False, False, False, True]
+    assert bool(((tokens >= 0) & (tokens < vocab)).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

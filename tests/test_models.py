@@ -23,6 +23,7 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     PhimoeConfig,
+    Qwen2Config,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -31,6 +32,7 @@ from sparse_rl import KV, Engine, Sampling, UserError, load_model, load_tokenize
 from sparse_rl.errors import UNREACHABLE
 from sparse_rl.models import gguf as gguf_files
 from sparse_rl.models import load as loading
+from sparse_rl.rollout import selfcheck
 
 SIZE = {
     "vocab_size": 61,
@@ -93,6 +95,19 @@ def test_attention_we_do_not_get_right_is_refused(config, sentence):
         Engine(model, SMALL, slots=1)
     assert "\n" not in str(error.value)
     assert model.config._attn_implementation == before  # left as it was
+
+
+def test_rounding_that_a_model_magnifies_is_not_held_against_it(monkeypatch):
+    """As in Qwen2.5, whose keys have biases of hundreds: no bound on log-probs would do for every model."""
+    model = build(Qwen2Config(**{**SIZE, "num_hidden_layers": 8}))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.normal_(0, 1000)
+    monkeypatch.setattr(selfcheck, "FAR_FLOAT32", 0.0)
+    Engine(model, SMALL, slots=1)
+    monkeypatch.setattr(selfcheck, "ROUNDING", 0.0)
+    with pytest.raises(UserError, match="when sampled step by step"):
+        Engine(model, SMALL, slots=1)
 
 
 def test_encoder_decoders_are_refused():

@@ -257,7 +257,7 @@ class Runner:
                 if each is setting and (not dense or other.sampling.max_tokens == source.sampling.max_tokens)
             ]
             longest = max(benchmark.longest for benchmark, _ in alike)
-            slots = self.args.slots or auto_slots(self.probe, setting.kv, source.sampling, longest)
+            slots = self.args.slots or auto_slots(self.probe, setting.kv, longest)
             most = max(len(missing) * benchmark.samples for benchmark, missing in alike)
             self.engine, self.engine_key = Engine(self.model, setting.kv, slots=min(slots, most)), key
             self.engine.reserve(longest)

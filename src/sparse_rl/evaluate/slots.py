@@ -4,26 +4,24 @@ import torch
 
 from ..kv.settings import KV
 from ..rollout.engine import CHUNK, Engine
-from ..rollout.settings import Sampling
 
 CPU_SLOTS = 64
 MAX_SLOTS = 1024
 """Matrix products are at full speed long before, and the host's work grows on."""
 SHARE = 0.8
 """Of what is free goes into the cache and its steps; prefill, graphs and replays have the rest."""
-STEP_BYTES, TRUNCATED_STEP_BYTES = 4, 64
-"""Of a logit of a decode step: drawn by a kernel, or sorted by torch for top_p and top_k."""
+STEP_BYTES = 4
+"""Of a logit of a decode step."""
 
 
-def auto_slots(probe: Engine, kv: KV, sampling: Sampling, longest: int) -> int:
+def auto_slots(probe: Engine, kv: KV, longest: int) -> int:
     """For sequences of at most `longest` tokens; `probe` is any engine on the model."""
     shape = probe.limits.shape
     if shape.device.type != "cuda":
         return CPU_SLOTS
     capacity = kv.capacity if kv.policy != "full" else longest + CHUNK["cuda"]
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-    logit_bytes = TRUNCATED_STEP_BYTES if sampling.top_p < 1 or sampling.top_k else STEP_BYTES
-    slot_bytes = capacity * token_bytes + probe.limits.vocab * logit_bytes
+    slot_bytes = capacity * token_bytes + probe.limits.vocab * STEP_BYTES
     return min(MAX_SLOTS, max(1, int(SHARE * free_bytes(shape.device)) // slot_bytes))
 
 

@@ -14,15 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import first_line, notice
-from ..kernels.counter_rng import uniform
 from ..kernels.draw import draw_and_advance
 from ..kernels.jit import next_power_of_2, usable, why_not
+from ..kernels.nucleus import Truncation
 from ..kv.cache import SlotCache
 from ..models.attention import run
 from ..models.decoding import decoding, fuse_projections
 from .clock import Clock
 from .decode import DecodeView, SlotState
-from .sampling import sample
 from .settings import Sampling
 
 SMALLEST = 16
@@ -62,6 +61,9 @@ class DecodeGraphs:
         self.state = torch.zeros(6, cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(6, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
+        self.truncation = Truncation(
+            torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.float64, device=device)
+        )
         self.chunk, self.turn, self.active = chunk, 0, 0
         # Two chunks take turns: one is fetched while the next one runs.
         self.sampled_nS = torch.zeros(2 * chunk, cache.slots, dtype=torch.int64, device=device)
@@ -84,13 +86,13 @@ class DecodeGraphs:
         self.active = len(slots.tokens)
         bucket = min(self.cache.slots, max(SMALLEST, next_power_of_2(self.active)))
         self.temperature_1.fill_(sampling.logprob_temperature)
+        self.truncation.top_k_1.fill_(sampling.top_k)
+        self.truncation.top_p_1.fill_(sampling.top_p)
         host = self.host.numpy()
         host.fill(0)
         for row, values in enumerate((slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last)):
             host[row, : self.active] = values
-        key: tuple = (bucket, sampling.temperature == 0)
-        if truncates(sampling):  # drawn by torch, with its numbers in the graph
-            key += (sampling.temperature, sampling.top_k, sampling.top_p)
+        key = (bucket, sampling.temperature == 0, truncates(sampling))
         if key not in self.graphs:
             try:
                 self.graphs[key] = self._capture(bucket, sampling)
@@ -152,25 +154,19 @@ class DecodeGraphs:
         tokens_S, positions_S, lengths_S, seeds_S, last_S, steps_S = (row[:slots] for row in self.state)
         view = DecodeView(self.cache, positions_S, lengths_S)
         logits_SV = run(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
+        state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
         chunk = (self.sampled_nS[:, :slots], self.logprobs_nS[:, :slots])
-        if not truncates(sampling):
-            state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
-            draw_and_advance(logits_SV, *state, self.temperature_1, *chunk, greedy=sampling.temperature == 0)
-            return
-        drawn_S, logprobs_S = sample(logits_SV, uniform(seeds_S, positions_S + 1), sampling)
-        for into_nS, values_S in zip(chunk, (drawn_S, logprobs_S), strict=True):
-            into_nS.scatter_(0, steps_S[None], values_S[None])
-        tokens_S.copy_(drawn_S)
-        positions_S.copy_(torch.minimum(positions_S + 1, last_S))
-        lengths_S.add_(1)
-        steps_S.add_(1)
+        truncation = self.truncation if truncates(sampling) else None
+        greedy = sampling.temperature == 0
+        draw_and_advance(logits_SV, *state, self.temperature_1, *chunk, greedy=greedy, truncation=truncation)
 
     def _weights(self) -> list[int]:
         return [weight.data_ptr() for weight in (*self.model.parameters(), *self.model.buffers())]
 
 
 def truncates(sampling: Sampling) -> bool:
-    return bool(sampling.top_k) or sampling.top_p < 1
+    """A greedy draw has nothing to truncate."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def graphs_work_on(device: torch.device) -> bool:
