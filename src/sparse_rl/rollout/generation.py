@@ -30,6 +30,8 @@ from .stats import Progress, Stats
 ROUND = 2
 """Chunks after which ended slots are filled anew, where chunks are launched ahead. Sequences then start in step, are
 compacted together, and the host is waited for more rarely."""
+REFILL = 16
+"""So many new sequences at a time enter 256 slots on a GPU, where a prefill of a few prompts takes as long as ten steps."""
 FIRST_TOKENS = 64
 """Rows of logits sampled at a time after prefill, with torch's float64 sums: a bound on what they take."""
 
@@ -66,7 +68,8 @@ class Generation:
         self.chunk, self.prefill_tokens, self.record, self.progress = chunk, prefill_tokens, record, progress
         self.steps: DecodeGraphs | Steps = graphs or Steps(model, cache)
         self.stop = np.array(sorted(stop))
-        self.scheduler = Scheduler(requests, cache.slots)
+        refill = max(1, REFILL * cache.slots // 256) if self.steps.overlaps else 1
+        self.scheduler = Scheduler(requests, cache.slots, refill)
         self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
@@ -80,9 +83,10 @@ class Generation:
     def run(self) -> list[Rollout]:
         while self.scheduler.busy:
             self.steps_together = self.steps_together if self.scheduler.active else 0
-            while groups := self.scheduler.admit(self.prefill_tokens):
-                with self.clock.part("prefill"):
-                    self._prefill(groups)
+            if self.scheduler.worth_a_prefill():
+                while groups := self.scheduler.admit(self.prefill_tokens):
+                    with self.clock.part("prefill"):
+                        self._prefill(groups)
             self._retire()
             if self.scheduler.active:
                 self._decode()
@@ -201,7 +205,7 @@ class Generation:
 
     def _may_follow(self, steps: int, more: int) -> bool:
         """Whether `more` steps may be launched before the result of the last `steps` is known: if no slot is to be compacted
-        between them or would overflow, and, at the end of a round, no slot that is known to have ended could be put to use."""
+        between them or would overflow, and, at the end of a round, slots that are known to have ended are not yet worth it."""
         active = self.scheduler.active
         if (
             not self.steps.overlaps
@@ -213,8 +217,10 @@ class Generation:
             return False
         if (self.steps_together + steps) % (ROUND * self.chunk):
             return True
-        running = sum(sequence.finish is None for sequence in active)
-        return running == len(active) or (not self.scheduler.waiting and 2 * running > len(active))
+        ended = sum(sequence.finish is not None for sequence in active)
+        if self.scheduler.waiting:
+            return not self.scheduler.worth_a_prefill(ended)
+        return 2 * ended < len(active)
 
     def _is_due(self, sequence: Sequence, steps: int = 0) -> bool:
         """Whether it is to be compacted once that many more tokens have entered."""

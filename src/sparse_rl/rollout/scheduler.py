@@ -88,14 +88,20 @@ class Sequence:
 
 
 class Scheduler:
-    def __init__(self, requests: list[Request], slots: int):
-        self.slots = slots
+    def __init__(self, requests: list[Request], slots: int, refill: int = 1):
+        """While any sequence runs, new ones enter only into `refill` free slots or more (or all that wait)."""
+        self.slots, self.refill = slots, refill
         self.waiting = deque(requests)
         self.active: list[Sequence] = []
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.active)
+
+    def worth_a_prefill(self, ended: int = 0) -> bool:
+        """Whether enough slots are free, those of `ended` sequences that have not been taken out included."""
+        free = self.slots - len(self.active) + ended
+        return bool(self.waiting) and (not self.active or free >= min(self.refill, len(self.waiting)))
 
     def admit(self, prefill_tokens: int) -> list[list[Request]]:
         """The next requests that fit the free slots and, by their prompts' tokens, one prefill; a list for each group."""
