@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mismatch import by_position
+
 HERE = Path(__file__).parent
 BASE = HERE / "base.toml"
 LEDGER = HERE / "ledger.jsonl"
@@ -159,7 +161,8 @@ def write_down(each: Running, args: argparse.Namespace) -> None:
         with gzip.GzipFile(raw / f"{run.name}.jsonl.gz", "wb", mtime=0) as file:
             file.write("".join(f"{line}\n" for line in lines).encode())
         if run.evaluate:
-            (raw / f"{run.name}-eval.json").write_text(evaluated.read_text())
+            results = json.loads(evaluated.read_text()) | {"by_position": by_position(evaluated.parent)}
+            (raw / f"{run.name}-eval.json").write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":
