@@ -5,7 +5,9 @@ import torch
 
 from sparse_rl import KV, Engine, Sampling
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.rollout import generation
 from sparse_rl.rollout.decode import Steps
+from sparse_rl.rollout.prefill import prefill
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, [11, 12], list(range(59, 10, -1))]
 SEEDS = [101, 102, 103, 104, 105]
@@ -94,3 +96,20 @@ def test_steps_launched_ahead_change_nothing(model, policy, slots, stop, monkeyp
         runs.append(engine.generate(PROMPTS, 2, sampling, limits=limits))
     for left, right in zip(*runs, strict=True):
         assert_same(left, right)
+
+
+def test_new_sequences_wait_for_each_other_and_change_nothing(model, monkeypatch):
+    """As on a GPU, where a prefill of one prompt takes as long as one of several."""
+    limits = [70, 3, 41, 60, 25] * 3
+    monkeypatch.setattr(Steps, "overlaps", True)
+    runs, prefills = [], []
+    for refill in (64, 128):  # one, and two of four slots
+        monkeypatch.setattr(generation, "REFILL", refill)
+        engine = Engine(model, KV(budget=24, interval=12, window=4, sinks=2), slots=4)
+        calls = []
+        monkeypatch.setattr(generation, "prefill", lambda *args, calls=calls: calls.append(1) or prefill(*args))
+        runs.append(engine.generate(PROMPTS * 3, sampling=Sampling(max_tokens=70, stop=()), limits=limits))
+        prefills.append(len(calls))
+    for left, right in zip(*runs, strict=True):
+        assert_same(left, right)
+    assert prefills[1] < prefills[0]
