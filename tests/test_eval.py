@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ from scipy import stats
 from runs import Command, one_thread, refused
 from sparse_rl import KV, UserError
 from sparse_rl.cli import main
-from sparse_rl.evaluate.benchmark import Cost, Sample, ends_in_repetition, score
+from sparse_rl.evaluate.benchmark import Chunk, Cost, Sample, ends_in_repetition, score
 from sparse_rl.evaluate.command import parts
 from sparse_rl.evaluate.compare import settings
+from sparse_rl.evaluate.result import difference
 from sparse_rl.evaluate.statistics import Estimate, average, mean_interval, paired_difference, pass_at_k, quantile
 from sparse_rl.evaluate.table import latex_rows, shown
 from sparse_rl.evaluate.watch import Watch
+from sparse_rl.evaluate.work import Done, Work
 from sparse_rl.rollout.stats import Progress
 
 # Statistics
@@ -138,6 +141,17 @@ def test_graded_rewards_have_a_mean_and_no_pass_at_k():
     samples = [Sample(0, number, 0.25 * number, 1, "stop", False, 1, "") for number in range(4)]
     scored = score(samples, Cost(), 4, ks=(1, 2, 4))
     assert scored.mean.mean == pytest.approx(0.375) and scored.pass_at == {}
+
+
+def test_graded_rewards_from_0_to_1_are_no_trials():
+    """Their interval is as wide as they spread, not as wide as that of as many coins."""
+    rng = np.random.default_rng(0)
+    values, others = rng.uniform(0.5, 0.7, 100), rng.uniform(0.45, 0.65, 100)
+    samples = [[Sample(problem, 0, each, 1, "stop", False, 1, "") for problem, each in enumerate(given)]
+               for given in (values.tolist(), others.tolist())]  # fmt: skip
+    gap = difference(Done(samples[0]), Done(samples[1]), 1)
+    for estimate, drawn in ((score(samples[0], Cost(), 1).mean, values), (gap, values - others)):
+        assert estimate[1:] == pytest.approx(bootstrap(drawn), abs=0.15 * np.ptp(bootstrap(drawn)))
 
 
 def test_a_response_that_loops_to_its_end_is_seen():
@@ -379,6 +393,11 @@ def test_another_question_does_not_mix_with_what_is_there(eval_world, tmp_path, 
         ("--max-tokens", "20", "max_tokens of problems is 20 now and was 24"),
     ]:
         assert refused(capsys, "eval", *map(str, arguments(eval_world, out, flag, value))).startswith(sentence)
+    rewards = eval_world / "eval_rewards.py"
+    text = rewards.read_text()
+    rewards.write_text(text + "# graded otherwise")
+    assert refused(capsys, "eval", *map(str, arguments(eval_world, out))).startswith("reward_contents of problems is ")
+    rewards.write_text(text)
     assert rows(out) == before
     evaluate(*arguments(eval_world, out, "--compare", "full,random@20+4,streaming@20+4"))  # one more is no other question
     assert rows(out)[: len(before)] == before and len(rows(out)) == len(before) + 8
@@ -431,6 +450,7 @@ def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp
         (["--benchmarks", "gsm8k", "--data.dir", "nowhere"], "data.dir = nowhere is not a folder"),
         (["--max-tokens", "300"], "Problem 1 of "),
         (["--samples-per-prompt", "0"], "argument --samples-per-prompt: 0 is not a whole number of at least 1"),
+        (["--json", "nowhere/eval.json"], "The folder of nowhere/eval.json does not exist: make it first."),
         (["--temperature", "-1"], "sampling.temperature = -1.0 is refused"),
         (["--kv.budgett", "8"], "unknown argument --kv.budgett: did you mean --kv.budget?"),
     ],
@@ -438,6 +458,59 @@ def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp
 def test_mistakes_end_in_one_sentence_and_leave_nothing(eval_world, tmp_path, capsys, flags, sentence):
     assert sentence in refused(capsys, "eval", *map(str, arguments(eval_world, tmp_path / "out", *flags)))
     assert not (tmp_path / "out").exists()
+
+
+def test_data_without_answers_are_refused_before_anything_is_sampled(eval_world, tmp_path, capsys):
+    problems = tmp_path / "bare.jsonl"
+    problems.write_text('{"prompt": "1:22+33=", "level": 3}\n')
+    flags = arguments(eval_world, tmp_path / "out", "--benchmarks", problems, "--reward.function", "exact")
+    sentence = refused(capsys, "eval", *map(str, flags))
+    assert "has no answer that exact could grade by, beside the problem only level: name its column with" in sentence
+    assert not (tmp_path / "out").exists()
+
+
+def test_going_on_cuts_what_is_torn_and_writes_nothing_anew(tmp_path, monkeypatch):
+    """A kill or a full disk while the record of what is done was rewritten would lose it."""
+    asked = {"seed": 0, "benchmarks": {"a": {}}, "settings": {"full": {}}}
+    work = Work(tmp_path / "out")
+    with work.opened(asked, overwrite=False):
+        work.add("a", "full", Chunk([Sample(0, 0, 1.0, 3, "stop", False, 1, "x\u2028y")], Cost(tokens=3)), None)
+    with work.chunks.open("a") as file:
+        file.write('{"benchmark": "a", "torn')
+    with work.samples.open("a") as file:
+        file.write('{"benchmark": "a", "torn')
+    inode = work.chunks.stat().st_ino
+    monkeypatch.setattr(Path, "write_text", only_asked(Path.write_text))
+    again = Work(tmp_path / "out")
+    with again.opened(asked, overwrite=False):
+        assert [(sample.problem, sample.text) for sample in again.of("a", "full").samples] == [(0, "x\u2028y")]
+        assert again.of("a", "full").cost.tokens == 3
+    assert work.chunks.stat().st_ino == inode and work.chunks.read_text().count("\n") == 1
+    assert "torn" not in work.chunks.read_text() + work.samples.read_text()
+
+
+def only_asked(write_text):
+    def write(path, text, **options):
+        assert "asked.json" in path.name, path
+        return write_text(path, text, **options)
+
+    return write
+
+
+def test_starting_anew_leaves_no_old_figures(tmp_path):
+    asked = {"seed": 0, "benchmarks": {}, "settings": {}}
+    work = Work(tmp_path / "out")
+    with work.opened(asked, overwrite=False):
+        (work.path / "results.json").write_text("{}")
+        work.written = 1
+    with Work(tmp_path / "out").opened(asked | {"seed": 1}, overwrite=True):
+        assert not (work.path / "results.json").exists()
+
+
+def test_a_folder_that_was_only_locked_is_free(tmp_path):
+    (tmp_path / "lock").touch()
+    with Work(tmp_path).opened({"benchmarks": {}, "settings": {}}, overwrite=False):
+        assert (tmp_path / "asked.json").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(eval_world, tmp_path, capsys):

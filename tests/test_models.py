@@ -32,6 +32,7 @@ from sparse_rl import KV, Engine, Sampling, UserError, load_model, load_tokenize
 from sparse_rl.errors import UNREACHABLE
 from sparse_rl.models import gguf as gguf_files
 from sparse_rl.models import load as loading
+from sparse_rl.models.stored_kv import stored_kv
 from sparse_rl.rollout import selfcheck
 
 SIZE = {
@@ -477,3 +478,13 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(load, monkeypatch):
         load("nobody/nothing-of-ours")
     assert str(error.value).startswith(f"{UNREACHABLE} for the model 'nobody/nothing-of-ours' (Name or service not known)")
     assert time.perf_counter() - started < 3  # transformers alone would try for most of a minute
+
+
+def test_settings_beside_a_model_are_not_waited_for_where_the_hub_is_out_of_reach(monkeypatch, capfd):
+    def no_network(self, *args, **kwargs):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
+    started = time.perf_counter()
+    assert stored_kv("nobody/nothing-of-ours") == {}
+    assert time.perf_counter() - started < 3 and capfd.readouterr().err == ""

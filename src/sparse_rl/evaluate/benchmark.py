@@ -17,7 +17,7 @@ from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.settings import Sampling
 from ..rollout.stats import Progress, Stats
-from .statistics import NOTHING, Estimate, mean_interval, pass_at_k
+from .statistics import NOTHING, Estimate, mean_interval, pass_at_k, t_interval
 
 PERIOD, SPAN = 64, 256
 """A response that was cut off repeats itself if its last SPAN tokens have a period of at most PERIOD."""
@@ -194,11 +194,11 @@ class Score:
 def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[int] = (1,)) -> Score:
     verdicts = by_problem(samples)
     means = [math.fsum(rewards) / len(rewards) for rewards in verdicts.values()]
-    binary = all(reward in (0.0, 1.0) for rewards in verdicts.values() for reward in rewards)
+    binary = right_or_wrong(verdicts)
     return Score(
         problems=len(verdicts),
         samples=per_problem,
-        mean=mean_interval(means, per_problem),
+        mean=mean_interval(means, per_problem) if binary else t_interval(means),
         pass_at={k: pass_interval(list(verdicts.values()), k) for k in ks} if binary and verdicts else {},
         mean_tokens=sum(sample.tokens for sample in samples) / len(samples),
         truncated=sum(sample.finish != "stop" for sample in samples) / len(samples),
@@ -217,6 +217,11 @@ def by_problem(samples: Sequence[Sample]) -> dict[int, list[float]]:
         if sample.reward is not None:
             found.setdefault(sample.problem, []).append(sample.reward)
     return found
+
+
+def right_or_wrong(verdicts: dict[int, list[float]]) -> bool:
+    """Whether all rewards are 0 or 1, so that they are trials that succeed or fail."""
+    return all(reward in (0.0, 1.0) for rewards in verdicts.values() for reward in rewards)
 
 
 def pass_interval(verdicts: Sequence[Sequence[float]], k: int) -> Estimate:

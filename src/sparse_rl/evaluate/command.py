@@ -22,8 +22,10 @@ from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_bar, place
+from ..rewards.find import BUILT_IN
 from ..rewards.pool import RewardPool
 from ..rewards.settings import Reward
+from ..rewards.several import terms
 from ..rollout.engine import Engine
 from ..rollout.settings import Sampling
 from .benchmark import Benchmark, run
@@ -62,6 +64,8 @@ def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, r
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
+    if args.json and not args.json.parent.is_dir():  # it is written last
+        raise UserError(f"The folder of {args.json} does not exist: make it first.")
     for setting in settings:  # a misspelt policy shows before anything is loaded
         from_settings(setting.kv)
     sources = asked_sources(args, data, reward)
@@ -84,7 +88,7 @@ def asked_sources(args: argparse.Namespace, data: Data, reward: Reward) -> list[
     names = [name_of(path) for path in paths]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--benchmarks names {name} twice: name it once.")
+            raise UserError(f"--benchmarks has two that are called {name}: name it once, or rename one of the files.")
     found = []
     for path, name in zip(paths, names, strict=True):
         title, max_tokens, samples = evaluated_as(path)
@@ -95,8 +99,18 @@ def asked_sources(args: argparse.Namespace, data: Data, reward: Reward) -> list[
         ks = asked_ks(args.pass_at, samples, name)
         data_of = loaded(path, data, args.problems)
         function = reward.function_for(path)
+        refuse_without_answers(path, data_of.examples[0], function)
         found.append(Source(name, title or name, path, data_of.examples, sampling, samples, ks, function, data_of.note))
     return found
+
+
+def refuse_without_answers(path: str, example: Example, function: str) -> None:
+    """Before hours of sampling that none of our own rewards could grade."""
+    if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
+        raise UserError(
+            f"{path} has no answer that {needy[0]} could grade by, beside the problem only "
+            f"{', '.join(example.columns) or 'nothing'}: name its column with --data.answer-column, or give another reward."
+        )
 
 
 def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
@@ -135,6 +149,7 @@ def identity(args, settings: Sequence[Setting], sources: Sequence[Source], data:
                 "samples_per_prompt": source.samples,
                 "max_tokens": source.sampling.max_tokens,
                 "reward": source.reward,
+                "reward_contents": reward_hash(source.reward),
             }
             for source in sources
         },
@@ -146,6 +161,12 @@ def weights_hash(model: str) -> str | None:
     path = Path(model)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
     return _hash([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) if files else None
+
+
+def reward_hash(function: str) -> str | None:
+    """Of the files that are named in it: another reward under an old name is another question."""
+    files = [Path(term.function.rpartition(":")[0]) for term in terms(function) if ".py:" in term.function]
+    return _hash([file.read_text() for file in files if file.is_file()]) if files else None
 
 
 def contents_hash(examples: Sequence[Example]) -> str:

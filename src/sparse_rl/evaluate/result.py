@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .benchmark import Score, by_problem, score
+from .benchmark import Score, by_problem, right_or_wrong, score
 from .mismatch import Mismatch, summary
-from .statistics import Estimate, paired_difference
+from .statistics import Estimate, paired_difference, t_interval
 from .work import Done
 
 
@@ -48,7 +48,10 @@ def difference(done: Done, first: Done, samples: int) -> Estimate:
     """Over the problems that both have a verdict for."""
     ours, theirs = by_problem(done.samples), by_problem(first.samples)
     both = sorted(ours.keys() & theirs.keys())
-    return paired_difference(means(ours, both), means(theirs, both), samples)
+    values, others = means(ours, both), means(theirs, both)
+    if both and not (right_or_wrong(ours) and right_or_wrong(theirs)):
+        return t_interval([value - other for value, other in zip(values, others, strict=True)])
+    return paired_difference(values, others, samples)
 
 
 def means(verdicts: dict[int, list[float]], problems: Sequence[int]) -> list[float]:

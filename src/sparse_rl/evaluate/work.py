@@ -44,7 +44,7 @@ class Work:
     @contextmanager
     def opened(self, asked: dict[str, Any], *, overwrite: bool) -> Iterator[None]:
         """The folder, for this process alone; refused where it holds an evaluation of something else."""
-        if self.path.exists() and not (self.path.is_dir() and (self.asked.is_file() or not any(self.path.iterdir()))):
+        if self.path.exists() and not (self.path.is_dir() and (self.asked.is_file() or self._is_empty())):
             raise UserError(f"{self.path} exists and is not an evaluation: name another folder with --out.")
         was_there = self.path.exists()
         with self.writing():
@@ -110,9 +110,12 @@ class Work:
         except OSError:
             raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
 
+    def _is_empty(self) -> bool:
+        return {file.name for file in self.path.iterdir()} <= {"lock"}  # killed before it asked anything
+
     def _empty(self) -> None:
         shutil.rmtree(self.path / "log_xi", ignore_errors=True)
-        for file in (self.chunks, self.samples, self.asked):
+        for file in (self.chunks, self.samples, self.path / "results.json", self.asked):
             file.unlink(missing_ok=True)
 
     def _refuse_another(self, asked: dict[str, Any]) -> None:
@@ -138,9 +141,11 @@ class Work:
 
     def _read(self) -> None:
         """What is whole; the rest of a killed run is cut off."""
-        lines = self.chunks.read_text().splitlines(keepends=True) if self.chunks.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        self.chunks.write_text("".join(line for line in lines if line.endswith("\n")))
+        with self.chunks.open("ab+") as file:  # cut, never written anew: a kill in between would lose everything
+            file.seek(0)
+            lines = [line for line in file.readlines() if line.endswith(b"\n")]
+            file.truncate(sum(map(len, lines)))
+        rows = [json.loads(line) for line in lines]
         end = rows[-1]["samples_end"] if rows else 0
         if end and (not self.samples.exists() or self.samples.stat().st_size < end):
             raise UserError(f"{self.samples} has lost what {self.chunks} speaks of: start anew with --overwrite.")

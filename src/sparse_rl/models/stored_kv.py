@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..hub import why_unreachable
 
 FILE = "sparse_rl.json"
 
@@ -28,10 +29,11 @@ def _is_hub_id(path: str) -> bool:
 
 
 def _from_hub(path: str) -> Path | None:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(path, FILE))
+        only_here = why_unreachable(HfApi().model_info, path) is not None  # else it retries for half a minute, and says so
+        return Path(hf_hub_download(path, FILE, local_files_only=only_here))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
         return None  # not every model was trained with us, and not every machine reaches the hub

@@ -5,8 +5,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-BETWEEN_BOXES = re.compile(r"(?:[\s$,;.]|\\[,;: ]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*", re.IGNORECASE)
-"""What may stand between two boxes that are one answer."""
+BETWEEN_BOXES = re.compile(r"(?:[\s$,;.*]|\\[,;: \\()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*", re.IGNORECASE)
+"""What may stand between two boxes that are one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
 MAX_BOXES = 20
 """The last ones of a text, which are looked at."""
 ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))\W{0,3}", re.IGNORECASE)
@@ -15,14 +15,16 @@ MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{NO-B
 # what TeX writes without meaning
 SPACING = re.compile(r"\\[!,]|(\\[;:> ]|\\q?quad\b|~)|(\{,\}(?=\d))")
 STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mbox|bm)\s*\{([^{}]*)\}")
+MAX_STYLES = 3
+"""In each other."""
 MAX_DIGITS = 1000
 """Of a number and of its power of ten; longer ones are no plain numbers."""
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 INTEGER = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?:\\?\$|\\?[£€¥])?\s*(?P<digits>{DIGITS})(?:\.0*)?"  # 1,234.00
+    rf"(?:\\?[$£€¥]\s*)?(?P<sign>[-+]?)\s*(?:\\?[$£€¥])?\s*(?P<digits>{DIGITS})(?:\.0*)?"  # $-1,234.00
     r"\s*(?:\\?[%°]|\^\s*\{?\s*\\circ\s*\}?)?"
-    r"(?:\s*(?:\\?[$£€]|[A-Za-z°][A-Za-z°'\-/. ]*(?:\^\s*\{?[23]\}?)?))?\s*\.?"  # dollars, cm^2, km/h
+    r"(?:\s*(?:\\?[$£€]|(?![abefi-kn-rt-z]\Z)[A-Za-z°][A-Za-z°'\-/. ]*(?:\^\s*\{?[23]\}?)?))?\s*\.?"  # cm^2, km/h, not x
 )
 DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(
@@ -85,7 +87,9 @@ def tidy(text: str) -> str:
         if len(text) > 2 * len(opening) and text.startswith(opening) and text.endswith(end):
             text = text[len(opening) : -len(end)].strip()
     text = SPACING.sub(lambda space: " " if space[1] else "," if space[2] else "", text)
-    return STYLE.sub(r"\1", text).strip()
+    for _ in range(MAX_STYLES):
+        text = STYLE.sub(r"\1", text)
+    return text.strip()
 
 
 def integer(text: str) -> str | None:

@@ -1,12 +1,17 @@
 """The reward of tasks whose answers are integers (AIME, AMC, GSM8K): compared figure by figure, nothing is evaluated."""
 
+import re
+from collections import deque
 from decimal import Decimal
 from typing import Any
 
-from .answers import ANNOUNCED, boxed, integer
+from .answers import ANNOUNCED, boxed, integer, tidy
 from .functions import NUMBER, number_in, text_of
 
 __all__ = ["integer_answer"]
+
+PART_OF_MORE = re.compile(r"\s*(?:_|\^(?!\s*\{?\s*\\circ)|/\s*\d)")
+"""What follows a number that is only the start of a power, a name or a fraction."""
 
 
 def integer_answer(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
@@ -26,11 +31,20 @@ def integer_in(text: str) -> str | None:
     content = boxed(text)
     if content is not None:
         return integer(content)
+    text = tidy(text)
     announcements = list(ANNOUNCED.finditer(text))
-    if announcements and (number := NUMBER.search(text, announcements[-1].end())):
-        text = number.group()
-    value = number_in(text)
+    number = NUMBER.search(text, announcements[-1].end()) if announcements else None
+    if number is None:
+        number = next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)  # the last
+    if number is None or not stands_alone(text, number):
+        return None
+    value = number_in(number.group())
     return as_digits(value) if value is not None else None
+
+
+def stands_alone(text: str, number: re.Match[str]) -> bool:
+    r"""Whether it is a number of its own; the 4 of `\frac{3}{4}`, the 3 of `2^3` or `z_3` is none."""
+    return text[number.start() - 1 : number.start()] not in ("{", "^", "_", "/") and not PART_OF_MORE.match(text, number.end())
 
 
 def as_digits(value: Decimal) -> str | None:

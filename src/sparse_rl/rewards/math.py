@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 from latex2sympy2_extended.logic import And
 from math_verify import parse, verify
 from sympy import (
+    Add,
     Basic,
     Derivative,
+    Eq,
     Expr,
     Float,
+    Function,
     Integer,
     Integral,
     Interval,
@@ -28,19 +31,20 @@ from sympy import (
     Product,
     Set,
     Sum,
+    Symbol,
     Tuple,
     UnevaluatedExpr,
     binomial,
     factorial,
     preorder_traversal,
 )
+from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from .answers import Plain, boxed, depth, plain, same, tidy
 from .functions import text_of
-from .integers import integer_answer
 
-__all__ = ["integer_answer", "math_answer"]
+__all__ = ["math_answer"]
 
 MAX_CHARS = 500
 """Of an answer, or three times the gold: the longest gold of the benchmarks has 210."""
@@ -57,13 +61,17 @@ TOLERANCE = Fraction(1, 10**6)
 """Relative, where one of two numbers is a decimal."""
 
 ROUNDING = 1e-13
-"""What may be left where two equal expressions are subtracted."""
+"""What may be left of a sum or a sine that is 0."""
 
 UNDONE = (Derivative, Integral, Limit, Product, Sum)
 """Work that an answer leaves to the grader; right only where the gold leaves it, too."""
 UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")  # binomials too large
 IGNORED = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\d)\s+|\s+(?!\d)")  # a space between figures counts: 1 1/2 is not 11/2
 DISPLAY_FRACTION = re.compile(r"\\[dt]frac")
+DEGREES = re.compile(r"\s*(?:°|\\degree(?![a-z]))")
+BARE_UNIT = re.compile(r"(?<=[\d}])\s*[cdkm]m\s*\^\s*\{?\s*[23]\s*\}?\s*\.?$")  # math-verify knows those in \text
+WORD = re.compile(r"[A-Za-z]{4,}")  # to math-verify the product of its letters, so that seat is east
+BASE = re.compile(r"(?<=\d)\s*_\s*\{?\s*(\d+)\s*\}?\s*$")
 POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
@@ -103,8 +111,7 @@ class Gold(NamedTuple):
 
 
 def gold_of(right: str) -> Gold:
-    content = boxed(right)
-    right = content or right
+    right = BARE_UNIT.sub("", boxed(right) or right)
     return Gold(right, plain(right))
 
 
@@ -119,6 +126,7 @@ def equals(gold: Gold, answer: str) -> bool:
         return True
     if "\0" in answer or len(answer) > max(MAX_CHARS, 3 * len(gold.text)) or depth(answer) > MAX_DEPTH:
         return False
+    answer = BARE_UNIT.sub("", answer)
     if gold.number and (number := plain(answer)):
         return same(gold.number, number, TOLERANCE)
     if leaves_work(answer, gold):
@@ -128,22 +136,51 @@ def equals(gold: Gold, answer: str) -> bool:
 
 def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
     """By meaning; where one of the two has none, only the same text is the same."""
+    wanted, said = compact(gold.text), compact(answer)
+    if WORD.fullmatch(wanted) and WORD.fullmatch(said):
+        return wanted.casefold() == said.casefold()
     golds = gold_values(gold.text)
     if not golds or not values:
-        return compact(answer) == compact(gold.text)
+        return wanted == said
+    if other_base(gold.text, answer):
+        return False
     return any(
         fits(one, other, gold.text, answer)
         and modest(other, one)
         and not far_apart(one, other)
-        and verify(one, other, timeout_seconds=None)
+        and verify(one, other, timeout_seconds=None, allow_set_relation_comp=is_range(other))
         for one in golds
-        for other in values
+        for other in (defined(value, one) for value in values)
+    )
+
+
+def other_base(gold: str, answer: str) -> bool:
+    """Whether they name two bases, as 101_2 and 101_3 do: math-verify drops them."""
+    bases = BASE.search(tidy(gold)), BASE.search(tidy(answer))
+    return all(bases) and len({base[1] for base in bases if base}) > 1
+
+
+def defined(answer: Any, gold: Any) -> Any:
+    """What `y = 2x + 3` or `f(x) = 2x + 3` says that y is, where the gold is an expression of x; for a number it stays as it is."""
+    if not isinstance(answer, Eq) or not isinstance(gold, Expr) or gold.is_Symbol or not gold.free_symbols:
+        return answer
+    name = answer.lhs
+    names = isinstance(name, AppliedUndef) or (isinstance(name, Symbol) and name not in answer.rhs.free_symbols)
+    return answer.rhs if names else answer
+
+
+def is_range(answer: Any) -> bool:
+    """Whether all it says is between which numbers a variable lies, as `1 < x < 3`: then sympy makes an interval of it at once."""
+    parts = answer.args if isinstance(answer, And) else [answer]
+    return (
+        all(isinstance(part, Relational) and {part.lhs.is_Symbol, part.rhs.is_Symbol} == {True, False} for part in parts)
+        and len(answer.free_symbols) == 1
     )
 
 
 def parsed(content: str) -> list[Any]:
     """Powers of ten are spelt out, because in TeX 4.5e33 is a product with Euler's number."""
-    content = POWER_OF_TEN.sub(r" \\times 10^{\1}", tidy_outside(content))
+    content = POWER_OF_TEN.sub(r" \\times 10^{\1}", DEGREES.sub(r"^\\circ", tidy_outside(content)))
     return parse(f"\\boxed{{{content}}}", parsing_timeout=None)
 
 
@@ -157,8 +194,8 @@ def values_of(found: list[Any]) -> tuple[Any, ...]:
 
 
 def compact(text: str) -> str:
-    """To compare texts by: spacing and styles do not count."""
-    return IGNORED.sub("", DISPLAY_FRACTION.sub(r"\\frac", tidy(text)))
+    """To compare texts by: spacing, styles and a full stop do not count."""
+    return IGNORED.sub("", DISPLAY_FRACTION.sub(r"\\frac", tidy(text))).rstrip(".")
 
 
 def leaves_work(answer: str, gold: Gold) -> bool:
@@ -231,4 +268,6 @@ def far_apart(gold: Any, answer: Any) -> bool:
         one, other = complex(gold.evalf(subs=point)), complex(answer.evalf(subs=point))
     except Exception:  # no number there
         return False
-    return isfinite(one) and isfinite(other) and abs(one - other) > max(1e-4 * max(abs(one), abs(other)), ROUNDING)
+    cancels = gold.atoms(Add, Function) or answer.atoms(Add, Function)  # products do not: 1e-24 is not 1e-28
+    rounding = ROUNDING if cancels else 0.0
+    return isfinite(one) and isfinite(other) and abs(one - other) > max(1e-4 * max(abs(one), abs(other)), rounding)
