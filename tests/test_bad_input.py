@@ -54,6 +54,10 @@ STARTS = {
         ["--log.to", '["tensorboard", "trackio"]'],
         "log.to = trackio needs a package: pip install 'sparse-rl[trackio]'.",
     ),
+    "no answers": (
+        ["--data.train", "{tmp}/bare.jsonl", "--reward.function", "exact"],
+        "{tmp}/bare.jsonl has no answer that exact could grade by, beside the problem only level",
+    ),
     "no reward": (["--reward.function", "none"], "has no reward of its own: name one with --reward.function"),
     "reward": (["--reward.function", "{world}/rewards.py:sum"], "did you mean sums?"),
     "resume": (["--resume"], "There is no run in {tmp}/run to resume: leave --resume out"),
@@ -63,6 +67,7 @@ STARTS = {
 @pytest.mark.parametrize("name", STARTS)
 def test_a_run_that_cannot_start_says_why_and_leaves_nothing(world, tmp_path, name, capsys):
     (tmp_path / "torn.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1=", "level": 1}\n')
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 300, "answer": "2"}]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags, sentence = STARTS[name]

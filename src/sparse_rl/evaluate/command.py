@@ -22,10 +22,9 @@ from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_bar, place
-from ..rewards.find import BUILT_IN
 from ..rewards.pool import RewardPool
 from ..rewards.settings import Reward
-from ..rewards.several import terms
+from ..rewards.several import refuse_without_answers, terms
 from ..rollout.engine import Engine
 from ..rollout.settings import Sampling
 from .benchmark import Benchmark, run
@@ -102,15 +101,6 @@ def asked_sources(args: argparse.Namespace, data: Data, reward: Reward) -> list[
         refuse_without_answers(path, data_of.examples[0], function)
         found.append(Source(name, title or name, path, data_of.examples, sampling, samples, ks, function, data_of.note))
     return found
-
-
-def refuse_without_answers(path: str, example: Example, function: str) -> None:
-    """Before hours of sampling that none of our own rewards could grade."""
-    if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
-        raise UserError(
-            f"{path} has no answer that {needy[0]} could grade by, beside the problem only "
-            f"{', '.join(example.columns) or 'nothing'}: name its column with --data.answer-column, or give another reward."
-        )
 
 
 def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:

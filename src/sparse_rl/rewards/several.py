@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..data.examples import Example
 from ..errors import UserError
-from .find import find
+from .find import BUILT_IN, find
 
 PLUS = re.compile(r"\s\+\s")
 WEIGHT = re.compile(r"\s*([^*]*?)\s*\*\s*(\S.*)")
@@ -37,6 +38,15 @@ def terms(spec: str) -> list[Term]:
             )
         found.append(Term(value, function))
     return found
+
+
+def refuse_without_answers(path: str, example: Example, function: str) -> None:
+    """Before hours of sampling that none of our own rewards could grade."""
+    if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
+        raise UserError(
+            f"{path} has no answer that {needy[0]} could grade by, beside the problem only "
+            f"{', '.join(example.columns) or 'nothing'}: name its column with --data.answer-column, or give another reward."
+        )
 
 
 def reward_of(spec: str) -> Reward:
