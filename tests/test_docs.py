@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import runs
+from sparse_rl.alerts import RULES, Alerts
 from sparse_rl.cli import main
 from sparse_rl.data.arithmetic import write_problem
 
@@ -139,6 +140,19 @@ def test_the_page_of_options_is_made_from_the_schema():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page(), "run: python docs/make_config.py"
+
+
+def test_the_page_of_collapse_lists_every_alert_with_its_limit():
+    section = (DOCS / "collapse.md").read_text().partition("## Alerts\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")]
+    limits = {f"`alerts.{name}`": str(value) for name, value in Alerts().model_dump().items() if name != "steps"}
+    assert {row[0]: row[2] for row in rows} == {**limits, "`no_update`": ""} and len(rows) == len(RULES)
+    for row in rows:
+        rule = RULES[row[0].strip("`").removeprefix("alerts.")]
+        named = set(re.findall(r"`((?:reward|policy|response|sparse)/\w+)`", row[1]))
+        assert named <= set(rule.needs)
+        for option in re.findall(r"`([a-z]+\.[a-z_]+)`", row[3]):
+            assert option in rule.remedy, f"{option} is not what the alert says: {rule.remedy}"
 
 
 def test_options_that_the_guides_name_exist():

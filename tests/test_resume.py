@@ -45,6 +45,7 @@ def same(left, right):
 def assert_same_run(left, right, steps):
     assert same(state_of(left, steps), state_of(right, steps))
     assert without_clock(metrics(left)) == without_clock(metrics(right))
+    assert (left / "xi.jsonl").read_bytes() == (right / "xi.jsonl").read_bytes()
     for step in range(1, steps + 1):
         name = f"rollouts/step-{step}.parquet"
         assert pq.read_table(left / name).equals(pq.read_table(right / name))
@@ -80,12 +81,14 @@ def test_a_killed_run_resumes_to_the_same_weights(world, tmp_path):
 
 
 def test_what_a_crash_left_does_no_harm(world, tmp_path):
-    """A torn line of metrics, rollouts after the checkpoint, half a checkpoint."""
+    """Torn lines, rollouts after the checkpoint, half a checkpoint."""
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     train(world, whole, *DENSE)
     train(world, crashed, *DENSE, "--steps", "1")
     with (crashed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 3.5}\n{"step": 3, "rew')
+    with (crashed / "xi.jsonl").open("a") as file:
+        file.write('{"step": 2, "counts": [3, 5]}\n{"step": 3, "cou')
     (crashed / "rollouts/step-2.parquet").write_bytes(b"PAR1")
     (crashed / "checkpoints/.step-7.partial/weights").mkdir(parents=True)
     train(world, crashed, *DENSE, "--resume")

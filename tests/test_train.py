@@ -188,7 +188,7 @@ def test_methods_are_compared_in_one_table(world, tmp_path, capsys):
     rewards = [value for row in cells for value in re.findall(r"[-\d.e+]+", " ".join(row[2:4]))]
     assert len(rewards) == 3 * 2 * 3 and max(map(float, rewards)) > 1 and "%" not in cells[0][2]  # these are no shares
     assert cells[0][6] == "0%" and cells[1][6] != "0%"  # tokens saved
-    assert {path.name for path in (tmp_path / "both").iterdir()} == {"dense", "sparse_rl"}
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {"dense", "sparse_rl", "report.html"}
 
 
 def test_output_in_a_file_is_plain_lines(world, tmp_path, capsys):

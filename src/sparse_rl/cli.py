@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(commands.add_parser("eval", help="score a model on benchmarks under several caches", allow_abbrev=False))
     _add_plan(commands.add_parser("plan", help="what fits on a GPU and what a step costs, computed", allow_abbrev=False))
     _add_recipes(commands.add_parser("recipes", help="what is shipped, with model, GPU and time", allow_abbrev=False))
+    _add_report(commands.add_parser("report", help="look at runs: curves, rollouts, what went wrong", allow_abbrev=False))
     _add_export(commands.add_parser("export", help="write a run's weights as a Hugging Face folder", allow_abbrev=False))
     _add_generate(commands.add_parser("generate", help="sample from a model and see what it costs", allow_abbrev=False))
     _add_bench(commands.add_parser("bench", help="measure this machine", allow_abbrev=False))
@@ -103,7 +104,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         "Sample benchmarks with the same seeds under several caches and compare: scores with 95 % intervals, lengths, memory. "
         "What is done stays in --out: run the same command again and it goes on."
     )
-    parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, or tiny")
+    parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, a GGUF file, smollm2-135m or tiny")
     parser.add_argument(
         "--benchmarks",
         required=True,
@@ -166,6 +167,19 @@ def _add_recipes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="whose values are shown, as TOML")
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=report, parser=parser)
+    parser.description = (
+        "Write one HTML file that needs no network from run folders: the outcome in words, alerts, every curve, rollouts token by "
+        "token and what the cache held. Runs that differ only in the seed are drawn as one line with a band."
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run, or one with runs in it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes [report.html in the first RUN]")
+    parser.add_argument("--serve", action="store_true", help="watch a live run in a browser, on this machine only")
+    parser.add_argument("--port", type=int, default=8642, metavar="N", help="of --serve; 0 is any that is free [8642]")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the main plots there as SVG and PNG")
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=export, parser=parser)
     parser.description = "Write the weights of a run as a folder that transformers and vLLM read."
@@ -181,7 +195,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a hub id, a folder, or tiny: the embedded model, which only adds two-digit numbers, as in 15:47+85=",
+        help="a hub id, a folder, a GGUF file, smollm2-135m, or tiny: the embedded model, which only adds two-digit numbers, as in 15:47+85=",
     )
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="+", help="text; rendered with the model's chat template if it has one"
@@ -346,6 +360,12 @@ def _named(what: str) -> dict[str, Any]:
     """The values of a recipe, or of a run of a model."""
     is_recipe = what in recipe_names() or what.endswith(".toml")
     return recipe(what) if is_recipe else {"model": {"path": what}}
+
+
+def report(args: argparse.Namespace) -> None:
+    from .report.command import command
+
+    command(args)
 
 
 def export(args: argparse.Namespace) -> None:

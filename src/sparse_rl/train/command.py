@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from ..plan.dimensions import HUB_SHAPES
 from ..plan.memory import gib
 from ..plan.recipe_table import duration, run_s, smallest_card
 from ..plan.roofline import step_time
+from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
 from .folder import RunFolder
 from .settings import Config
@@ -114,8 +116,12 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     console.print(closing_table(configs))
     for each in configs:
         console.print(
-            f"{each.method}: {escape(each.run_dir)} (metrics.jsonl, rollouts/, checkpoints/, model/)", soft_wrap=True
+            f"{each.method}: {escape(each.run_dir)} (report.html, metrics.jsonl, rollouts/, checkpoints/, model/)",
+            soft_wrap=True,
         )
+    if config.compare:
+        LiveReport(Path(config.run_dir), None, partial(console.print, markup=False)).write()
+        console.print(f"all of them: {escape(str(Path(config.run_dir) / 'report.html'))}", soft_wrap=True)
 
 
 def arm(config: Config, method: str) -> Config:
@@ -155,6 +161,9 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
             trainer.run(stop)
         except OutOfMemoryError as error:
             raise out_of_memory(config, trainer.plan if trainer else None) from error
+        finally:
+            if trainer and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
+                trainer.report.write()
         done = trainer.state.step >= config.steps
         if not done:
             view.note(f"Stopped at step {trainer.state.step}; continue with {again}.")

@@ -1,4 +1,4 @@
-"""A run is a folder: config.toml, metrics.jsonl, rollouts/, checkpoints/, model/."""
+"""A run is a folder: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from ..config import to_toml
 from ..errors import UserError
 from .settings import Config
 
-MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward")
+MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts")
 """What a resumed run may have otherwise than the run it continues."""
 
 
@@ -21,6 +21,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
+        self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
@@ -99,9 +100,10 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop what was written after the checkpoint that a run continues from, and what was left half-written."""
         with self.writing():
-            if self.metrics.exists():
-                kept = [row for row in self.read_metrics() if row["step"] <= step]
-                write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+            for lines in (self.metrics, self.xi):
+                if lines.exists():
+                    kept = [row for row in _read_lines(lines) if row["step"] <= step]
+                    write_whole(lines, "".join(json.dumps(row) + "\n" for row in kept))
             for file in self.rollouts.glob("step-*.parquet"):
                 if int(file.stem.removeprefix("step-")) > step:
                     file.unlink()
@@ -109,12 +111,18 @@ class RunFolder:
                 shutil.rmtree(partial)
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        with self.writing(), self.metrics.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._append(self.metrics, {"step": step, **metrics})
+
+    def append_xi(self, step: int, counts: list[int]) -> None:
+        """The histogram of xi, see `xi.py`."""
+        self._append(self.xi, {"step": step, "counts": counts})
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        with self.writing(), path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """All whole lines: the last of a killed run may be torn."""
-        return [json.loads(line) for line in self.metrics.read_text().splitlines() if _is_json(line)]
+        return _read_lines(self.metrics) if self.metrics.exists() else []
 
 
 def _empty(folder: Path) -> None:
@@ -135,6 +143,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines: the last of a killed run may be torn."""
+    return [json.loads(line) for line in path.read_text().splitlines() if _is_json(line)]
 
 
 def _is_json(line: str) -> bool:

@@ -29,11 +29,13 @@ from ..models.actor import Actor
 from ..models.export import write_model
 from ..models.load import load_model, load_tokenizer
 from ..plan.command import compact
+from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
 from ..rewards.settings import TASK_REWARDS
+from ..rewards.several import refuse_without_answers
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
-from . import checkpoint, rollout_log
+from . import checkpoint, rollout_log, xi
 from .folder import RunFolder
 from .groups import Dealer, Drawn, Group, Sample
 from .loggers import Logger
@@ -74,6 +76,7 @@ def load_all(config: Config) -> Given:
     settings = config.model
     tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
     loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
+    refuse_without_answers(config.data.train, loaded.examples[0], config.reward.function_for(config.data.train))
     prompts = [encode(tokenizer, example, config.data.template, config.data.raw) for example in loaded.examples]
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
@@ -99,6 +102,7 @@ class Trainer:
         if given.note:
             view.note(given.note)
         self.tokenizer = given.tokenizer
+        self.report = LiveReport(folder.path, self.tokenizer, view.warn)
         device = given.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -125,6 +129,8 @@ class Trainer:
                 )
             view.note(f"Continuing after step {self.state.step}.")
         folder.forget_after(self.state.step if last else -1)
+        if last is not None:
+            view.recall(folder.read_metrics())
 
     # The run
 
@@ -201,6 +207,8 @@ class Trainer:
                 rollouts=config.log.rollouts_per_step,
                 traces=config.log.traces_per_step,
             )
+        sampled = torch.cat([rollout.logprobs for rollout in rollouts]).to(old[0].device)
+        self.folder.append_xi(self.state.step, xi.count(torch.cat(old) - sampled))
         memory = peak_metrics(self.plan, device)
         if self.plan is not None and not self.compared:
             self.compared = True
@@ -403,6 +411,7 @@ class Trainer:
         for logger in self.loggers:
             logger.log(self.state.step, finite)
         self.view.step(self.state.step, metrics)
+        self.report.refresh()
 
     def _save(self, metrics: dict[str, float]) -> None:
         best = self.config.checkpoint.best

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ..alerts import Alerts
 from ..data.settings import Data
 from ..errors import UserError
 from ..kv.settings import KV
@@ -143,6 +144,7 @@ class Config(Section):
     eval: Eval = Field(default_factory=Eval)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     log: Log = Field(default_factory=Log)
+    alerts: Alerts = Field(default_factory=Alerts)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":

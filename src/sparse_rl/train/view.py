@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -11,6 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ..alerts import Alert, Row, Watch
+from ..rollout.console import printable
 from ..rollout.stats import Progress
 from .settings import Config
 
@@ -38,6 +40,16 @@ def score(mean: float, low: float | None, high: float | None) -> str:
     return form.format(mean, low, high)
 
 
+def summary(alerts: Sequence[Alert]) -> list[str]:
+    """Those of a whole run in a few lines: one a name, with when it held and what was seen last."""
+    lines = ["Alerts of the run:"] if alerts else []
+    for name in dict.fromkeys(alert.name for alert in alerts):
+        told = [alert for alert in alerts if alert.name == name]
+        spans = [f"{each.step} to {each.ended - 1}" if each.ended else f"{each.step} on" for each in told]
+        lines.append(f"  {name}, step {', '.join(spans)}: {told[-1].sentence}.")
+    return lines
+
+
 class View:
     def __init__(self, config: Config, console: Console):
         self.config, self.console = config, console
@@ -47,6 +59,7 @@ class View:
         self.done = 0
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.drawn_at = 0.0
+        self.watch = Watch(config.alerts)
 
     def __enter__(self) -> "View":
         if self.live:
@@ -60,10 +73,19 @@ class View:
             self.live.transient = False
             self._draw(force=True)
             self.live.stop()
+        for line in summary(self.watch.alerts):
+            self.note(line)
 
     def resume_at(self, step: int) -> None:
         self.first_step = self.done = step
         self.started = time.monotonic()
+
+    def recall(self, rows: Sequence[Row]) -> None:
+        """What a resumed run has behind it: alerts that hold are told again, for this may be another terminal."""
+        for row in rows:
+            self.watch.see(row)
+        for alert in self.watch.holding:
+            self._alert(alert)
 
     # What happens
 
@@ -102,14 +124,23 @@ class View:
             self.console.print(
                 f"step {step}/{self.config.steps}  {named}  left {self._left()}", highlight=False, soft_wrap=True
             )
+        for alert in self.watch.see({**metrics, "step": step}):
+            self._alert(alert)
 
     def note(self, text: str) -> None:
-        (self.live.console if self.live else self.console).print(Text(text), soft_wrap=True)
+        self._print(text)
 
     def warn(self, text: str) -> None:
-        (self.live.console if self.live else self.console).print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+        self._print(f"warning: {text}", "yellow")
+
+    def _alert(self, alert: Alert) -> None:
+        self._print(f"alert, step {alert.step}: {alert.sentence}. Try {alert.remedy}.", "bold yellow")
 
     # How it looks
+
+    def _print(self, text: str, style: str = "") -> None:
+        """Above the table, where there is one. A reward's or a model's text may be in it, which is neither markup nor a command."""
+        self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _say(self, text: str) -> None:
         self.now = text
@@ -121,14 +152,17 @@ class View:
             self.live.update(self._picture(), refresh=True)
 
     def _picture(self) -> RenderableType:
-        title = Text(f"{self.config.method} in {self.config.run_dir}")
+        title = Text(printable(f"{self.config.method} in {self.config.run_dir}"))
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in ("step", *(name for name, _, _ in COLUMNS)):
             table.add_column(name, justify="right")
         for row in self.rows:
             table.add_row(*row)
         line = "  ".join(part for part in (self.now, f"left {self._left()}" if self.rows else "") if part)
-        return Group(table, Text(line, style="dim"))
+        held = ", ".join(f"{alert.name} since step {alert.step}" for alert in self.watch.holding)
+        return Group(
+            table, *([Text(f"alerts: {held}", style="bold yellow")] if held else []), Text(printable(line), style="dim")
+        )
 
     def _left(self) -> str:
         done = self.done - self.first_step

@@ -1,0 +1,269 @@
+"""Alerts: which numbers of a run ask for a person, since when, and what to try.
+
+They are computed from the rows of metrics.jsonl and stored nowhere, so a run that was resumed, or is looked at a year later,
+has the same ones. Knows rows of numbers and nothing of training; imports no torch.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from .settings import Section
+
+Share = Annotated[float, Field(ge=0, le=1)] | Literal["none"]
+Row = Mapping[str, float]
+
+
+class Alerts(Section):
+    """When a run asks for you: limits on its metrics, of which none turns the alert off."""
+
+    section: ClassVar[str] = "alerts"
+
+    steps: int = Field(
+        3, ge=1, description="Steps in a row beyond a limit before its alert begins, and within it before it ends."
+    )
+    reward: Share = Field(0.5, description="reward/mean below its best by more than this share of it and more than chance.")
+    entropy: Share = Field(0.1, description="policy/entropy below this share of what it was at the first step.")
+    repetition: Share = Field(0.1, description="response/repetition above this.")
+    truncated: Share = Field(
+        0.2,
+        description="response/truncated above the first step's by more than this, with reward/mean below the first step's.",
+    )
+    xi_p05: Share = Field(0.86, description="sparse/xi_p05 below this (arXiv 2606.08446).")
+    rejected: Share = Field(0.4, description="sparse/rejection_rate or sparse/wasted_tokens above this.")
+    zero_std_groups: Share = Field(0.9, description="reward/zero_std_groups above this.")
+    no_verdict: Share = Field(0.1, description="Rollouts without a verdict (None, timeout or error) / rollouts above this.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_a_word(cls, value: Any) -> Any:
+        """TOML has no null: what is turned off must come back from config.toml."""
+        return "none" if value is None or value in ("null", "None") else value
+
+
+@dataclass(frozen=True)
+class Alert:
+    step: int
+    """At which it began."""
+    name: str
+    """The option that holds its limit, where it has one."""
+    sentence: str
+    """What was seen, with the number and the limit."""
+    remedy: str
+    """What to try."""
+    ended: int | None = None
+    """The step at which it was gone; None where it still held at the last row."""
+
+
+def check(rows: Sequence[Row], settings: Alerts) -> list[Alert]:
+    """All alerts of a run, in the order they began."""
+    watch = Watch(settings)
+    for row in rows:
+        watch.see(row)
+    return watch.alerts
+
+
+@dataclass
+class Past:
+    """What a step is compared with."""
+
+    recent: deque[float]
+    """The latest rewards."""
+    best: float = -math.inf
+    """The first reward, or the highest mean of as many."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Of every metric, the first value."""
+
+    def add(self, now: Row) -> None:
+        self.first = {**now, **self.first}
+        if "reward/mean" in now:
+            self.recent.append(now["reward/mean"])
+            if self.best == -math.inf or len(self.recent) == self.recent.maxlen:
+                self.best = max(self.best, sum(self.recent) / len(self.recent))
+
+
+class Watch:
+    """Sees a run row by row. A value that is missing or no finite number says nothing, neither for an alert nor against it."""
+
+    def __init__(self, settings: Alerts):
+        self.settings = settings
+        self.alerts: list[Alert] = []
+        """All that began, in order."""
+        self._past = Past(deque(maxlen=settings.steps))
+        self._open: dict[str, int] = {}  # name of what holds: its place in `alerts`
+        self._against = dict.fromkeys(RULES, 0)  # steps in a row that say otherwise than what holds now
+
+    @property
+    def holding(self) -> list[Alert]:
+        return [alert for alert in self.alerts if alert.ended is None]
+
+    def see(self, row: Row) -> list[Alert]:
+        """The alerts that begin with this row."""
+        now = {key: value for key, value in row.items() if isinstance(value, int | float) and abs(value) < 1e300}
+        if "step" not in now:
+            return []
+        self._past.add(now)
+        began = len(self.alerts)
+        for name, rule in RULES.items():
+            limit = getattr(self.settings, name, 0.0)
+            if limit == "none" or not now.keys() >= set(rule.needs):
+                continue
+            sentence = rule.judge(now, self._past, limit)
+            self._against[name] = self._against[name] + 1 if (sentence is None) == (name in self._open) else 0
+            if self._against[name] < self.settings.steps:
+                continue
+            self._against[name] = 0
+            if sentence is None:
+                place = self._open.pop(name)
+                self.alerts[place] = replace(self.alerts[place], ended=int(now["step"]))
+            else:
+                self._open[name] = len(self.alerts)
+                self.alerts.append(Alert(int(now["step"]), name, sentence, rule.remedy))
+        return self.alerts[began:]
+
+
+# What is judged: (this step, those before, limit) -> a sentence where the limit is passed
+
+
+def _rollouts(now: Row) -> int:
+    """Of a step: its tokens / their mean number."""
+    tokens = now["perf/rollout_tokens_per_s"] * now["perf/rollout_s"]
+    return max(1, round(tokens / max(now["response/mean_tokens"], 1)))
+
+
+def _reward(now: Row, past: Past, limit: float) -> str | None:
+    """A fall counts from three standard errors of a step's mean on: rewards may be of any scale, and their mean near 0."""
+    value, best = now["reward/mean"], past.best
+    chance = 3 * past.first["reward/std"] / math.sqrt(_rollouts(now))
+    if best - value <= max(limit * abs(best), chance):
+        return None
+    return f"reward/mean is {value:.3g}, and was {best:.3g} at its best (limit {limit:.0%} less)"
+
+
+def _entropy(now: Row, past: Past, limit: float) -> str | None:
+    value, start = now["policy/entropy"], past.first["policy/entropy"]
+    if value >= limit * start:
+        return None
+    return f"policy/entropy is {value:.2g}, {value / start:.0%} of its first {start:.2g} (limit {limit:.0%}): answers become all alike"
+
+
+def _repetition(now: Row, past: Past, limit: float) -> str | None:
+    value = now["response/repetition"]
+    if value <= limit:
+        return None
+    return f"response/repetition is {value:.0%} (limit {limit:.0%}): rollouts that only repeat themselves"
+
+
+def _truncated(now: Row, past: Past, limit: float) -> str | None:
+    cut, reward, first = "response/truncated", "reward/mean", past.first
+    if now[cut] - first[cut] <= limit or now[reward] >= first[reward]:
+        return None
+    return (
+        f"{cut} rose from {first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more) while {reward} fell from "
+        f"{first[reward]:.3g} to {now[reward]:.3g}: loops or noise"
+    )
+
+
+def _xi_p05(now: Row, past: Past, limit: float) -> str | None:
+    value = now["sparse/xi_p05"]
+    if value >= limit:
+        return None
+    return (
+        f"sparse/xi_p05 is {value:.2f}, at first {past.first['sparse/xi_p05']:.2f} (limit {limit:g}): to the dense model one token "
+        "in twenty is at most so many times as likely as to the sampler"
+    )
+
+
+def _rejected(now: Row, past: Past, limit: float) -> str | None:
+    rate, wasted = now["sparse/rejection_rate"], now["sparse/wasted_tokens"]
+    if max(rate, wasted) <= limit:
+        return None
+    return f"sparse/rejection_rate is {rate:.0%} and sparse/wasted_tokens {wasted:.0%} (limit {limit:.0%}): sampled in vain"
+
+
+def _zero_std_groups(now: Row, past: Past, limit: float) -> str | None:
+    value = now["reward/zero_std_groups"]
+    if value <= limit:
+        return None
+    return f"reward/zero_std_groups is {value:.0%} (limit {limit:.0%}): groups whose rewards are all equal teach nothing"
+
+
+def _no_verdict(now: Row, past: Past, limit: float) -> str | None:
+    counts = [now[f"reward/{name}"] for name in ("no_verdict", "timeouts", "errors")]
+    rollouts = _rollouts(now)
+    if sum(counts) <= limit * rollouts:
+        return None
+    none, timeouts, errors = counts
+    return (
+        f"{sum(counts):.0f} of {rollouts} rollouts got no verdict (limit {limit:.0%}): {none:.0f} None, {timeouts:.0f} timeouts, "
+        f"{errors:.0f} errors"
+    )
+
+
+def _no_update(now: Row, past: Past, limit: float) -> str | None:
+    if "policy/loss" in now or not now["policy/skipped_updates"] or now["reward/zero_std_groups"] == 1:
+        return None
+    return "nothing is learned although rewards differ: every sequence with a signal is rejected, or loss and gradient are not finite"
+
+
+@dataclass(frozen=True)
+class Rule:
+    needs: tuple[str, ...]
+    """The metrics it reads."""
+    judge: Callable[[Row, Past, float], str | None]
+    remedy: str
+
+
+COUNTED = ("response/mean_tokens", "perf/rollout_s", "perf/rollout_tokens_per_s")
+"""What the number of rollouts follows from."""
+
+RULES = {
+    "reward": Rule(
+        ("reward/mean", "reward/std", *COUNTED),
+        _reward,
+        "the best checkpoint with a lower optimizer.lr; a larger kv.budget where the mismatch grew; read rollouts first",
+    ),
+    "entropy": Rule(
+        ("policy/entropy",),
+        _entropy,
+        "a lower optimizer.lr, a wider upper clip (loss.clip_high 0.28), a small loss.entropy_coef or loss.kl_coef",
+    ),
+    "repetition": Rule(
+        ("response/repetition",), _repetition, "read them; kv.sinks at 4 and a larger kv.budget, a lower optimizer.lr"
+    ),
+    "truncated": Rule(
+        ("response/truncated", "reward/mean"),
+        _truncated,
+        "an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef; read rollouts first",
+    ),
+    "xi_p05": Rule(
+        ("sparse/xi_p05",),
+        _xi_p05,
+        "a larger kv.budget before any correction; if eval pass@1 and pass@1_sparse stay close, a lower alerts.xi_p05",
+    ),
+    "rejected": Rule(
+        ("sparse/rejection_rate", "sparse/wasted_tokens"),
+        _rejected,
+        "a larger kv.budget, another kv.policy, or correction.preset tis, which rejects none",
+    ),
+    "zero_std_groups": Rule(
+        ("reward/zero_std_groups",),
+        _zero_std_groups,
+        "easier or harder problems, partial credit in the reward, more rollout.samples_per_prompt, loss.name dapo",
+    ),
+    "no_verdict": Rule(
+        ("reward/no_verdict", "reward/timeouts", "reward/errors", *COUNTED),
+        _no_verdict,
+        "reward.log says why; mend the reward, or a longer reward.timeout_s and more reward.workers",
+    ),
+    "no_update": Rule(
+        ("policy/skipped_updates", "reward/zero_std_groups", "reward/mean"),
+        _no_update,
+        "where all are rejected a larger kv.budget; else a lower optimizer.lr, or float32",
+    ),
+}
+"""By the option that holds the limit; `no_update` has none."""

@@ -1,0 +1,47 @@
+"""`sparse-rl report`: a page from run folders, once or while they grow, and pictures for papers."""
+
+import argparse
+from pathlib import Path
+
+from ..errors import UserError
+from . import page
+from .document import Source
+from .text import printable
+
+SERVED_BYTES = 2**30
+"""Compressed bytes of rollouts that a server keeps at hand: nobody has to download them all."""
+
+
+def command(args: argparse.Namespace) -> None:
+    source = Source(args.runs)
+    if args.figures:
+        from .figures import write_figures
+
+        for file in write_figures(source, args.figures):
+            print(printable(str(file)))
+    if args.serve:
+        if args.out:
+            raise UserError("--serve shows the page and writes none: leave --out or --serve out.")
+        from .serve import serve
+
+        serve(Source(args.runs, budget_bytes=SERVED_BYTES), args.port)
+    elif args.out or not args.figures:
+        file = args.out or default_file(args.runs)
+        document = page.write(source, file)
+        for line in told(document):
+            print(line)
+        print(f"The report is in {printable(str(file))} ({file.stat().st_size / 2**20:.1f} MiB): open it in a browser.")
+
+
+def default_file(runs: list[Path]) -> Path:
+    """In the folder that was named first."""
+    return runs[0] / page.FILE
+
+
+def told(document: dict) -> list[str]:
+    """The headline for a terminal: every run in a line or two, and what is missing."""
+    lines = [*document["notes"]]
+    for run in document["runs"]:
+        lines.append(f"{run['name']}: {run['sentences'][0]}")
+        lines += [f"  {note}" for note in run["notes"]]
+    return [printable(line, 2000) for line in lines]

@@ -1,0 +1,149 @@
+"""What the page knows, as plain values: everything a browser shows is computed or copied here, nothing is read later."""
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..alerts import Alerts, check
+from ..train.xi import BINS, HIGH, LOW
+from . import pieces
+from .glossary import placed
+from .rollouts import BUDGET_BYTES, Chunk, Packer
+from .runs import Run, find, grouped, names, read
+from .text import printable
+from .verdict import LABELS, apart, scores, verdict
+
+PHASES = [
+    ("prefill", "perf/prefill_s"),
+    ("decode", "perf/decode_s"),
+    ("compaction", "perf/compaction_s"),
+    ("grading", "perf/grade_s"),
+    ("old log-probs", "perf/old_logprobs_s"),
+    ("updates", "perf/update_s"),
+]
+"""Of a step, in the order they happen; what is left of `perf/step_s` is the host's."""
+MOST_NAMED = 6
+"""Runs in the first line."""
+LONGEST_VALUE = 400
+"""Characters of one value of a configuration."""
+
+
+class Source:
+    """Run folders that may be read again and again: what has not changed is not packed twice."""
+
+    def __init__(self, paths: Sequence[Path], pieces: "pieces.Pieces | None" = None, budget_bytes: int = BUDGET_BYTES):
+        self.paths, self.given, self.budget_bytes = list(paths), pieces, budget_bytes
+        self._packers: dict[Path, Packer] = {}
+
+    def runs(self) -> tuple[list[Run], list[str]]:
+        paths, notes = find(self.paths)
+        return [read(path, name) for path, name in zip(paths, names(paths), strict=True)], notes
+
+    def packer(self, run: Run) -> Packer:
+        if run.path not in self._packers:
+            model = run.config.get("model.path")
+            found = self.given or pieces.find(run.path, model if isinstance(model, str) else None)
+            self._packers[run.path] = Packer(found, run.veto)
+        packer = self._packers[run.path]
+        if packer.pieces is None and run.rollout_files:
+            run.notes.append("The tokenizer is not on this disk: rollouts are shown as token numbers above their whole text.")
+        return packer
+
+    def document(self, *, live: bool = False) -> tuple[dict[str, Any], list[dict[int, Chunk]]]:
+        """(what the page shows, the chunks of each run by step)"""
+        runs, notes = self.runs()
+        chunks: list[dict[int, Chunk]] = []
+        for run in runs:
+            taken, left_out = self.packer(run).all(run.rollout_files, self.budget_bytes // len(runs))
+            run.notes += left_out
+            chunks.append(taken)
+        groups = grouped(runs)
+        keys = {key for run in runs for row in run.rows for key in row} - {"step"}
+        document = {
+            "version": __version__,
+            "made": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "live": live,
+            "title": ", ".join(name for name, _ in groups),
+            "notes": notes,
+            "summary": summary(runs),
+            "sections": [{"title": title, "metrics": rows} for title, rows in placed(map(shown_key, keys))],
+            "groups": [{"name": name, "runs": places} for name, places in groups],
+            "runs": [_run(run, taken) for run, taken in zip(runs, chunks, strict=True)],
+            "differs": differing(runs),
+            "phases": PHASES,
+            "xi_bins": {"low": LOW, "high": HIGH, "bins": BINS},
+        }
+        return document, chunks
+
+
+def _run(run: Run, chunks: dict[int, Chunk]) -> dict[str, Any]:
+    judged = verdict(run)
+    keys = sorted({key for row in run.rows for key in row} - {"step"})
+    return {
+        "name": run.name,
+        "path": printable(str(run.path)),
+        "method": printable(run.method, 40),
+        "seed": run.seed if isinstance(run.seed, int) else None,
+        "planned": run.planned_steps,
+        "last": run.last_step,
+        "notes": run.notes,
+        "state": judged.state,
+        "label": judged.label,
+        "sentences": judged.sentences,
+        "alerts": alerts(run),
+        "steps": [int(row["step"]) for row in run.rows],
+        "columns": {shown_key(key): [_short(row.get(key)) for row in run.rows] for key in keys},
+        "scores": [
+            {
+                "key": shown_key(key),
+                "before": str(found[0]),
+                "after": str(found[-1]) if len(found) > 1 else "",
+                "best": str(max(found, key=lambda score: score.mean)),
+                "steps": [found[0].step, found[-1].step, max(found, key=lambda score: score.mean).step],
+                "apart": apart(found[0], found[-1]),
+            }
+            for key, found in scores(run).items()
+        ],
+        "xi": {"steps": [step for step, _ in run.xi], "counts": [counts for _, counts in run.xi]},
+        "veto": run.veto,
+        "config": {printable(key, 80): printable(_text(value), LONGEST_VALUE) for key, value in run.config.items()},
+        "rollouts": [[step, chunk.rollouts, chunk.rejected, chunk.traced] for step, chunk in chunks.items()],
+    }
+
+
+def shown_key(key: str) -> str:
+    return printable(key, 120)
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits are more than a curve shows."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _text(value: Any) -> str:
+    return ("false", "true")[value] if isinstance(value, bool) else str(value)
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """All runs in a few words, those that went wrong first, each with its most telling sign."""
+    order = list(LABELS.values())
+    judged = sorted(((run.name, verdict(run)) for run in runs), key=lambda pair: order.index(pair[1].label))
+    said = [f"{name}: {', '.join([each.label, *each.signs[:1]])}." for name, each in judged]
+    more = f" And {len(said) - MOST_NAMED} more runs below." if len(said) > MOST_NAMED else ""
+    return " ".join(said[:MOST_NAMED]) + more
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Options that not all runs have alike; those without a configuration do not count."""
+    known = [run.config for run in runs if run.config]
+    keys = dict.fromkeys(key for config in known for key in config)
+    return [printable(key, 80) for key in keys if len({str(config.get(key)) for config in known}) > 1]
+
+
+def alerts(run: Run) -> list[dict[str, Any]]:
+    return [
+        {"step": each.step, "ended": each.ended, "name": each.name, "sentence": each.sentence, "remedy": each.remedy}
+        for each in check(run.rows, run.settings.alerts if run.settings else Alerts())
+    ]

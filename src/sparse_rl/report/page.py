@@ -1,0 +1,88 @@
+"""One HTML file that needs nothing else: the data, the charts and the looks are in it, and it may not use the network."""
+
+import base64
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .document import Source
+from .rollouts import Chunk
+from .text import script_json
+
+SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "curves.js", "tables.js", "inspector.js", "app.js")
+STYLES = ("uPlot.min.css", "style.css")
+FILE = "report.html"
+
+
+def write(source: Source, file: Path) -> dict[str, Any]:
+    """The page in `file`, whole or not at all; what it shows is returned."""
+    document, chunks = source.document()
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.write_bytes(html(document, chunks))
+        os.replace(partial, file)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise UserError(
+            f"The report {file} cannot be written ({error.strerror or error}): name another place with --out."
+        ) from error
+    return document
+
+
+def html(document: dict[str, Any], chunks: Sequence[dict[int, Chunk]] = ()) -> bytes:
+    """The page with the rollouts in it; without `chunks` it asks its server for them."""
+    script = "\n".join(map(_asset, SCRIPTS))
+    values = {
+        "policy": policy(script, live=document["live"]),
+        "title": escape(f"{document['title']} · sparse-rl"),
+        "style": "\n".join(map(_asset, STYLES)),
+        "uplot": uplot_version(),
+        "data": script_json(document),
+        "rollouts": "\n".join(_blocks(chunks)),
+        "script": script,
+    }
+    parts = re.split(r"\{\{(\w+)\}\}", _asset("page.html"))  # texts and names in turn: a value is never looked into
+    filled = (values[part] if place % 2 else part for place, part in enumerate(parts))
+    return "".join(filled).encode("utf-8", "replace")
+
+
+def policy(script: str, *, live: bool) -> str:
+    """Only our own script runs, known by its hash, and nothing is loaded from anywhere; a live page asks its own server."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = [
+        "default-src 'none'",
+        f"script-src 'sha256-{digest}'",
+        "style-src 'unsafe-inline'",  # uPlot and ours set widths and colours of elements
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        *(["connect-src 'self'"] if live else []),
+    ]
+    return "; ".join(rules)
+
+
+def _blocks(chunks: Sequence[dict[int, Chunk]]) -> Iterable[str]:
+    """Base64 of gzip has no character that means anything in HTML."""
+    for place, by_step in enumerate(chunks):
+        for step, chunk in by_step.items():
+            packed = base64.b64encode(chunk.data).decode()
+            yield f'<script type="application/gzip" id="rollouts-{place}-{step}">{packed}</script>'
+
+
+def uplot_version() -> str:
+    found = re.search(r"\(v([\d.]+)\)", _asset("uPlot.iife.min.js")[:200])
+    return found[1] if found else ""
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return (files(__package__) / "static" / name).read_text(encoding="utf-8")

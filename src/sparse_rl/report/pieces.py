@@ -1,0 +1,89 @@
+"""What each token id says, one by one: a tokenizer's own `decode` joins and trims, and halves of a character become `�`."""
+
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Piece = str | list[int]
+"""Text, or bytes that are only part of a character."""
+
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Pieces:
+    """The texts of one `tokenizers.Tokenizer`."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        decoder = tokenizer.decoder
+        state = decoder.__getstate__() if decoder is not None else b""  # the decoder as JSON, without the vocabulary
+        self.byte_level = b"ByteLevel" in state
+        self.metaspace = b"Metaspace" in state or "\u2581".encode() in state or b"\\u2581" in state
+        self._known: dict[int, Piece] = {}
+
+    def of(self, ids: Iterable[int]) -> list[Piece]:
+        return [self._known[token] if token in self._known else self._learn(token) for token in ids]
+
+    def _learn(self, token: int) -> Piece:
+        text = self.tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+        self._known[token] = piece = f"⟨{token}⟩" if text is None else self._piece(text)
+        return piece
+
+    def _piece(self, text: str) -> Piece:
+        if byte := BYTE.fullmatch(text):
+            return _readable(bytes([int(byte[1], 16)]))
+        if self.byte_level:
+            codes = [byte_alphabet().get(character) for character in text]
+            if None not in codes:
+                return _readable(bytes(code for code in codes if code is not None))
+        return text.replace("\u2581", " ") if self.metaspace else text
+
+
+def _readable(data: bytes) -> Piece:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(data)
+
+
+@functools.cache
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's: every byte as a character that can be seen."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(code): code for code in seen}
+    hidden = [code for code in range(256) if code not in seen]
+    return alphabet | {chr(256 + place): code for place, code in enumerate(hidden)}
+
+
+def find(run: Path, model: str | None) -> Pieces | None:
+    """From the run's own model folder or the one it was trained from, if that is on disk: nothing is downloaded."""
+    for file in _candidates(run, model):
+        try:
+            from tokenizers import Tokenizer
+
+            return Pieces(Tokenizer.from_file(str(file)))
+        except Exception:  # tokenizers raises bare Exceptions; the next file may do
+            continue
+    return None
+
+
+def _candidates(run: Path, model: str | None) -> list[Path]:
+    files = [run / "model" / "tokenizer.json"]
+    if model == "tiny":
+        files.append(Path(__file__).parents[1] / "models" / "tiny" / "tokenizer.json")
+    elif model:
+        files.append(Path(model) / "tokenizer.json")
+        files += _on_disk_from_hub(model)
+    return [file for file in files if file.is_file()]
+
+
+def _on_disk_from_hub(model: str) -> list[Path]:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, "tokenizer.json")
+    except ValueError:  # a path, not the name of a model
+        return []
+    return [Path(found)] if isinstance(found, str) else []

@@ -1,0 +1,229 @@
+"""Stored rollouts, packed for a browser: one compressed chunk a step, opened when somebody asks for it.
+
+A chunk is gzip over: the length of its header (4 bytes, little endian), the header as JSON, then arrays. The header names, for
+each rollout, where its arrays lie: [type, first byte after the header, number of items].
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import first_line
+from .pieces import Pieces
+from .text import printable
+
+PER_NAT = 1000
+"""Log-probs are kept to a thousandth, in two bytes."""
+UNKNOWN = -(2**15)
+"""A log-prob that was not stored or is not a number."""
+LONGEST_TEXT = 20_000
+"""Characters of a prompt, an answer or a token that a page takes up; what is cut is said."""
+LEVEL = 4
+"""Of gzip: the next ones save a fiftieth of the bytes and take twice the time."""
+BUDGET_BYTES = 48 * 2**20
+"""Compressed bytes of rollouts in one page; steps spread over the run are kept, the rest stays in the run folder."""
+
+
+class Chunk(NamedTuple):
+    data: bytes
+    rollouts: int
+    rejected: int
+    traced: int
+    note: str = ""
+    """Why there is nothing in it."""
+
+
+class Packer:
+    """Packs the files of one run, each once: a page that is made again takes what has not changed from here."""
+
+    def __init__(self, pieces: Pieces | None, veto: float):
+        self.pieces, self.veto = pieces, veto
+        self._packed: dict[Path, tuple[tuple[int, int], Chunk]] = {}
+
+    def chunk(self, file: Path) -> Chunk:
+        try:
+            status = file.stat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if file not in self._packed or self._packed[file][0] != stamp:
+                self._packed[file] = stamp, pack(file, self.pieces, self.veto)
+            return self._packed[file][1]
+        except Exception as error:  # of pyarrow, or a column of another version: this file is left out, the others stay
+            return Chunk(b"", 0, 0, 0, f"{file.name} cannot be read ({printable(first_line(error), 120)})")
+
+    def all(self, files: dict[int, Path], budget_bytes: int = BUDGET_BYTES) -> tuple[dict[int, Chunk], list[str]]:
+        """(chunks by step, what was left out). Where not all fit, those that do are spread over the run."""
+        taken: dict[int, Chunk] = {}
+        bad: list[str] = []
+        room = budget_bytes
+        steps = list(files)
+        for place, step in enumerate(spread(steps)):
+            chunk = self.chunk(files[step])
+            if chunk.note:
+                bad.append(chunk.note)
+                continue
+            room -= len(chunk.data)
+            if room < 0 and taken:
+                left = len(steps) - place
+                bad.append(
+                    f"{left} of {len(steps)} steps of rollouts are left out to keep the page small: read them with --serve"
+                )
+                break
+            taken[step] = chunk
+        there = set(files.values())
+        self._packed = {file: packed for file, packed in self._packed.items() if file in there}
+        return dict(sorted(taken.items())), [f"{note}." for note in sorted(bad)[:5]]
+
+
+def spread(steps: Sequence[int]) -> Iterable[int]:
+    """The last, the first, and then always the middle of the widest gap."""
+    if len(steps) < 3:
+        return reversed(steps)
+    gaps = [(0, len(steps) - 1)]
+    order = [len(steps) - 1, 0]
+    for low, high in gaps:  # grows while it is walked: breadth first
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return (steps[place] for place in order)
+
+
+# One file
+
+
+def pack(file: Path, pieces: Pieces | None, veto: float) -> Chunk:
+    rows = read_rows(file)
+    arrays = _Arrays()
+    tokens = [np.concatenate([row["prompt_tokens"], row["tokens"]]) for row in rows]
+    used, places = np.unique(np.concatenate([*tokens, np.zeros(0, np.int64)]), return_inverse=True)
+    kind = np.uint16 if len(used) < 2**16 else np.uint32
+    ends = np.cumsum([len(each) for each in tokens], dtype=np.int64)
+    split = np.split(places, ends[:-1]) if rows else []
+    prompts: dict[bytes, int] = {}
+    entries: list[dict[str, Any]] = []
+    for row, indices in zip(rows, split, strict=True):
+        log_xi = row["dense_logprobs"] - row["sampler_logprobs"]
+        entry = {key: row[key] for key in ("reward", "advantage", "rejected", "finish", "answer")}
+        entry |= {
+            "prompt": prompts.setdefault(row["prompt_tokens"].tobytes(), len(prompts)),
+            "start": _cut(row["prompt"], 200),
+            "prompt_tokens": len(row["prompt_tokens"]),
+            "cause": cause(log_xi, veto) if row["rejected"] else None,
+            "lowest": float(np.exp(np.nanmin(log_xi))) if np.isfinite(log_xi).any() else None,
+            "tokens": arrays.add(indices.astype(kind)),
+            "log_xi": arrays.add(_fixed(log_xi)),
+            "sampler": arrays.add(_fixed(row["sampler_logprobs"])),
+            "text": None if pieces else _cut(row["text"], LONGEST_TEXT),
+            **_trace(row, arrays),
+        }
+        entries.append(entry)
+    header = {
+        "ids": used.tolist(),
+        "pieces": [_cut_piece(piece) for piece in pieces.of(used.tolist())] if pieces else None,
+        "rollouts": entries,
+    }
+    head = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    data = gzip.compress(len(head).to_bytes(4, "little") + head + b"".join(arrays.parts), compresslevel=LEVEL, mtime=0)
+    traced = sum("evicted" in entry for entry in entries)
+    return Chunk(data, len(rows), sum(bool(row["rejected"]) for row in rows), traced)
+
+
+def cause(log_xi: np.ndarray, veto: float) -> int | None:
+    """The token that rejected the rollout: the smallest ratio, if it lies below the veto."""
+    if veto <= 0 or not np.isfinite(log_xi).any():
+        return None
+    place = int(np.nanargmin(log_xi))
+    return place if log_xi[place] < math.log(veto) else None
+
+
+def _trace(row: dict[str, Any], arrays: "_Arrays") -> dict[str, Any]:
+    """Eviction times as places in a short list of times: they happen only at compactions."""
+    evicted, shape = row["evicted_at"], row["evicted_at_shape"]
+    tokens = len(row["prompt_tokens"]) + len(row["tokens"])
+    if evicted is None or shape is None or len(shape) != 3 or int(np.prod(shape)) != len(evicted) or shape[2] != tokens:
+        return {}
+    places = np.where(
+        (evicted < 0) | (evicted > tokens), tokens + 1, evicted
+    )  # NEVER, or later than there was anything to see
+    times = np.flatnonzero(np.bincount(places, minlength=tokens + 2))
+    kind = np.uint8 if len(times) < 2**8 else np.uint16 if len(times) < 2**16 else np.uint32
+    codes = np.zeros(tokens + 2, kind)
+    codes[times] = np.arange(len(times))
+    shown = [None if time > tokens else time for time in times.tolist()]
+    return {"evicted": arrays.add(codes[places]), "times": shown, "layers": int(shape[0]), "heads": int(shape[1])}
+
+
+def _fixed(values: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        whole = np.clip(np.round(values * PER_NAT), UNKNOWN + 1, 2**15 - 1)
+    return np.where(np.isnan(whole), UNKNOWN, whole).astype(np.int16)
+
+
+def _cut(text: Any, most: int) -> str | None:
+    if text is None:
+        return None
+    text = str(text)
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def _cut_piece(piece: str | list[int]) -> str | list[int] | None:
+    return _cut(piece, LONGEST_TEXT) if isinstance(piece, str) else piece
+
+
+class _Arrays:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.bytes = 0
+
+    def add(self, values: np.ndarray) -> list:
+        """[type, first byte, number of items]"""
+        start, data = self.bytes, np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes()
+        self.parts.append(data)
+        self.bytes += len(data)
+        return [values.dtype.name, start, len(values)]
+
+
+# Reading
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows with every column: one that a file of another version does not have is empty."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file) as opened:
+        table = opened.read(use_threads=False)
+    rows: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    for name in ("prompt", "text", "reward", "advantage", "rejected", "finish", "answer", "evicted_at_shape"):
+        values = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+        for row, value in zip(rows, values, strict=True):
+            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    for name, kind in (("prompt_tokens", np.int64), ("tokens", np.int64), ("evicted_at", np.int64)):
+        _add_lists(rows, table, name, kind)
+    for name in ("sampler_logprobs", "dense_logprobs"):
+        _add_lists(rows, table, name, np.float32)
+    for row in rows:
+        row["rejected"] = bool(row["rejected"])
+        for name in ("prompt_tokens", "tokens"):
+            row[name] = np.zeros(0, np.int64) if row[name] is None else row[name]
+        for name in ("sampler_logprobs", "dense_logprobs"):
+            row[name] = _of_length(row[name], len(row["tokens"]))
+    return rows
+
+
+def _add_lists(rows: list[dict[str, Any]], table: Any, name: str, kind: type) -> None:
+    column = table.column(name) if name in table.column_names else None
+    for place, row in enumerate(rows):
+        values = None if column is None else column[place].values
+        row[name] = None if values is None else values.to_numpy(zero_copy_only=False).astype(kind)
+
+
+def _of_length(values: np.ndarray | None, length: int) -> np.ndarray:
+    full = np.full(length, np.nan, np.float32)
+    if values is not None:
+        full[: len(values)] = values[:length]
+    return full

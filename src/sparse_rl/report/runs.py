@@ -1,0 +1,239 @@
+"""Run folders as they are found: half-written, cut, of another version. What cannot be read is said, the rest is shown."""
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, first_line
+from ..train.settings import Config
+from ..train.xi import BINS
+from .text import printable
+
+OWN = ("seed", "run_dir", "compare")
+"""What runs of one group may have otherwise: they are the same experiment, drawn again."""
+
+
+@dataclass
+class Run:
+    path: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    """Every option by its whole name, `kv.budget`; empty where config.toml cannot be read."""
+    settings: Config | None = None
+    """The same, understood; None where this version does not."""
+    rows: list[dict[str, float]] = field(default_factory=list)
+    xi: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(step, tokens in each bin of log10 xi)"""
+    rollout_files: dict[int, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What is missing or cannot be read, one sentence each."""
+
+    @property
+    def method(self) -> str:
+        return str(self.config.get("method", "?"))
+
+    @property
+    def seed(self) -> int | None:
+        return self.config.get("seed")
+
+    @property
+    def planned_steps(self) -> int | None:
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """The lines of training steps; that of step 0 is only an evaluation."""
+        return [row for row in self.rows if row["step"] > 0]
+
+    @property
+    def veto(self) -> float:
+        """The ratio below which a token rejects its rollout; 0 where nothing is rejected for one token."""
+        if self.settings is not None:
+            return self.settings.correction.point(self.settings.default_preset).veto
+        return float(self.config.get("correction.veto", 1e-4 if self.method in ("sparse_rl", "?") else 0.0))
+
+
+# Which folders are meant
+
+
+def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """(the folders of runs, a sentence about each path that holds none). A folder of runs stands for those in it."""
+    runs: list[Path] = []
+    notes: list[str] = []
+    for path in paths:
+        found, what = _runs_in(path)
+        if not found:
+            notes.append(f"{printable(str(path))} {what}: name the folder of a run, or one with runs in it.")
+        runs += [each for each in found if each not in runs]
+    if not runs:
+        raise UserError(" ".join(notes))
+    return runs, notes
+
+
+def _runs_in(path: Path) -> tuple[list[Path], str]:
+    """(the runs that the path stands for, why there are none)"""
+    try:
+        if is_run(path):
+            return [path], ""
+        if not path.is_dir():
+            return [], "is no folder" if path.exists() else "does not exist"
+        inside = sorted(each for each in path.iterdir() if each.is_dir() and is_run(each))
+    except OSError as error:
+        return [], f"cannot be read ({error.strerror})"
+    return inside, "is not a run, for it has neither config.toml nor metrics.jsonl"
+
+
+def is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("config.toml", "metrics.jsonl")) or any(
+        path.glob("rollouts/step-*.parquet")
+    )
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """What tells the folders apart: their paths from where they part."""
+    whole = [Path(os.path.abspath(path)) for path in paths]
+    if len(whole) == 1:
+        return [printable(f"{whole[0].parent.name}/{whole[0].name}".strip("/"), 80)]
+    common = Path(os.path.commonpath(whole))
+    return [printable(str(path.relative_to(common)), 80) if path != common else printable(path.name, 80) for path in whole]
+
+
+# What is in them
+
+
+def read(path: Path, name: str) -> Run:
+    run = Run(path, name)
+    _read_config(run)
+    _read_metrics(run)
+    _read_xi(run)
+    for file in (path / "rollouts").glob("step-*.parquet"):
+        number = file.stem.removeprefix("step-")
+        if number.isdigit():
+            run.rollout_files[int(number)] = file
+    run.rollout_files = dict(sorted(run.rollout_files.items()))
+    if not run.rollout_files:
+        run.notes.append("There are no stored rollouts (rollouts/): the run has none yet, or log.rollouts_per_step is 0.")
+    return run
+
+
+def _read_config(run: Run) -> None:
+    file = run.path / "config.toml"
+    try:
+        stored = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        run.notes.append("config.toml is missing, so the configuration is not known.")
+        return
+    except (OSError, ValueError) as error:
+        run.notes.append(f"config.toml cannot be read ({printable(first_line(error))}).")
+        return
+    run.config = flat(stored)
+    try:
+        run.settings = Config(**stored)
+    except (UserError, TypeError) as error:
+        run.notes.append(f"config.toml is of another version, or edited: {printable(first_line(error))}.")
+
+
+def _read_metrics(run: Run) -> None:
+    by_step: dict[int, dict[str, float]] = {}
+    bad: list[int] = []
+    cut = False
+    for number, value, last in _lines(run, "metrics.jsonl"):
+        step = value.get("step") if isinstance(value, dict) else None
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            bad.append(number)
+            cut = last
+            continue
+        numbers = {key: float(each) for key, each in value.items() if _is_number(each)}
+        by_step[step] = by_step.get(step, {}) | numbers | {"step": step}
+    run.rows = [by_step[step] for step in sorted(by_step)]
+    if cut:
+        bad.pop()
+        run.notes.append("The last line of metrics.jsonl is cut: the run was being written, or was killed.")
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
+        run.notes.append(f"metrics.jsonl: {len(bad)} of its lines cannot be read (line {shown}), and are left out.")
+    if not run.rows:
+        run.notes.append("There are no metrics yet (metrics.jsonl): nothing can be plotted.")
+
+
+def _read_xi(run: Run) -> None:
+    found: dict[int, list[int]] = {}
+    bad = 0
+    for _, value, last in _lines(run, "xi.jsonl"):
+        step, counts = (value.get("step"), value.get("counts")) if isinstance(value, dict) else (None, None)
+        if isinstance(step, int) and isinstance(counts, list) and len(counts) == BINS and all(map(_is_number, counts)):
+            found[step] = [int(count) for count in counts]
+        else:
+            bad += not last
+    run.xi = sorted(found.items())
+    if not (run.path / "xi.jsonl").exists():
+        run.notes.append("xi.jsonl is missing, so of the ratio ξ only the percentiles in metrics.jsonl are shown.")
+    elif bad:
+        run.notes.append(f"xi.jsonl: {bad} of its lines cannot be read, and are left out.")
+
+
+def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:
+    """(number, value or None, whether it is the last line and has no end) of each line that is not empty."""
+    try:
+        text = (run.path / name).read_bytes().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({printable(first_line(error))}).")
+        return
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            yield number, value, number == len(lines)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables as dotted names; `kv.options` is a value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, dict) and key != "options"
+        found |= flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
+    return found
+
+
+# Which belong together
+
+
+def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
+    """(name, places in `runs`) of runs that differ in nothing but the seed; a run without a configuration stands alone."""
+    groups: dict[str, list[int]] = {}
+    for place, run in enumerate(runs):
+        same = {key: value for key, value in run.config.items() if key not in OWN}
+        groups.setdefault(json.dumps(same, sort_keys=True, default=str) if same else f"run {place}", []).append(place)
+    named: list[tuple[str, list[int]]] = []
+    for places in groups.values():
+        first = runs[places[0]]
+        name = first.name if len(places) == 1 else f"{_common(runs, places) or first.method}, {len(places)} seeds"
+        named.append((name, places))
+    return named
+
+
+def _common(runs: Sequence[Run], places: Sequence[int]) -> str:
+    """The start that the names share, up to a whole word."""
+    letters = zip(*(runs[place].name for place in places), strict=False)
+    start = "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, letters))
+    return start.rstrip("0123456789-_/. ").removesuffix("seed").rstrip("-_/. ")

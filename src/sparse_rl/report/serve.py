@@ -1,0 +1,120 @@
+"""A live run in a browser on the same machine. Loopback only, and nothing but the page and its rollouts is handed out."""
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ..errors import UserError, first_line
+from . import page
+from .document import Source
+from .runs import find
+
+HOST = "127.0.0.1"
+WATCHED = ("config.toml", "metrics.jsonl", "xi.jsonl", "rollouts")
+
+
+class Watcher:
+    """The document, made again when a file has changed since."""
+
+    def __init__(self, source: Source):
+        self.source = source
+        self._lock = threading.Lock()
+        self._stamp = ""
+        self._document: dict[str, Any] = {}
+        self._chunks: list = []
+
+    def look(self) -> dict[str, Any]:
+        with self._lock:
+            stamp = self._now()
+            if stamp != self._stamp:
+                self._document, self._chunks = self.source.document(live=True)
+                self._document["stamp"] = self._stamp = stamp
+            return self._document
+
+    def chunk(self, run: int, step: int) -> bytes | None:
+        self.look()
+        with self._lock:
+            found = self._chunks[run].get(step) if run < len(self._chunks) else None
+        return found.data if found else None
+
+    def _now(self) -> str:
+        paths, _ = find(self.source.paths)
+        seen = [(str(path / name), *_when(path / name)) for path in paths for name in WATCHED]
+        return f"{hash(tuple(seen)) & 0xFFFFFFFFFFFF:x}"
+
+
+def _when(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+def make_server(source: Source, port: int) -> ThreadingHTTPServer:
+    watcher = Watcher(source)
+    watcher.look()  # a folder that is no run shows before a browser does
+    try:
+        server = ThreadingHTTPServer((HOST, port), type("Handler", (Handler,), {"watcher": watcher}))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"Port {port} cannot be used ({first_line(error)}): name another with --port.") from error
+    server.daemon_threads = True
+    return server
+
+
+def serve(source: Source, port: int) -> None:
+    with make_server(source, port) as server:
+        print(f"Watching at http://{HOST}:{server.server_port}/ (this machine only); end with Ctrl-C.", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+class Handler(BaseHTTPRequestHandler):
+    watcher: Watcher
+    server_version = "sparse-rl"
+
+    def do_GET(self) -> None:
+        host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
+        if host not in (HOST, "localhost"):  # a web page that had its own name point here could else read a run
+            self._answer(403, "text/plain", b"This page answers to 127.0.0.1 and localhost only.")
+            return
+        try:
+            self._route()
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        except Exception as error:  # a run that is deleted while it is watched, say: the page goes on asking
+            self._answer(503, "text/plain", first_line(error).encode("utf-8", "replace"))
+
+    def _route(self) -> None:
+        url = urlsplit(self.path)
+        if url.path == "/":
+            self._answer(200, "text/html; charset=utf-8", page.html(self.watcher.look()))
+        elif url.path == "/data.json":
+            document = self.watcher.look()
+            if parse_qs(url.query).get("since") == [document["stamp"]]:
+                self._answer(204, "application/json", b"")
+            else:
+                self._answer(200, "application/json", json.dumps(document, allow_nan=False).encode())
+        elif match := re.fullmatch(r"/rollouts/(\d{1,6})/(\d{1,9})", url.path):
+            data = self.watcher.chunk(int(match[1]), int(match[2]))
+            self._answer(200 if data else 404, "application/octet-stream", data or b"")
+        else:
+            self._answer(404, "text/plain", b"There is only one page here: /")
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A terminal full of requests helps nobody."""

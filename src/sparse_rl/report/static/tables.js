@@ -1,0 +1,157 @@
+// What is said in words and tables: the headline, alerts, evaluations, the configuration.
+"use strict";
+
+const MARKS = { collapsed: "✕", fell: "▼", flat: "–", learned: "▲", early: "…", empty: "?" };
+
+function summarySection() {
+  const cards = visibleRuns().map((place) => {
+    const run = data.runs[place];
+    const [why, ...rest] = run.sentences;
+    return el(
+      "article",
+      { className: `card ${run.state}` },
+      el(
+        "header",
+        {},
+        el("h3", {}, swatch(groupOf(place)), run.name),
+        el("span", { className: "badge" }, `${MARKS[run.state] || ""} ${run.label}`),
+      ),
+      el("p", { className: "why" }, why),
+      el("ul", {}, ...rest.map((sentence) => el("li", {}, ...emphasised(sentence)))),
+      run.notes.length
+        ? el(
+            "details",
+            { className: "notes", open: run.notes.length < 3 },
+            el("summary", {}, `What is missing here (${run.notes.length})`),
+            el("ul", {}, ...run.notes.map((note) => el("li", {}, note))),
+          )
+        : null,
+    );
+  });
+  return el(
+    "section",
+    { id: "summary" },
+    el("p", { className: "headline" }, data.summary),
+    ...data.notes.map((note) => el("p", { className: "note" }, note)),
+    el("div", { className: "cards" }, ...cards),
+  );
+}
+
+/** The name before a colon stands out. */
+function emphasised(sentence) {
+  const end = sentence.indexOf(": ");
+  return end > 0 && end < 60 ? [el("b", {}, sentence.slice(0, end + 1)), sentence.slice(end + 1)] : [sentence];
+}
+
+function alertSection() {
+  const rows = visibleRuns().flatMap((place) =>
+    data.runs[place].alerts.map((alert) =>
+      el(
+        "li",
+        { className: alert.ended === null ? "alert" : "alert over" },
+        el(
+          "span",
+          { className: "when" },
+          alert.ended === null ? `since step ${alert.step}` : `steps ${alert.step} to ${alert.ended}`,
+        ),
+        el(
+          "div",
+          {},
+          el("b", {}, swatch(groupOf(place)), data.runs[place].name, " "),
+          `${alert.sentence}.`,
+          el("span", { className: "remedy" }, el("b", {}, "Try: "), `${alert.remedy}.`),
+        ),
+      ),
+    ),
+  );
+  const none =
+    "None: entropy, repetition, ξ, rejection, signal and verdicts were never beyond the limits of [alerts] for long.";
+  return el(
+    "section",
+    { id: "alerts" },
+    el("h2", {}, "Alerts"),
+    rows.length ? el("ul", { className: "alerts" }, ...rows) : el("p", { className: "fine" }, none),
+  );
+}
+
+function evalSection() {
+  const rows = visibleRuns().flatMap((place) =>
+    data.runs[place].scores.map((score) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, swatch(groupOf(place)), data.runs[place].name),
+        el("td", {}, score.key.replace(/^eval\//, "").replace(/\/pass@1(_sparse)?$/, "")),
+        el("td", {}, score.key.endsWith("_sparse") ? "the sampler's" : "dense"),
+        el("td", { className: "figure" }, score.before),
+        el("td", { className: "figure" }, score.after),
+        el("td", { className: "figure" }, `${score.best}, step ${score.steps[2]}`),
+        el("td", {}, score.after ? { 1: "better", "-1": "worse", 0: "not told apart" }[score.apart] : "one evaluation"),
+      ),
+    ),
+  );
+  const head = ["run", "benchmark", "cache", "before", "after", "best", "intervals"].map((name) =>
+    el("th", { scope: "col" }, name),
+  );
+  const how =
+    "Held-out pass@1 with its 95 % interval. Better or worse is said only where the intervals before and after do not overlap; to tell closer runs apart, raise eval.problems.";
+  return el(
+    "section",
+    { id: "evaluations" },
+    el("h2", {}, "Evaluations"),
+    rows.length
+      ? el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)))
+      : el("p", { className: "fine" }, "No held-out problems were evaluated: set data.test and eval.problems."),
+    rows.length ? el("p", { className: "how" }, how) : null,
+  );
+}
+
+function configSection() {
+  const places = visibleRuns();
+  const runs = places.map((place) => data.runs[place]);
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
+  const differs = new Set(data.differs);
+  const table = (chosen) =>
+    el(
+      "div",
+      { className: "scroll" },
+      el(
+        "table",
+        { className: "config" },
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            el("th", { scope: "col" }, "option"),
+            ...places.map((place) => el("th", { scope: "col" }, swatch(groupOf(place)), data.runs[place].name)),
+          ),
+        ),
+        el(
+          "tbody",
+          {},
+          ...chosen.map((key) =>
+            el(
+              "tr",
+              { className: differs.has(key) ? "differs" : "" },
+              el("th", { scope: "row" }, key),
+              ...runs.map((run) => el("td", {}, run.config[key] ?? "not set")),
+            ),
+          ),
+        ),
+      ),
+    );
+  const parts = [el("h2", {}, "Configuration")];
+  if (data.runs.length > 1)
+    parts.push(
+      el("h3", {}, "What differs"),
+      differs.size ? table(keys.filter((key) => differs.has(key))) : el("p", { className: "fine" }, "Nothing."),
+    );
+  parts.push(
+    keys.length
+      ? el("details", { open: false }, el("summary", {}, `All ${keys.length} options`), table(keys))
+      : el("p", { className: "fine" }, "No configuration could be read."),
+  );
+  return el("section", { id: "configuration" }, ...parts);
+}

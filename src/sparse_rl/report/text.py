@@ -1,0 +1,26 @@
+"""Text that others wrote, made safe to show: a model's, a folder's name, a file's."""
+
+import json
+import unicodedata
+from typing import Any
+
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+"""Unicode's control, format (right-to-left marks among them), surrogate and private characters, and odd line ends."""
+
+
+def printable(text: str, most: int = 400) -> str:
+    """One line that drives no terminal and is legal in XML: what would not be seen is written as an escape."""
+    cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+    return "".join(_escaped(character) for character in cut)
+
+
+def _escaped(character: str) -> str:
+    if unicodedata.category(character) not in HIDDEN:
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand in a script element: no `<` can end or comment it, and it is ASCII, lone surrogates included."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,289 @@
+"""A run in words: what it gained, what it saved, how far sampler and learner were apart, and whether it broke down."""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .runs import Run
+from .text import printable
+
+State = Literal["collapsed", "fell", "flat", "learned", "early", "empty"]
+
+LABELS: dict[str, str] = {
+    "collapsed": "collapsed",
+    "fell": "fell back",
+    "flat": "no clear gain",
+    "learned": "learned",
+    "early": "too early to say",
+    "empty": "no data",
+}
+FEWEST = 6
+"""Steps below which no verdict is given."""
+LOST = 0.5
+"""A reward that gives up this share of its best has collapsed."""
+ENTROPY_LEFT = 0.1
+"""An entropy that falls to this share of its start has crashed."""
+SURE = 3.0
+"""Standard errors that a difference must have to be called one."""
+
+
+@dataclass
+class Verdict:
+    state: State
+    sentences: list[str] = field(default_factory=list)
+    signs: list[str] = field(default_factory=list)
+    """What else went wrong, the most telling first."""
+
+    @property
+    def label(self) -> str:
+        return LABELS[self.state]
+
+
+class Curve:
+    """A metric over steps, and its means over windows at the start and the end."""
+
+    def __init__(self, run: Run, key: str):
+        points = [(int(row["step"]), row[key]) for row in run.steps if key in row]
+        self.steps, self.values = [step for step, _ in points], [value for _, value in points]
+        self.window = max(3, len(points) // 10)
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def start(self) -> float:
+        """Before much was learned: a run may break at its first update."""
+        return statistics.fmean(self.values[: max(1, len(self.values) // 10)])
+
+    @property
+    def first(self) -> float:
+        return statistics.fmean(self.values[: self.window])
+
+    @property
+    def last(self) -> float:
+        return statistics.fmean(self.values[-self.window :])
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """(the step in the middle of the best window, its mean)"""
+        means = [statistics.fmean(self.values[end - self.window : end]) for end in range(self.window, len(self.values) + 1)]
+        place = max(range(len(means)), key=means.__getitem__) if means else 0
+        return self.steps[min(place + self.window // 2, len(self.steps) - 1)], max(means, default=self.first)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the difference of two windows, from how far a step is from the next."""
+        if len(self.values) < 3:
+            return math.inf
+        jumps = [later - earlier for earlier, later in zip(self.values, self.values[1:], strict=False)]
+        return math.sqrt(statistics.fmean(jump * jump for jump in jumps) / self.window)
+
+    @property
+    def trend(self) -> float:
+        """The slope of a straight line through all steps, in its own standard errors."""
+        line = statistics.linear_regression(self.steps, self.values)
+        misses = [value - line.slope * step - line.intercept for step, value in zip(self.steps, self.values, strict=True)]
+        spread = statistics.pvariance(self.steps) * len(self.steps)
+        error = math.sqrt(math.fsum(miss * miss for miss in misses) / max(1, len(misses) - 2) / spread)
+        return line.slope / error if error else math.copysign(math.inf, line.slope) if line.slope else 0.0
+
+
+def verdict(run: Run) -> Verdict:
+    reward, entropy = Curve(run, "reward/mean"), Curve(run, "policy/entropy")
+    if not run.rows:
+        return Verdict("empty", ["There is nothing to say yet: metrics.jsonl has no lines."])
+    sentences = [*_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
+    state, why = _state(run, reward, entropy)
+    return Verdict(state, [why, *sentences], signs(run))
+
+
+# Did it break down?
+
+
+def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
+    if len(reward.values) < FEWEST:
+        return "early", f"Too early to say whether it learns or collapses: {len(reward.values)} steps, {FEWEST} are needed."
+    step, best = reward.best
+    floor = min(0.0, *reward.values)
+    fall, sure = best - reward.last, SURE * reward.error
+    if fall > sure and fall > LOST * (best - floor):
+        return "collapsed", (
+            f"Collapse: yes. The mean reward fell from {best:.3g} around step {step} to {reward.last:.3g}{_with(run)}."
+        )
+    if entropy and entropy.first > 0 and entropy.last < ENTROPY_LEFT * entropy.first:
+        return "collapsed", (
+            f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers become all "
+            f"alike, and nothing new is tried{_with(run)}."
+        )
+    if fallen := _held_out_fell(run):
+        broke = fallen[-1].mean < LOST * fallen[0].mean
+        words = f"held-out score fell from {fallen[0]} to {fallen[-1]}{_with(run)}."
+        return ("collapsed", f"Collapse: yes. The {words}") if broke else ("fell", f"Collapse: no, but the {words}")
+    if fall > sure and reward.last < reward.first:
+        return "fell", (
+            f"Collapse: no, but the mean reward fell back from {best:.3g} around step {step} to {reward.last:.3g}{_with(run)}."
+        )
+    if reward.trend > SURE or _held_out_rose(run):
+        return "learned", f"Collapse: no. It learned: the mean reward went from {reward.first:.3g} to {reward.last:.3g}."
+    return "flat", (
+        f"Collapse: no. No clear gain: the mean reward went from {reward.first:.3g} to {reward.last:.3g}, within its noise"
+        f"{_with(run)}."
+    )
+
+
+def _with(run: Run) -> str:
+    found = signs(run)
+    return f", while {_and(found)}" if found else ""
+
+
+def signs(run: Run) -> list[str]:
+    """The usual suspects, the most telling first."""
+    found = []
+    entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
+    if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
+        found.append(f"answers became noise (entropy {entropy.start:.2g} → {entropy.last:.2g})")
+    rejected = Curve(run, "sparse/rejection_rate")
+    if rejected and max(rejected.last, rejected.mean) > 0.2:
+        found.append(f"{rejected.mean:.0%} of rollouts were rejected")
+    k3, p05 = Curve(run, "sparse/mismatch_k3"), Curve(run, "sparse/xi_p05")
+    if _drifts(k3):
+        found.append(f"sampler and learner drifted apart (mismatch k3 {k3.start:.2g} → {k3.last:.2g})")
+    elif p05 and p05.mean < 0.7:
+        found.append(f"sampler and learner were far apart all along (5th percentile of ξ {p05.mean:.2g})")
+    if cut and cut.last > 0.3 and cut.last > 1.5 * cut.start:
+        found.append(f"answers no longer end ({cut.start:.0%} → {cut.last:.0%} cut off)")
+    same = Curve(run, "reward/zero_std_groups")
+    if same and same.last > 0.8:
+        found.append(f"{same.last:.0%} of the groups taught nothing, their rewards being equal")
+    failed = [Curve(run, f"reward/{name}") for name in ("timeouts", "errors")]
+    if any(curve and curve.last > 0 for curve in failed):
+        found.append("the reward itself failed on some rollouts")
+    return found
+
+
+def _and(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+# Scores
+
+
+@dataclass(frozen=True)
+class Score:
+    """An evaluation at one step."""
+
+    step: int
+    mean: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        bounded = self.low is not None and self.high is not None
+        if not bounded:
+            return f"{self.mean:.3g}"
+        share = self.low >= 0 and self.high <= 1  # type: ignore[operator]
+        form = "{:.1%} [{:.1%}, {:.1%}]" if share else "{:.3g} [{:.3g}, {:.3g}]"
+        return form.format(self.mean, self.low, self.high)
+
+
+def scores(run: Run) -> dict[str, list[Score]]:
+    """The evaluations of each `eval/<benchmark>/pass@1…`, by key."""
+    found: dict[str, list[Score]] = {}
+    for row in run.rows:
+        for key, value in row.items():
+            if key.startswith("eval/") and key.endswith(("pass@1", "pass@1_sparse")):
+                score = Score(int(row["step"]), value, row.get(f"{key}_low"), row.get(f"{key}_high"))
+                found.setdefault(key, []).append(score)
+    return found
+
+
+def apart(before: Score, after: Score) -> int:
+    """1 where the later interval lies above the earlier, -1 below, 0 where they overlap."""
+    if None in (before.low, before.high, after.low, after.high):
+        return 0
+    return int(after.low > before.high) - int(after.high < before.low)  # type: ignore[operator]
+
+
+def _held_out_fell(run: Run) -> list[Score]:
+    return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) < 0), [])
+
+
+def _held_out_rose(run: Run) -> bool:
+    return any(len(found) > 1 and apart(found[0], found[-1]) > 0 for found in scores(run).values())
+
+
+# The sentences
+
+
+def _rewards(run: Run, reward: Curve) -> list[str]:
+    if not reward:
+        return ["No training step is written yet."]
+    planned = f" of {run.planned_steps}" if run.planned_steps and run.last_step < run.planned_steps else ""
+    if len(reward.values) < FEWEST:
+        return [f"Training reward: {reward.values[-1]:.3g} at step {run.last_step}{planned}."]
+    return [
+        f"Training reward: {reward.first:.3g} in the first {reward.window} steps, {reward.last:.3g} in the last "
+        f"{reward.window}, {run.last_step} steps{planned} in all."
+    ]
+
+
+def _held_out(run: Run) -> list[str]:
+    said = []
+    for key, found in scores(run).items():
+        benchmark = printable(key.removeprefix("eval/").rsplit("/", 1)[0], 60)
+        cache = "the sampler's cache" if key.endswith("_sparse") else "a dense cache"
+        if len(found) == 1:
+            said.append(f"Held-out {benchmark} with {cache}: {found[0]} at step {found[0].step}.")
+            continue
+        judged = {1: "clearly better", -1: "clearly worse", 0: "the intervals overlap"}[apart(found[0], found[-1])]
+        said.append(f"Held-out {benchmark} with {cache}: {found[0]} before, {found[-1]} after ({judged}).")
+    return said
+
+
+def _savings(run: Run) -> list[str]:
+    saved, held, dense = (Curve(run, f"kv/{name}") for name in ("token_savings", "peak_bytes", "dense_bytes"))
+    if not saved:
+        return []
+    sizes = (
+        f" {size(max(held.values))} were allocated, dense would have held {size(max(dense.values))}." if held and dense else ""
+    )
+    if saved.mean < 0.005:
+        return [f"Savings: none, every token stayed in the cache.{sizes}"]
+    return [f"Savings: {saved.mean:.0%} of the tokens a dense cache holds were not held.{sizes}"]
+
+
+def _mismatch(run: Run) -> list[str]:
+    rejected, wasted = Curve(run, "sparse/rejection_rate"), Curve(run, "sparse/wasted_tokens")
+    k3, p05 = Curve(run, "sparse/mismatch_k3"), Curve(run, "sparse/xi_p05")
+    said = []
+    if rejected:
+        waste = f", with {wasted.mean:.1%} of the tokens" if wasted and wasted.mean > 0 else ""
+        last = f" ({rejected.last:.1%} at the end)" if rejected.mean > 0 else ""
+        said.append(f"Rejection: {rejected.mean:.1%} of rollouts{last}{waste}.")
+    if k3 and p05:
+        trend = "growing" if _drifts(k3) else "not growing"
+        near = "as good as none" if k3.mean < 1e-6 else f"k3 {k3.mean:.2g}, {trend}"
+        said.append(f"Mismatch of sampler and learner: {near}; 19 of 20 tokens have ξ above {_below(p05.mean)}.")
+    return said
+
+
+def _drifts(k3: Curve) -> bool:
+    return bool(k3) and k3.last > 0.01 and k3.last > 3 * k3.start
+
+
+def _below(ratio: float) -> str:
+    """Rounded down, so that nearly 1 is not 1."""
+    return f"{math.floor(ratio * 1000) / 1000:g}" if ratio > 0.1 else f"{ratio:.2g}"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"

@@ -1,0 +1,243 @@
+"""The report in a real browser, as a person uses it: headless Chromium, with an eye on its console.
+
+Screenshots are kept in test-artifacts/, which git ignores.
+"""
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from report_runs import HOSTILE, big_run, other_seed, rollout, write_rollouts, write_run
+from sparse_rl.report import page as report
+from sparse_rl.report.document import Source
+from sparse_rl.report.serve import make_server
+
+ARTIFACTS = Path(__file__).parents[1] / "test-artifacts"
+CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A machine without a browser cannot say whether the page works: that is a failure, not a skipped test."""
+    from playwright.sync_api import sync_playwright
+
+    ARTIFACTS.mkdir(exist_ok=True)
+    with sync_playwright() as playwright:
+        found = CHROMIUM or playwright.chromium.executable_path
+        assert Path(found).exists(), "There is no Chromium for the tests of the report: apt-get install chromium."
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, request):
+    """Opens a page, and fails if the page complained or asked for anything from outside."""
+    complaints, asked, pages = [], [], []
+
+    def open_page(file, *, size=(1280, 900), dark=False):
+        page = browser.new_page(
+            viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light", service_workers="block"
+        )
+        page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(file if str(file).startswith("http") else f"file://{file}")
+        page.wait_for_selector("#summary")
+        pages.append(page)
+        return page
+
+    yield open_page
+    for number, page in enumerate(pages):
+        page.screenshot(path=ARTIFACTS / f"{request.node.name}{number or ''}.png")
+        page.close()
+    assert not complaints
+    assert all(url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:")) for url in asked)
+
+
+@pytest.fixture(scope="module")
+def three(looked_at, tmp_path_factory):
+    """The page of a dense run and two seeds of a sparse one."""
+    folder = tmp_path_factory.mktemp("three")
+    for name in ("dense", "sparse_rl"):
+        shutil.copytree(looked_at / name, folder / name)
+    other_seed(looked_at / "sparse_rl", folder / "sparse_rl-again", 1)
+    report.write(Source([folder]), folder / "report.html")
+    return folder / "report.html"
+
+
+def hover(page, name, part=0.5):
+    """Points at a curve, `part` of the way along it."""
+    chart = page.locator(f'figure[data-name="{name}"]').first
+    chart.scroll_into_view_if_needed()
+    over = chart.locator(".u-over")
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * part, box["y"] + box["height"] / 2)
+    return chart
+
+
+def test_curves_answer_to_hover_and_zoom_together(three, opened):
+    page = opened(three)
+    chart = hover(page, "reward/mean", 0.02)
+    assert chart.locator(".step").inner_text() == "step 1"
+    assert page.locator('figure[data-name="reward/std"] .step').inner_text() == "step 1"  # the cursor is everywhere
+    assert chart.locator(".how").inner_text().startswith("Mean reward of all rollouts with a verdict.")
+    box = chart.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.95, box["y"] + 50, steps=4)
+    page.mouse.up()
+    scale = "name => [...charts].find(([figure]) => figure.dataset.name === name)[1].plot.scales.x.min"
+    assert page.evaluate(scale, "reward/mean") > 1.3
+    assert page.evaluate(scale, "reward/std") == page.evaluate(scale, "reward/mean")
+    page.get_by_role("button", name="Show all steps").click()
+    assert page.evaluate(scale, "reward/std") == 1
+
+
+def test_runs_are_switched_off_and_on(three, opened):
+    page = opened(three)
+    values = page.locator('figure[data-name="sparse/xi_p05"] .value')
+    page.locator('figure[data-name="sparse/xi_p05"]').scroll_into_view_if_needed()
+    values.first.wait_for()
+    assert values.count() == 2 and "2 seeds" in values.nth(1).inner_text()  # two seeds are one line
+    assert page.locator(".card").count() == 3
+    page.locator('#runs input[data-run="0"]').uncheck()
+    assert values.count() == 1 and page.locator(".card").count() == 2
+    page.locator('#runs input[data-run="0"]').check()
+    assert values.count() == 2
+
+
+def test_a_rejected_rollout_shows_its_cause_and_what_the_cache_held(three, opened):
+    page = opened(three)
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    page.get_by_label("only steps with rejected ones").check()
+    page.locator(".rollout-row em").first.wait_for()
+    page.locator(".rollout-row", has=page.locator("em"), has_text="with cache").first.click()
+    page.locator("#to-cause").click()
+    cause = page.locator(".t.cause")
+    assert cause.count() == 1 and "x5" in cause.get_attribute("class") and "at" in cause.get_attribute("class")
+    told = page.locator(".token-readout").inner_text()
+    assert "ξ = " in told and "dense" in told
+    page.locator("#time").evaluate(
+        "slider => { slider.value = 10; slider.dispatchEvent(new Event('input', { bubbles: true })); }"
+    )
+    page.locator(".tokens.cache").wait_for()
+    early = page.locator("#held").inner_text()
+    assert early.startswith("response token 11: ") and page.locator(".t.later").count() > 10
+    page.locator("#layer").select_option("1")
+    page.locator("#time").evaluate(
+        "slider => { slider.value = slider.max; slider.dispatchEvent(new Event('input', { bubbles: true })); }"
+    )
+    page.wait_for_function("before => document.getElementById('held').textContent !== before", arg=early)
+    held, seen = map(int, page.locator("#held").inner_text().split(": ")[1].split(" tokens")[0].split(" of "))
+    assert held == page.locator(".t.held").count() and page.locator(".t.gone").count() == seen - held
+    place, step = page.evaluate("[inspector.chunk.rollouts.indexOf(inspector.opened.rollout), inspector.step]")
+    row = pq.read_table(three.parent / f"sparse_rl/rollouts/step-{step}.parquet").to_pylist()[place]
+    evicted_at = np.array(row["evicted_at"]).reshape(row["evicted_at_shape"])[1, 0]
+    query = len(row["prompt_tokens"]) + len(row["tokens"]) - 2  # the token before the last asks for the last
+    assert seen == query + 1 and held == (evicted_at[: query + 1] > query).sum() <= 26
+
+
+def test_token_by_token_with_the_keyboard(three, opened):
+    page = opened(three)
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    page.locator(".tokens .t").first.wait_for()
+    page.locator(".tokens").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "response token 1 " in page.locator(".token-readout").inner_text().replace("·", "")
+    page.keyboard.press("ArrowLeft")
+    assert "prompt token" in page.locator(".token-readout").inner_text()
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "phone", "print"])
+def test_it_looks_right_in(look, three, opened):
+    page = opened(three, size=(390, 844) if look == "phone" else (1280, 900), dark=look in ("dark", "print"))
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")  # nothing sticks out
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    if look in ("light", "dark"):
+        page.get_by_label("switch between light and dark").click()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+        page.get_by_label("switch between light and dark").click()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == before
+    if look == "print":
+        page.pdf(path=ARTIFACTS / "printed.pdf", format="A4")
+        assert page.locator("figure canvas").count() >= page.locator("figure").count() - 2  # drawn although never seen
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == before  # and dark again
+    page.locator("#curves").scroll_into_view_if_needed()
+
+
+def test_hostile_text_is_shown_as_text(tmp_path, opened):
+    run = write_run(
+        tmp_path / "<img src=x onerror=alert(1)>", [{"step": step, **dict.fromkeys(HOSTILE, 1.0)} for step in (1, 2)]
+    )
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    texts = [*HOSTILE, "x" * 2**20]
+    (run / "model").mkdir()
+    Tokenizer(WordLevel({text: number for number, text in enumerate(texts)}, texts[0])).save(str(run / "model/tokenizer.json"))
+    write_rollouts(run, 1, [rollout(1, range(len(texts)), answer=HOSTILE[0], finish=HOSTILE[2])])
+    report.write(Source([run]), run / "report.html")
+    page = opened(tmp_path / "%3Cimg src=x onerror=alert(1)%3E" / "report.html")
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    page.locator(".tokens .t").first.wait_for()
+    shown = page.locator(".tokens").inner_text()
+    assert HOSTILE[0] in shown and HOSTILE[2] in shown and HOSTILE[3] in shown
+    assert "⟨U+202E⟩" in shown and "␀" in shown and "␛[2J" in shown and "\u202e" not in shown
+    assert "(1,048,576 characters)" in shown
+    assert page.locator("#parts img").count() == 0 and page.locator("#parts script").count() == 0
+    assert HOSTILE[0] in page.locator(".facts").inner_text()
+
+
+def test_a_live_run_comes_in_without_losing_the_place(looked_at, tmp_path, opened):
+    run = tmp_path / "run"
+    shutil.copytree(looked_at / "sparse_rl", run, ignore=shutil.ignore_patterns("rollouts"))
+    server = make_server(Source([run]), 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        page = opened(f"http://127.0.0.1:{server.server_port}/")
+        assert "No rollouts are stored" in page.locator("#rollouts").inner_text()
+        shutil.copytree(looked_at / "sparse_rl/rollouts", run / "rollouts")
+        page.locator("#pick-step").wait_for()
+        page.locator("#rollouts").scroll_into_view_if_needed()
+        page.locator(".tokens .t").first.wait_for()
+        first = page.locator(".tokens").first.inner_text()
+        at = page.evaluate("window.scrollY")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "reward/mean": 0.25}) + "\n")
+        page.wait_for_function("() => data.runs[0].steps.includes(3)")
+        assert page.locator(".tokens").first.inner_text() == first
+        assert abs(page.evaluate("window.scrollY") - at) < 200
+        assert "watching" in page.locator("#live").inner_text()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.slow
+def test_long_rollouts_do_not_freeze_the_page(looked_at, tmp_path, opened):
+    run = big_run(tmp_path / "run", looked_at / "sparse_rl", steps=20, rollouts=10, tokens=4000, layers=4)
+    report.write(Source([run]), tmp_path / "report.html")
+    page = opened(tmp_path / "report.html")
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    page.locator(".tokens .t").first.wait_for()
+    started = time.monotonic()
+    for place in (1, 2, 3):
+        page.locator(".rollout-row").nth(place).click()
+        assert page.locator(".tokens .t").count() == 4020
+    page.locator(".rollout-row").nth(0).click()
+    for k in range(0, 4000, 500):
+        page.locator("#time").evaluate("(slider, k) => { slider.value = k; slider.dispatchEvent(new Event('input')); }", k)
+        page.wait_for_function(
+            "k => document.getElementById('held').textContent.startsWith(`response token ${k + 1}:`)", arg=k
+        )
+    assert time.monotonic() - started < 12  # a dozen answers, on a machine that may be busy
