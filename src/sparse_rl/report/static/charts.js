@@ -192,7 +192,7 @@ function ticks(splits, format) {
 
 /** Room above and below, and a flat line in the middle. */
 function spacious(low, high, fromZero) {
-  if (low === null || high === null) return [0, 1];
+  if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
   if (fromZero) low = Math.min(low, 0);
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
   return [fromZero && low === 0 ? 0 : low - room, high + room];
