@@ -18,7 +18,7 @@ quickstart: install  ## train the embedded model, dense and then sparse, and com
 	$(BIN)/sparse-rl train quickstart --overwrite
 
 test: install browser lint $(VENV)/.real-weights  ## every test that this machine can run
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The tests of the report open it in a browser: the system's, else Debian's (as root), else the one that Playwright downloads.
 browser: install

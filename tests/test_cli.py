@@ -26,6 +26,12 @@ def test_help_comes_at_once_and_without_torch(arguments):
     assert time.perf_counter() - started < 3  # a second on an idle machine; this one may be busy
 
 
+def test_a_reader_that_has_enough_is_no_error():
+    slow = f"{sys.executable} -c 'import time; from sparse_rl.cli import main; time.sleep(0.3); main([\"recipes\"])' | true"
+    done = subprocess.run(["bash", "-c", f"{slow}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_generate_streams_text_then_kv_use_and_speed(capsys):
     main(["generate", "tiny", PROMPT, PROMPT, "--samples-per-prompt", "2", "--temperature", "0", "--kv.budget", "48",
           "--kv.interval", "16", "--max-tokens", "60"])  # fmt: skip

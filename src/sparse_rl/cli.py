@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(parser, list(sys.argv[1:] if argv is None else argv))
     try:
         args.command(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        sys.exit(1)
     except UserError as error:
         sys.stderr.write(f"sparse-rl: {error}\n")
         sys.exit(2)
@@ -45,6 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("sparse-rl: stopped.\n")
         sys.exit(130)
+
+
+def _reader_has_gone() -> bool:
+    """Whether who read our output has enough of it, as `head` has; what is left of it is then dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _ran_out_of_memory(error: RuntimeError) -> bool:
