@@ -137,6 +137,17 @@ def test_a_fall_counts_beyond_chance_on_any_scale(scale, shift):
         assert "reward" in names(check([*story, *fallen], Alerts()))
 
 
+def test_a_reward_that_begins_at_nothing_is_judged_by_the_noise_that_came_later():
+    """At first nobody solves anything, then 2 or 3 of 48 now and then: the mean halves by chance."""
+    lucky, poor = {"reward/mean": 3 / 48, "reward/std": 0.24}, {"reward/mean": 1 / 48, "reward/std": 0.14}
+    assert check(rows((2, {"reward/mean": 0.0, "reward/std": 0.0}), (4, lucky), (5, poor)), Alerts()) == []
+
+
+def test_numbers_out_of_this_world_break_no_run():
+    odd = {"policy/entropy": -1e-7, "perf/rollout_s": 1e299, "perf/rollout_tokens_per_s": 1e299}
+    check(rows((1, {"policy/entropy": 0.0}), (4, odd)), Alerts())
+
+
 def names(alerts):
     return [alert.name for alert in alerts]
 

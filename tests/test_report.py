@@ -1,5 +1,6 @@
 """The report says what a run folder holds, shows what it can of a broken one, and shows hostile text as text."""
 
+import base64
 import gzip
 import html.parser
 import http.client
@@ -27,6 +28,7 @@ from sparse_rl.report.pieces import Pieces, byte_alphabet
 from sparse_rl.report.rollouts import Packer, spread
 from sparse_rl.report.runs import read
 from sparse_rl.report.serve import make_server
+from sparse_rl.report.text import printable
 from sparse_rl.report.verdict import verdict
 from sparse_rl.train.xi import BINS, HIGH, LOW
 
@@ -197,6 +199,11 @@ def test_reading_runs_loads_no_torch(looked_at, tmp_path):
             ["No clear gain", "100% of the groups taught nothing"],
         ),
         (curve([0.3, 0.2] * 10, sparse__rejection_rate=0.6), "flat", ["60% of rollouts were rejected", "Rejection: 60.0%"]),
+        (
+            curve(np.linspace(0.2, 0.99, 20), policy__entropy=np.geomspace(1, 0.01, 20)),
+            "learned",  # it is solved: nothing is left to try
+            ["Collapse: no", "while the entropy fell from"],
+        ),
         (curve([0.1, 0.2]), "early", ["Too early to say"]),
         ([], "empty", ["nothing to say yet"]),
         (
@@ -231,18 +238,25 @@ def test_noise_alone_is_no_collapse(tmp_path):
         rewards = np.clip(0.5 + 0.1 * draw.standard_normal(30), 0, 1)
         states.append(verdict(read(write_run(tmp_path / str(number), curve(rewards.tolist())), "run")).state)
     assert "collapsed" not in states and states.count("flat") >= 36
+    for number in range(200):  # a problem so hard that one of 25 answers is right, by luck more at one time than at another
+        rewards = draw.binomial(48, 0.04, 40) / 48
+        states.append(verdict(read(write_run(tmp_path / f"hard-{number}", curve(rewards.tolist())), "run")).state)
+    assert states.count("collapsed") <= 4 and states.count("flat") >= 220
 
 
 def test_held_out_scores_are_told_with_their_intervals(tmp_path):
-    rows = curve([0.3, 0.35] * 10)
+    rows = curve([0.3, 0.35] * 10, policy__entropy=np.linspace(0.04, 0.12, 20))
     for row, mean in ((rows[0], 0.2), (rows[-1], 0.6)):
         row |= {"eval/sums/pass@1": mean, "eval/sums/pass@1_low": mean - 0.1, "eval/sums/pass@1_high": mean + 0.1}
-    run = document(write_run(tmp_path / "run", rows))["runs"][0]
+    shown = document(write_run(tmp_path / "run", rows))
+    assert shown["summary"].endswith("run: learned.")  # and its answers are not called noise
+    (run,) = shown["runs"]
     assert (
         "Held-out sums with a dense cache: 20.0% [10.0%, 30.0%] before, 60.0% [50.0%, 70.0%] after (clearly better)."
         in run["sentences"]
     )
     assert run["scores"][0]["apart"] == 1 and run["state"] == "learned"
+    assert "It learned: the held-out score rose from 20.0% [10.0%, 30.0%] to 60.0%" in run["sentences"][0]
 
 
 # Several runs
@@ -256,6 +270,8 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(looked_at, tmp_path):
     assert [group["runs"] for group in shown["groups"]] == [[0, 1], [2]]
     assert shown["groups"][0]["name"] == "sparse_rl, 2 seeds" and shown["groups"][1]["name"] == "c"
     assert set(shown["differs"]) >= {"seed", "method"}
+    shutil.copytree(tmp_path / "a", tmp_path / "d")  # the same seed again is another run, not another seed
+    assert [group["runs"] for group in document(tmp_path)["groups"]] == [[0, 1], [2], [3]]
 
 
 def test_alerts_stand_in_the_page(tmp_path):
@@ -311,6 +327,25 @@ def test_a_run_of_another_version_is_shown(tmp_path):
     assert any("another version" in note and "unheard" in note for note in only["notes"])
     assert shown["sections"][-1]["title"] == OTHER and shown["sections"][-1]["metrics"][0][0] == "brand/new"
     assert only["config"]["kv.budget"] == "64" and only["rollouts"] == [[1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("config", "veto"), [('veto = "none"', 1e-4), ("veto = nan", 1e-4), ("veto = 0.01", 0.01), ('preset = "tis"', 0)]
+)
+def test_the_veto_of_another_version(config, veto, tmp_path):
+    run = write_run(tmp_path / "run", curve([0.5]), f'method = "sparse_rl"\nunheard = 1\n[correction]\n{config}\n')
+    assert document(run)["runs"][0]["veto"] == veto
+
+
+@pytest.mark.parametrize("value", [1e299, -1e299, 1e-320, 0.0])
+def test_numbers_of_any_size_are_shown(value, tmp_path):
+    keys = [key for key in runs_keys() if not key.startswith("eval/")]
+    rows = [{"step": step, **dict.fromkeys(keys, value if step % 3 else -value)} for step in range(1, 13)]
+    assert document(write_run(tmp_path / "run", rows))["runs"][0]["last"] == 12
+
+
+def runs_keys():
+    return [key for section in sections() for entry in section.entries for key in entry.keys]
 
 
 def test_a_folder_that_is_no_run_is_named_and_the_others_shown(looked_at, tmp_path, capsys):
@@ -383,6 +418,12 @@ def test_hostile_text_is_text_in_the_page(hostile_run, tmp_path):
     assert not [name for _, name, _ in found.attributes if name.startswith("on")] and "img" not in found.tags
     assert "alert(2)" in found.title and "\x1b" not in found.title and "\u202e" not in found.title
     assert b"\x1b" not in raw and b"\0" not in raw and len(raw) < 2_000_000
+    assert printable("\uffff\ufffe") == "\\uffff\\ufffe"  # which XML does not know
+    packed = gzip.decompress(base64.b64decode(found.blocks["rollouts-0-1"]))
+    assert (
+        max(len(row["answer"]) for row in json.loads(packed[4 : 4 + int.from_bytes(packed[:4], "little")])["rollouts"])
+        < 21_000
+    )
     shown = found.data
     keys = {key for section in shown["sections"] for key, _ in section["metrics"]}
     assert "</script><script>alert(1)</script>" in keys and "right \\u202eto left\\u202c \\u2066" in keys
@@ -447,6 +488,7 @@ def test_what_does_not_fit_is_left_out_evenly(tmp_path):
     assert list(whole) == list(files) and not notes
     some, notes = packer.all(files, budget_bytes=int(4.5 * len(whole[1].data)))
     assert list(some) == [1, 3, 5, 9] and "5 of 9 steps" in notes[0]
+    assert packer._packed.keys() == {files[step] for step in some}  # a long run does not fill the memory
 
 
 def test_percentiles_from_counts_are_those_of_the_ratios():

@@ -191,6 +191,24 @@ def test_hostile_text_is_shown_as_text(tmp_path, opened):
     assert "(1,048,576 characters)" in shown
     assert page.locator("#parts img").count() == 0 and page.locator("#parts script").count() == 0
     assert HOSTILE[0] in page.locator(".facts").inner_text()
+    assert page.evaluate("visible('a\\u{e0041}\\ud800\\u{1f600}')") == "a⟨U+E0041⟩⟨U+D800⟩\U0001f600"
+
+
+def test_a_long_rollout_and_a_ratio_of_nothing(tmp_path, opened):
+    """The token that rejected it stands beyond what is put on the page at first; 0 has no place on a log scale."""
+    rows = [{"step": step, "sparse/xi_p05": 0.9, "sparse/xi_min": least} for step, least in ((1, 0.0), (2, 1e-9), (3, 0.5))]
+    run = write_run(tmp_path / "run", rows)
+    dense = [-0.5] * 7000
+    dense[6500] = -30.0
+    write_rollouts(run, 1, [rollout(1, [5] * 7000, dense=dense, rejected=True)])
+    report.write(Source([run]), tmp_path / "report.html")
+    page = opened(tmp_path / "report.html")
+    hover(page, "sparse/xi_min", 0.01)
+    assert page.locator('figure[data-name="sparse/xi_min"] .step').inner_text() == "step 2"
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    page.locator("#to-cause").click()
+    assert "response token 6501" in page.locator(".token-readout").inner_text()
+    assert page.locator(".t.cause.at").count() == 1
 
 
 def test_a_live_run_comes_in_without_losing_the_place(looked_at, tmp_path, opened):
@@ -214,6 +232,8 @@ def test_a_live_run_comes_in_without_losing_the_place(looked_at, tmp_path, opene
         assert page.locator(".tokens").first.inner_text() == first
         assert abs(page.evaluate("window.scrollY") - at) < 200
         assert "watching" in page.locator("#live").inner_text()
+        page.evaluate("window.fetch = async () => new Response('it is gone', { status: 503 })")
+        page.wait_for_function("() => document.getElementById('live').textContent.includes('cannot be read: it is gone')")
     finally:
         server.shutdown()
         thread.join()

@@ -77,9 +77,12 @@ class Past:
     """The first reward, or the highest mean of as many."""
     first: dict[str, float] = field(default_factory=dict)
     """Of every metric, the first value."""
+    spread: float = 0.0
+    """The largest reward/std: a step at which all fail has none, and says nothing about chance."""
 
     def add(self, now: Row) -> None:
         self.first = {**now, **self.first}
+        self.spread = max(self.spread, now.get("reward/std", 0.0))
         if "reward/mean" in now:
             self.recent.append(now["reward/mean"])
             if self.best == -math.inf or len(self.recent) == self.recent.maxlen:
@@ -132,13 +135,13 @@ class Watch:
 def _rollouts(now: Row) -> int:
     """Of a step: its tokens / their mean number."""
     tokens = now["perf/rollout_tokens_per_s"] * now["perf/rollout_s"]
-    return max(1, round(tokens / max(now["response/mean_tokens"], 1)))
+    return max(1, round(min(tokens / max(now["response/mean_tokens"], 1), 1e15)))  # a damaged row may have any number
 
 
 def _reward(now: Row, past: Past, limit: float) -> str | None:
     """A fall counts from three standard errors of a step's mean on: rewards may be of any scale, and their mean near 0."""
     value, best = now["reward/mean"], past.best
-    chance = 3 * past.first["reward/std"] / math.sqrt(_rollouts(now))
+    chance = 3 * past.spread / math.sqrt(_rollouts(now))
     if best - value <= max(limit * abs(best), chance):
         return None
     return f"reward/mean is {value:.3g}, and was {best:.3g} at its best (limit {limit:.0%} less)"
@@ -146,7 +149,7 @@ def _reward(now: Row, past: Past, limit: float) -> str | None:
 
 def _entropy(now: Row, past: Past, limit: float) -> str | None:
     value, start = now["policy/entropy"], past.first["policy/entropy"]
-    if value >= limit * start:
+    if start <= 0 or value >= limit * start:
         return None
     return f"policy/entropy is {value:.2g}, {value / start:.0%} of its first {start:.2g} (limit {limit:.0%}): answers become all alike"
 

@@ -74,8 +74,8 @@ class Packer:
                 )
                 break
             taken[step] = chunk
-        there = set(files.values())
-        self._packed = {file: packed for file, packed in self._packed.items() if file in there}
+        shown = {files[step] for step in taken}  # which steps are shown moves as a run grows: the others are not held
+        self._packed = {file: packed for file, packed in self._packed.items() if file in shown}
         return dict(sorted(taken.items())), [f"{note}." for note in sorted(bad)[:5]]
 
 
@@ -108,7 +108,8 @@ def pack(file: Path, pieces: Pieces | None, veto: float) -> Chunk:
     entries: list[dict[str, Any]] = []
     for row, indices in zip(rows, split, strict=True):
         log_xi = row["dense_logprobs"] - row["sampler_logprobs"]
-        entry = {key: row[key] for key in ("reward", "advantage", "rejected", "finish", "answer")}
+        entry = {key: row[key] for key in ("reward", "advantage", "rejected")}
+        entry |= {key: _cut(row[key], LONGEST_TEXT) for key in ("finish", "answer")}
         entry |= {
             "prompt": prompts.setdefault(row["prompt_tokens"].tobytes(), len(prompts)),
             "start": _cut(row["prompt"], 200),

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, first_line
+from ..learner.correction import PRESETS, Point
 from ..train.settings import Config
 from ..train.xi import BINS
 from .text import printable
@@ -61,7 +63,10 @@ class Run:
         """The ratio below which a token rejects its rollout; 0 where nothing is rejected for one token."""
         if self.settings is not None:
             return self.settings.correction.point(self.settings.default_preset).veto
-        return float(self.config.get("correction.veto", 1e-4 if self.method in ("sparse_rl", "?") else 0.0))
+        preset = self.config.get("correction.preset", "paper" if self.method in ("sparse_rl", "?") else "none")
+        usual = PRESETS.get(str(preset), Point()).veto
+        veto = self.config.get("correction.veto", usual)
+        return float(veto) if _is_number(veto) and 0 <= veto < 1 else usual
 
 
 # Which folders are meant
@@ -219,11 +224,15 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
-    """(name, places in `runs`) of runs that differ in nothing but the seed; a run without a configuration stands alone."""
-    groups: dict[str, list[int]] = {}
+    """(name, places in `runs`) of runs that differ in nothing but the seed; a run without a configuration stands alone, and
+    one whose seed is there already is no other draw of it."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    drawn: Counter[tuple[str, str]] = Counter()
     for place, run in enumerate(runs):
         same = {key: value for key, value in run.config.items() if key not in OWN}
-        groups.setdefault(json.dumps(same, sort_keys=True, default=str) if same else f"run {place}", []).append(place)
+        key = json.dumps(same, sort_keys=True, default=str) if same else f"run {place}"
+        groups.setdefault((key, drawn[key, str(run.seed)]), []).append(place)
+        drawn[key, str(run.seed)] += 1
     named: list[tuple[str, list[int]]] = []
     for places in groups.values():
         first = runs[places[0]]

@@ -4,8 +4,8 @@ import json
 import unicodedata
 from typing import Any
 
-HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-"""Unicode's control, format (right-to-left marks among them), surrogate and private characters, and odd line ends."""
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode's control, format (right-to-left marks among them), surrogate, private and unassigned characters, and odd line ends."""
 
 
 def printable(text: str, most: int = 400) -> str:

@@ -26,6 +26,9 @@ ENTROPY_LEFT = 0.1
 """An entropy that falls to this share of its start has crashed."""
 SURE = 3.0
 """Standard errors that a difference must have to be called one."""
+SURE_OF_BEST = 4.0
+"""The same for a fall from the best of many windows, which is the luckiest one, too."""
+NOISE = "answers became noise"
 
 
 @dataclass
@@ -99,7 +102,8 @@ def verdict(run: Run) -> Verdict:
         return Verdict("empty", ["There is nothing to say yet: metrics.jsonl has no lines."])
     sentences = [*_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
     state, why = _state(run, reward, entropy)
-    return Verdict(state, [why, *sentences], signs(run))
+    found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]  # what learns explores
+    return Verdict(state, [why, *sentences], found)
 
 
 # Did it break down?
@@ -110,12 +114,13 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
         return "early", f"Too early to say whether it learns or collapses: {len(reward.values)} steps, {FEWEST} are needed."
     step, best = reward.best
     floor = min(0.0, *reward.values)
-    fall, sure = best - reward.last, SURE * reward.error
+    fall, sure = best - reward.last, SURE_OF_BEST * reward.error
     if fall > sure and fall > LOST * (best - floor):
         return "collapsed", (
             f"Collapse: yes. The mean reward fell from {best:.3g} around step {step} to {reward.last:.3g}{_with(run)}."
         )
-    if entropy and entropy.first > 0 and entropy.last < ENTROPY_LEFT * entropy.first:
+    crashed = bool(entropy) and entropy.first > 0 and entropy.last < ENTROPY_LEFT * entropy.first
+    if crashed and not _gained(run, reward):  # a task that is solved leaves nothing to try
         return "collapsed", (
             f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers become all "
             f"alike, and nothing new is tried{_with(run)}."
@@ -128,12 +133,21 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
         return "fell", (
             f"Collapse: no, but the mean reward fell back from {best:.3g} around step {step} to {reward.last:.3g}{_with(run)}."
         )
-    if reward.trend > SURE or _held_out_rose(run):
-        return "learned", f"Collapse: no. It learned: the mean reward went from {reward.first:.3g} to {reward.last:.3g}."
+    if _gained(run, reward):
+        rose = _held_out_rose(run)
+        words = f"the mean reward went from {reward.first:.3g} to {reward.last:.3g}"
+        if rose and reward.trend <= SURE:
+            words = f"the held-out score rose from {rose[0]} to {rose[-1]}"
+        alike = f", while the entropy fell from {entropy.first:.3g} to {entropy.last:.3g}" if crashed else ""
+        return "learned", f"Collapse: no. It learned: {words}{alike}."
     return "flat", (
         f"Collapse: no. No clear gain: the mean reward went from {reward.first:.3g} to {reward.last:.3g}, within its noise"
         f"{_with(run)}."
     )
+
+
+def _gained(run: Run, reward: Curve) -> bool:
+    return len(reward.values) >= FEWEST and (reward.trend > SURE or bool(_held_out_rose(run)))
 
 
 def _with(run: Run) -> str:
@@ -146,7 +160,7 @@ def signs(run: Run) -> list[str]:
     found = []
     entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
     if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
-        found.append(f"answers became noise (entropy {entropy.start:.2g} → {entropy.last:.2g})")
+        found.append(f"{NOISE} (entropy {entropy.start:.2g} → {entropy.last:.2g})")
     rejected = Curve(run, "sparse/rejection_rate")
     if rejected and max(rejected.last, rejected.mean) > 0.2:
         found.append(f"{rejected.mean:.0%} of rollouts were rejected")
@@ -213,8 +227,8 @@ def _held_out_fell(run: Run) -> list[Score]:
     return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) < 0), [])
 
 
-def _held_out_rose(run: Run) -> bool:
-    return any(len(found) > 1 and apart(found[0], found[-1]) > 0 for found in scores(run).values())
+def _held_out_rose(run: Run) -> list[Score]:
+    return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) > 0), [])
 
 
 # The sentences

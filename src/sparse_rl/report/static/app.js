@@ -106,7 +106,7 @@ async function poll() {
         refreshInspector();
       });
     }
-    live("watching", true);
+    live(answer.ok ? "watching" : `the run cannot be read: ${visible(await answer.text())}`, answer.ok);
   } catch {
     live("the server has stopped: this is the last it showed", false);
   }

@@ -61,6 +61,8 @@ function redrawAll() {
     if (!figure.isConnected) {
       entry.plot?.destroy();
       charts.delete(figure);
+      sight.unobserve(figure);
+      widths.unobserve(figure);
     } else if (entry.plot || figure.querySelector(".empty")) {
       entry.plot?.destroy();
       entry.plot = null;

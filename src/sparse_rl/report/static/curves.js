@@ -19,19 +19,17 @@ function present(rows, place) {
 
 /** One line for each group: a run, or the mean over seeds with a band from the lowest to the highest. */
 function metricLines(key) {
+  const log = key === "sparse/xi_min"; // where 0 has no place
   const visible = visibleRuns().filter((place) => data.runs[place].columns[key]);
-  let x = stepsOf(visible);
-  if (x.length) {
-    const some = x
-      .map((step, place) => place)
-      .filter((place) => visible.some((run) => along([x[place]], data.runs[run], key)[0] !== null));
-    x = some.map((place) => x[place]);
-  }
-  const made = { x, lines: [], bands: [], format: formatOf(key), log: key === "sparse/xi_min" };
+  const ofRun = (steps, run) => along(steps, run, key).map((value) => (log && !(value > 0) ? null : value));
+  const steps = stepsOf(visible);
+  const columns = visible.map((place) => ofRun(steps, data.runs[place]));
+  const x = steps.filter((_, place) => columns.some((column) => column[place] !== null));
+  const made = { x, lines: [], bands: [], format: formatOf(key), log };
   data.groups.forEach((group, number) => {
     const runs = group.runs.filter((place) => visible.includes(place)).map((place) => data.runs[place]);
     if (!runs.length) return;
-    const rows = runs.map((run) => along(x, run, key));
+    const rows = runs.map((run) => ofRun(x, run));
     const label = runs.length === 1 ? runs[0].name : group.name;
     let low = null;
     let high = null;

@@ -164,7 +164,7 @@ function listRollouts(list, chunk) {
     const signs = [
       rollout.reward === null ? "no verdict" : `reward ${number(rollout.reward)}`,
       `${rollout.log_xi[2]} tokens`,
-      rollout.finish === "stop" ? "" : rollout.finish,
+      rollout.finish === "stop" ? "" : visible(rollout.finish ?? ""),
       rollout.evicted ? "with cache" : "",
     ];
     return el(
@@ -213,7 +213,7 @@ function openRollout(place) {
   const told = el("output", { className: "token-readout" }, "Point at a token, or click the text and use the arrow keys.");
   const text = el("div", { className: "tokens", tabIndex: 0, role: "group", "aria-label": "the rollout, token by token" });
   text.addEventListener(
-    "pointerover",
+    "pointermove", // not pointerover: text that scrolls away under a pointer at rest is not pointed at
     (event) => event.target.dataset.place && tell(view, Number(event.target.dataset.place), told),
   );
   text.addEventListener(
@@ -221,7 +221,7 @@ function openRollout(place) {
     (event) => event.target.dataset.place && tell(view, Number(event.target.dataset.place), told),
   );
   text.addEventListener("keydown", (event) => walk(view, event, told));
-  const more = el("p");
+  const more = el("p", { id: "more-tokens" });
   document
     .getElementById("rollout")
     .replaceChildren(
@@ -239,12 +239,13 @@ function openRollout(place) {
 function facts(view) {
   const { rollout } = view;
   const badges = [
-    rollout.rejected ? el("span", { className: "badge bad" }, "rejected") : el("span", { className: "badge" }, "took part"),
+    rollout.rejected ? el("span", { className: "badge bad" }, "rejected") : null,
+    rollout.rejected || rollout.reward === null ? null : el("span", { className: "badge" }, "took part"),
     el("span", { className: "badge" }, rollout.reward === null ? "no verdict" : `reward ${number(rollout.reward)}`),
     rollout.advantage === null || rollout.advantage === undefined
       ? null
       : el("span", { className: "badge" }, `advantage ${number(rollout.advantage)}`),
-    el("span", { className: "badge" }, `ended by ${rollout.finish || "?"}`),
+    el("span", { className: "badge" }, `ended by ${visible(rollout.finish || "?")}`),
     el("span", { className: "badge" }, `${view.prompt} + ${view.logXi.length} tokens`),
   ];
   const parts = [
@@ -314,7 +315,7 @@ function legend() {
 /** Characters that would not be seen, or would turn the text around, as signs that are. */
 function visible(text) {
   return text.replace(
-    /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g,
+    /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu,
     (character) => {
       const code = character.codePointAt(0);
       return code < 32 ? String.fromCharCode(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
@@ -415,7 +416,7 @@ function walk(view, event, told) {
 }
 
 function focusToken(view, place) {
-  while (view.spans.length <= place) document.querySelector("#rollout p:last-of-type button").click();
+  while (view.spans.length <= place) document.querySelector("#more-tokens button").click();
   view.spans[place].scrollIntoView({ block: "center" });
   tell(view, place, document.querySelector(".token-readout"));
 }

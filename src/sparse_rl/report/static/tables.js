@@ -52,7 +52,7 @@ function alertSection() {
         el(
           "span",
           { className: "when" },
-          alert.ended === null ? `since step ${alert.step}` : `steps ${alert.step} to ${alert.ended}`,
+          alert.ended === null ? `since step ${alert.step}` : `steps ${alert.step} to ${alert.ended - 1}`,
         ),
         el(
           "div",
