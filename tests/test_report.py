@@ -131,7 +131,7 @@ def test_a_chunk_holds_what_was_stored(looked_at):
         log_xi = np.array(row["dense_logprobs"]) - np.array(row["sampler_logprobs"])
         assert array(entry["log_xi"]) / 1000 == pytest.approx(log_xi, abs=1e-3)
         below = row["rejected"] and log_xi.min() < np.log(1e-4)
-        assert entry["cause"] == (int(log_xi.argmin()) if below else None)
+        assert entry["cause"] == (int((log_xi < np.log(1e-4)).argmax()) if below else None)
         if row["evicted_at"] is not None:
             times = [NEVER if time is None else time for time in entry["times"]]
             last = len(ids)

@@ -135,11 +135,9 @@ def pack(file: Path, pieces: Pieces | None, veto: float) -> Chunk:
 
 
 def cause(log_xi: np.ndarray, veto: float) -> int | None:
-    """The token that rejected the rollout: the smallest ratio, if it lies below the veto."""
-    if veto <= 0 or not np.isfinite(log_xi).any():
-        return None
-    place = int(np.nanargmin(log_xi))
-    return place if log_xi[place] < math.log(veto) else None
+    """The token that rejected the rollout: the first whose ratio lies below the veto. What follows it went astray."""
+    below = np.flatnonzero(log_xi < math.log(veto)) if veto > 0 else ()
+    return int(below[0]) if len(below) else None
 
 
 def _trace(row: dict[str, Any], arrays: "_Arrays") -> dict[str, Any]:

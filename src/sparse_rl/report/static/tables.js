@@ -106,52 +106,48 @@ function evalSection() {
   );
 }
 
-function configSection() {
+/** Options of the runs that are shown, side by side. */
+function configTable(keys) {
   const places = visibleRuns();
-  const runs = places.map((place) => data.runs[place]);
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
   const differs = new Set(data.differs);
-  const table = (chosen) =>
+  const head = places.map((place) => el("th", { scope: "col" }, swatch(groupOf(place)), data.runs[place].name));
+  const rows = keys.map((key) =>
     el(
-      "div",
-      { className: "scroll" },
-      el(
-        "table",
-        { className: "config" },
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            el("th", { scope: "col" }, "option"),
-            ...places.map((place) => el("th", { scope: "col" }, swatch(groupOf(place)), data.runs[place].name)),
-          ),
-        ),
-        el(
-          "tbody",
-          {},
-          ...chosen.map((key) =>
-            el(
-              "tr",
-              { className: differs.has(key) ? "differs" : "" },
-              el("th", { scope: "row" }, key),
-              ...runs.map((run) => el("td", {}, run.config[key] ?? "not set")),
-            ),
-          ),
-        ),
-      ),
-    );
-  const parts = [el("h2", {}, "Configuration")];
-  if (data.runs.length > 1)
-    parts.push(
-      el("h3", {}, "What differs"),
-      differs.size ? table(keys.filter((key) => differs.has(key))) : el("p", { className: "fine" }, "Nothing."),
-    );
-  parts.push(
+      "tr",
+      { className: differs.has(key) ? "differs" : "" },
+      el("th", { scope: "row" }, key),
+      ...places.map((place) => el("td", {}, data.runs[place].config[key] ?? "not set")),
+    ),
+  );
+  const table = el(
+    "table",
+    { className: "config" },
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "option"), ...head)),
+    el("tbody", {}, ...rows),
+  );
+  return el("div", { className: "scroll" }, table);
+}
+
+/** Beside the outcome, since it is the first thing to ask after it; nothing for one run. */
+function differsSection() {
+  const keys = data.differs.filter((key) => key !== "run_dir");
+  if (data.runs.length < 2) return "";
+  return el(
+    "section",
+    { id: "differs" },
+    el("h2", {}, "What differs"),
+    keys.length ? configTable(keys) : el("p", { className: "fine" }, "Nothing but the folder."),
+  );
+}
+
+function configSection() {
+  const keys = [...new Set(visibleRuns().flatMap((place) => Object.keys(data.runs[place].config)))];
+  return el(
+    "section",
+    { id: "configuration" },
+    el("h2", {}, "Configuration"),
     keys.length
-      ? el("details", { open: false }, el("summary", {}, `All ${keys.length} options`), table(keys))
+      ? el("details", { open: false }, el("summary", {}, `All ${keys.length} options`), configTable(keys))
       : el("p", { className: "fine" }, "No configuration could be read."),
   );
-  return el("section", { id: "configuration" }, ...parts);
 }
