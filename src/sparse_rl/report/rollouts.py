@@ -136,8 +136,10 @@ def pack(file: Path, pieces: Pieces | None, veto: float) -> Chunk:
 
 def cause(log_xi: np.ndarray, veto: float) -> int | None:
     """The token that rejected the rollout: the first whose ratio lies below the veto. What follows it went astray."""
-    below = np.flatnonzero(log_xi < math.log(veto)) if veto > 0 else ()
-    return int(below[0]) if len(below) else None
+    if veto <= 0:
+        return None
+    below = np.flatnonzero(log_xi < math.log(veto))
+    return int(below[0]) if below.size else None
 
 
 def _trace(row: dict[str, Any], arrays: "_Arrays") -> dict[str, Any]:
