@@ -28,8 +28,8 @@ from sparse_rl.report.pieces import Pieces, byte_alphabet
 from sparse_rl.report.rollouts import Packer, spread
 from sparse_rl.report.runs import read
 from sparse_rl.report.serve import make_server
-from sparse_rl.report.text import printable
 from sparse_rl.report.verdict import verdict
+from sparse_rl.text import printable
 from sparse_rl.train.xi import BINS, HIGH, LOW
 
 

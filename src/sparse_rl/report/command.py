@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from ..errors import UserError
+from ..text import printable
 from . import page
 from .document import Source
-from .text import printable
 
 SERVED_BYTES = 2**30
 """Compressed bytes of rollouts that a server keeps at hand: nobody has to download them all."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from .. import __version__
 from ..alerts import Alerts, check
+from ..text import printable
 from ..train.xi import BINS, HIGH, LOW
 from . import pieces
 from .glossary import placed
 from .rollouts import BUDGET_BYTES, Chunk, Packer
 from .runs import Run, find, grouped, names, read
-from .text import printable
 from .verdict import LABELS, apart, scores, verdict
 
 PHASES = [

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..text import printable
 from ..train.xi import BINS, HIGH, LOW
 from .document import PHASES, Source
 from .runs import Run, grouped
-from .text import printable
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
 STYLES = ("-", "--", ":", "-.")

@@ -40,8 +40,5 @@ class LiveReport:
 
 def _pieces(tokenizer: Any) -> Pieces | None:
     """A slow tokenizer has no backend: the texts are then found on disk, or not."""
-    try:
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        return Pieces(fast) if fast is not None else None
-    except Exception:
-        return None
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    return Pieces(fast) if fast is not None else None

@@ -3,6 +3,7 @@
 import base64
 import functools
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,6 @@ from typing import Any
 from ..errors import UserError
 from .document import Source
 from .rollouts import Chunk
-from .text import script_json
 
 SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "curves.js", "tables.js", "inspector.js", "app.js")
 STYLES = ("uPlot.min.css", "style.css")
@@ -76,6 +76,11 @@ def _blocks(chunks: Sequence[dict[int, Chunk]]) -> Iterable[str]:
         for step, chunk in by_step.items():
             packed = base64.b64encode(chunk.data).decode()
             yield f'<script type="application/gzip" id="rollouts-{place}-{step}">{packed}</script>'
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand in a script element: no `<` can end or comment it, and it is ASCII, lone surrogates included."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def uplot_version() -> str:

@@ -18,7 +18,10 @@ class Pieces:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         decoder = tokenizer.decoder
-        state = decoder.__getstate__() if decoder is not None else b""  # the decoder as JSON, without the vocabulary
+        try:
+            state = decoder.__getstate__() if decoder is not None else b""  # the decoder as JSON, without the vocabulary
+        except Exception:  # one written in Python has no JSON, which tokenizers says with a bare Exception
+            state = b""
         self.byte_level = b"ByteLevel" in state
         self.metaspace = b"Metaspace" in state or "\u2581".encode() in state or b"\\u2581" in state
         self._known: dict[int, Piece] = {}

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import first_line
+from ..text import printable
 from .pieces import Pieces
-from .text import printable
 
 PER_NAT = 1000
 """Log-probs are kept to a thousandth, in two bytes."""

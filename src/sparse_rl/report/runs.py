@@ -13,9 +13,9 @@ from typing import Any
 
 from ..errors import UserError, first_line
 from ..learner.correction import PRESETS, Point
+from ..text import printable
 from ..train.settings import Config
 from ..train.xi import BINS
-from .text import printable
 
 OWN = ("seed", "run_dir", "compare")
 """What runs of one group may have otherwise: they are the same experiment, drawn again."""

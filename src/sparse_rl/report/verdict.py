@@ -5,8 +5,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..text import printable
 from .runs import Run
-from .text import printable
 
 State = Literal["collapsed", "fell", "flat", "learned", "early", "empty"]
 

@@ -13,6 +13,7 @@ from ..errors import UserError
 from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.load import load_model, load_tokenizer
+from ..text import printable as escaped
 from .engine import Engine
 from .rollout import Rollout
 from .settings import Sampling
@@ -77,7 +78,7 @@ class Printer:
 
 def printable(text: str) -> str:
     """A model's text is data: control characters that would drive the terminal are shown, not obeyed."""
-    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+    return escaped(text, most=len(text), keep="\n\t")
 
 
 def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:

@@ -67,16 +67,20 @@ function remembered(value) {
   }
 }
 
-function setTheme(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
+/** Without a theme, the one that was chosen here before, else the system's. */
+function setTheme(theme = remembered() || (prefersDark.matches ? "dark" : "light")) {
+  document.documentElement.dataset.theme = theme;
   for (const { plot } of charts.values()) plot?.redraw(false);
 }
 
 document.getElementById("theme").addEventListener("click", () => {
-  const dark = css("--is-dark") === "1";
-  setTheme(remembered(dark ? "light" : "dark") || (dark ? "light" : "dark"));
+  const other = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  remembered(other);
+  setTheme(other);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme());
+prefersDark.addEventListener("change", () => setTheme());
 document.getElementById("unzoom").addEventListener("click", () => zoomAll(null));
 
 // Paper is white, and shows what nobody has scrolled to yet
@@ -87,9 +91,7 @@ window.addEventListener("beforeprint", () => {
   drawEverything();
 });
 window.addEventListener("afterprint", () => {
-  if (onScreen) setTheme(onScreen);
-  else delete document.documentElement.dataset.theme;
-  setTheme();
+  setTheme(onScreen);
 });
 
 // A live run
@@ -128,7 +130,7 @@ function live(text, going) {
   sign.classList.toggle("going", going);
 }
 
-setTheme(remembered());
+setTheme();
 document.getElementById("made").textContent = `sparse-rl ${data.version} · ${data.made}`;
 chips();
 render();
