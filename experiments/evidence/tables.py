@@ -13,11 +13,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sparse_rl.evaluate.statistics import t_interval
+
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "evidence.md"
 DENSE, SPARSE = "eval/gsm8k/pass@1", "eval/gsm8k/pass@1_sparse"
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Two-sided 95 % quantile of Student's t for that many seeds."""
 
 Rows = list[dict[str, float]]
 """Of one run: step 0 has the first evaluation, the last step the last one."""
@@ -35,11 +35,10 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
 
 def interval(values: Sequence[float], digits: int = 1) -> str:
     """The mean over seeds and the half-width of its interval."""
-    mean = statistics.mean(values)
     if len(values) < 2:
-        return f"{mean:+.{digits}f}"
-    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:+.{digits}f} ± {half:.{digits}f}"
+        return f"{values[0]:+.{digits}f}"
+    mean, low, high = t_interval(values)
+    return f"{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}"
 
 
 def gain(rows: Rows, key: str) -> float:
