@@ -2,9 +2,10 @@
 
     python experiments/evidence/slices.py pilot a-collapse --model MODEL --data.dir DATA --seconds 1200 --at-once 4
 
-A question is a folder with `arms.toml`: the seeds, and for each arm the flags of `sparse-rl train` beside `base.toml`. What is
-in `ledger.jsonl` as finished is not run again. A run that its slice ends is stopped after its step, saved, and resumed by the
-next one; its folder is under --runs. When a run has ended, its metrics go to `raw/ARM-SEED.jsonl.gz` beside the arms.
+A question is a folder with `arms.toml`: the seeds, and for each arm the flags of `sparse-rl train` beside `base.toml` (and fewer
+`seeds`, where it has them). What is in `ledger.jsonl` as finished is not run again. A run that its slice ends is stopped after
+its step, saved, and resumed by the next one; its folder is under --runs. When a run has ended, its metrics go to
+`raw/ARM-SEED.jsonl.gz` beside the arms.
 """
 
 import argparse
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data.dir", dest="data")
     parser.add_argument("--seconds", type=float, default=1200, help="after which everything is stopped [1200]")
+    parser.add_argument("--needs", type=float, default=0, help="seconds that must be left for a run to be started [0]")
     parser.add_argument("--at-once", type=int, default=4, help="runs on the GPU at a time [4]")
     parser.add_argument("--runs", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--set", nargs="*", default=[], metavar="FLAG=VALUE", help="for a trial of this script only")
@@ -67,10 +69,12 @@ def runs_of(question: str) -> list[Run]:
     """Seed by seed, so that what a slice leaves undone is whole seeds rather than whole arms."""
     plan = tomllib.loads((HERE / question / "arms.toml").read_text())
     common, arms = plan.get("common", {}), plan["arms"]
+    seeds_of = {arm: flags.pop("seeds", plan["seeds"]) for arm, flags in arms.items()}
     return [
         Run(question, arm, seed, {**common, **flags}, plan.get("evaluate"))
         for seed in plan["seeds"]
         for arm, flags in arms.items()
+        if seed in seeds_of[arm]
     ]
 
 
@@ -81,9 +85,11 @@ def ledger() -> list[dict[str, Any]]:
 def slice_of(waiting: list[Run], args: argparse.Namespace) -> None:
     ends = time.monotonic() + args.seconds
     running: list[Running] = []
-    while (waiting or running) and time.monotonic() < ends - GRACE_S:
-        while waiting and len(running) < args.at_once:
+    while time.monotonic() < ends - GRACE_S:
+        while waiting and len(running) < args.at_once and time.monotonic() < ends - args.needs:
             running.append(Running(waiting.pop(0), args))
+        if not running:
+            break
         time.sleep(1)
         for each in [each for each in running if each.process.poll() is not None]:
             if each.process.returncode or not each.next():
@@ -148,21 +154,22 @@ def write_down(each: Running, args: argparse.Namespace) -> None:
     last = json.loads(lines[-1]) if lines else {}
     config = tomllib.loads((folder / "config.toml").read_text()) if (folder / "config.toml").exists() else {}
     evaluated = folder / "eval" / "results.json"
-    finished = bool(lines) and last.get("step") == config.get("steps") and (not run.evaluate or evaluated.exists())
+    trained = bool(lines) and last.get("step") == config.get("steps")
+    finished = trained and (not run.evaluate or evaluated.exists())
     row = {"question": run.question, "arm": run.arm, "seed": run.seed, "finished": finished}
     row |= {"step": last.get("step", 0), "exit": each.process.returncode, "seconds": round(time.monotonic() - each.started)}
     row |= {"at_once": args.at_once, "date": datetime.date.today().isoformat()}
     with LEDGER.open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row), flush=True)
-    if finished:
-        raw = HERE / run.question / "raw"
+    raw = HERE / run.question / "raw"
+    if trained:
         raw.mkdir(exist_ok=True)
         with gzip.GzipFile(raw / f"{run.name}.jsonl.gz", "wb", mtime=0) as file:
             file.write("".join(f"{line}\n" for line in lines).encode())
-        if run.evaluate:
-            results = json.loads(evaluated.read_text()) | {"by_position": by_position(evaluated.parent)}
-            (raw / f"{run.name}-eval.json").write_text(json.dumps(results) + "\n")
+    if finished and run.evaluate:
+        results = json.loads(evaluated.read_text()) | {"by_position": by_position(evaluated.parent)}
+        (raw / f"{run.name}-eval.json").write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

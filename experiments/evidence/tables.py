@@ -30,6 +30,8 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
         arm, seed = path.name.removesuffix(".jsonl.gz").rsplit("-", 1)
         with gzip.open(path, "rt") as file:
             found.setdefault(arm, {})[int(seed)] = [json.loads(line) for line in file]
+    if question == "a-collapse":
+        found = {"dense": read("pilot")["full-3e-6"] | found.get("dense", {})} | found
     return found
 
 
