@@ -6,6 +6,7 @@ inside a chunk. Weights are read where they lie: an update in place is seen by t
 
 # S slots, n steps of a chunk, V vocabulary
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,8 +142,10 @@ class DecodeGraphs:
         with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
             self._warm_up(slots, sampling)
             self.stream.synchronize()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                self._step(slots, sampling)
+            with warnings.catch_warnings():  # a capture that runs out of memory: its error says more
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    self._step(slots, sampling)
         torch.cuda.current_stream(device).wait_stream(self.stream)
         return graph
 
