@@ -96,6 +96,20 @@ def test_the_numbers_and_the_limit_are_in_the_sentence():
     assert "sparse/wasted_tokens 70% (limit 40%)" in told["rejected"]
 
 
+def test_equal_rewards_want_another_remedy_after_a_fall():
+    """Problems that were solved before are neither too hard nor badly graded; one lucky answer of 48 is no such sign."""
+    equal = {"reward/zero_std_groups": 1.0, "reward/mean": 0.0, "reward/std": 0.0}
+    lucky = {"reward/mean": 1 / 48, "reward/std": 0.14}
+    remedies = [
+        alert.remedy
+        for first in ({}, equal, lucky)
+        for alert in check(rows((1, first), (3, equal)), Alerts())
+        if alert.name == "zero_std_groups"
+    ]
+    assert ["problems were solved before" in each for each in remedies] == [True, False, False]
+    assert ["easier or harder problems" in each for each in remedies] == [False, True, True]
+
+
 HEALTHY = {
     ("dense", 0),
     ("dense", 1),

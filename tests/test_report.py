@@ -23,12 +23,12 @@ from sparse_rl.cli import main
 from sparse_rl.report import live, page
 from sparse_rl.report.document import Source
 from sparse_rl.report.figures import quantile
-from sparse_rl.report.glossary import OTHER, sections
+from sparse_rl.report.glossary import OTHER, SECTIONS
 from sparse_rl.report.pieces import Pieces, byte_alphabet
 from sparse_rl.report.rollouts import Packer, spread
 from sparse_rl.report.runs import read
 from sparse_rl.report.serve import make_server
-from sparse_rl.report.verdict import verdict
+from sparse_rl.report.verdict import Curve, verdict
 from sparse_rl.text import printable
 from sparse_rl.train.xi import BINS, HIGH, LOW
 
@@ -91,19 +91,29 @@ def test_train_leaves_a_page_that_needs_nothing_else(looked_at):
 def test_every_metric_of_a_real_run_is_shown_with_a_sentence(looked_at):
     shown = document(looked_at)
     titles = [section["title"] for section in shown["sections"]]
-    assert titles == [section.title for section in sections()][: len(titles)] and OTHER not in titles
+    assert titles == list(SECTIONS)[: len(titles)] and OTHER not in titles
     sentences = {key: text for section in shown["sections"] for key, text in section["metrics"]}
     written = {key for name in ("dense", "sparse_rl") for row in runs.metrics(looked_at / name) for key in row} - {"step"}
     assert sentences.keys() == written
-    assert sentences["sparse/ess"] == (
-        "(Σξ)² / (n Σξ²): the share of tokens the weighted sum is worth. Healthy: near 1. "
-        "Otherwise: few tokens carry the update: tis, or a larger budget."
-    )
+    assert sentences["sparse/ess"] == SECTIONS["Are sampler and learner close?"]["sparse/ess"]
     for run, name in zip(shown["runs"], ("dense", "sparse_rl"), strict=True):
         for row in runs.metrics(looked_at / name):
             place = run["steps"].index(row["step"])
             for key in row.keys() - {"step"}:
                 assert run["columns"][key][place] == pytest.approx(row[key], rel=1e-5)
+
+
+def test_captions_are_one_sentence_for_each_metric_of_the_page():
+    captions = [sentence for sentences in SECTIONS.values() for sentence in sentences.values()]
+    assert all(re.fullmatch(r"[A-Z](?:[^.]|\.(?! ))+\.", sentence) for sentence in captions)
+    parts = (Path(__file__).parents[1] / "docs/metrics.md").read_text().split("\n## ")[1:]
+    listed = {
+        part.partition("\n")[0]: [
+            key for row in part.splitlines() if row.startswith("| `") for key in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+        ]
+        for part in parts
+    }
+    assert listed == {title: [key for key in keys if not key.startswith("memory/")] for title, keys in SECTIONS.items()}
 
 
 def test_a_chunk_holds_what_was_stored(looked_at):
@@ -149,6 +159,19 @@ def test_a_report_that_fails_never_fails_the_run(world, tmp_path, monkeypatch, c
     assert (tmp_path / "run/model/model.safetensors").is_file()
     warnings = [line for line in capsys.readouterr().out.splitlines() if "report could not" in line]
     assert len(warnings) == 1 and "No space left" in warnings[0]
+
+
+def test_two_writers_of_one_page_do_not_disturb_each_other(tmp_path, monkeypatch):
+    run, replace = write_run(tmp_path / "run", curve([0.5])), page.os.replace
+
+    def late(partial, file):
+        monkeypatch.setattr(page.os, "replace", replace)
+        page.write(Source([run]), file)  # the other one, from beginning to end
+        replace(partial, file)
+
+    monkeypatch.setattr(page.os, "replace", late)
+    page.write(Source([run]), tmp_path / "page.html")
+    assert {file.name for file in tmp_path.iterdir()} == {"run", "page.html"}
 
 
 def test_refreshing_takes_little_of_a_runs_time(tmp_path, monkeypatch):
@@ -229,6 +252,62 @@ def test_a_held_out_score_that_is_lost_is_a_collapse(tmp_path):
     shown = document(write_run(tmp_path / "run", rows))
     assert shown["runs"][0]["sentences"][0].startswith("Collapse: yes. The held-out score fell from 40.0% [30.0%, 50.0%] to ")
     assert shown["summary"].endswith("run: collapsed, answers became noise (entropy 0.04 → 0.14).")
+
+
+def test_a_sampler_that_was_crippled_from_the_start_is_said_with_figures(tmp_path):
+    def judged(name, sparse, rejected):
+        start = {"step": 0}
+        for key, mean in (("pass@1", 0.4), ("pass@1_sparse", sparse)):
+            start |= {f"eval/sums/{key}{end}": mean + add for end, add in (("", 0), ("_low", -0.05), ("_high", 0.05))}
+        rows = curve([0.3, 0.31] * 5, sparse__rejection_rate=[rejected] + [0.0] * 9)
+        return verdict(read(write_run(tmp_path / name, [start, *rows]), "run"))
+
+    both = judged("both", 0.1, 0.75)
+    assert both.signs[0] == "the sampler's cache was crippled from the start"
+    assert (
+        "Sampler's cache: crippled from the start, for it scores 10.0% [5.0%, 15.0%] on sums where the same weights score "
+        "40.0% [35.0%, 45.0%] with a dense cache and 75% of the rollouts of step 1 were rejected; raise kv.budget before "
+        "anything else."
+    ) in both.sentences
+    assert "for 75% of the rollouts" in " ".join(judged("rejected", 0.38, 0.75).sentences)
+    assert "crippled" not in " ".join(judged("fine", 0.33, 0.4).sentences)
+
+
+@pytest.mark.parametrize(
+    ("first", "equal", "words"),
+    [
+        (0.5, 1.0, "because the rewards of each group were equal; try a lower optimizer.lr, from"),
+        (0.0, 1.0, "because the rewards of each group were equal; try easier or harder problems"),
+        (0.5, 0.2, "because all that could teach was rejected, or was not finite; try a larger kv.budget"),
+    ],
+)
+def test_updates_that_were_skipped_are_said_with_since_when_and_what_to_try(first, equal, words, tmp_path):
+    count = {"response/mean_tokens": 10, "perf/rollout_s": 1, "perf/rollout_tokens_per_s": 480, "reward/std": 0.5}
+    learns = {"reward/mean": first, "policy/loss": 0.1, "policy/skipped_updates": 0, "reward/zero_std_groups": 0, **count}
+    idle = {"reward/mean": 0, "policy/skipped_updates": 1, "reward/zero_std_groups": equal, **count}
+
+    def updates(name, *rows):
+        run = write_run(tmp_path / name, [{"step": step, **row} for step, row in enumerate(rows, 1)])
+        return [said for said in verdict(read(run, "run")).sentences if said.startswith("Updates:")]
+
+    (said,) = updates("idle", learns, learns, idle, idle, idle, idle)
+    assert said.startswith(f"Updates: skipped since step 3, {words}") and said.endswith(".")
+    assert "taught nothing" not in " ".join(verdict(read(tmp_path / "idle", "run")).sentences)  # once is enough
+    assert not updates("short", learns, learns, learns, learns, idle, idle)
+    assert not updates("over", learns, idle, idle, idle, idle, learns)
+
+
+def test_the_best_window_is_found_in_one_pass(tmp_path):
+    values = np.random.default_rng(0).random(60_000)
+    run = read(write_run(tmp_path / "run", []), "run")
+    run.rows = curve(values.tolist())
+    found, started = Curve(run, "reward/mean"), time.process_time()
+    step, best = found.best
+    assert time.process_time() - started < 1  # a mean of 6,000 for each of 54,000 windows takes several
+    means = np.convolve(values, np.full(found.window, 1 / found.window), "valid")
+    assert step == means.argmax() + found.window // 2 + 1 and best == pytest.approx(means.max())
+    run.rows = run.rows[:2]
+    assert Curve(run, "reward/mean").best == (2, pytest.approx(values[:2].mean()))
 
 
 def test_noise_alone_is_no_collapse(tmp_path):
@@ -345,7 +424,7 @@ def test_numbers_of_any_size_are_shown(value, tmp_path):
 
 
 def runs_keys():
-    return [key for section in sections() for entry in section.entries for key in entry.keys]
+    return [key for keys in SECTIONS.values() for key in keys]
 
 
 def test_a_folder_that_is_no_run_is_named_and_the_others_shown(looked_at, tmp_path, capsys):

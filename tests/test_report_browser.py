@@ -17,6 +17,7 @@ from report_runs import HOSTILE, big_run, other_seed, rollout, write_rollouts, w
 from sparse_rl.report import page as report
 from sparse_rl.report.document import Source
 from sparse_rl.report.serve import make_server
+from sparse_rl.train.xi import BINS
 
 ARTIFACTS = Path(__file__).parents[1] / "test-artifacts"
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
@@ -83,22 +84,78 @@ def hover(page, name, part=0.5):
     return chart
 
 
-def test_curves_answer_to_hover_and_zoom_together(three, opened):
-    page = opened(three)
+def test_curves_answer_to_hover_and_zoom_together(tmp_path, opened):
+    """Where a zoom leaves fewer than two values, as of evaluations, all are shown: a curve is never blank."""
+    rows = [{"step": step, "reward/mean": step / 10, "reward/std": 0.1} for step in range(11)]
+    for row in (rows[0], rows[10]):
+        row["eval/sums/pass@1"] = 0.5
+    report.write(Source([write_run(tmp_path / "run", rows)]), tmp_path / "report.html")
+    page = opened(tmp_path / "report.html")
     chart = hover(page, "reward/mean", 0.02)
-    assert chart.locator(".step").inner_text() == "step 1"
-    assert page.locator('figure[data-name="reward/std"] .step').inner_text() == "step 1"  # the cursor is everywhere
-    assert chart.locator(".how").inner_text().startswith("Mean reward of all rollouts with a verdict.")
+    assert chart.locator(".step").inner_text() == "step 0"
+    assert page.locator('figure[data-name="reward/std"] .step').inner_text() == "step 0"  # the cursor is everywhere
+    assert chart.locator(".how").inner_text().startswith("Mean reward of all rollouts with a verdict:")
     box = chart.locator(".u-over").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 50)
+    page.mouse.move(box["x"] + box["width"] * 0.45, box["y"] + 50)
     page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.95, box["y"] + 50, steps=4)
+    page.mouse.move(box["x"] + box["width"] * 0.85, box["y"] + 50, steps=4)
     page.mouse.up()
-    scale = "name => [...charts].find(([figure]) => figure.dataset.name === name)[1].plot.scales.x.min"
-    assert page.evaluate(scale, "reward/mean") > 1.3
-    assert page.evaluate(scale, "reward/std") == page.evaluate(scale, "reward/mean")
+
+    def shown(name):
+        find = "name => [...charts].find(([figure]) => figure.dataset.name === name)[1].plot.scales.x"
+        scale = page.evaluate(find, name)
+        return scale["min"], scale["max"]
+
+    assert 4 < shown("reward/mean")[0] < 5 and 8 < shown("reward/mean")[1] < 9
+    assert shown("reward/std") == shown("reward/mean")
+    assert shown("eval/sums/pass@1") == (0, 10)
     page.get_by_role("button", name="Show all steps").click()
-    assert page.evaluate(scale, "reward/std") == 1
+    assert shown("reward/std") == (0, 10)
+
+
+def test_the_counts_beside_the_ratio_follow_the_cursor(tmp_path, opened):
+    run = write_run(tmp_path / "run", [{"step": step, "sparse/xi_p05": 0.9} for step in (1, 2)])
+    lines = [{"step": step, "counts": [step] * BINS} for step in (1, 2)]
+    (run / "xi.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.write(Source([run]), tmp_path / "report.html")
+    page = opened(tmp_path / "report.html")
+    beside = page.locator('figure[data-name="xi-step"]')
+    for part, step in ((0.99, 2), (0.01, 1), (0.99, 2)):
+        hover(page, "xi", part)
+        assert beside.locator("h3").inner_text() == f"ξ at step {step}"
+        assert sum(map(int, beside.locator("b").all_inner_texts())) == step * BINS
+
+
+def test_what_is_zero_throughout_takes_one_line(tmp_path, opened):
+    values = [{"reward/timeouts": 0.0, "reward/errors": float(step == 2), "perf/step_s": 1.0} for step in (1, 2)]
+    run = write_run(tmp_path / "run", [{"step": step, **row} for step, row in enumerate(values, 1)])
+    report.write(Source([run]), tmp_path / "report.html")
+    page = opened(tmp_path / "report.html")
+    line = page.locator("details.zero summary")
+    assert line.inner_text() == "Zero throughout: reward/timeouts"
+    assert page.locator('figure[data-name="reward/errors"]').is_visible()
+    zero = page.locator('figure[data-name="reward/timeouts"]')
+    assert not zero.is_visible()
+    line.click()
+    zero.locator("canvas").wait_for()
+
+
+def test_ticks_of_memory_are_round_and_of_one_unit(tmp_path, opened):
+    for number, most in enumerate((900, 3_000_000, 11_900_000, 26_000_000_000)):
+        rows = [{"step": step, "kv/peak_bytes": most / 3, "kv/dense_bytes": most - step} for step in (1, 2)]
+        run = write_run(tmp_path / str(number), rows)
+        report.write(Source([run]), tmp_path / "report.html")
+        page = opened(tmp_path / "report.html")
+        page.locator('figure[data-name="kv"] canvas').wait_for()
+        read = "[...charts].find(([f]) => f.dataset.name === 'kv')[1].plot.axes[1]._values"
+        zero, *ticks = page.evaluate(read)
+        assert zero == "0" and 2 <= len(ticks) <= 6
+        values, units = zip(*(tick.split(" ") for tick in ticks), strict=True)
+        assert units[0] in ("B", "KiB", "MiB", "GiB") and set(units) == {units[0]}
+        gap = float(values[0])
+        assert [float(value) for value in values] == [gap * place for place in range(1, len(ticks) + 1)]
+        assert len(max(values, key=len)) <= 4
+    assert page.evaluate("[bytes(0), bytes(1023), bytes(2 ** 20), bytes(3.3e13)]") == ["0 B", "1020 B", "1 MiB", "30700 GiB"]
 
 
 def test_runs_are_switched_off_and_on(three, opened):
@@ -120,7 +177,6 @@ def test_a_rejected_rollout_shows_its_cause_and_what_the_cache_held(three, opene
     page.get_by_label("only steps with rejected ones").check()
     page.locator(".rollout-row em").first.wait_for()
     page.locator(".rollout-row", has=page.locator("em"), has_text="with cache").first.click()
-    page.locator("#to-cause").click()
     cause = page.locator(".t.cause")
     assert cause.count() == 1 and "x5" in cause.get_attribute("class") and "at" in cause.get_attribute("class")
     told = page.locator(".token-readout").inner_text()
@@ -128,6 +184,9 @@ def test_a_rejected_rollout_shows_its_cause_and_what_the_cache_held(three, opene
     place, step = page.evaluate("[inspector.chunk.rollouts.indexOf(inspector.opened.rollout), inspector.step]")
     row = pq.read_table(three.parent / f"sparse_rl/rollouts/step-{step}.parquet").to_pylist()[place]
     evicted_at = np.array(row["evicted_at"]).reshape(row["evicted_at_shape"])[1, 0]
+    at = page.evaluate("inspector.opened.rollout.cause")
+    page.wait_for_function("at => document.getElementById('held').textContent.startsWith(`response token ${at + 1}:`)", arg=at)
+    assert page.locator(".legend.cache span").all_inner_texts() == ["token held", "token evicted", "token not yet written"]
     page.locator("#layer").select_option("1")
     compactions = sorted({time for time in evicted_at.tolist() if time < len(evicted_at) - 1})
     for query in [*compactions, compactions[-1] - 1, len(evicted_at) - 2]:
@@ -138,14 +197,27 @@ def test_a_rejected_rollout_shows_its_cause_and_what_the_cache_held(three, opene
         )
         held = (evicted_at[: query + 1] > query).sum()
         assert f": {held} of {query + 1} tokens held" in page.locator("#held").inner_text()
-        assert page.locator(".t.held").count() == held <= 26 and page.locator(".t.gone").count() == query + 1 - held
-        assert page.locator(".t.later").count() == len(evicted_at) - query - 1
+        shown = {name: page.locator(f".tokens .t.{name}").count() for name in ("held", "gone", "later")}
+        assert shown == {"held": held, "gone": query + 1 - held, "later": len(evicted_at) - query - 1} and held <= 26
+
+
+def test_a_rollout_without_its_evictions_says_why_and_what_to_set(three, opened):
+    page = opened(three)
+    page.locator("#rollouts").scroll_into_view_if_needed()
+    page.locator(".rollout-row").first.wait_for()
+    assert page.locator("#time").count() == 1
+    page.locator(".rollout-row", has_not_text="with cache").first.click()
+    assert page.locator("#time").count() == 0
+    assert "were not stored: raise log.traces_per_step, here 2, to store more" in page.locator("#rollout").inner_text()
+    page.locator("#pick-run").select_option(label="dense")
+    page.get_by_text("This cache evicts nothing").wait_for()
 
 
 def test_token_by_token_with_the_keyboard(three, opened):
     page = opened(three)
     page.locator("#rollouts").scroll_into_view_if_needed()
-    page.locator(".tokens .t").first.wait_for()
+    page.locator("#pick-run").select_option(label="dense")
+    page.locator(".facts", has_text="took part").wait_for()
     page.locator(".tokens").first.focus()
     page.keyboard.press("ArrowRight")
     assert "response token 1 " in page.locator(".token-readout").inner_text().replace("·", "")
@@ -165,8 +237,15 @@ def test_it_looks_right_in(look, three, opened):
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == before
     if look == "print":
         page.pdf(path=ARTIFACTS / "printed.pdf", format="A4")
-        assert page.locator("figure canvas").count() >= page.locator("figure").count() - 2  # drawn although never seen
+        shown = page.locator("figure:visible").count()
+        assert page.locator("figure canvas").count() >= shown - 2 > 20  # drawn although never seen
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == before  # and dark again
+    if look == "phone":
+        page.locator("#rollouts").scroll_into_view_if_needed()
+        page.evaluate("document.body.style.paddingBottom = '100vh'")  # room to scroll, as below a long rollout
+        page.locator(".tokens").evaluate("text => text.scrollIntoView({ block: 'start' })")
+        readout, text = (page.locator(name).bounding_box() for name in (".token-readout", ".tokens"))
+        assert readout["y"] + readout["height"] <= text["y"]
     page.locator("#curves").scroll_into_view_if_needed()
 
 
@@ -206,9 +285,12 @@ def test_a_long_rollout_and_a_ratio_of_nothing(tmp_path, opened):
     hover(page, "sparse/xi_min", 0.01)
     assert page.locator('figure[data-name="sparse/xi_min"] .step').inner_text() == "step 2"
     page.locator("#rollouts").scroll_into_view_if_needed()
-    page.locator("#to-cause").click()
+    page.locator(".t.cause.at").wait_for()
     assert "response token 6501" in page.locator(".token-readout").inner_text()
-    assert page.locator(".t.cause.at").count() == 1
+    text, cause = (page.locator(name).first.bounding_box() for name in (".tokens", ".t.cause"))
+    assert text["y"] < cause["y"] < text["y"] + text["height"] - cause["height"]  # the text is scrolled to it
+    page.locator("#to-cause").click()
+    assert 0 < page.locator(".t.cause").bounding_box()["y"] < 900  # and now the page, too
 
 
 def test_a_live_run_comes_in_without_losing_the_place(looked_at, tmp_path, opened):

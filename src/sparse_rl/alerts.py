@@ -125,7 +125,8 @@ class Watch:
                 self.alerts[place] = replace(self.alerts[place], ended=int(now["step"]))
             else:
                 self._open[name] = len(self.alerts)
-                self.alerts.append(Alert(int(now["step"]), name, sentence, rule.remedy))
+                remedy = rule.after_fall if rule.after_fall and _has_fallen(now, self._past) else rule.remedy
+                self.alerts.append(Alert(int(now["step"]), name, sentence, remedy))
         return self.alerts[began:]
 
 
@@ -145,6 +146,10 @@ def _reward(now: Row, past: Past, limit: float) -> str | None:
     if best - value <= max(limit * abs(best), chance):
         return None
     return f"reward/mean is {value:.3g}, and was {best:.3g} at its best (limit {limit:.0%} less)"
+
+
+def _has_fallen(now: Row, past: Past) -> bool:
+    return now.keys() >= set(RULES["reward"].needs) and _reward(now, past, LOST) is not None
 
 
 def _entropy(now: Row, past: Past, limit: float) -> str | None:
@@ -219,8 +224,12 @@ class Rule:
     """The metrics it reads."""
     judge: Callable[[Row, Past, float], str | None]
     remedy: str
+    after_fall: str = ""
+    """What to try instead where the reward has fallen."""
 
 
+LOST = 0.5
+"""Of its best: a reward that has lost more has fallen."""
 COUNTED = ("response/mean_tokens", "perf/rollout_s", "perf/rollout_tokens_per_s")
 """What the number of rollouts follows from."""
 
@@ -257,6 +266,7 @@ RULES = {
         ("reward/zero_std_groups",),
         _zero_std_groups,
         "easier or harder problems, partial credit in the reward, more rollout.samples_per_prompt, loss.name dapo",
+        "a lower optimizer.lr, from the start or from the best checkpoint, for these problems were solved before",
     ),
     "no_verdict": Rule(
         ("reward/no_verdict", "reward/timeouts", "reward/errors", *COUNTED),
@@ -266,7 +276,7 @@ RULES = {
     "no_update": Rule(
         ("policy/skipped_updates", "reward/zero_std_groups", "reward/mean"),
         _no_update,
-        "where all are rejected a larger kv.budget; else a lower optimizer.lr, or float32",
+        "a larger kv.budget where all are rejected, else a lower optimizer.lr or float32",
     ),
 }
 """By the option that holds the limit; `no_update` has none."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from html import escape
@@ -23,9 +24,9 @@ FILE = "report.html"
 
 
 def write(source: Source, file: Path) -> dict[str, Any]:
-    """The page in `file`, whole or not at all; what it shows is returned."""
+    """The page in `file`, whole or not at all, whoever else writes it; what it shows is returned."""
     document, chunks = source.document()
-    partial = file.with_name(f".{file.name}.partial")
+    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.write_bytes(html(document, chunks))
         os.replace(partial, file)

@@ -3,8 +3,10 @@
 import math
 import statistics
 from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from typing import Literal
 
+from ..alerts import Alerts, check
 from ..text import printable
 from .runs import Run
 
@@ -28,6 +30,10 @@ SURE = 3.0
 """Standard errors that a difference must have to be called one."""
 SURE_OF_BEST = 4.0
 """The same for a fall from the best of many windows, which is the luckiest one, too."""
+FAR_BELOW = 0.75
+"""Of the dense score: a sampler's cache that reaches less, intervals apart, is crippled."""
+MOST_REJECTED = 0.5
+"""Of the first step's rollouts: a sampler's cache that loses more is crippled."""
 NOISE = "answers became noise"
 
 
@@ -74,9 +80,11 @@ class Curve:
     @property
     def best(self) -> tuple[int, float]:
         """(the step in the middle of the best window, its mean)"""
-        means = [statistics.fmean(self.values[end - self.window : end]) for end in range(self.window, len(self.values) + 1)]
-        place = max(range(len(means)), key=means.__getitem__) if means else 0
-        return self.steps[min(place + self.window // 2, len(self.steps) - 1)], max(means, default=self.first)
+        sums = list(accumulate(self.values, initial=0.0))
+        starts = range(max(1, len(self.values) - self.window + 1))
+        start = max(starts, key=lambda place: sums[min(place + self.window, len(self.values))] - sums[place])
+        middle = min(start + self.window // 2, len(self.steps) - 1)
+        return self.steps[middle], statistics.fmean(self.values[start : start + self.window])
 
     @property
     def error(self) -> float:
@@ -100,10 +108,11 @@ def verdict(run: Run) -> Verdict:
     reward, entropy = Curve(run, "reward/mean"), Curve(run, "policy/entropy")
     if not run.rows:
         return Verdict("empty", ["There is nothing to say yet: metrics.jsonl has no lines."])
-    sentences = [*_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
     state, why = _state(run, reward, entropy)
     found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]  # what learns explores
-    return Verdict(state, [why, *sentences], found)
+    said = [f"Signs: {_and(found)}."] if found else []
+    said += [*_crippled(run), *_skipped(run), *_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
+    return Verdict(state, [why, *said], found)
 
 
 # Did it break down?
@@ -116,22 +125,20 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
     floor = min(0.0, *reward.values)
     fall, sure = best - reward.last, SURE_OF_BEST * reward.error
     if fall > sure and fall > LOST * (best - floor):
-        return "collapsed", (
-            f"Collapse: yes. The mean reward fell from {best:.3g} around step {step} to {reward.last:.3g}{_with(run)}."
-        )
+        return "collapsed", f"Collapse: yes. The mean reward fell from {best:.3g} around step {step} to {reward.last:.3g}."
     crashed = bool(entropy) and entropy.first > 0 and entropy.last < ENTROPY_LEFT * entropy.first
     if crashed and not _gained(run, reward):  # a task that is solved leaves nothing to try
         return "collapsed", (
             f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers become all "
-            f"alike, and nothing new is tried{_with(run)}."
+            "alike, and nothing new is tried."
         )
     if fallen := _held_out_fell(run):
         broke = fallen[-1].mean < LOST * fallen[0].mean
-        words = f"held-out score fell from {fallen[0]} to {fallen[-1]}{_with(run)}."
+        words = f"held-out score fell from {fallen[0]} to {fallen[-1]}."
         return ("collapsed", f"Collapse: yes. The {words}") if broke else ("fell", f"Collapse: no, but the {words}")
     if fall > sure and reward.last < reward.first:
         return "fell", (
-            f"Collapse: no, but the mean reward fell back from {best:.3g} around step {step} to {reward.last:.3g}{_with(run)}."
+            f"Collapse: no, but the mean reward fell back from {best:.3g} around step {step} to {reward.last:.3g}."
         )
     if _gained(run, reward):
         rose = _held_out_rose(run)
@@ -141,8 +148,7 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
         alike = f", while the entropy fell from {entropy.first:.3g} to {entropy.last:.3g}" if crashed else ""
         return "learned", f"Collapse: no. It learned: {words}{alike}."
     return "flat", (
-        f"Collapse: no. No clear gain: the mean reward went from {reward.first:.3g} to {reward.last:.3g}, within its noise"
-        f"{_with(run)}."
+        f"Collapse: no. No clear gain: the mean reward went from {reward.first:.3g} to {reward.last:.3g}, within its noise."
     )
 
 
@@ -150,14 +156,9 @@ def _gained(run: Run, reward: Curve) -> bool:
     return len(reward.values) >= FEWEST and (reward.trend > SURE or bool(_held_out_rose(run)))
 
 
-def _with(run: Run) -> str:
-    found = signs(run)
-    return f", while {_and(found)}" if found else ""
-
-
 def signs(run: Run) -> list[str]:
     """The usual suspects, the most telling first."""
-    found = []
+    found = ["the sampler's cache was crippled from the start"] if _crippled(run) else []
     entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
     if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
         found.append(f"{NOISE} (entropy {entropy.start:.2g} → {entropy.last:.2g})")
@@ -172,7 +173,7 @@ def signs(run: Run) -> list[str]:
     if cut and cut.last > 0.3 and cut.last > 1.5 * cut.start:
         found.append(f"answers no longer end ({cut.start:.0%} → {cut.last:.0%} cut off)")
     same = Curve(run, "reward/zero_std_groups")
-    if same and same.last > 0.8:
+    if same and same.last > 0.8 and not _skipped(run):  # which says more
         found.append(f"{same.last:.0%} of the groups taught nothing, their rewards being equal")
     failed = [Curve(run, f"reward/{name}") for name in ("timeouts", "errors")]
     if any(curve and curve.last > 0 for curve in failed):
@@ -234,6 +235,37 @@ def _held_out_rose(run: Run) -> list[Score]:
 # The sentences
 
 
+def _crippled(run: Run) -> list[str]:
+    """What the sampler's cache cost before anything was learned."""
+    found, cost = scores(run), []
+    for key, (sparse, *_) in found.items():
+        dense = found.get(key.removesuffix("_sparse"), [sparse])[0]
+        far = sparse.mean < FAR_BELOW * dense.mean and apart(dense, sparse) < 0
+        if far and sparse.step == dense.step == 0:
+            cost.append(f"it scores {sparse} on {_benchmark(key)} where the same weights score {dense} with a dense cache")
+    rejected = Curve(run, "sparse/rejection_rate")
+    if rejected and rejected.values[0] > MOST_REJECTED:
+        cost.append(f"{rejected.values[0]:.0%} of the rollouts of step {rejected.steps[0]} were rejected")
+    if not cost:
+        return []
+    return [f"Sampler's cache: crippled from the start, for {_and(cost)}; raise kv.budget before anything else."]
+
+
+def _skipped(run: Run) -> list[str]:
+    idle = list(takewhile(_no_update, reversed(run.steps)))
+    equal = all(row.get("reward/zero_std_groups") == 1 for row in idle)
+    why = "the rewards of each group were equal" if equal else "all that could teach was rejected, or was not finite"
+    holds = {alert.name: alert for alert in check(run.rows, Alerts()) if alert.ended is None}
+    alert = holds.get("zero_std_groups" if equal else "no_update")
+    if alert is None or len(idle) < Alerts().steps:
+        return []
+    return [f"Updates: skipped since step {idle[-1]['step']:.0f}, because {why}; try {alert.remedy}."]
+
+
+def _no_update(row: dict[str, float]) -> bool:
+    return row.get("policy/skipped_updates", 0) > 0 and "policy/loss" not in row
+
+
 def _rewards(run: Run, reward: Curve) -> list[str]:
     if not reward:
         return ["No training step is written yet."]
@@ -249,7 +281,7 @@ def _rewards(run: Run, reward: Curve) -> list[str]:
 def _held_out(run: Run) -> list[str]:
     said = []
     for key, found in scores(run).items():
-        benchmark = printable(key.removeprefix("eval/").rsplit("/", 1)[0], 60)
+        benchmark = _benchmark(key)
         cache = "the sampler's cache" if key.endswith("_sparse") else "a dense cache"
         if len(found) == 1:
             said.append(f"Held-out {benchmark} with {cache}: {found[0]} at step {found[0].step}.")
@@ -257,6 +289,10 @@ def _held_out(run: Run) -> list[str]:
         judged = {1: "clearly better", -1: "clearly worse", 0: "the intervals overlap"}[apart(found[0], found[-1])]
         said.append(f"Held-out {benchmark} with {cache}: {found[0]} before, {found[-1]} after ({judged}).")
     return said
+
+
+def _benchmark(key: str) -> str:
+    return printable(key.removeprefix("eval/").rsplit("/", 1)[0], 60)
 
 
 def _savings(run: Run) -> list[str]:

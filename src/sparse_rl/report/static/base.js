@@ -5,6 +5,7 @@ let data = JSON.parse(document.getElementById("data").textContent);
 
 const state = {
   hidden: new Set(), // places of runs that are switched off
+  unfolded: new Set(), // titles of sections whose charts of nothing but zeros are shown
   zoom: null, // [first, last] step that all curves show
 };
 
@@ -71,13 +72,17 @@ function power(value) {
   return `10${[...exponent].map((digit) => ({ "-": "⁻", ".": "·" })[digit] || "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join("")}`;
 }
 
+const UNITS = ["B", "KiB", "MiB", "GiB"];
+
+/** The place of the unit in which a number of bytes is between 1 and 1024. */
+function unitOf(value) {
+  return Math.max(0, Math.min(UNITS.length - 1, Math.floor(Math.log2(Math.abs(value) || 1) / 10)));
+}
+
 function bytes(value) {
   if (value === null || value === undefined) return "–";
-  for (const unit of ["B", "KiB", "MiB"]) {
-    if (Math.abs(value) < 1024) return `${Number(value.toPrecision(3))} ${unit}`;
-    value /= 1024;
-  }
-  return `${Number(value.toPrecision(3))} GiB`;
+  const unit = unitOf(value);
+  return `${Number((value / 1024 ** unit).toPrecision(3))} ${UNITS[unit]}`;
 }
 
 function formatOf(key) {

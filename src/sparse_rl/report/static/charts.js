@@ -3,6 +3,7 @@
 
 const charts = new Map(); // figure -> {make, plot}
 const HEIGHT = 190;
+const POWERS_OF_TWO = Array.from({ length: 50 }, (_, exponent) => 2 ** exponent);
 
 const sight = new IntersectionObserver(
   (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => draw(entry.target)),
@@ -51,7 +52,7 @@ function draw(figure) {
   }
   place.replaceChildren();
   entry.plot = new uPlot(options(figure, made, entry.readout), [made.x, ...made.lines.map((line) => line.values)], place);
-  if (state.zoom && made.zooms !== false) entry.plot.setScale("x", { min: state.zoom[0], max: state.zoom[1] });
+  if (state.zoom) zoom(entry.plot);
   read(entry.plot, made, entry.readout);
 }
 
@@ -78,11 +79,16 @@ function drawEverything() {
 function zoomAll(range) {
   state.zoom = range;
   document.getElementById("unzoom").hidden = range === null;
-  for (const { plot } of charts.values()) {
-    if (!plot || plot.keepsItsScale) continue;
-    const steps = plot.data[0];
-    plot.setScale("x", range ? { min: range[0], max: range[1] } : { min: steps[0], max: steps[steps.length - 1] });
-  }
+  for (const { plot } of charts.values()) if (plot) zoom(plot);
+}
+
+/** What has fewer than two values there, as evaluations may, shows all its steps. */
+function zoom(plot) {
+  if (plot.keepsItsScale) return;
+  const steps = plot.data[0];
+  const [first, last] = state.zoom ?? [-Infinity, Infinity];
+  const inside = steps.filter((step) => step >= first && step <= last).length > 1;
+  plot.setScale("x", state.zoom && inside ? { min: first, max: last } : { min: steps[0], max: steps[steps.length - 1] });
 }
 
 function options(figure, made, readout) {
@@ -129,6 +135,7 @@ function options(figure, made, readout) {
       {
         ...axis,
         size: format === bytes ? 74 : 54,
+        ...(format === bytes ? { incrs: POWERS_OF_TWO } : {}),
         ...(made.log
           ? { splits: powersOfTen, filter: (plot, splits) => splits, values: (plot, splits) => splits.map(power) }
           : { values: (plot, splits) => ticks(splits, format) }),
@@ -182,11 +189,19 @@ function powersOfTen(plot, axis, low, high) {
   return Array.from({ length: Math.ceil(count / every) }, (_, place) => 10 ** (first + place * every));
 }
 
-/** As many digits as it takes to tell one tick from the next. */
 function ticks(splits, format) {
-  const gap = splits.length > 1 ? splits[1] - splits[0] : 0;
   const largest = Math.max(...splits.map(Math.abs));
-  if (format !== number || !gap || largest >= 1e6 || largest < 1e-3) return splits.map((value) => format(value));
+  if (format === bytes) {
+    const unit = unitOf(largest);
+    const scaled = alike(splits.map((value) => value / 1024 ** unit));
+    return splits.map((value, place) => (value ? `${scaled[place]} ${UNITS[unit]}` : "0"));
+  }
+  return format !== number || largest >= 1e6 || largest < 1e-3 ? splits.map((value) => format(value)) : alike(splits);
+}
+
+/** As many digits as it takes to tell one from the next. */
+function alike(splits) {
+  const gap = splits.length > 1 ? splits[1] - splits[0] : 1;
   let digits = 0;
   while (digits < 8 && Math.abs(gap * 10 ** digits - Math.round(gap * 10 ** digits)) > 1e-6 * gap * 10 ** digits) digits++;
   return splits.map((value) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));

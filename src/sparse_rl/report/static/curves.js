@@ -58,8 +58,12 @@ function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
-function hasInterval(key) {
-  return data.runs.some((run) => run.columns[`${key}_low`]);
+/** A score of 0 has an interval that is not. */
+function isZero(key) {
+  const columns = visibleRuns().map((place) => data.runs[place].columns);
+  const values = columns.flatMap((found) => [...(found[key] || []), ...(found[`${key}_high`] || [])]);
+  const known = values.filter((value) => value !== null);
+  return known.length > 0 && known.every((value) => value === 0);
 }
 
 function isBound(key, keys) {
@@ -74,16 +78,27 @@ function curveSections() {
       ...(keys.has("kv/peak_bytes") ? memoryCharts() : []),
       ...(keys.has("perf/step_s") ? timeCharts() : []),
     ];
-    const plain = section.metrics
-      .filter(([key]) => !isBound(key, keys))
-      .map(([key, how]) => chart(key, hasInterval(key) ? `${how} Band: its 95 % interval.` : how, () => metricLines(key)));
+    const plain = section.metrics.filter(([key]) => !isBound(key, keys));
+    const figures = (metrics) => metrics.map(([key, how]) => chart(key, how, () => metricLines(key)));
+    const zero = plain.filter(([key]) => isZero(key));
     return el(
       "section",
       { className: "curves" },
       el("h2", {}, section.title),
-      el("div", { className: "grid" }, ...special, ...plain),
+      el("div", { className: "grid" }, ...special, ...figures(plain.filter((metric) => !zero.includes(metric)))),
+      zero.length ? folded(section.title, zero, figures(zero)) : null,
     );
   });
+}
+
+function folded(title, metrics, figures) {
+  const remember = ({ target }) => state.unfolded[target.open ? "add" : "delete"](title);
+  return el(
+    "details",
+    { className: "zero", open: state.unfolded.has(title), ontoggle: remember },
+    el("summary", {}, `Zero throughout: ${metrics.map(([key]) => key).join(", ")}`),
+    el("div", { className: "grid" }, ...figures),
+  );
 }
 
 // The ratio xi
@@ -107,17 +122,14 @@ function ratioCharts() {
   return visibleRuns().flatMap((place) => {
     const run = data.runs[place];
     const title = several ? `ξ over training: ${run.name}` : "ξ over training";
-    const how =
-      "ξ = π_dense / π_sampler of every response token, on a log scale: 1 is agreement, far below 1 are tokens that the sampler " +
-      "chose and the dense model finds all but impossible. The dark band holds 90 % of the tokens, the light one 99.8 %. " +
-      (run.veto > 0
-        ? `One token below the veto line (${number(run.veto)}) rejects its rollout.`
-        : "No token rejects its rollout here (no veto).");
+    const what = "ξ is how much likelier the dense model finds a token than the sampler did:";
+    const veto = run.veto > 0 ? `one token below the veto of ${number(run.veto)}` : "without a veto no token";
+    const how = `${what} the dark band holds 90 % of the tokens, the light one 99.8 %, and ${veto} rejects its rollout.`;
     if (!run.xi.steps.length)
       return [
         chart(
           title,
-          `${how} There is no xi.jsonl in this run: only 5th percentile and smallest are known.`,
+          `${what} only its 5th percentile and its smallest are known, since the run has no xi.jsonl.`,
           () => ratioWithoutCounts(run),
           { wide: true, name: "xi" },
         ),
@@ -183,11 +195,12 @@ function ratioFan(run, shown, figure) {
       const place = under ?? x.length - 1;
       if (place === shown.place) return;
       shown.place = place;
+      figure.querySelector("h3").textContent = histogramTitle(run, shown);
       const entry = charts.get(figure);
       if (!entry?.plot) return;
       const made = entry.make();
       entry.plot.setData([made.x, ...made.lines.map((line) => line.values)]);
-      figure.querySelector("h3").textContent = histogramTitle(run, shown);
+      read(entry.plot, made, entry.readout);
     },
   };
 }
@@ -222,7 +235,7 @@ function histogram(run, shown) {
     };
   };
   const how =
-    "Tokens of one step by their ratio, both on log scales; the step is the one under the cursor on the left. The first and last bar also hold what lies beyond.";
+    "These are the tokens of the step under the cursor by their ξ, on log scales; the outermost bars also hold what lies beyond.";
   return chart(histogramTitle(run, shown), how, make, { name: "xi-step" });
 }
 
@@ -250,7 +263,7 @@ function memoryCharts() {
     return { x, lines, format: bytes, fromZero: true };
   };
   const how =
-    "Bytes allocated for keys and values (solid) against the most a dense cache would have held for the same rollouts at one moment (dashed): the gap is what the budget saves.";
+    "The solid line is what was allocated for keys and values, the dashed one the most that a dense cache would have held: the gap is what the budget saves.";
   return [chart("KV memory against dense", how, make, { wide: true, name: "kv" })];
 }
 
@@ -261,7 +274,7 @@ function timeCharts() {
   return visibleRuns().map((place) => {
     const run = data.runs[place];
     const how =
-      "Seconds of each step, stacked by phase in the order they happen; the rest is the host's: scheduling, logging, moving data. A phase that grows from step to step is where to look.";
+      "These are the seconds of each step by phase, in the order they happen; the rest is scheduling, logging and moving data.";
     return chart(several ? `Time by phase: ${run.name}` : "Time by phase", how, () => stacked(run), {
       wide: true,
       name: "time",

@@ -62,7 +62,7 @@ function inspectorSection() {
     el(
       "p",
       { className: "how" },
-      "Pick a step and a rollout. Each token is shaded by ξ, how much likelier the dense model finds it than the sampler did; a rejected rollout is marked at the token that caused it. Where the evictions were stored, a slider shows what the cache still held.",
+      "Each token is shaded by ξ, how much likelier the dense model finds it than the sampler did; a rejected rollout opens at the token that caused it.",
     ),
     el(
       "div",
@@ -226,7 +226,7 @@ function openRollout(place) {
     .getElementById("rollout")
     .replaceChildren(
       facts(view),
-      ...(view.evicted ? [cacheControls(view, text)] : []),
+      view.evicted ? cacheControls(view, text) : noTrace(),
       legend(),
       told,
       text,
@@ -234,6 +234,14 @@ function openRollout(place) {
       chunk.pieces ? "" : wholeText(rollout),
     );
   writeTokens(view, text, more);
+  if (rollout.cause !== null) openAt(view, text, rollout.cause);
+}
+
+/** Scrolls the text and not the page, which somebody is reading. */
+function openAt(view, text, cause) {
+  const span = tokenAt(view, view.prompt + cause);
+  text.scrollTop += span.getBoundingClientRect().top - text.getBoundingClientRect().top - text.clientHeight / 2;
+  view.goTo?.(cause);
 }
 
 function facts(view) {
@@ -283,7 +291,7 @@ function whyRejected(view) {
 }
 
 function showCause(view, cause) {
-  focusToken(view, view.prompt + cause);
+  tokenAt(view, view.prompt + cause).scrollIntoView({ block: "center" });
   view.goTo?.(cause);
 }
 
@@ -415,13 +423,34 @@ function walk(view, event, told) {
   view.spans[place].scrollIntoView({ block: "nearest" });
 }
 
-function focusToken(view, place) {
+function tokenAt(view, place) {
   while (view.spans.length <= place) document.querySelector("#more-tokens button").click();
-  view.spans[place].scrollIntoView({ block: "center" });
   tell(view, place, document.querySelector(".token-readout"));
+  return view.spans[place];
 }
 
 // The cache
+
+function noTrace() {
+  const { method, config } = data.runs[inspector.run];
+  const set = config["log.traces_per_step"];
+  const why =
+    method === "dense" || config["kv.policy"] === "full"
+      ? "This cache evicts nothing, so there is no slider to show what it held."
+      : `What the cache held is not shown, because the evictions of this rollout were not stored: raise log.traces_per_step${set ? `, here ${set},` : ""} to store more of them.`;
+  return el("p", { className: "fine" }, why);
+}
+
+function cacheLegend() {
+  const entry = (name, label) => el("span", {}, el("i", { className: `t ${name}` }, "token"), ` ${label}`);
+  return el(
+    "p",
+    { className: "legend cache" },
+    entry("held", "held"),
+    entry("gone", "evicted"),
+    entry("later", "not yet written"),
+  );
+}
 
 /** Sampling response token k asks with the query before it, at q = prompt + k - 1: it sees keys up to q not evicted by then. */
 function cacheControls(view, text) {
@@ -478,6 +507,7 @@ function cacheControls(view, text) {
     el("label", {}, "KV head ", head),
     el("label", { className: "time" }, "while sampling token ", slider),
     told,
+    cacheLegend(),
   );
 }
 

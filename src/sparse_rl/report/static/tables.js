@@ -64,8 +64,7 @@ function alertSection() {
       ),
     ),
   );
-  const none =
-    "None: entropy, repetition, ξ, rejection, signal and verdicts were never beyond the limits of [alerts] for long.";
+  const none = "There are none: no metric was beyond its limit in [alerts] for long.";
   return el(
     "section",
     { id: "alerts" },
@@ -94,7 +93,7 @@ function evalSection() {
     el("th", { scope: "col" }, name),
   );
   const how =
-    "Held-out pass@1 with its 95 % interval. Better or worse is said only where the intervals before and after do not overlap; to tell closer runs apart, raise eval.problems.";
+    "These are held-out pass@1 with 95 % intervals: better or worse is said only where those before and after do not overlap, and more eval.problems tell closer runs apart.";
   return el(
     "section",
     { id: "evaluations" },
