@@ -77,13 +77,13 @@ def kills_the_trainer(prompts, completions, **columns):
 '''
 
 
-def make_world(folder: Path) -> Path:
+def make_world(folder: Path, hidden_size: int = 32) -> Path:
     """The model, the problems and the rewards of the runs, in `folder`."""
     tokenizer = load_tokenizer("tiny")
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,

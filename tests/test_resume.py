@@ -8,7 +8,7 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from runs import Command, arguments, metrics, one_thread, refused, train, without_clock
 from sparse_rl.cli import main
@@ -26,10 +26,9 @@ KINDS = {
 
 def state_of(run, step):
     """Everything a checkpoint holds, as a tree."""
-    folder = run / f"checkpoints/step-{step}"
-    (weights,) = folder.glob("weights/*.safetensors")
-    moments = torch.load(folder / "optimizer.pt", weights_only=True)
-    return [load_file(weights), moments, json.loads((folder / "state.json").read_text())]
+    folder, one_file = run / f"checkpoints/step-{step}", run / f"step-{step}.pt"
+    dcp_to_torch_save(folder, one_file)
+    return [torch.load(one_file, weights_only=False), json.loads((folder / "state.json").read_text())]
 
 
 def same(left, right):

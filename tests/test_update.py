@@ -13,7 +13,7 @@ from sparse_rl.learner.correction import PRESETS, correct
 from sparse_rl.learner.losses import LOSSES
 from sparse_rl.learner.losses.settings import SMD, Loss
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
-from sparse_rl.learner.replay import forward
+from sparse_rl.learner.replay import forward, packs
 from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.learner.update import accumulate, make_batch, padded, response_mask, update
 from sparse_rl.models.head import head_of
@@ -66,7 +66,7 @@ def gradients(model):
 
 def gradient_of(model, batch, loss, *, tokens=10**6, view="dense", smd=None):
     model.zero_grad()
-    sums = accumulate(model, batch, range(len(batch.rollouts)), loss, view, smd, None, tokens)
+    sums = accumulate(model, batch, list(packs(batch.rollouts, tokens)), loss, view, smd, None)
     return gradients(model), sums
 
 
@@ -237,7 +237,7 @@ def test_rows_that_teach_nothing_do_not_pass_through_the_model(sampled, monkeypa
     assert 2 not in active and len(active) < len(rollouts) - 1  # some were rejected
     whole, _ = gradient_of(learner, batch, loss)
     learner.zero_grad()
-    accumulate(learner, batch, active, loss, "dense", None, None, 10**6)
+    accumulate(learner, batch, [active], loss, "dense", None, None)
     assert_close(gradients(learner), whole, 1e-12)
 
 

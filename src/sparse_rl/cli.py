@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         sys.exit(1)
     except UserError as error:
-        sys.stderr.write(f"sparse-rl: {error}\n")
+        rank = int(os.environ.get("RANK", "0"))
+        sys.stderr.write(f"sparse-rl{f', rank {rank}' if rank else ''}: {error}\n")
         sys.exit(2)
     except RuntimeError as error:
         if not _ran_out_of_memory(error):

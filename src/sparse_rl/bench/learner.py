@@ -18,7 +18,7 @@ from ..learner.correction import correct
 from ..learner.logprobs import token_logprobs
 from ..learner.losses.settings import Loss
 from ..learner.optimizer import Optimizer, checkpointed
-from ..learner.replay import ReplayKind, replay
+from ..learner.replay import ReplayKind, packs, replay
 from ..learner.settings import OptimizerSettings
 from ..learner.update import Batch, accumulate, make_batch, response_mask
 from ..models.attention import prepare
@@ -76,7 +76,7 @@ def bench(args: argparse.Namespace) -> None:
 
     def learn(view: ReplayKind) -> None:
         with checkpointed(model, args.gradient_checkpointing):
-            accumulate(model, batch, range(len(rollouts)), loss, view, None, None, args.tokens_per_microbatch)
+            accumulate(model, batch, list(packs(rollouts, args.tokens_per_microbatch)), loss, view, None, None)
 
     def update(view: ReplayKind) -> None:
         learn(view)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import UserError
 from .settings import OptimizerSettings
@@ -18,7 +19,8 @@ from .settings import OptimizerSettings
 class Optimizer:
     def __init__(self, model: nn.Module, settings: OptimizerSettings, steps: int):
         self.settings, self.steps = settings, steps
-        self.params = [param for param in model.parameters() if param.requires_grad]
+        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.names, self.params = list(named), list(named.values())
         if not self.params:
             raise UserError("The model has no trainable weights.")
         self.masters = [self._master(param) for param in self.params]
@@ -72,7 +74,8 @@ class Optimizer:
     def update(self, step: int) -> float | None:
         """One AdamW update from the gradients collected so far. Returns their norm, None if it was not finite: then no update."""
         grads = [master.grad for master in self.masters if master.grad is not None]
-        norm = float(nn.utils.get_total_norm(grads)) if grads else 0.0
+        total = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
             self.clear()
             return None
@@ -112,18 +115,20 @@ class Optimizer:
             params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(params, masters)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, and the master weights where the model's own are only their rounding."""
-        own = [None if param is master else master.detach() for param, master in zip(self.params, self.masters, strict=True)]
-        return {"adamw": self.adamw.state_dict(), "masters": own}
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The master weights by name, in place."""
+        return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
-        for param, master, saved in zip(self.params, self.masters, state["masters"], strict=True):
-            if saved is not None:
-                master.copy_(saved)
-                param.copy_(master)
+    @property
+    def moments(self) -> dict[str, Any]:
+        """What AdamW keeps of each weight, by name, in place."""
+        self.allocate()
+        return {name: self.adamw.state[master] for name, master in zip(self.names, self.masters, strict=True)}
+
+    def was_loaded(self) -> None:
+        """After master weights were written in place: the model's own follow them."""
+        self._write_back()
 
 
 @contextmanager

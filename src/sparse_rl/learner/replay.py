@@ -19,6 +19,7 @@ from ..kv.trace import NEVER
 from ..models.attention import prepare
 from ..models.head import head_of, hidden_states
 from ..rollout.rollout import Rollout
+from ..world import World
 from .fusion import compiler_errors, fused_layers
 from .logprobs import token_logprobs
 
@@ -48,7 +49,7 @@ def replay(
     with fused_layers(model):
         for indices in packs(rollouts, tokens_per_pass):
             pack = [rollouts[index] for index in indices]
-            logprobs_n, _ = response_logprobs(model, forward(model, pack, view, temperature))
+            logprobs_n, _ = logprobs_of(model, pack, view, temperature)
             results += logprobs_n.split([len(rollout.response) for rollout in pack])
     return results
 
@@ -66,6 +67,13 @@ def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[in
         tokens += length
     if pack:
         yield pack
+
+
+def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World) -> list[list[int]]:
+    """The passes of this rank; alone, in the order of the rollouts."""
+    if world.size == 1:
+        return list(packs(rollouts, tokens_per_pass))
+    return world.passes([len(rollout.prompt) + len(rollout.response) for rollout in rollouts], tokens_per_pass)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,13 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device, without waiting for the work that is queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def logprobs_of(
+    model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) of all response tokens of these rollouts, [n] each, in one pass."""
+    return response_logprobs(model, forward(model, pack, view, temperature))
 
 
 def response_logprobs(model: PreTrainedModel, seen: Seen) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..models.head import head_of
+from ..models.sharded import is_sharded, sum_over_ranks, with_weights
 from ..rollout.rollout import Rollout
+from ..world import ALONE, World
 from .correction import Corrected, opsm
 from .fusion import fused_layers
 from .logprobs import divergence
@@ -24,7 +26,7 @@ from .losses import LossInputs
 from .losses.regularizers import kl, weighted_sum
 from .losses.settings import SMD, Loss
 from .optimizer import Optimizer, checkpointed
-from .replay import ReplayKind, Seen, forward, packs, response_logprobs, upload
+from .replay import ReplayKind, Seen, forward, passes_of, response_logprobs, upload
 
 
 @dataclass(frozen=True)
@@ -88,22 +90,26 @@ def response_mask(rollouts: Sequence[Rollout]) -> Tensor:
 def accumulate(
     model: PreTrainedModel,
     batch: Batch,
-    rows: Sequence[int],
+    passes: Sequence[Sequence[int]],
     loss: Loss,
     view: ReplayKind,
     smd: SMD | None,
     opsm_delta: float | None,
-    tokens_per_microbatch: int,
 ) -> dict[str, float]:
-    """Gradients of the objective over `rows`, left in the weights. Returns sums over tokens, and the loss."""
+    """Gradients of the objective over the rows of these passes, left in the weights. Returns sums over tokens, and the loss.
+
+    A pass without rows keeps step with other ranks, which have rows for theirs: any rollout goes through, and counts nothing.
+    """
     parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
-    rollouts = [batch.rollouts[row] for row in rows]
     with fused_layers(model):
-        for indices in packs(rollouts, tokens_per_microbatch):
-            pack = [rollouts[index] for index in indices]
-            chosen = upload(torch.tensor([rows[index] for index in indices]), batch.old_BT.device)
-            seen = forward(model, pack, view)
-            logprobs_n, entropy_n = response_logprobs(model, seen)
+        for number, rows in enumerate(passes):
+            chosen = upload(torch.tensor(rows or [0]), batch.old_BT.device)
+            pack = [batch.rollouts[row] for row in rows or [0]]
+            ranks = sum_over_ranks(model, now=number == len(passes) - 1)
+            logprobs_n, entropy_n, apart_n = with_weights(model, _pass, pack, view, smd)
+            if not rows:
+                (0 * sum(each.sum() for each in (logprobs_n, entropy_n, apart_n) if each is not None)).backward()
+                continue
             mask_bT = batch.mask_BT[chosen]
             where_n = upload(_places(pack, mask_bT.shape[1]), logprobs_n.device)
             logprobs_bT = _spread(logprobs_n, where_n, mask_bT)
@@ -134,14 +140,23 @@ def accumulate(
                     _spread(entropy_n, where_n, mask_bT), kl_mask_bT, kl_shares_bT
                 )
             if smd is not None:
-                apart_bT = _spread(_distillation(model, pack, seen, smd), where_n, mask_bT)
+                apart_bT = _spread(apart_n, where_n, mask_bT)
                 total = total + smd.lambda_ * weighted_sum(apart_bT, kl_mask_bT, kl_shares_bT)
                 parts["distillation_kl"].append(apart_bT.detach().sum())
-            total.backward()
+            (total * ranks).backward()
             parts["loss"].append(total.detach())
             for name, value in counts.items():
                 parts[name].append(value)
     return {name: sum(float(value) for value in values) for name, values in parts.items()}
+
+
+def _pass(
+    model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMD | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-probs, entropies, distances of the dense and the shadow policy where they are wanted), [n] each."""
+    seen = forward(model, pack, view)
+    logprobs_n, entropy_n = response_logprobs(model, seen)
+    return logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, seen, smd)
 
 
 def _places(pack: Sequence[Rollout], longest: int) -> Tensor:
@@ -169,6 +184,11 @@ def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen,
     return divergence(head_of(model), student.hidden_nD, teacher.hidden_nD, student.temperatures_n, kind=kind, top=smd.top_k)
 
 
+def _summed(sums: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of all ranks."""
+    return {name: sum(each.get(name, 0.0) for each in sums) for name in {name for each in sums for name in each}}
+
+
 @dataclass(frozen=True)
 class Updated:
     sums: dict[str, float]
@@ -188,6 +208,7 @@ def update(
     view: ReplayKind = "dense",
     smd: SMD | None = None,
     opsm_delta: float | None = None,
+    world: World = ALONE,
 ) -> Updated:
     """One update of the weights at the learning rate of `step`. Nothing is changed if no row can be learned from, or if the
     loss or the gradient is not finite.
@@ -201,7 +222,11 @@ def update(
         rows = torch.nonzero(batch.kl_shares_BT.sum(dim=1) + batch.shares_BT.sum(dim=1)).flatten().tolist()
     settings = optimizer.settings
     with checkpointed(model, settings.gradient_checkpointing):
-        sums = accumulate(model, batch, rows, loss, view, smd, opsm_delta, settings.tokens_per_microbatch)
+        passes = passes_of([batch.rollouts[row] for row in rows], settings.tokens_per_microbatch, world)
+        passes = [[rows[index] for index in indices] for indices in passes]
+        sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta)))
+    if not is_sharded(model):
+        world.sum_gradients(optimizer.masters)
     if sums.get("opsm_dropped") == len(rows) and rows == batch.active:  # all that could have been learned from
         optimizer.clear()
         return Updated(sums, 0.0, learned=False, finite=True)

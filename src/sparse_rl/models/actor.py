@@ -1,4 +1,5 @@
-"""The weights that learn and the weights that sample: one model, or with LoRA a base with adapters and a merged copy.
+"""The weights that learn and the weights that sample: one model, or with LoRA a base with adapters and a merged copy, or on
+many ranks a learner spread over them and a whole model on each.
 
 The merged copy shares every tensor that has no adapter. It is rewritten in place after each update, W + s·BA summed in
 float32 and rounded once, so whatever was built on its storage stays valid.
@@ -7,7 +8,6 @@ float32 and rounded once, so whatever was built on its storage stays valid.
 import contextlib
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ ADAPTER = "default"
 
 
 class Actor:
-    def __init__(self, model: PreTrainedModel, lora: Lora, *, keep_reference: bool = False):
+    def __init__(self, model: PreTrainedModel, lora: Lora, *, keep_reference: bool = False, ranks: int = 1):
         """Takes the model over. `keep_reference` keeps the policy as it is now: with LoRA for free, else as a frozen copy."""
         self.learner = model
         self.sampler = model
@@ -36,6 +36,12 @@ class Actor:
                     layer = shared.get_submodule(name)
                     layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
                 self.sync()
+        elif ranks > 1:
+            from .sharded import shard
+
+            self.learner = shard(model)
+            self.frozen = shard(model, trains=False) if keep_reference else None
+            model.requires_grad_(False)
         elif keep_reference:
             self.frozen = copy.deepcopy(model).requires_grad_(False)
 
@@ -43,6 +49,11 @@ class Actor:
     def sync(self) -> None:
         """Give the sampler what was learned. Needed after every update; free where both are one model."""
         if self.sampler is self.learner:
+            return
+        if self.peft is None:
+            from .sharded import copy_whole
+
+            copy_whole(self.learner, self.sampler)
             return
         for name, layer in self._adapted():
             base = layer.get_base_layer().weight
@@ -63,30 +74,6 @@ class Actor:
         else:
             assert self.frozen is not None, "built without keep_reference"
             yield self.frozen
-
-    def save(self, folder: Path) -> None:
-        """The whole model, or the adapter alone, under the names that `load` reads."""
-        if self.peft is not None:
-            self.peft.save_pretrained(folder)
-        else:  # a mixture of experts has other names in its published form
-            self.learner.save_pretrained(folder, save_original_format=False)
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """The weights that `save` wrote, to the bit, into the tensors in use."""
-        from safetensors.torch import load_file
-
-        if self.peft is not None:
-            from peft import set_peft_model_state_dict
-
-            set_peft_model_state_dict(self.peft, load_file(folder / "adapter_model.safetensors"))
-        else:
-            saved = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-            missing, unexpected = self.learner.load_state_dict(saved, strict=False)
-            tied = set(self.learner.all_tied_weights_keys)
-            if unexpected or set(missing) - tied:
-                raise UserError(f"{folder} does not fit the model of this run: resume with the model it was trained from.")
-        self.sync()
 
 
 def _with_adapters(model: PreTrainedModel, lora: Lora):

@@ -5,7 +5,7 @@ slots being decoded, a rollout being replayed. It travels as an argument of the 
 cache returns. Without a view the function is transformers' own SDPA, so a prepared model behaves as before.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -139,6 +139,13 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     )
     _prepared[model] = limits
     return limits
+
+
+def prepared_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """What is known of the other model holds for this one, its dtype and device apart: it has the same weights."""
+    limits = prepare(other)
+    model.set_attn_implementation(NAME)
+    _prepared[model] = replace(limits, shape=replace(limits.shape, dtype=model.dtype, device=model.device))
 
 
 def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:

@@ -23,7 +23,8 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        (actor.sampler if merge else actor.peft or actor.learner).save_pretrained(partial)
+        whole = merge or actor.peft is None  # of many ranks' learner this one has only a part
+        (actor.sampler if whole else actor.peft).save_pretrained(partial)  # type: ignore[union-attr]
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")

@@ -42,6 +42,11 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(layer.weight, bias, scale)
 
 
+def headed_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """The head of the other model, found out already, is this one's, too."""
+    _scales[model] = head_of(other).scale
+
+
 def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: View, keep_n: Tensor) -> Tensor:
     """What the head reads of the tokens `keep` names, [n, D], with attention left to the view."""
     decoder = model.base_model if model.base_model is not model else model.model  # some have no prefix of their own

@@ -65,6 +65,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "perf/decode_s": "Seconds in which tokens were sampled.",
         "perf/compaction_s": "Seconds in which the cache was compacted: a longer kv.interval makes it less.",
         "perf/grade_s": "Seconds in which answers were decoded and graded.",
+        "perf/rank_wait": "Share of the sampling time that ranks waited for the slowest of them.",
         "perf/learner_s": "Seconds of the learner, from its first pass to its last update.",
         "perf/old_logprobs_s": "Seconds of the learner's passes without a gradient.",
         "perf/update_s": "Seconds of the learner's updates.",

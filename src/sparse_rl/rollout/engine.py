@@ -77,6 +77,7 @@ class Engine:
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         record: bool = True,
+        take: Callable[[], int | None] | None = None,
         progress: Callable[[Progress], None] | None = None,
         allow_beyond_context: bool = False,
     ) -> list[Rollout]:
@@ -84,7 +85,9 @@ class Engine:
 
         `seeds` gives every rollout its seed in place of those derived from `sampling.seed`, `limits` its own number of
         tokens to end at, up to `sampling.max_tokens`. `record=False` leaves the
-        evictions out (`evicted_at` is then None). `progress` is called between chunks of steps.
+        evictions out (`evicted_at` is then None). `take` says at each call which prompt comes next, None when there are no
+        more: engines that share the prompts each give back the rollouts of those they took. `progress` is called between
+        chunks of steps.
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
@@ -98,6 +101,11 @@ class Engine:
                 index = len(requests)
                 limit = sampling.max_tokens if limits is None else min(limits[index], sampling.max_tokens)
                 requests.append(Request(index, group, prompt, seeds[index], limit))
+
+        def more() -> list[Request]:
+            group = take() if take is not None else None
+            return [] if group is None else requests[group * samples : (group + 1) * samples]
+
         if not self.policy.evicts:
             self._grow(max(map(len, prompts)) + sampling.max_tokens + self.chunk)
         assert self.cache is not None
@@ -113,6 +121,7 @@ class Engine:
             prefill_tokens=self.prefill_tokens,
             record=record,
             progress=progress,
+            more=more if take is not None else None,
             graphs=self._graphs(),
         )
         self.stats = generation.stats

@@ -62,6 +62,7 @@ class Generation:
         prefill_tokens: int,
         record: bool,
         progress: Callable[[Progress], None] | None,
+        more: Callable[[], list[Request]] | None = None,
         graphs: DecodeGraphs | None = None,
     ):
         self.model, self.cache, self.policy, self.kv, self.sampling = model, cache, policy, kv, sampling
@@ -69,7 +70,8 @@ class Generation:
         self.steps: DecodeGraphs | Steps = graphs or Steps(model, cache)
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.steps.overlaps else 1
-        self.scheduler = Scheduler(requests, cache.slots, refill)
+        self.total = len(requests) if more is None else 0
+        self.scheduler = Scheduler(requests if more is None else [], cache.slots, refill, more and self._counted(more))
         self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
@@ -81,7 +83,7 @@ class Generation:
         self.new_ends: list[int] = []
 
     def run(self) -> list[Rollout]:
-        while self.scheduler.busy:
+        while self.scheduler.has_work():
             self.steps_together = self.steps_together if self.scheduler.active else 0
             if self.scheduler.worth_a_prefill():
                 while groups := self.scheduler.admit(self.prefill_tokens):
@@ -95,8 +97,16 @@ class Generation:
                     self._compact()
             self._report()
         self._count_time()
-        assert all(rollout is not None for rollout in self.rollouts)
-        return self.rollouts  # type: ignore[return-value]
+        assert self.finished == self.total
+        return [rollout for rollout in self.rollouts if rollout is not None]
+
+    def _counted(self, more: Callable[[], list[Request]]) -> Callable[[], list[Request]]:
+        def counted() -> list[Request]:
+            requests = more()
+            self.total += len(requests)
+            return requests
+
+        return counted
 
     # Prompts
 
@@ -322,9 +332,7 @@ class Generation:
     def _report(self) -> None:
         if self.progress is not None:
             self.progress(
-                Progress(
-                    self.finished, len(self.rollouts), self.stats.tokens, self.clock.wall_s, self.new_tokens, self.new_ends
-                )
+                Progress(self.finished, self.total, self.stats.tokens, self.clock.wall_s, self.new_tokens, self.new_ends)
             )
         self.new_tokens, self.new_ends = {}, []
 

@@ -5,6 +5,7 @@ the front of the cache and never on idle slots.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,14 +89,19 @@ class Sequence:
 
 
 class Scheduler:
-    def __init__(self, requests: list[Request], slots: int, refill: int = 1):
-        """While any sequence runs, new ones enter only into `refill` free slots or more (or all that wait)."""
-        self.slots, self.refill = slots, refill
+    def __init__(self, requests: list[Request], slots: int, refill: int = 1, more: Callable[[], list[Request]] | None = None):
+        """While any sequence runs, new ones enter only into `refill` free slots or more (or all that wait). When there is room,
+        `more` is asked for another group, until it has none."""
+        self.slots, self.refill, self.more = slots, refill, more
         self.waiting = deque(requests)
         self.active: list[Sequence] = []
 
-    @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
+        """Whether a sequence runs or waits, after asking for more."""
+        while self.more is not None and len(self.waiting) + len(self.active) < self.slots:
+            requests = self.more()
+            self.waiting.extend(requests)
+            self.more = self.more if requests else None
         return bool(self.waiting or self.active)
 
     def worth_a_prefill(self, ended: int = 0) -> bool:

@@ -36,6 +36,11 @@ class Stats:
     dense_peak_tokens: int = 0
     """The most tokens, over all sequences at one moment, that a dense cache would have held."""
 
+    def beside(self, other: "Stats") -> "Stats":
+        """Of two engines at work at the same time: counts add up, times and memory are those of the larger."""
+        mine, theirs = vars(self), vars(other)
+        return Stats(**{name: max(mine[name], theirs[name]) if name in LARGER else mine[name] + theirs[name] for name in mine})
+
     @property
     def host_s(self) -> float:
         """What the device spent waiting for the host, or the host on its own work."""
@@ -63,6 +68,11 @@ class Stats:
         self._useful_steps += int(taken.sum())
         self.kept_tokens += int((taken * held + grown).sum())
         self.dense_tokens += int((taken * dense + grown).sum())
+
+
+LARGER = (
+    "seconds", "prefill_s", "decode_s", "compaction_s", "steps", "peak_kv_bytes", "side_bytes", "scratch_bytes", "dense_peak_tokens"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,25 @@
 """Checkpoints: weights, optimizer and counters of one step, written whole or not at all.
 
+Weights and moments go through torch.distributed.checkpoint, each rank its part, and are read again by any number of ranks.
 Everything random in a run is drawn by counter, so the step and the data cursor are all there is to save of randomness.
 """
 
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
+import torch.distributed.checkpoint as dcp
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
+from ..world import ALONE, LOST, World
 
 
 @dataclass
@@ -36,50 +40,82 @@ class State:
     """Steps in a row without any verdict."""
 
 
-def save(folder: Path, state: State, actor: Actor, optimizer: Optimizer) -> Path:
+def save(folder: Path, state: State, optimizer: Optimizer, world: World = ALONE) -> Path:
     """`folder`/step-N. It appears when it is complete; a write that fails leaves nothing behind."""
     target, partial = folder / f"step-{state.step}", folder / f".step-{state.step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        actor.save(partial / "weights")
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
-        for file in partial.rglob("*"):
-            _flush(file)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
-        _flush(folder)
-    except Exception as error:  # torch and safetensors raise their own kinds for a full disk
+    if world.leads:
         shutil.rmtree(partial, ignore_errors=True)
+    world.meet()
+    try:
+        parts = {"weights": optimizer.weights, "moments": optimizer.moments}
+        with _one_process_is_meant():
+            dcp.save(parts, checkpoint_id=partial, process_group=world.control, no_dist=world.size == 1)
+        if world.leads:
+            (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
+            for file in partial.rglob("*"):
+                _flush(file)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(partial, target)
+            _flush(folder)
+    except (Exception, dcp.api.CheckpointException) as error:  # whatever a disk and the libraries above it raise
+        shutil.rmtree(partial, ignore_errors=True)
+        if LOST.search(_reason(error)):
+            raise RuntimeError(_reason(error)) from error
         last = latest(folder)
         remedy = f"free some space and continue from {last} with --resume" if last else "free some space and start again"
-        raise UserError(f"The checkpoint of step {state.step} could not be written ({error}): {remedy}.") from error
+        raise UserError(f"The checkpoint of step {state.step} could not be written ({_reason(error)}): {remedy}.") from error
+    world.meet()
     return target
 
 
-def load(checkpoint: Path, actor: Actor, optimizer: Optimizer) -> State:
-    with _reading(checkpoint):
+def load(checkpoint: Path, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> State:
+    try:
         state = State(**json.loads((checkpoint / "state.json").read_text()))
-        actor.load(checkpoint / "weights")
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(checkpoint, error) from error
+    _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, world)
+    optimizer.was_loaded()
+    actor.sync()
     return state
 
 
 def load_weights(checkpoint: Path, actor: Actor) -> None:
-    with _reading(checkpoint):
-        actor.load(checkpoint / "weights")
+    """Into the tensors of the learner that are trained, in their dtype."""
+    trained = {name: weight.detach() for name, weight in actor.learner.named_parameters() if weight.requires_grad}
+    _read(checkpoint, {"weights": trained}, ALONE)
+    actor.sync()
+
+
+def _read(checkpoint: Path, into: dict[str, Any], world: World) -> None:
+    """In place."""
+    try:
+        saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        for name, tensor in into["weights"].items():
+            if getattr(saved.get(f"weights.{name}"), "size", None) != tensor.shape:
+                raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
+        with _one_process_is_meant():
+            dcp.load(into, checkpoint_id=checkpoint, process_group=world.control, no_dist=world.size == 1)
+    except UserError:
+        raise
+    except (Exception, dcp.api.CheckpointException) as error:  # every library has its own kinds for a damaged file
+        raise _unreadable(checkpoint, error) from error
 
 
 @contextmanager
-def _reading(checkpoint: Path) -> Iterator[None]:
-    try:
+def _one_process_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
-    except UserError:
-        raise
-    except Exception as error:  # every library has its own kinds for a damaged file
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{checkpoint} cannot be read ({reason}): remove it to use the one before.") from error
+
+
+def _unreadable(checkpoint: Path, error: BaseException) -> UserError:
+    return UserError(f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the one before.")
+
+
+def _reason(error: BaseException) -> str:
+    """The first line that says something: what torch raises for many ranks is a heading and their errors."""
+    causes = list(error.failures.values()) if isinstance(error, dcp.api.CheckpointException) else []
+    return first_line(causes[0][0] if causes else error)
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +26,9 @@ from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
 from .folder import RunFolder
 from .settings import Config
+
+if TYPE_CHECKING:
+    from ..world import World
 
 
 def dry_run(config: Config) -> None:
@@ -94,25 +99,39 @@ def planned(config: Config) -> str:
 
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:
-    console = wide_console()
+    """As one process, or as one rank of those a launcher has started."""
+    from .distributed import joined, restarts
+
+    with joined(config) as world:
+        console = wide_console() if world.leads else Console(file=StringIO(), width=160, highlight=False)
+        if restarts():
+            resume, overwrite = RunFolder(config.run_dir).exists, False
+        train_all(config, console, world, resume=resume, overwrite=overwrite)
+        world.meet()  # the first rank still writes when the others are done
+
+
+def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool) -> None:
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
-    for each in configs:  # a folder in the way shows before any work is done
-        RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
-    if resume and not any(RunFolder(each.run_dir).exists for each in configs):
-        raise UserError(
-            f"There is no run in {config.run_dir} to resume: leave --resume out, or name its --run-dir, with the recipe "
-            "where that compares methods."
-        )
+    if world.leads:
+        for each in configs:  # a folder in the way shows before any work is done
+            RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
+        if resume and not any(RunFolder(each.run_dir).exists for each in configs):
+            raise UserError(
+                f"There is no run in {config.run_dir} to resume: leave --resume out, or name its --run-dir, with the recipe "
+                "where that compares methods."
+            )
     from ..kv.policies import from_settings
 
     for each in configs:  # so does a misspelt policy
         from_settings(each.sampler_kv)
     for each in configs:
-        if not train_one(each, console, resume=resume, overwrite=overwrite, again=again):
+        if not train_one(each, console, resume=resume, overwrite=overwrite, again=again, world=world):
             sys.exit(130)
+    if not world.leads:
+        return
     console.print(closing_table(configs))
     for each in configs:
         console.print(
@@ -133,7 +152,7 @@ def arm(config: Config, method: str) -> Config:
     return Config(**values)
 
 
-def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool, again: str) -> bool:
+def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool, again: str, world: "World") -> bool:
     """Whether the run came to its last step; `again` is what to say to continue it."""
     from torch import OutOfMemoryError
 
@@ -147,27 +166,37 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
 
     dtype, _ = place(config.model.dtype, config.model.device)  # written down: an export is made in what was trained
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    folder, reward = RunFolder(config.run_dir), config.reward
+    folder, reward = RunFolder(config.run_dir, writes=world.leads), config.reward
     trainer: Trainer | None = None
-    with View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
+    with ExitStack() as log, View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
         try:
             with folder.opening(config, resume=resume, overwrite=overwrite):
+                world.meet()  # the folder is there
+                if not world.leads:
+                    console.file = log.enter_context(rank_log(folder.path, world))
                 console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
-                function, log = reward.function_for(config.data.train), folder.path / "reward.log"
-                pool = opened.enter_context(RewardPool(function, reward.workers, reward.timeout_s, log=log))
+                name = f"logs/reward-{world.rank}.log" if world.rank else "reward.log"
+                function, reward_log = reward.function_for(config.data.train), folder.path / name
+                pool = opened.enter_context(RewardPool(function, reward.workers, reward.timeout_s, log=reward_log))
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
-                loggers = opened.enter_context(opened_loggers(folder.path, config, first_step))
-                trainer = Trainer(config, folder, view, pool, loggers, resume=resume)
+                loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.leads else []
+                trainer = Trainer(config, folder, view, pool, loggers, resume=resume, world=world)
             trainer.run(stop)
         except OutOfMemoryError as error:
             raise out_of_memory(config, trainer.plan if trainer else None) from error
         finally:
-            if trainer and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
+            if trainer and world.leads and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
                 trainer.report.write()
         done = trainer.state.step >= config.steps
         if not done:
             view.note(f"Stopped at step {trainer.state.step}; continue with {again}.")
     return done
+
+
+def rank_log(folder: Path, world: "World") -> TextIO:
+    """What a rank has to say that has no terminal."""
+    (folder / "logs").mkdir(exist_ok=True)
+    return (folder / "logs" / f"rank-{world.rank}.log").open("a", buffering=1)
 
 
 def closing_table(configs: list[Config]) -> Table:

@@ -13,13 +13,14 @@ from ..config import to_toml
 from ..errors import UserError
 from .settings import Config
 
-MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts")
+MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts", "ranks")
 """What a resumed run may have otherwise than the run it continues."""
 
 
 class RunFolder:
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, writes: bool = True):
+        """`writes=False` is for a rank that leaves writing to another."""
+        self.path, self.writes = Path(path), writes
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -54,6 +55,9 @@ class RunFolder:
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
         """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind."""
+        if not self.writes:
+            yield
+            return
         self.refuse_if_taken(resume=resume, overwrite=overwrite)
         if self.exists and resume:
             self._refuse_another_config(config)
@@ -89,7 +93,7 @@ class RunFolder:
             raise UserError(f"The run folder {self.path} cannot be written ({error.strerror or error}): {remedy}.") from error
 
     def _refuse_another_config(self, config: Config) -> None:
-        before, now = (_flat(values) for values in (self.stored_config(), tomllib.loads(to_toml(config))))
+        before, now = (flat(values) for values in (self.stored_config(), tomllib.loads(to_toml(config))))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
                 raise UserError(
@@ -99,6 +103,8 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop what was written after the checkpoint that a run continues from, and what was left half-written."""
+        if not self.writes:
+            return
         with self.writing():
             for lines in (self.metrics, self.xi):
                 if lines.exists():
@@ -118,6 +124,8 @@ class RunFolder:
         self._append(self.xi, {"step": step, "counts": counts})
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         with self.writing(), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -138,11 +146,12 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's values by their dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
 """Groups: the rollouts of a prompt, what they earned, and what each is worth against the others."""
 
+import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from ..data.examples import Example
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
-from ..rewards.pool import RewardPool
+from ..rewards.pool import Graded, RewardPool
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
+from ..world import ALONE, World
 from .settings import Config
 
 MAX_DRAWS = 4
@@ -56,6 +58,19 @@ class Drawn:
     first_error: str | None = None
     prompts: int = 0
     grade_s: float = 0.0
+    waited_s: float = 0.0
+    """What ranks waited on average for the slowest, and `sampled_s` what that one took."""
+    sampled_s: float = 0.0
+
+    def share_traces(self, rows: Iterable[int], world: World) -> None:
+        """Evictions stay on the rank that sampled them, until somebody asks for those of some samples."""
+        if world.size == 1:
+            return
+        samples = self.samples
+        mine = {row: trace for row in rows if (trace := samples[row].rollout.trace) is not None}
+        for theirs in world.gather(mine):
+            for row, trace in theirs.items():
+                samples[row].rollout = replace(samples[row].rollout, trace=trace)
 
     @property
     def samples(self) -> list[Sample]:
@@ -68,6 +83,21 @@ class Drawn:
             return None
         why = f": {self.first_error}" if self.first_error else " (None or over time)"
         return f"The reward gave no verdict for any of {len(self.samples)} rollouts{why}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank sampled and graded of a draw."""
+
+    places: list[int]
+    rollouts: list[Rollout]
+    texts: list[str]
+    graded: Graded
+    stats: Stats
+    grade_s: float
+
+    def without_traces(self) -> "Part":
+        return replace(self, rollouts=[replace(rollout, trace=None) for rollout in self.rollouts])
 
 
 class Dealer:
@@ -83,9 +113,11 @@ class Dealer:
         tokenizer: PreTrainedTokenizerBase,
         pool: RewardPool,
         limits: Callable[[list[int]], list[int]] | None = None,
+        world: World = ALONE,
     ):
         """`limits` gives each rollout, by its seed, a number of tokens to end at: benchmarks draw lengths with it."""
-        self.limits = limits
+        self.limits, self.world = limits, world
+        self.mean_tokens: dict[int, float] = {}  # of the responses to a problem when it was last drawn
         self.config, self.examples, self.prompts, self.order = config, examples, prompts, order
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
@@ -110,6 +142,7 @@ class Dealer:
         config, per_prompt = self.config, self.config.rollout.samples_per_prompt
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
+        take, taken = self._shared(cursor, chosen)
         rollouts = self.engine.generate(
             [self.prompts[index] for index in chosen],
             per_prompt,
@@ -117,23 +150,58 @@ class Dealer:
             seeds=seeds,
             limits=None if self.limits is None else self.limits(seeds),
             record=self.engine.policy.evicts,
+            take=take,
             progress=progress,
         )
         started = time.perf_counter()
+        places = [
+            place * per_prompt + sample
+            for place in (range(count) if take is None else sorted(taken))
+            for sample in range(per_prompt)
+        ]
         texts = self.tokenizer.batch_decode([rollout.response for rollout in rollouts], skip_special_tokens=True)
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
-        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        graded = self.pool.grade([example.prompt for example in examples], texts, columns)
-        samples = [
-            Sample(example, rollout, text, reward)
-            for example, rollout, text, reward in zip(examples, rollouts, texts, graded.values, strict=True)
-        ]
+        mine = [examples[place] for place in places]
+        columns = {name: [example.columns[name] for example in mine] for name in examples[0].columns}
+        graded = self.pool.grade([example.prompt for example in mine], texts, columns)
+        part = Part(places, rollouts, texts, graded, self.engine.stats, time.perf_counter() - started)
+        parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
+        parts[self.world.rank] = part
+        samples: list[Sample] = [None] * len(examples)  # type: ignore[list-item]
+        for each in parts:
+            for place, rollout, text, reward in zip(each.places, each.rollouts, each.texts, each.graded.values, strict=True):
+                samples[place] = Sample(examples[place], rollout, text, reward)
+            drawn.counts.update(no_verdict=each.graded.no_verdict, timeouts=each.graded.timeouts, errors=each.graded.errors)
+            drawn.first_error = drawn.first_error or each.graded.first_error
         drawn.groups += self._valued(samples)
-        drawn.stats.append(self.engine.stats)
-        drawn.grade_s += time.perf_counter() - started
-        drawn.counts.update(no_verdict=graded.no_verdict, timeouts=graded.timeouts, errors=graded.errors)
-        drawn.first_error = drawn.first_error or graded.first_error
+        drawn.stats.append(functools.reduce(Stats.beside, (each.stats for each in parts)))
+        drawn.grade_s += max(each.grade_s for each in parts)
+        took = [each.stats.seconds + each.grade_s for each in parts]
+        drawn.sampled_s += max(took)
+        drawn.waited_s += max(took) - sum(took) / len(took)
         drawn.prompts += count
+        for place, index in enumerate(chosen):
+            group = samples[place * per_prompt : (place + 1) * per_prompt]
+            self.mean_tokens[index] = sum(len(sample.rollout.response) for sample in group) / per_prompt
+
+    def _shared(self, cursor: int, chosen: list[int]) -> tuple[Callable[[], int | None] | None, list[int]]:
+        """(who says which prompt this rank samples next, those it has said): longest expected responses first."""
+        taken: list[int] = []
+        if self.world.size == 1:
+            return None, taken
+        known = self.mean_tokens
+        typical = sum(known.values()) / len(known) if known else 0.0
+        costs = [known.get(index, typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
+        room = max(1, self.engine.slots // self.config.rollout.samples_per_prompt)
+        next_one = self.world.taker(f"prompts-{cursor}", costs, min(room, -(-len(chosen) // self.world.size)))
+
+        def take() -> int | None:
+            place = next_one()
+            if place is not None:
+                taken.append(place)
+            return place
+
+        return take, taken
 
     def _valued(self, samples: list[Sample]) -> list[Group]:
         config = self.config

@@ -4,6 +4,7 @@ A step in five lines: `Dealer.draw` gives groups of graded rollouts, `_old_logpr
 `correct` how far the sampler was off, `update` changes the weights, and the metrics say how it went.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +19,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.examples import Example, encode, load, name_of
 from ..data.order import Order
 from ..errors import UserError
-from ..evaluate.benchmark import Benchmark, run, score
+from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
+from ..evaluate.benchmark import Sample as Graded
 from ..kv.settings import KV
 from ..learner.correction import correct
 from ..learner.fusion import fused_layers
 from ..learner.optimizer import Optimizer
-from ..learner.replay import ReplayKind, forward, packs, replay, response_logprobs
+from ..learner.replay import ReplayKind, logprobs_of, passes_of
 from ..learner.update import Updated, make_batch, padded, response_mask, update
 from ..models.actor import Actor
 from ..models.export import write_model
 from ..models.load import load_model, load_tokenizer
+from ..models.sharded import at_rest, with_weights
 from ..plan.command import compact
 from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
@@ -35,6 +38,7 @@ from ..rewards.settings import TASK_REWARDS
 from ..rewards.several import refuse_without_answers
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
+from ..world import ALONE, World
 from . import checkpoint, rollout_log, xi
 from .folder import RunFolder
 from .groups import Dealer, Drawn, Group, Sample
@@ -95,8 +99,10 @@ class Trainer:
         *,
         resume: bool = False,
         given: Given | None = None,
+        world: World = ALONE,
     ):
         self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
+        self.world = world
         torch.manual_seed(config.seed)  # of fresh adapters; all else is drawn by counter
         given = given or load_all(config)
         if given.note:
@@ -107,12 +113,12 @@ class Trainer:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self.plan = plan_run(config, given.model, max(map(len, given.prompts)))
-        self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0)
+        self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=world.size)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
         order = Order(len(given.examples), config.seed).take
         self.dealer = Dealer(
-            config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits
+            config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits, world
         )
         self.longest_prompt = self._longest(given.prompts, config.data.train)
         self._prepare_evaluation()
@@ -121,7 +127,7 @@ class Trainer:
         self.state = checkpoint.State()
         last = checkpoint.latest(folder.checkpoints) if resume else None
         if last is not None:
-            self.state = checkpoint.load(last, self.actor, self.optimizer)
+            self.state = checkpoint.load(last, self.actor, self.optimizer, world)
             view.resume_at(self.state.step)
             if self.state.step > config.steps:
                 raise UserError(
@@ -139,17 +145,19 @@ class Trainer:
         self.rehearse()
         if self.state.step == 0:
             self._log(self._evaluate())
-        while self.state.step < self.config.steps and not stop.asked:
+        stopping = self.world.any(stop.asked)
+        while self.state.step < self.config.steps and not stopping:
             metrics = self.step()
             step, last = self.state.step, self.state.step == self.config.steps
             if last or (self.config.eval.every and step % self.config.eval.every == 0):
                 metrics |= self._evaluate()
             self._log(metrics)
             self._end_if_broken()
+            stopping = self.world.any(stop.asked)
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row  # a good one is not pushed out
-            if last or stop.asked or due:
+            if last or stopping or due:
                 self._save(metrics)
-        if self.state.step >= self.config.steps:
+        if self.state.step >= self.config.steps and self.world.leads:
             write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
 
     def rehearse(self) -> None:
@@ -168,12 +176,14 @@ class Trainer:
             drawn = self.dealer.draw(self.state.cursor, progress)
         self._end_if_silent(drawn)
         samples = drawn.samples
+        spread = range(0, len(samples), max(1, len(samples) // NOISE_ROLLOUTS))[:NOISE_ROLLOUTS]
+        drawn.share_traces(range(len(samples)) if shadow else spread, self.world)
         rollouts = [sample.rollout for sample in samples]
         rollout_s = now(device) - started
 
         with self.view.learning(self.state.step + 1):
             old, entropy = self._old_logprobs(self.actor.learner, rollouts, "dense")
-            learned_old, noise = old, self._noise(rollouts, old)
+            learned_old, noise = old, self._noise(rollouts, spread, old)
             if shadow:
                 learned_old, _ = self._old_logprobs(self.actor.learner, rollouts, "sparse")
                 noise = engine_noise(rollouts, learned_old)
@@ -197,16 +207,21 @@ class Trainer:
         self._watch(drawn, updates)
         tokens = sum(len(rollout.response) for rollout in rollouts)
         passed = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
-        with self.folder.writing():
-            rollout_log.write(
-                self.folder.rollouts / f"step-{self.state.step}.parquet",
-                self.state.step,
-                drawn.groups,
-                mismatch.rejected.tolist(),
-                old,
-                rollouts=config.log.rollouts_per_step,
-                traces=config.log.traces_per_step,
-            )
+        rejected = mismatch.rejected.tolist()
+        drawn.share_traces(
+            rollout_log.logged(rejected, config.log.rollouts_per_step)[: config.log.traces_per_step], self.world
+        )
+        if self.world.leads:
+            with self.folder.writing():
+                rollout_log.write(
+                    self.folder.rollouts / f"step-{self.state.step}.parquet",
+                    self.state.step,
+                    drawn.groups,
+                    rejected,
+                    old,
+                    rollouts=config.log.rollouts_per_step,
+                    traces=config.log.traces_per_step,
+                )
         sampled = torch.cat([rollout.logprobs for rollout in rollouts]).to(old[0].device)
         self.folder.append_xi(self.state.step, xi.count(torch.cat(old) - sampled))
         memory = peak_metrics(self.plan, device)
@@ -224,6 +239,7 @@ class Trainer:
             "perf/rollout_s": rollout_s,
             **{f"perf/{name}": sum(getattr(each, name) for each in drawn.stats) for name in ENGINE_PARTS},
             "perf/grade_s": drawn.grade_s,
+            **({"perf/rank_wait": drawn.waited_s / drawn.sampled_s} if self.world.size > 1 else {}),
             "perf/learner_s": learner_s,
             "perf/old_logprobs_s": old_s,
             "perf/update_s": update_s,
@@ -237,23 +253,30 @@ class Trainer:
         self, model: PreTrainedModel, rollouts: Sequence[Rollout], view: ReplayKind
     ) -> tuple[list[Tensor], float]:
         """(log-probs of every response token, mean entropy) under the weights as they are."""
-        rows: list[Tensor] = []
-        entropy, tokens = 0.0, 0
-        for indices in packs(rollouts, self.config.optimizer.tokens_per_microbatch):
-            pack = [rollouts[index] for index in indices]
+        rows: dict[int, Tensor] = {}
+        entropy = 0.0
+        for indices in passes_of(rollouts, self.config.optimizer.tokens_per_microbatch, self.world):
+            pack = [rollouts[index] for index in indices or [0]]  # where other ranks have rows for their pass, any will do
             with fused_layers(model):
-                logprobs_n, entropy_n = response_logprobs(model, forward(model, pack, view))
-            rows += logprobs_n.split([len(rollout.response) for rollout in pack])
-            entropy, tokens = entropy + float(entropy_n.sum()), tokens + len(entropy_n)
-        return rows, entropy / tokens
+                logprobs_n, entropy_n = with_weights(model, logprobs_of, pack, view)
+            if indices:
+                rows |= zip(indices, logprobs_n.split([len(rollout.response) for rollout in pack]), strict=True)
+                entropy += float(entropy_n.sum())
+        at_rest(model)
+        if self.world.size > 1:
+            device = next(iter(rows.values())).device if rows else self.actor.learner.device
+            parts = self.world.gather(({row: logprobs.cpu() for row, logprobs in rows.items()}, entropy))
+            rows = {row: logprobs.to(device) for part, _ in parts for row, logprobs in part.items()}
+            entropy = sum(part for _, part in parts)
+        return [rows[row] for row in range(len(rollouts))], entropy / sum(len(rollout.response) for rollout in rollouts)
 
     @torch.no_grad()
-    def _noise(self, rollouts: Sequence[Rollout], dense: Sequence[Tensor]) -> float:
+    def _noise(self, rollouts: Sequence[Rollout], rows: Sequence[int], dense: Sequence[Tensor]) -> float:
         """On a few rollouts spread over the step; without evictions the dense pass is the replay already."""
         if not self.engine.policy.evicts:
             return engine_noise(rollouts, dense)
-        few = list(rollouts)[:: max(1, len(rollouts) // NOISE_ROLLOUTS)][:NOISE_ROLLOUTS]
-        return engine_noise(few, replay(self.actor.learner, few, "sparse"))
+        few = [rollouts[row] for row in rows]
+        return engine_noise(few, self._old_logprobs(self.actor.learner, few, "sparse")[0])
 
     def _correct(self, samples: Sequence[Sample], old: Sequence[Tensor], *, on_policy: bool = False):
         """xi = pi_old / pi_sampler of these samples, and what the method does about it. Learning on the sampler's own view
@@ -288,6 +311,7 @@ class Trainer:
             view="sparse" if shadow else "dense",
             smd=config.loss.smd if config.method == "smd" else None,
             opsm_delta=config.correction.opsm,
+            world=self.world,
         )
 
     # What goes wrong
@@ -393,8 +417,8 @@ class Trainer:
         for suffix in ("", "_sparse") if self.engine.policy.evicts else ("",):
             engine = self._eval_engine(sparse=suffix == "_sparse")
             with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress, self._held_out_pool() as pool:
-                chunk = run(engine, self.tokenizer, benchmark, pool, progress=progress)
-            result = score(chunk.samples, chunk.cost, benchmark.samples)
+                samples, cost = self._evaluated(engine, benchmark, pool, progress)
+            result = score(samples, cost, benchmark.samples)
             key = f"eval/{self.benchmark}/pass@1{suffix}"
             metrics |= {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
             metrics[f"eval/{self.benchmark}/no_verdict{suffix}"] = float(result.ungraded)
@@ -405,13 +429,22 @@ class Trainer:
             del engine  # its cache, before the next one's is allocated
         return metrics
 
+    def _evaluated(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[Graded], Cost]:
+        """Every rank its part of the problems, all of them on each."""
+        mine = range(self.world.rank, len(benchmark.examples), self.world.size)
+        chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else Chunk([], Cost())
+        parts = self.world.gather((chunk.samples, chunk.cost))
+        samples = sorted((sample for part, _ in parts for sample in part), key=lambda each: (each.problem, each.sample))
+        return samples, functools.reduce(Cost.__add__, (cost for _, cost in parts))
+
     def _log(self, metrics: dict[str, float]) -> None:
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         self.folder.append_metrics(self.state.step, finite)
         for logger in self.loggers:
             logger.log(self.state.step, finite)
         self.view.step(self.state.step, metrics)
-        self.report.refresh()
+        if self.world.leads:
+            self.report.refresh()
 
     def _save(self, metrics: dict[str, float]) -> None:
         best = self.config.checkpoint.best
@@ -420,8 +453,9 @@ class Trainer:
             self.view.warn(f"checkpoint.best = {best} is no metric of a step: only the last checkpoints are kept.")
         if value is not None and math.isfinite(value) and value > self.state.best_value:
             self.state.best_step, self.state.best_value = self.state.step, value
-        checkpoint.save(self.folder.checkpoints, self.state, self.actor, self.optimizer)
-        checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
+        checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
+        if self.world.leads:
+            checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
 
 
 def now(device: torch.device) -> float:

@@ -8,7 +8,7 @@ from ..kv.cache import CacheShape
 from ..kv.trace import TraceRecorder
 from ..learner.correction import correct
 from ..learner.optimizer import Optimizer, checkpointed
-from ..learner.replay import ReplayKind
+from ..learner.replay import ReplayKind, packs
 from ..learner.update import accumulate, make_batch, response_mask
 from ..plan import Plan
 from ..plan.memory import response_lengths
@@ -50,7 +50,7 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
     """Forward and backward over two micro-batches of the longest rollouts beside the optimizer's moments and the sampler's
     cache. Leaves no trace in weights or moments."""
     rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in response_lengths(len(prompt), config)]
-    count = len(rollouts)
+    count, passes = len(rollouts), list(packs(rollouts, config.optimizer.tokens_per_microbatch))
     zeros = [torch.zeros(len(rollout.response), device=model.device) for rollout in rollouts]
     mask = response_mask(rollouts).to(model.device)
     corrected = correct(torch.zeros(mask.shape, device=model.device), mask, "none")
@@ -62,7 +62,7 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
         optimizer.allocate()
         with checkpointed(model, config.optimizer.gradient_checkpointing):
             for _ in range(2):  # moments, collected gradients and activations meet in the second micro-batch
-                accumulate(model, batch, range(count), config.loss, view, smd, None, config.optimizer.tokens_per_microbatch)
+                accumulate(model, batch, passes, config.loss, view, smd, None)
     finally:
         optimizer.clear()
 

@@ -31,11 +31,16 @@ SCHEMA = pa.schema(
 def write(path: Path, step: int, groups: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
     """`rejected` and `dense` log-probs are in the order of the groups' samples."""
     samples = [sample for group in groups for sample in group.samples]
-    order = sorted(range(len(samples)), key=lambda index: not rejected[index])[:rollouts]
+    order = logged(rejected, rollouts)
     rows = [_row(step, samples[index], rejected[index], dense[index], place < traces) for place, index in enumerate(order)]
     partial = path.with_name(f".{path.name}.partial")
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
     partial.replace(path)
+
+
+def logged(rejected: list[bool], rollouts: int) -> list[int]:
+    """The places of the rollouts that are written, rejected ones first."""
+    return sorted(range(len(rejected)), key=lambda index: not rejected[index])[:rollouts]
 
 
 def _row(step: int, sample: Any, rejected: bool, dense: Any, with_trace: bool) -> dict[str, Any]:

@@ -120,6 +120,16 @@ class Log(Section):
     project: str = Field("sparse-rl", description="The project's name at wandb and trackio.")
 
 
+class Ranks(Section):
+    """Many processes as one run, started by torchrun or Ray."""
+
+    section: ClassVar[str] = "ranks"
+
+    timeout_s: float = Field(
+        1800, gt=0, description="Seconds that ranks wait for one another, the slowest rollout of a step included."
+    )
+
+
 class Config(Section):
     """A training run."""
 
@@ -145,6 +155,7 @@ class Config(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     log: Log = Field(default_factory=Log)
     alerts: Alerts = Field(default_factory=Alerts)
+    ranks: Ranks = Field(default_factory=Ranks)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":

@@ -1,0 +1,111 @@
+"""A learner that is spread over ranks with FSDP2, beside the whole model that each of them samples from.
+
+Weights are float32, a part of each on every rank, and gathered layer by layer in the dtype that the model computes in.
+Passes go through `with_weights`, so that the weights outside of layers (embedding, last norm, head) are there, too.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from .attention import prepared_like
+from .decoding import decoder_layers
+from .head import headed_like
+
+
+class _Root(nn.Module):
+    """Runs a function of the model as a forward of its own."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self.model, *args)
+
+
+def _root_of(model: nn.Module) -> _Root | None:
+    return model.__dict__.get("sharded_root")
+
+
+def shard(model: PreTrainedModel, *, trains: bool = True) -> PreTrainedModel:
+    """A model with the weights of this one, spread over the ranks. This one stays whole and is only sampled from."""
+    half = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    empty = {id(weight): _meta(weight, trains) for weight in model.parameters()}
+    spread = copy.deepcopy(model, empty | {id(buffer): buffer for buffer in model.buffers()})
+    buffers = [(module, name, buffer) for module in spread.modules() for name, buffer in module._buffers.items()]
+    for layer in decoder_layers(spread):
+        fully_shard(layer, mp_policy=policy)
+    root = _Root(spread)
+    fully_shard(root, mp_policy=policy, reshard_after_forward=False)
+    root.to_empty(device=model.device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+    whole = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in spread.named_parameters():
+            part = weight.to_local()
+            if part.numel():
+                part.copy_(whole[name].chunk(dist.get_world_size())[dist.get_rank()])
+    spread.__dict__["sharded_root"] = root  # past nn.Module, for which it would be a module within its own
+    prepared_like(spread, model)
+    headed_like(spread, model)
+    return spread
+
+
+def _meta(weight: nn.Parameter, trains: bool) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(weight, dtype=torch.float32, device="meta"), requires_grad=trains)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return _root_of(model) is not None
+
+
+def with_weights(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(model, *args)` with all weights at hand that it reads outside of layers."""
+    root = _root_of(model)
+    return function(model, *args) if root is None else root(function, *args)
+
+
+def at_rest(model: PreTrainedModel) -> None:
+    """After passes without a backward: the weights outside of layers are given back, and gathered anew when needed."""
+    root = _root_of(model)
+    if root is not None:
+        root.reshard()  # type: ignore[operator]
+
+
+def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:
+    """Whether the next backward sums gradients over ranks, or collects them for a later one. Returns the factor that the loss
+    wants, for FSDP takes the mean."""
+    root = _root_of(model)
+    if root is None:
+        return 1
+    root.set_requires_gradient_sync(now)  # type: ignore[operator]
+    return dist.get_world_size()
+
+
+@torch.no_grad()
+def copy_whole(spread: PreTrainedModel, into: PreTrainedModel) -> None:
+    """Layer by layer, in place: at no time are two whole models in memory because of it."""
+    target = dict(into.named_parameters())
+    for prefix, module in _gathered(spread):
+        for name, weight in module.named_parameters():
+            if not isinstance(weight, DTensor):
+                target[prefix + name].copy_(weight)
+
+
+def _gathered(spread: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    names = {module: name for name, module in spread.named_modules()}
+    for unit, module in [(layer, layer) for layer in decoder_layers(spread)] + [(_root_of(spread), spread)]:
+        assert isinstance(unit, FSDPModule)
+        unit.unshard()
+        yield f"{names[module]}." if names[module] else "", module
+        unit.reshard()

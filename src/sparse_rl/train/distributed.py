@@ -1,0 +1,81 @@
+"""Joining the ranks that torchrun or Ray has started, and refusing what they cannot do together."""
+
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .. import __version__
+from ..config import to_toml
+from ..errors import UserError, first_line
+from ..world import ALONE, LOST, World
+from .folder import flat
+from .settings import Config
+
+@contextmanager
+def joined(config: Config) -> Iterator[World]:
+    """The world that this process was started in: of one, unless a launcher says otherwise."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE
+        return
+    on_gpu = torch.cuda.is_available() and config.model.device in (None, "cuda")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=config.ranks.timeout_s)
+    started = not dist.is_initialized()  # Ray has done it
+    if started:
+        # torchrun keeps its store over restarts: what the lost ranks left there is not what the new ones should find
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(f"start-{restarts()}", store)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        world = World(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=timeout), timeout)
+        refuse_differences(world, config)
+        refuse_what_does_not_divide(world, config)
+        yield world
+    except RuntimeError as error:
+        if not LOST.search(str(error)):  # by what they say: gloo raises no kind of its own
+            raise
+        raise UserError(
+            f"Another rank was lost in the middle of a step ({first_line(error)}): see its log under {config.run_dir}/logs; "
+            "--max-restarts of torchrun continues from the last checkpoint."
+        ) from error
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def restarts() -> int:
+    """How often a launcher has started this process again after a rank was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def refuse_differences(world: World, config: Config) -> None:
+    mine = {"the version of sparse-rl": __version__, "the version of torch": torch.__version__}
+    mine |= flat(tomllib.loads(to_toml(config)))
+    first, *others = world.gather(mine)
+    for rank, theirs in enumerate(others, 1):
+        for key in sorted(first.keys() | theirs.keys()):
+            if first.get(key) != theirs.get(key):
+                raise UserError(
+                    f"{key} is {theirs.get(key, 'not set')} on rank {rank} and {first.get(key, 'not set')} on rank 0: start "
+                    "every rank from the same installation, recipe and flags."
+                )
+
+
+def refuse_what_does_not_divide(world: World, config: Config) -> None:
+    prompts = config.rollout.prompts_per_step
+    if prompts % world.size:
+        fits = max(1, round(prompts / world.size)) * world.size
+        raise UserError(
+            f"rollout.prompts_per_step = {prompts} does not divide into whole groups for {world.size} ranks: "
+            f"try --rollout.prompts-per-step {fits}."
+        )
+    if config.optimizer.state == "offload" and not config.model.lora.rank:
+        raise UserError("optimizer.state = offload is for one GPU: leave it out, for the state is spread over the ranks.")

@@ -1,0 +1,132 @@
+"""The ranks of a run, and what each of them does. Alone, a process is a world of one and talks to nobody.
+
+Every rank knows every rollout of a step and computes whatever divides, compares or rejects from the whole of them. Only
+passes through a model are dealt out: sampling by groups of rollouts, learning by tokens. So many ranks compute what one
+does, up to the order of sums.
+"""
+
+import heapq
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import UserError, first_line
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    control: Any = None
+    """The group, on the host, that objects travel in."""
+    timeout: timedelta = timedelta(minutes=30)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is this rank that writes and speaks."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's, by rank. A rank that does not come is named."""
+        if self.size == 1:
+            return [value]
+        self.meet()
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def meet(self) -> None:
+        """Wait for all ranks, for as long as the timeout allows."""
+        if self.size == 1:
+            return
+        try:
+            dist.monitored_barrier(self.control, self.timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise UserError(
+                f"{missing(error)} within {self.timeout}: see the log of that rank, or raise ranks.timeout_s."
+            ) from error
+
+    def any(self, flag: bool) -> bool:
+        return any(self.gather(flag))
+
+    def sum_gradients(self, params: Sequence[Tensor]) -> None:
+        """In place, where every rank holds all of them; a rank that has none adds nothing."""
+        if self.size == 1:
+            return
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        flat = torch.cat([param.grad.flatten() for param in params if param.grad is not None])
+        dist.all_reduce(flat)
+        for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.grad = part.view_as(param)
+
+    def passes(self, lengths: Sequence[int], tokens: int) -> list[list[int]]:
+        """The rows that pass through the model on this rank, `tokens` at a time. All ranks have as many passes; one of them may
+        be empty."""
+        return deal(lengths, self.size, tokens)[self.rank]
+
+    def taker(self, name: str, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
+        """Hands this rank the items it works on, one at each call, None when there are no more.
+
+        The costliest `at_once` for each rank are dealt out evenly beforehand; what is left is taken by who is ready first.
+        """
+        order = sorted(range(len(costs)), key=lambda item: -costs[item])
+        dealt = order[: at_once * self.size]
+        mine = [item for turn, item in enumerate(dealt) if _snake(turn, self.size) == self.rank]
+        rest = order[len(dealt) :]
+        store = dist.PrefixStore("sparse_rl", dist.distributed_c10d._get_default_store()) if self.size > 1 and rest else None
+
+        def take() -> int | None:
+            if mine:
+                return mine.pop(0)
+            if store is None:
+                return None
+            place = store.add(name, 1) - 1
+            return rest[place] if place < len(rest) else None
+
+        return take
+
+
+ALONE = World()
+
+LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|Broken pipe|NCCL")
+"""What gloo and NCCL say when the other side is gone."""
+
+
+def deal(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]]]:
+    """Rows for each rank and pass, as even in tokens as longest-first makes them, in as few passes as `tokens` allows. A row
+    longer than that has a pass of its own."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    passes = max(1, math.ceil(sum(min(length, tokens) for length in lengths) / (tokens * ranks)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(passes * ranks)]
+        emptiest = [(0, number) for number in range(len(bins))]
+        for row in order:
+            held, number = heapq.heappop(emptiest)
+            bins[number].append(row)
+            heapq.heappush(emptiest, (held + lengths[row], number))
+        if all(len(bin) == 1 or held <= tokens for held, bin in ((held, bins[number]) for held, number in emptiest)):
+            return [[sorted(bin) for bin in bins[rank::ranks]] for rank in range(ranks)]
+        passes += 1
+
+
+def missing(error: RuntimeError) -> str:
+    """Who did not come, from what gloo says of it."""
+    found = re.search(r"Ranks? ([\d, ]+) failed|from rank (\d+)", str(error))
+    return f"Rank {found[1] or found[2]} did not answer" if found else f"A rank did not answer ({first_line(error)})"
+
+
+def _snake(turn: int, ranks: int) -> int:
+    """0 1 2 2 1 0 0 1 2: who is dealt the costliest of one round is dealt the cheapest of the next."""
+    round, place = divmod(turn, ranks)
+    return ranks - 1 - place if round % 2 else place

@@ -1,0 +1,209 @@
+"""Many ranks are one run: the same weights, the same metrics, checkpoints that either reads, and the loss of a rank survived."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import arguments, make_world, metrics, train, without_clock
+from sparse_rl.world import World, deal
+
+STEPS = ["--steps", "5", "--rollout.prompts-per-step", "4", "--rollout.max-tokens", "24", "--checkpoint.every", "1"]
+STEPS += ["--optimizer.lr", "3e-4"]  # AdamW makes a step of this size also of a gradient that is zero but for rounding
+KINDS = {
+    "sparse_rl": ["--loss.kl-coef", "0.01"],
+    "two updates, little memory": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],
+    "smd": ["--method", "smd"],
+    "on_policy_sparse": ["--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"],
+    "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01"],
+    "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo"],
+}
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+class Launch:
+    """A command on two ranks, ended with all its processes whatever happens."""
+
+    def __init__(self, *command: str | Path, folder: Path):
+        self.output = folder / "output.txt"
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [*LAUNCHER, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def end(self, seconds: float = 150) -> tuple[int | None, str]:
+        """(exit code, None if it had to be killed; what was printed)."""
+        try:
+            code: int | None = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            for child in self.ranks().values():
+                os.kill(child, signal.SIGKILL)
+            self.process.kill()
+        return code, self.output.read_text()
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank, from their environment."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = dict(each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0"))
+            except OSError:  # it has just ended
+                continue
+            if parent == self.process.pid and b"RANK" in variables:
+                found[int(variables[b"RANK"])] = int(folder.name)
+        return found
+
+
+def together(folder: Path, *commands: list[str]) -> None:
+    """The commands one after the other, on two ranks."""
+    (folder / "commands.json").write_text(json.dumps(commands))
+    code, output = Launch(Path(__file__).with_name("ranks.py"), folder / "commands.json", folder=folder).end()
+    assert code == 0, output
+
+
+def refused(folder: Path, *command: str | Path) -> str:
+    """What sparse-rl says; the launcher says much more."""
+    code, output = Launch(*command, folder=folder).end()
+    assert code
+    return next((line for line in output.splitlines() if line.startswith("sparse-rl")), output)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((run / "model").glob("*.safetensors")))
+
+
+def assert_same_weights(left: Path, right: Path, most: float = 1e-5) -> None:
+    mine, theirs = weights(left), weights(right)
+    assert mine.keys() == theirs.keys()
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) <= most
+
+
+# Two ranks are one
+
+
+@pytest.fixture(scope="module")
+def pairs(world, tmp_path_factory):
+    """Runs of all kinds, on one rank and on two."""
+    folder = tmp_path_factory.mktemp("runs")
+    tested = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "5"]
+    flags = {kind: [*STEPS, *options, *tested] for kind, options in KINDS.items()}
+    for number, kind in enumerate(KINDS):
+        train(world, folder / f"one-{number}", *flags[kind])
+    together(folder, *(arguments(world, folder / f"two-{number}", *flags[kind]) for number, kind in enumerate(KINDS)))
+    return {kind: (folder / f"one-{number}", folder / f"two-{number}") for number, kind in enumerate(KINDS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_learn_what_one_learns(world, pairs, kind):
+    one, two = pairs[kind]
+    assert_same_weights(one, two)
+    if kind != "lora":
+        before = load_file(world / "model/model.safetensors")
+        assert any(not torch.equal(before[name], tensor) for name, tensor in weights(two).items())
+    for left, right in zip(without_clock(metrics(one)), without_clock(metrics(two)), strict=True):
+        assert left.keys() == right.keys()
+        for key in left.keys() - {"kv/dense_bytes"}:  # of the rank with most
+            assert left[key] == pytest.approx(right[key], rel=1e-3, abs=1e-5), key
+    assert "step 5/5" in (two / "logs/rank-1.log").read_text()
+    assert all(0 <= row["perf/rank_wait"] < 1 for row in metrics(two)[1:])
+
+
+def test_a_run_goes_on_with_more_ranks_and_with_fewer(world, tmp_path):
+    whole, grows, shrinks = tmp_path / "whole", tmp_path / "grows", tmp_path / "shrinks"
+    train(world, whole, *STEPS)
+    train(world, grows, *STEPS, "--steps", "2")
+    together(tmp_path, arguments(world, grows, *STEPS, "--resume"), arguments(world, shrinks, *STEPS, "--steps", "2"))
+    train(world, shrinks, *STEPS, "--resume")
+    for each in (grows, shrinks):
+        assert_same_weights(whole, each)
+        assert [row["step"] for row in metrics(each)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_rank_that_is_killed_costs_no_more_than_its_step(world, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = [*STEPS, "--steps", "8"]
+    together(tmp_path, arguments(world, whole, *flags))
+    run = Launch("--max-restarts", "1", "-m", "sparse_rl", *arguments(world, killed, *flags), folder=tmp_path)
+    ends = time.monotonic() + 60
+    while not (killed / "metrics.jsonl").exists() or len(metrics(killed)) < 4:
+        assert time.monotonic() < ends and run.process.poll() is None, run.end(0)[1]
+        time.sleep(0.05)
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    code, output = run.end()
+    assert code == 0, output
+    assert "Rank 1 did not answer" in output or "Another rank was lost in the middle of a step" in output
+    assert "Continuing after step" in output
+    assert [row["step"] for row in metrics(killed)] == list(range(9))
+    assert_same_weights(whole, killed, most=0.0)
+
+
+# What does not go together
+
+
+def test_prompts_that_do_not_divide_are_refused_with_a_number_that_does(world, tmp_path):
+    sentence = refused(tmp_path, "-m", "sparse_rl", *arguments(world, tmp_path / "run", "--rollout.prompts-per-step", "3"))
+    assert "3 does not divide into whole groups for 2 ranks: try --rollout.prompts-per-step 4." in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_of_different_recipes_are_refused(world, tmp_path):
+    script = tmp_path / "differ.py"
+    script.write_text(
+        "import os, sys\nfrom sparse_rl.cli import main\n"
+        "main([*sys.argv[1:], '--optimizer.lr', ['0.5', '0.25'][int(os.environ['RANK'])]])\n"
+    )
+    sentence = refused(tmp_path, script, *arguments(world, tmp_path / "run", *STEPS))
+    assert "optimizer.lr is 0.25 on rank 1 and 0.5 on rank 0: start every rank from the same installation" in sentence
+
+
+def test_a_checkpoint_of_another_model_is_refused(world, tmp_path, capsys):
+    run, other = tmp_path / "run", make_world(tmp_path / "other", hidden_size=16)
+    train(world, run, *STEPS, "--steps", "1")
+    config = (run / "config.toml").read_text()
+    for file in ("model", "rewards.py", "problems.jsonl"):
+        config = config.replace(str(world / file), str(other / file))
+    (run / "config.toml").write_text(config)
+    with pytest.raises(SystemExit):
+        train(other, run, *STEPS, "--resume")
+    assert "does not fit the model of this run: resume with the model it was trained from." in capsys.readouterr().err
+
+
+# Who does what
+
+
+def test_rows_are_dealt_evenly_and_within_the_limit():
+    lengths = [100, 90, 80, 30, 30, 30, 20, 10, 5, 5]
+    dealt = deal(lengths, 2, 120)
+    assert sorted(row for rank in dealt for rows in rank for row in rows) == list(range(10))
+    assert len({len(rank) for rank in dealt}) == 1
+    assert all(sum(lengths[row] for row in rows) <= 120 for rank in dealt for rows in rank)
+    loads = [sum(lengths[row] for rows in rank for row in rows) for rank in dealt]
+    assert max(loads) - min(loads) <= 30
+    assert deal([500], 2, 120) == [[[0]], [[]]]  # longer than a pass, and nothing for the other rank
+
+
+def test_one_rank_takes_everything():
+    take = World().taker("all", [1.0, 3.0, 2.0], at_once=5)
+    assert [take() for _ in range(4)] == [1, 2, 0, None]
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import sys, time\nimport torch.distributed as dist\nfrom datetime import timedelta\nfrom sparse_rl.world import World\n"
+        "dist.init_process_group('gloo')\n"
+        "world = World(dist.get_rank(), 2, dist.new_group(backend='gloo'), timedelta(seconds=2))\n"
+        "world.rank and time.sleep(8)\n"
+        "world.meet()\n"
+    )
+    assert re.search(r"UserError: Rank 1 did not answer within 0:00:02", refused(tmp_path, script))
