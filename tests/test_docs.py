@@ -124,7 +124,7 @@ def test_the_page_of_metrics_lists_exactly_what_runs_write(written):
     rows = [line for line in (DOCS / "metrics.md").read_text().splitlines() if line.startswith("| `")]
     listed = [key for row in rows for key in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
     assert len(listed) == len(set(listed))
-    assert set(listed) == written
+    assert set(listed) == written | {"perf/rank_wait"}  # of several ranks, see test_distributed
 
 
 def test_metrics_that_the_guides_name_exist(written):

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import logging
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from . import __version__
 from .config import add_flags, flags_given, from_flags, recipe, recipe_names
 from .data.settings import Data
 from .data.tasks import TASKS
-from .errors import UserError
+from .errors import UserError, without_torchaos_warnings
 from .kv.settings import KV
 from .rewards.settings import Reward
 from .rollout.settings import Sampling
@@ -25,8 +24,7 @@ LOWER = "--rollout.slots or --optimizer.tokens-per-microbatch"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    # torchao registers its enums in a way that torch warns of: nothing a user can mend
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    without_torchaos_warnings()
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         # Sampler and learner take turns in blocks of all sizes: in fixed segments 1.4 of 22 GiB were lost to gaps
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -340,6 +338,10 @@ def train(args: argparse.Namespace) -> None:
 
     if args.dry_run:
         command.dry_run(config)
+    elif config.ray.workers:
+        from .integrations import ray
+
+        ray.train(config, resume=args.resume, overwrite=args.overwrite)
     else:
         command.train(config, resume=args.resume, overwrite=args.overwrite)
 

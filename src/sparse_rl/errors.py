@@ -1,6 +1,7 @@
 """What a user should know: mistakes in one sentence with the remedy, and what runs otherwise than expected, said once."""
 
 import functools
+import logging
 import sys
 
 
@@ -21,6 +22,11 @@ def first_line(error: BaseException) -> str:
     """What an error says, for a sentence of ours: its first line without the full stop, or its type where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def without_torchaos_warnings() -> None:
+    """It registers its enums in a way that torch warns of: nothing a user can mend."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 @functools.cache

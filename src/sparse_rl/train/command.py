@@ -1,7 +1,9 @@
 """`sparse-rl train` and `export`: one run, or several methods one after the other with a table at the end."""
 
 import json
+import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -174,6 +176,7 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
                 world.meet()  # the folder is there
                 if not world.leads:
                     console.file = log.enter_context(rank_log(folder.path, world))
+                    console.print(f"rank {world.rank} of {world.size}, process {os.getpid()} on {socket.gethostname()}")
                 console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
                 name = f"logs/reward-{world.rank}.log" if world.rank else "reward.log"
                 function, reward_log = reward.function_for(config.data.train), folder.path / name

@@ -16,6 +16,7 @@ from ..world import ALONE, LOST, World
 from .folder import flat
 from .settings import Config
 
+
 @contextmanager
 def joined(config: Config) -> Iterator[World]:
     """The world that this process was started in: of one, unless a launcher says otherwise."""

@@ -13,7 +13,7 @@ from ..config import to_toml
 from ..errors import UserError
 from .settings import Config
 
-MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts", "ranks")
+MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts", "ranks", "ray")
 """What a resumed run may have otherwise than the run it continues."""
 
 
@@ -51,6 +51,10 @@ class RunFolder:
             raise UserError(f"{self.path} exists and is not a run: name another folder with --run-dir.")
         if not (resume or overwrite):
             raise UserError(f"{self.path} is a run already: use --resume, --overwrite or another --run-dir.")
+
+    def empty(self) -> None:
+        with self.writing():
+            _empty(self.path)
 
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:

@@ -130,6 +130,20 @@ class Ranks(Section):
     )
 
 
+class Ray(Section):
+    """The ranks as workers of a Ray cluster."""
+
+    section: ClassVar[str] = "ray"
+
+    workers: int = Field(0, ge=0, description="Ranks that Ray starts; 0 is without Ray.")
+    address: str | None = Field(None, description="Of a running cluster, such as auto; by default one is started here.")
+    cpus_per_worker: float = Field(1, gt=0, description="CPUs that each worker reserves.")
+    gpus_per_worker: float | None = Field(
+        None, ge=0, description="GPUs that each worker reserves; by default 1 where the cluster has any."
+    )
+    max_failures: int = Field(3, ge=0, description="Times that lost workers are started again from the last checkpoint.")
+
+
 class Config(Section):
     """A training run."""
 
@@ -156,6 +170,7 @@ class Config(Section):
     log: Log = Field(default_factory=Log)
     alerts: Alerts = Field(default_factory=Alerts)
     ranks: Ranks = Field(default_factory=Ranks)
+    ray: Ray = Field(default_factory=Ray)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":

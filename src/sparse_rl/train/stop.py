@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the step in progress is finished and saved; a second one ends at once."""
 
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -16,7 +17,8 @@ class StopAsked:
         self.asked = False
 
     def __enter__(self) -> "StopAsked":
-        self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        here = threading.current_thread() is threading.main_thread()  # signals come to no other: Ray runs a rank in one
+        self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS if here}
         return self
 
     def __exit__(self, *exception: object) -> None:

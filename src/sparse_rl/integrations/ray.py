@@ -1,0 +1,98 @@
+"""`sparse-rl train RECIPE --ray.workers N`: the same program on Ray Train, which places the ranks and starts them again.
+
+The driver checks the run folder once; every start of the workers, the first one too, then continues what is there.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, without_torchaos_warnings
+from ..train.folder import RunFolder
+from ..train.settings import Config
+
+
+def train(config: Config, *, resume: bool, overwrite: bool) -> None:
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError as error:
+        raise UserError("--ray.workers needs Ray: pip install 'sparse-rl[ray]'.") from error
+    if config.compare:
+        raise UserError("compare runs one method after the other in one process: with --ray.workers name one --method.")
+    settings, folder = config.ray, RunFolder(Path(config.run_dir).absolute())
+    folder.refuse_if_taken(resume=resume, overwrite=overwrite)
+    if resume and not folder.exists:
+        raise UserError(f"There is no run in {folder.path} to resume: leave --resume out, or name its --run-dir.")
+    started = not ray.is_initialized()
+    if started:
+        _connect(ray, settings.address)
+    try:
+        gpus = settings.gpus_per_worker
+        if gpus is None:
+            gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        needs = {"CPU": settings.cpus_per_worker, "GPU": gpus}
+        refuse_if_it_lacks(ray.cluster_resources(), settings.workers, needs)
+        if overwrite:
+            folder.empty()
+        values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(folder.path)}
+        trainer = TorchTrainer(
+            _rank,
+            train_loop_config={"config": values, "cwd": os.getcwd()},
+            torch_config=TorchConfig(backend="nccl" if gpus else "gloo", timeout_s=int(config.ranks.timeout_s)),
+            scaling_config=ScalingConfig(num_workers=settings.workers, use_gpu=bool(gpus), resources_per_worker=needs),
+            run_config=RunConfig(
+                name=folder.path.name,
+                storage_path=str(folder.path.parent / ".ray"),
+                failure_config=FailureConfig(max_failures=settings.max_failures),
+            ),
+        )
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            raise _sentence(error) from error
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    try:
+        ray.init(address=address, log_to_driver=True, configure_logging=False)
+    except ConnectionError as error:
+        raise UserError(
+            f"There is no Ray cluster at {address}: start one with `ray start --head`, or leave --ray.address out."
+        ) from error
+
+
+def refuse_if_it_lacks(cluster: dict[str, float], workers: int, needs: dict[str, float]) -> None:
+    """Ray would wait for ever for what a cluster does not have."""
+    for name, count in needs.items():
+        there = cluster.get(name, 0)
+        if workers * count > there:
+            raise UserError(
+                f"ray.workers = {workers} with {count:g} {name} each need {workers * count:g} {name}, and the Ray cluster has {there:g}: "
+                "add nodes, or lower --ray.workers or what each of them takes."
+            )
+
+
+def _rank(values: dict[str, Any]) -> None:
+    """What runs on every worker."""
+    from ..train import command
+
+    without_torchaos_warnings()
+    if Path(values["cwd"]).is_dir():  # paths of data and models are meant from there
+        os.chdir(values["cwd"])
+    config = Config(**values["config"])
+    command.train(config, resume=RunFolder(config.run_dir).exists, overwrite=False)
+
+
+def _sentence(error: BaseException) -> UserError:
+    """What the first worker that failed has said, if it was a sentence of ours."""
+    failures = getattr(error, "worker_failures", {})
+    for rank, failure in sorted(failures.items()):
+        cause = getattr(failure, "cause", None) or failure.__cause__ or failure
+        if isinstance(cause, UserError):
+            return UserError(f"rank {rank}: {cause}")
+    return UserError(f"The ranks failed on Ray ({str(error).strip().splitlines()[-1]}): see the logs of the run and of Ray.")

@@ -1,0 +1,57 @@
+"""The same run on a Ray cluster of two workers, one of which is lost."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import arguments, metrics, train
+from sparse_rl.cli import main
+from sparse_rl.errors import UserError
+from sparse_rl.integrations.ray import refuse_if_it_lacks
+
+STEPS = ["--rollout.prompts-per-step", "4", "--checkpoint.every", "1", "--optimizer.lr", "3e-4", "--steps", "10"]
+
+
+def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(world, tmp_path):
+    one, run = tmp_path / "one", tmp_path / "run"
+    train(world, one, *STEPS)
+    command = [sys.executable, "-m", "sparse_rl", *arguments(world, run, *STEPS), "--ray.workers", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        ends = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 4:
+            assert time.monotonic() < ends and process.poll() is None, output.read_text()
+            time.sleep(0.05)
+        log = (run / "logs/rank-1.log").read_text()
+        os.kill(int(re.search(r"rank 1 of 2, process (\d+)", log)[1]), signal.SIGKILL)
+        assert process.wait(180) == 0, output.read_text()
+    finally:
+        process.kill()
+    assert (run / "logs/rank-1.log").read_text().count("rank 1 of 2") == 2
+    assert "Continuing after step" in output.read_text()
+    assert [row["step"] for row in metrics(run)] == list(range(11))
+    mine, theirs = load_file(one / "model/model.safetensors"), load_file(run / "model/model.safetensors")
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-5
+    assert any(not torch.equal(load_file(world / "model/model.safetensors")[name], theirs[name]) for name in theirs)
+
+
+def test_a_cluster_that_lacks_something_says_what():
+    with pytest.raises(UserError, match=r"ray.workers = 8 with 1 GPU each need 8 GPU, and the Ray cluster has 2: add nodes"):
+        refuse_if_it_lacks({"CPU": 64, "GPU": 2}, 8, {"CPU": 1, "GPU": 1})
+    refuse_if_it_lacks({"CPU": 2}, 2, {"CPU": 1, "GPU": 0})
+
+
+def test_a_comparison_is_not_for_ray(world, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments(world, tmp_path / "run", *STEPS), "--ray.workers", "2", "--compare", '["dense", "naive"]'])
+    assert "with --ray.workers name one --method" in capsys.readouterr().err
