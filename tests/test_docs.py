@@ -117,14 +117,14 @@ def written(tmp_path_factory):
         runs.train(world, run, "--method", method, *evaluated, *more)
         for line in (run / "metrics.jsonl").read_text().splitlines():
             keys |= {key.replace("eval/problems/", "eval/<benchmark>/") for key in json.loads(line)}
-    return keys - {"step"}
+    return keys - {"step"} | {"perf/rank_wait"}  # of several ranks, see test_distributed
 
 
 def test_the_page_of_metrics_lists_exactly_what_runs_write(written):
     rows = [line for line in (DOCS / "metrics.md").read_text().splitlines() if line.startswith("| `")]
     listed = [key for row in rows for key in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
     assert len(listed) == len(set(listed))
-    assert set(listed) == written | {"perf/rank_wait"}  # of several ranks, see test_distributed
+    assert set(listed) == written
 
 
 def test_metrics_that_the_guides_name_exist(written):
@@ -140,6 +140,15 @@ def test_the_page_of_options_is_made_from_the_schema():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page(), "run: python docs/make_config.py"
+
+
+def test_the_tables_of_scale_are_what_the_script_computes():
+    spec = importlib.util.spec_from_file_location("scaling", ROOT / "experiments/scaling.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PAGE.read_text()
+    for table in (module.measured(), *map(module.scaled, module.MODELS), module.largest()):
+        assert table in page, "run: python experiments/scaling.py"
 
 
 def test_the_page_of_collapse_lists_every_alert_with_its_limit():

@@ -28,8 +28,11 @@ from sparse_rl.models.shapes import SHAPES
 from sparse_rl.plan import dimensions, make_plan, memory, remedies
 from sparse_rl.plan.command import parse_size
 from sparse_rl.plan.dimensions import from_config
-from sparse_rl.plan.roofline import GPUS, decode_step_s, find_gpu
+from sparse_rl.plan.memory import gradient_bytes, resident
+from sparse_rl.plan.remedies import sentence
+from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.rollout import engine, generation
+from sparse_rl.train.distributed import refuse_too_large
 from sparse_rl.train.memory import compared, dense_slots, out_of_memory, slots_of
 from sparse_rl.train.settings import Config
 
@@ -433,3 +436,49 @@ def test_a_driver_that_does_not_fit_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "init", too_old)
     assert not load._cuda_works.__wrapped__()
     assert len(said) == 1 and "driver on your system is too old" in said[0] and "running on the CPU" in said[0]
+
+
+# Several GPUs
+
+
+def test_ranks_share_what_is_trained_and_each_has_a_whole_model_to_sample_from():
+    one, eight = (
+        Config(model={"path": "7B", "dtype": "bfloat16"}, rollout={"prompts_per_step": 64}, ranks={"count": count})
+        for count in (1, 8)
+    )
+    dims = dimensions("7B")
+    alone, shared = resident(one, dims), resident(eight, dims)
+    assert shared["weights"] == alone["weights"] == 2 * dims.params
+    for name in ("float32 masters", "optimizer moments"):
+        assert shared[name] == pytest.approx(alone[name] / 8, rel=1e-6)
+    held = gradient_bytes(eight, dims)
+    released = gradient_bytes(
+        eight.model_copy(update={"ranks": eight.ranks.model_copy(update={"hold_gradients": False})}), dims
+    )
+    assert held == pytest.approx(4 * dims.params * 9 / 8, rel=1e-6) and released < held / 3
+    assert make_plan(eight, dims).slots == 8 * one.rollout.samples_per_prompt
+    adapters = eight.model_copy(update={"model": eight.model.model_copy(update={"lora": Lora(rank=8)})})
+    assert resident(adapters, dims)["adapters"] == 4 * dims.adapter_params("all-linear", 8)
+
+
+def test_more_gpus_take_less_time_and_move_more():
+    def at(count):
+        config = Config(model={"path": "7B", "dtype": "bfloat16"}, rollout={"prompts_per_step": 64}, ranks={"count": count})
+        plan = make_plan(config, dimensions("7B"), memory_bytes=130 * GIB)
+        return step_time(plan, GPUS["h200"]), communication(plan)
+
+    (one, nothing), (eight, within), (sixteen, between) = at(1), at(8), at(16)
+    assert one.total_s > eight.total_s > sixteen.total_s
+    assert nothing.gathered_bytes == one.sync_s == 0
+    assert within.sync_s == pytest.approx(2 * dimensions("7B").params * 7 / 8 / 350e9)
+    assert between.sync_s > 5 * within.sync_s
+
+
+def test_a_model_too_large_for_one_gpu_is_refused():
+    config = Config(model={"path": "72B", "dtype": "bfloat16"}, rollout={"prompts_per_step": 64}, ranks={"count": 64})
+    with pytest.raises(
+        UserError, match="72B has 135.4 GiB of weights and the GPU 80.0 GiB: the model is too large for one GPU"
+    ):
+        refuse_too_large(config, 80 * GIB)
+    refuse_too_large(config, 160 * GIB)
+    assert "too large for one GPU" in sentence(make_plan(config, dimensions("72B"), memory_bytes=80 * GIB))

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from .settings import Lora
+from .settings import Lora, Ranks
 
 ADAPTER = "default"
 
 
 class Actor:
-    def __init__(self, model: PreTrainedModel, lora: Lora, *, keep_reference: bool = False, ranks: int = 1):
+    def __init__(self, model: PreTrainedModel, lora: Lora, *, keep_reference: bool = False, ranks: Ranks | None = None):
         """Takes the model over. `keep_reference` keeps the policy as it is now: with LoRA for free, else as a frozen copy."""
         self.learner = model
         self.sampler = model
@@ -36,10 +36,10 @@ class Actor:
                     layer = shared.get_submodule(name)
                     layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
                 self.sync()
-        elif ranks > 1:
+        elif ranks is not None and ranks.count > 1:
             from .sharded import shard
 
-            self.learner = shard(model)
+            self.learner = shard(model, hold_gradients=ranks.hold_gradients)
             self.frozen = shard(model, trains=False) if keep_reference else None
             model.requires_grad_(False)
         elif keep_reference:

@@ -38,3 +38,19 @@ class Model(Section):
     device: str | None = Field(None, description="Such as cpu or cuda:0; cuda if there is one unless given.")
     trust_remote_code: bool = Field(False, description="Whether the model's own code from the hub may run.")
     lora: Lora = Field(default_factory=Lora, description="Low-rank adapters.")
+
+
+class Ranks(Section):
+    """Many processes as one run, started by torchrun or Ray."""
+
+    section: ClassVar[str] = "ranks"
+
+    count: int = Field(1, ge=1, description="How many; training sets it to what the launcher has started.")
+    hold_gradients: bool = Field(
+        True,
+        description="Whether each rank holds whole gradients until the last micro-batch of an update, so that they are summed "
+        "over ranks once; false takes less memory and sums after each.",
+    )
+    timeout_s: float = Field(
+        1800, gt=0, description="Seconds that ranks wait for one another, the slowest rollout of a step included."
+    )

@@ -23,9 +23,9 @@ from .head import headed_like
 class _Root(nn.Module):
     """Runs a function of the model as a forward of its own."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, hold_gradients: bool):
         super().__init__()
-        self.model = model
+        self.model, self.hold_gradients = model, hold_gradients
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(self.model, *args)
@@ -35,8 +35,11 @@ def _root_of(model: nn.Module) -> _Root | None:
     return model.__dict__.get("sharded_root")
 
 
-def shard(model: PreTrainedModel, *, trains: bool = True) -> PreTrainedModel:
-    """A model with the weights of this one, spread over the ranks. This one stays whole and is only sampled from."""
+def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool = True) -> PreTrainedModel:
+    """A model with the weights of this one, spread over the ranks. This one stays whole and is only sampled from.
+
+    `hold_gradients` keeps those of micro-batches whole on each rank until the last one, where they are summed once.
+    """
     half = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     empty = {id(weight): _meta(weight, trains) for weight in model.parameters()}
@@ -44,7 +47,7 @@ def shard(model: PreTrainedModel, *, trains: bool = True) -> PreTrainedModel:
     buffers = [(module, name, buffer) for module in spread.modules() for name, buffer in module._buffers.items()]
     for layer in decoder_layers(spread):
         fully_shard(layer, mp_policy=policy)
-    root = _Root(spread)
+    root = _Root(spread, hold_gradients)
     fully_shard(root, mp_policy=policy, reshard_after_forward=False)
     root.to_empty(device=model.device)
     for module, name, buffer in buffers:
@@ -83,12 +86,12 @@ def at_rest(model: PreTrainedModel) -> None:
 
 
 def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:
-    """Whether the next backward sums gradients over ranks, or collects them for a later one. Returns the factor that the loss
-    wants, for FSDP takes the mean."""
+    """Whether the next backward must sum gradients over ranks, or may collect them for a later one. Returns the factor that the
+    loss wants, for FSDP takes the mean."""
     root = _root_of(model)
     if root is None:
         return 1
-    root.set_requires_gradient_sync(now)  # type: ignore[operator]
+    root.set_requires_gradient_sync(now or not root.hold_gradients)  # type: ignore[operator]
     return dist.get_world_size()
 
 

@@ -11,9 +11,30 @@ from rich.table import Table
 from ..errors import UserError
 from ..train.settings import Config
 from .dimensions import dimensions
-from .memory import CONTEXT_BYTES, GIB, Plan, auto_limit, gib, largest_budget, make_plan, most_slots, slot_bytes, update_parts
+from .memory import (
+    CONTEXT_BYTES,
+    GIB,
+    Plan,
+    auto_limit,
+    gib,
+    largest_budget,
+    make_plan,
+    most_slots,
+    sharded,
+    slot_bytes,
+    update_parts,
+)
 from .remedies import sentence
-from .roofline import GPU, GPUS, find_gpu, step_time
+from .roofline import (
+    GPU,
+    GPUS,
+    NETWORK_BYTES_PER_S,
+    NODE_BYTES_PER_S,
+    NODE_GPUS,
+    communication,
+    find_gpu,
+    step_time,
+)
 
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
 PLAIN_WIDTH = 140
@@ -45,6 +66,8 @@ def command(config: Config, *, gpu_memory: str | None, gpu_name: str | None, pro
     console.print(activations(plan), soft_wrap=True, markup=False)
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
+    if sharded(config):
+        console.print(travelling(plan, gpu), soft_wrap=True, markup=False)
     console.print(verdict(plan, total), soft_wrap=True, markup=False)
     if file:
         file.write_text(json.dumps(record(plan, gpu, total), indent=1) + "\n")
@@ -61,9 +84,13 @@ def headline(plan: Plan, total: int) -> str:
     return (
         f"{config.model.path}: {dims.params / 1e9:.2f} billion parameters in {config.model.dtype}, {how}, optimizer state "
         f"{config.optimizer.state}; method {config.method}, {plan.slots} slots, prompts of {plan.prompt_tokens} and responses of up to "
-        f"{config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens a micro-batch; {gib(total)} GiB. "
-        "All of it computed."
+        f"{config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens a micro-batch; {gpus(config)}"
+        f"{gib(total)} GiB{' each' if config.ranks.count > 1 else ''}. All of it computed."
     )
+
+
+def gpus(config: Config) -> str:
+    return f"{config.ranks.count} GPUs of " if config.ranks.count > 1 else ""
 
 
 def phase_table(plan: Plan) -> Table:
@@ -129,7 +156,9 @@ def fit_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
-    speed = f"{gpu.name}{' (assumed: name yours with --gpu)' if assumed else ''}"
+    several = plan.config.ranks.count > 1
+    count = f"{plan.config.ranks.count} x " if several else ""
+    speed = f"{count}{gpu.name}{' (assumed: name yours with --gpu)' if assumed else ''}"
     table = Table(title=f"Step time at best, computed for {speed}, every response of full length", title_justify="left")
     for heading in (
         "sampler",
@@ -140,6 +169,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
         "decode s",
         "old log-probs s",
         "update s",
+        *(("sync s",) if several else ()),
         "step s",
     ):
         table.add_column(heading, justify="left" if heading == "sampler" else "right")
@@ -148,7 +178,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
             table.add_row(name, "does not fit")
             continue
         at = step_time(arm, gpu)
-        seconds = (at.prefill_s, at.decode_s, at.old_s, at.update_s, at.total_s)
+        seconds = (at.prefill_s, at.decode_s, at.old_s, at.update_s, *((at.sync_s,) if several else ()), at.total_s)
         table.add_row(
             name,
             str(arm.slots),
@@ -157,6 +187,15 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
             *(f"{each:,.1f}" for each in seconds),
         )
     return table
+
+
+def travelling(plan: Plan, gpu: GPU) -> str:
+    travels, waits = communication(plan), step_time(plan, gpu).exposed_s
+    return (
+        f"Each GPU receives {gib(travels.gathered_bytes)} GiB of weights and {gib(travels.reduced_bytes)} GiB of gradients a step "
+        f"(assumed: {NODE_BYTES_PER_S / 1e9:.0f} GB/s within a machine of {NODE_GPUS}, {NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between machines); "
+        f"{waits:,.1f} s of it are not hidden behind the learner's products."
+    )
 
 
 def verdict(plan: Plan, total: int) -> str:

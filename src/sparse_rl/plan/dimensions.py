@@ -11,7 +11,11 @@ from ..models.shapes import SHAPES
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 HUB_SHAPES = {
-    **{f"Qwen/Qwen2.5-{size}{kind}": size for size in ("0.5B", "1.5B", "3B", "7B") for kind in ("", "-Instruct")},
+    **{
+        f"Qwen/Qwen2.5-{size}{kind}": size
+        for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+        for kind in ("", "-Instruct")
+    },
     **{f"meta-llama/Llama-3.2-1B{kind}": "1B" for kind in ("", "-Instruct")},
     "smollm2-135m": "135M",
 }

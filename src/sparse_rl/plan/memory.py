@@ -125,7 +125,7 @@ def make_plan(
 
 
 def auto_limit(config: Config) -> int:
-    return min(MAX_AUTO_SLOTS, config.rollout.rollouts_per_step)
+    return min(MAX_AUTO_SLOTS, rollouts_of_rank(config))
 
 
 def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, prompt_tokens: int, limit: int) -> int:
@@ -156,13 +156,17 @@ def itemsize(config: Config) -> int:
 def resident(config: Config, dims: Dimensions) -> dict[str, int]:
     """Weights, and what the optimizer keeps between steps."""
     size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
-    parts = {"weights": dims.params * size}
+    parts, shards = {"weights": dims.params * size}, config.ranks.count
     moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
     if lora.rank:
         adapters = dims.adapter_params(lora.targets, lora.rank)
         parts["adapters"] = 4 * adapters  # peft keeps them in float32: they are their own masters
         parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merge else 0
         trained = adapters
+    elif shards > 1:  # a whole model to sample from, and float32 shards of what is trained
+        parts["reference copy"] = 4 * dims.params // shards if config.loss.kl_coef > 0 else 0
+        parts["float32 masters"] = 4 * dims.params // shards
+        trained = dims.params // shards
     else:
         parts["reference copy"] = dims.params * size if config.loss.kl_coef > 0 else 0
         parts["float32 masters"] = 4 * dims.params if size < 4 and state != "offload" else 0
@@ -177,7 +181,27 @@ def gradient_bytes(config: Config, dims: Dimensions) -> int:
     trained = dims.adapter_params(lora.targets, lora.rank) if lora.rank else dims.params
     if config.optimizer.state == "offload":
         return 0 if lora.rank else itemsize(config) * dims.embedding_params
+    if sharded(config):
+        held = dims.params if config.ranks.hold_gradients else max(dims.layer_params, outside_layers(dims))
+        return 4 * (dims.params // config.ranks.count + held)
     return 4 * trained
+
+
+def sharded(config: Config) -> bool:
+    return config.ranks.count > 1 and not config.model.lora.rank
+
+
+def outside_layers(dims: Dimensions) -> int:
+    return dims.params - dims.layers * dims.layer_params
+
+
+def gathered_bytes(config: Config, dims: Dimensions) -> int:
+    """Whole weights in the model's dtype during a pass: what is outside of layers, the layer at work and the one to come."""
+    return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
+
+
+def rollouts_of_rank(config: Config) -> int:
+    return -(-config.rollout.rollouts_per_step // config.ranks.count)
 
 
 def slot_bytes(dims: Dimensions, kv: KV, longest: int, size: int) -> tuple[int, int]:
@@ -255,7 +279,7 @@ def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
     lengths = [config.rollout.max_tokens] * max(1, count)
     if count and left > prompt_tokens:
         lengths.append(left - prompt_tokens)
-    return lengths[: config.rollout.rollouts_per_step]
+    return lengths[: rollouts_of_rank(config)]
 
 
 def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[str, int]:
@@ -283,6 +307,7 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
     activations, logits = max(in_head, in_layer, key=sum)
     batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
     return {
+        "gathered layers": gathered_bytes(config, dims),
         "gradients": gradient_bytes(config, dims),
         "activations": activations + evictions,
         "logits chunk": logits,
@@ -330,10 +355,12 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     if config.sampler_kv.policy != "full":
         scratch = int(max(SCRATCH_SHARE * always["KV cache"], SCRATCH_FLOOR))
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
-    prefill = prefill_parts(config, dims, slots, config.rollout.prompts_per_step, prompt_tokens)
+    prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
+    prefill = prefill_parts(config, dims, slots, prompts, prompt_tokens)
     lengths = response_lengths(prompt_tokens, config)
     tokens = sum(lengths) + prompt_tokens * len(lengths)
     old = {
+        "gathered layers": gathered_bytes(config, dims),
         "activations": tokens * passing_per_token(config, dims, backward=False),
         "logits chunk": head_bytes(config, dims, sum(lengths), backward=False),
     }
@@ -342,7 +369,7 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     if lora.rank:
         largest_weight = lora.rank * max(dims.hidden, dims.intermediate)
     optimizer = {
-        "gradients": gradient_bytes(config, dims),
+        "gradients": 4 * dims.params // config.ranks.count if sharded(config) else gradient_bytes(config, dims),
         "optimizer step": STEP_8BIT_BYTES * largest_weight if config.optimizer.state == "8bit" else 0,
     }
     return [

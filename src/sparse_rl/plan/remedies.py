@@ -3,12 +3,16 @@
 from typing import Any
 
 from ..train.settings import Config
-from .memory import Plan, auto_limit, make_plan, most_slots
+from .memory import Plan, auto_limit, itemsize, make_plan, most_slots, sharded
 
 NAMED = 4
 """Remedies that are named, at most."""
 SURELY = 0.9
 """Where memory ran out though it should have sufficed, a remedy has to bring the need down to this share."""
+
+TOO_LARGE = (
+    "the model is too large for one GPU, and every rank samples from a whole copy: take a smaller model or a larger GPU"
+)
 
 Edit = tuple[str, dict[str, Any]]
 
@@ -32,6 +36,8 @@ def remedies(plan: Plan, *, ran_out: bool = False) -> list[str]:
 def sentence(plan: Plan, *, ran_out: bool = False) -> str:
     """`by the plan --rollout.slots 48 fits, or …`, or that nothing does."""
     found = remedies(plan, ran_out=ran_out)
+    if plan.config.ranks.count > 1 and plan.dims.params * itemsize(plan.config) > (plan.memory_bytes or 0):
+        return TOO_LARGE
     if not found:
         return "by the plan no option makes it fit: take a smaller model or a larger GPU"
     return f"by the plan it fits with {', or '.join(found)}"
@@ -62,9 +68,12 @@ def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
         smaller.append((f"--optimizer.tokens-per-microbatch {tokens}", {"optimizer": {"tokens_per_microbatch": tokens}}))
     if smaller:
         found.append(smaller)
+    if sharded(config) and config.ranks.hold_gradients:
+        found.append([("--ranks.hold-gradients false", {"ranks": {"hold_gradients": False}})])
     if lora.rank and lora.merge:
         found.append([("--model.lora.merge false", {"model": {"lora": {"merge": False}}})])
     states = {"fp32": ("8bit", "offload"), "8bit": ("offload",), "offload": ()}[optimizer.state]
+    states = tuple(state for state in states if state != "offload" or not sharded(config))
     if states:
         found.append([(f"--optimizer.state {state}", {"optimizer": {"state": state}}) for state in states])
     if not lora.rank:

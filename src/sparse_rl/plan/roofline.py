@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import UserError
 from .dimensions import Dimensions
-from .memory import GIB, Plan, itemsize
+from .memory import GIB, Plan, itemsize, rollouts_of_rank, sharded
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Of the peaks: what large products and plain reads reach on an H200 (780 of 989 TFLOP/s, 4.3 of 4.8 TB/s)."""
@@ -66,10 +66,15 @@ class StepTime:
     old_s: float
     update_s: float
     tokens_per_s: float
+    """Of one GPU."""
+    sync_s: float = 0.0
+    """To give the samplers of several ranks what was learned."""
+    exposed_s: float = 0.0
+    """Of old log-probs and update: what several ranks wait for weights and gradients."""
 
     @property
     def total_s(self) -> float:
-        return self.prefill_s + self.decode_s + self.old_s + self.update_s
+        return self.prefill_s + self.decode_s + self.old_s + self.update_s + self.sync_s
 
 
 def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> float:
@@ -90,9 +95,10 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     config, dims = plan.config, plan.dims
     rollout, optimizer = config.rollout, config.optimizer
     step = decode_step_s(plan, gpu)
-    steps = -(-rollout.rollouts_per_step // plan.slots) * rollout.max_tokens
+    rollouts = rollouts_of_rank(config)
+    steps = -(-rollouts // plan.slots) * rollout.max_tokens
     length = plan.prompt_tokens + rollout.max_tokens
-    tokens = rollout.rollouts_per_step * length
+    tokens = rollouts * length
     forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of the pairs
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
     passes = 1 + backward + (1 if optimizer.gradient_checkpointing else 0)
@@ -101,5 +107,45 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     if optimizer.state == "offload" and not config.model.lora.rank:
         microbatches = -(-tokens // max(length, optimizer.tokens_per_microbatch))
         update += (microbatches * 2 + 4 * optimizer.updates_per_step) * dims.params / HOST_BYTES_PER_S
-    prefill = 2 * dims.active_params * rollout.prompts_per_step * plan.prompt_tokens / (gpu.flops * FLOPS_SHARE)
-    return StepTime(step, prefill, steps * step, forward / learner, update, plan.slots / step)
+    prefill = 2 * dims.active_params * rollouts / rollout.samples_per_prompt * plan.prompt_tokens / (gpu.flops * FLOPS_SHARE)
+    old = forward / learner
+    travels = communication(plan)
+    return StepTime(
+        step,
+        prefill,
+        steps * step,
+        max(old, travels.old_s),
+        max(update, travels.update_s),
+        plan.slots / step,
+        sync_s=travels.sync_s,
+        exposed_s=max(0.0, travels.old_s - old) + max(0.0, travels.update_s - update),
+    )
+
+
+NODE_GPUS, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S = 8, 350e9, 40e9
+"""Assumed: GPUs of a machine, and bytes a second that each of them receives from the others within it and between machines."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What FSDP2 moves to each GPU in a step, and how long that takes; of passes it may hide behind the products."""
+
+    gathered_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    old_s: float = 0.0
+    update_s: float = 0.0
+    sync_s: float = 0.0
+
+
+def communication(plan: Plan) -> Communication:
+    config, dims, ranks = plan.config, plan.dims, plan.config.ranks.count
+    if not sharded(config):
+        return Communication()
+    length = plan.prompt_tokens + config.rollout.max_tokens
+    passes = -(-rollouts_of_rank(config) * length // max(length, config.optimizer.tokens_per_microbatch))
+    whole, others = dims.params * itemsize(config), (ranks - 1) / ranks
+    speed = NODE_BYTES_PER_S if ranks <= NODE_GPUS else NETWORK_BYTES_PER_S
+    again = 3 if config.optimizer.gradient_checkpointing else 2
+    reduced = 4 * dims.params * others * (config.optimizer.updates_per_step if config.ranks.hold_gradients else passes)
+    old, update, sync = passes * whole * others, again * passes * whole * others, whole * others
+    return Communication(old + update + sync, reduced, old / speed, (update + reduced) / speed, sync / speed)

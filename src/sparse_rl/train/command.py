@@ -105,6 +105,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     from .distributed import joined, restarts
 
     with joined(config) as world:
+        config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
         console = wide_console() if world.leads else Console(file=StringIO(), width=160, highlight=False)
         if restarts():
             resume, overwrite = RunFolder(config.run_dir).exists, False

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from .. import __version__
 from ..config import to_toml
 from ..errors import UserError, first_line
+from ..plan.dimensions import dimensions
+from ..plan.memory import gib
+from ..plan.remedies import TOO_LARGE
 from ..world import ALONE, LOST, World
 from .folder import flat
 from .settings import Config
@@ -57,6 +60,19 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def refuse_too_large(config: Config, memory_bytes: int) -> None:
+    """Before any weights are loaded; a model whose shape is not known without the hub is tried."""
+    try:
+        dims = dimensions(config.model.path)
+    except UserError:
+        return
+    size = 4 if config.model.dtype == "float32" else 2
+    if dims.params * size > memory_bytes:
+        raise UserError(
+            f"{config.model.path} has {gib(dims.params * size)} GiB of weights and the GPU {gib(memory_bytes)} GiB: {TOO_LARGE}."
+        )
+
+
 def refuse_differences(world: World, config: Config) -> None:
     mine = {"the version of sparse-rl": __version__, "the version of torch": torch.__version__}
     mine |= flat(tomllib.loads(to_toml(config)))
@@ -78,5 +94,7 @@ def refuse_what_does_not_divide(world: World, config: Config) -> None:
             f"rollout.prompts_per_step = {prompts} does not divide into whole groups for {world.size} ranks: "
             f"try --rollout.prompts-per-step {fits}."
         )
+    if torch.cuda.is_available():
+        refuse_too_large(config, torch.cuda.mem_get_info()[1])
     if config.optimizer.state == "offload" and not config.model.lora.rank:
         raise UserError("optimizer.state = offload is for one GPU: leave it out, for the state is spread over the ranks.")

@@ -113,7 +113,7 @@ class Trainer:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self.plan = plan_run(config, given.model, max(map(len, given.prompts)))
-        self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=world.size)
+        self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
         order = Order(len(given.examples), config.seed).take

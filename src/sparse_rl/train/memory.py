@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from ..errors import UserError
 from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
-from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, gib
+from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, gib, rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
 from .settings import Config
@@ -40,9 +40,9 @@ def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
     if config.rollout.slots != "auto":
         return config.rollout.slots
     if device.type != "cuda":
-        return min(CPU_SLOTS, config.rollout.rollouts_per_step)
+        return min(CPU_SLOTS, rollouts_of_rank(config))
     slots = HOPEFUL_SLOTS if plan is None else plan.slots
-    return min(slots, MAX_AUTO_SLOTS, config.rollout.rollouts_per_step)
+    return min(slots, MAX_AUTO_SLOTS, rollouts_of_rank(config))
 
 
 def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:

@@ -12,7 +12,7 @@ from ..learner.advantages import Advantage
 from ..learner.correction import Correction
 from ..learner.losses.settings import Loss
 from ..learner.settings import OptimizerSettings
-from ..models.settings import Model
+from ..models.settings import Model, Ranks
 from ..rewards.settings import TASK_REWARDS, Reward
 from ..rollout.settings import Sampling
 from ..settings import Section
@@ -118,16 +118,6 @@ class Log(Section):
         (), description='Where metrics go besides, such as ["tensorboard"].'
     )
     project: str = Field("sparse-rl", description="The project's name at wandb and trackio.")
-
-
-class Ranks(Section):
-    """Many processes as one run, started by torchrun or Ray."""
-
-    section: ClassVar[str] = "ranks"
-
-    timeout_s: float = Field(
-        1800, gt=0, description="Seconds that ranks wait for one another, the slowest rollout of a step included."
-    )
 
 
 class Ray(Section):
