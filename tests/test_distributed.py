@@ -20,8 +20,8 @@ STEPS = ["--steps", "5", "--rollout.prompts-per-step", "4", "--rollout.max-token
 STEPS += ["--optimizer.lr", "3e-4"]  # AdamW makes a step of this size also of a gradient that is zero but for rounding
 KINDS = {
     "sparse_rl": ["--loss.kl-coef", "0.01"],
-    "two updates, little memory": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],
-    "smd": ["--method", "smd"],
+    "two updates": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],
+    "smd, little memory": ["--method", "smd", "--optimizer.tokens-per-microbatch", "64", "--ranks.hold-gradients", "false"],
     "on_policy_sparse": ["--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"],
     "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01"],
     "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo"],
@@ -112,7 +112,7 @@ def test_two_ranks_learn_what_one_learns(world, pairs, kind):
         assert any(not torch.equal(before[name], tensor) for name, tensor in weights(two).items())
     for left, right in zip(without_clock(metrics(one)), without_clock(metrics(two)), strict=True):
         assert left.keys() == right.keys()
-        for key in left.keys() - {"kv/dense_bytes"}:  # of the rank with most
+        for key in left.keys() - {"kv/dense_bytes", "kv/peak_bytes"}:  # of one rank
             assert left[key] == pytest.approx(right[key], rel=1e-3, abs=1e-5), key
     assert "step 5/5" in (two / "logs/rank-1.log").read_text()
     assert all(0 <= row["perf/rank_wait"] < 1 for row in metrics(two)[1:])
