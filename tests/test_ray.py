@@ -46,9 +46,15 @@ def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(w
 
 
 def test_a_cluster_that_lacks_something_says_what():
-    with pytest.raises(UserError, match=r"ray.workers = 8 with 1 GPU each need 8 GPU, and the Ray cluster has 2: add nodes"):
-        refuse_if_it_lacks({"CPU": 64, "GPU": 2}, 8, {"CPU": 1, "GPU": 1})
-    refuse_if_it_lacks({"CPU": 2}, 2, {"CPU": 1, "GPU": 0})
+    nodes = [{"CPU": 64, "GPU": 2}, {"CPU": 4}]
+    sentence = (
+        r"8 need 1 CPU and 1 GPU each, and the nodes of the Ray cluster \(64 CPU and 2 GPU; 4 CPU and 0 GPU\) have room for 2"
+    )
+    with pytest.raises(UserError, match=sentence):
+        refuse_if_it_lacks(nodes, 8, {"CPU": 1, "GPU": 1})
+    with pytest.raises(UserError, match="have room for 1: add nodes"):
+        refuse_if_it_lacks([{"CPU": 4}, {"CPU": 8}], 2, {"CPU": 8, "GPU": 0})  # enough in all, but not in one place
+    refuse_if_it_lacks([{"CPU": 2}], 2, {"CPU": 1, "GPU": 0})
 
 
 def test_a_comparison_is_not_for_ray(world, tmp_path, capsys):

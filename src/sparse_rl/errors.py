@@ -14,6 +14,10 @@ class Absent(UserError):
     not a mistake."""
 
 
+class RankLost(UserError):
+    """Another rank is gone: who started the ranks may start them again."""
+
+
 UNREACHABLE = "The hub cannot be reached"
 """How a sentence about a hub that does not answer starts."""
 

@@ -6,10 +6,11 @@ does, up to the order of sums.
 """
 
 import heapq
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import UserError, first_line
+from .errors import RankLost, first_line
 
 T = TypeVar("T")
 
@@ -28,7 +29,10 @@ class World:
     size: int = 1
     control: Any = None
     """The group, on the host, that objects travel in."""
+    store: Any = None
+    """Counters that all ranks see, of this world alone."""
     timeout: timedelta = timedelta(minutes=30)
+    takers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def leads(self) -> bool:
@@ -51,8 +55,8 @@ class World:
         try:
             dist.monitored_barrier(self.control, self.timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            raise UserError(
-                f"{missing(error)} within {self.timeout}: see the log of that rank, or raise ranks.timeout_s."
+            raise RankLost(
+                f"{missing(error)} (ranks.timeout_s = {self.timeout.total_seconds():g}): see what that rank says."
             ) from error
 
     def any(self, flag: bool) -> bool:
@@ -66,7 +70,7 @@ class World:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         flat = torch.cat([param.grad.flatten() for param in params if param.grad is not None])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self.control if flat.device.type == "cpu" else None)
         for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
             param.grad = part.view_as(param)
 
@@ -75,8 +79,8 @@ class World:
         be empty."""
         return deal(lengths, self.size, tokens)[self.rank]
 
-    def taker(self, name: str, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
-        """Hands this rank the items it works on, one at each call, None when there are no more.
+    def taker(self, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
+        """Hands this rank the items it works on, one at each call, None when there are no more. Asked for by all ranks in turn.
 
         The costliest `at_once` for each rank are dealt out evenly beforehand; what is left is taken by who is ready first.
         """
@@ -84,14 +88,12 @@ class World:
         dealt = order[: at_once * self.size]
         mine = [item for turn, item in enumerate(dealt) if _snake(turn, self.size) == self.rank]
         rest = order[len(dealt) :]
-        store = dist.PrefixStore("sparse_rl", dist.distributed_c10d._get_default_store()) if self.size > 1 and rest else None
+        name = f"takers-{next(self.takers)}"
 
         def take() -> int | None:
             if mine:
                 return mine.pop(0)
-            if store is None:
-                return None
-            place = store.add(name, 1) - 1
+            place = self.store.add(name, 1) - 1 if rest else 0
             return rest[place] if place < len(rest) else None
 
         return take
@@ -99,8 +101,8 @@ class World:
 
 ALONE = World()
 
-LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|Broken pipe|NCCL")
-"""What gloo and NCCL say when the other side is gone."""
+LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|Broken pipe")
+"""What gloo says when the other side is gone."""
 
 
 def deal(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]]]:
@@ -123,7 +125,9 @@ def deal(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]
 def missing(error: RuntimeError) -> str:
     """Who did not come, from what gloo says of it."""
     found = re.search(r"Ranks? ([\d, ]+) failed|from rank (\d+)", str(error))
-    return f"Rank {found[1] or found[2]} did not answer" if found else f"A rank did not answer ({first_line(error)})"
+    if not found:
+        return f"A rank did not answer ({first_line(error)})"
+    return f"Rank {found[1]} did not answer" if found[1] else f"Rank {found[2]} did not answer, or itself waits for another"
 
 
 def _snake(turn: int, ranks: int) -> int:

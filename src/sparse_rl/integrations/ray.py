@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, without_torchaos_warnings
+from ..errors import RankLost, UserError, first_line, without_torchaos_warnings
 from ..train.folder import RunFolder
 from ..train.settings import Config
 
@@ -33,13 +33,17 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         if gpus is None:
             gpus = 1 if ray.cluster_resources().get("GPU") else 0
         needs = {"CPU": settings.cpus_per_worker, "GPU": gpus}
-        refuse_if_it_lacks(ray.cluster_resources(), settings.workers, needs)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        refuse_if_it_lacks(nodes, settings.workers, needs)
+        refusal = folder.path.parent / ".ray" / f"{folder.path.name}.refused"
+        refusal.parent.mkdir(parents=True, exist_ok=True)
+        refusal.unlink(missing_ok=True)
         if overwrite:
             folder.empty()
         values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(folder.path)}
         trainer = TorchTrainer(
             _rank,
-            train_loop_config={"config": values, "cwd": os.getcwd()},
+            train_loop_config={"config": values, "cwd": os.getcwd(), "refusal": str(refusal)},
             torch_config=TorchConfig(backend="nccl" if gpus else "gloo", timeout_s=int(config.ranks.timeout_s)),
             scaling_config=ScalingConfig(num_workers=settings.workers, use_gpu=bool(gpus), resources_per_worker=needs),
             run_config=RunConfig(
@@ -52,6 +56,8 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
             trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise _sentence(error) from error
+        if refusal.exists():
+            raise UserError(refusal.read_text())
     finally:
         if started:
             ray.shutdown()
@@ -66,15 +72,17 @@ def _connect(ray: Any, address: str | None) -> None:
         ) from error
 
 
-def refuse_if_it_lacks(cluster: dict[str, float], workers: int, needs: dict[str, float]) -> None:
-    """Ray would wait for ever for what a cluster does not have."""
-    for name, count in needs.items():
-        there = cluster.get(name, 0)
-        if workers * count > there:
-            raise UserError(
-                f"ray.workers = {workers} with {count:g} {name} each need {workers * count:g} {name}, and the Ray cluster has {there:g}: "
-                "add nodes, or lower --ray.workers or what each of them takes."
-            )
+def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
+    """Ray would wait for ever for what a cluster does not have; what others use at the moment it waits for, too."""
+    asked = {name: count for name, count in needs.items() if count}
+    places = sum(int(min(node.get(name, 0) // count for name, count in asked.items())) for node in nodes)
+    if places < workers:
+        each = " and ".join(f"{count:g} {name}" for name, count in asked.items())
+        there = "; ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in asked) for node in nodes)
+        raise UserError(
+            f"ray.workers = {workers} need {each} each, and the nodes of the Ray cluster ({there}) have room for {places}: add "
+            "nodes, or lower --ray.workers or what each of them takes."
+        )
 
 
 def _rank(values: dict[str, Any]) -> None:
@@ -85,7 +93,12 @@ def _rank(values: dict[str, Any]) -> None:
     if Path(values["cwd"]).is_dir():  # paths of data and models are meant from there
         os.chdir(values["cwd"])
     config = Config(**values["config"])
-    command.train(config, resume=RunFolder(config.run_dir).exists, overwrite=False)
+    try:
+        command.train(config, resume=RunFolder(config.run_dir).exists, overwrite=False)
+    except RankLost:
+        raise
+    except UserError as error:  # which would be no other the next time: not for Ray to try again
+        Path(values["refusal"]).write_text(str(error))
 
 
 def _sentence(error: BaseException) -> UserError:
@@ -93,6 +106,6 @@ def _sentence(error: BaseException) -> UserError:
     failures = getattr(error, "worker_failures", {})
     for rank, failure in sorted(failures.items()):
         cause = getattr(failure, "cause", None) or failure.__cause__ or failure
-        if isinstance(cause, UserError):
-            return UserError(f"rank {rank}: {cause}")
+        if not isinstance(cause, RankLost):  # why, and not who noticed
+            return UserError(f"Rank {rank} failed on Ray ({first_line(cause)}): see the logs of the run and of Ray.")
     return UserError(f"The ranks failed on Ray ({str(error).strip().splitlines()[-1]}): see the logs of the run and of Ray.")

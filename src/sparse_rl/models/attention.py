@@ -80,6 +80,8 @@ class AttentionLimits:
     sliding_window: int | None
     """The shortest sliding window of any layer: sequences within it never notice."""
     vocab: int
+    stays: bool = False
+    """Whether it holds whatever dtype the weights have at the moment: those of a sharded model change between passes."""
 
 
 def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: View, keep: Tensor | int) -> Tensor:
@@ -115,7 +117,11 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     """
     known = _prepared.get(model)
     place = (model.dtype, model.device)
-    if known is not None and model.config._attn_implementation == NAME and place == (known.shape.dtype, known.shape.device):
+    if (
+        known is not None
+        and model.config._attn_implementation == NAME
+        and (known.stays or place == (known.shape.dtype, known.shape.device))
+    ):
         return known
     config = model.config.get_text_config()
     kind = f"{type(model).__name__} ({config.model_type})"
@@ -142,10 +148,9 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
 
 
 def prepared_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """What is known of the other model holds for this one, its dtype and device apart: it has the same weights."""
-    limits = prepare(other)
+    """What is known of the other model holds for this one, which computes the same, whatever dtype its weights are kept in."""
     model.set_attn_implementation(NAME)
-    _prepared[model] = replace(limits, shape=replace(limits.shape, dtype=model.dtype, device=model.device))
+    _prepared[model] = replace(prepare(other), stays=True)
 
 
 def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -45,10 +46,11 @@ def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool =
     empty = {id(weight): _meta(weight, trains) for weight in model.parameters()}
     spread = copy.deepcopy(model, empty | {id(buffer): buffer for buffer in model.buffers()})
     buffers = [(module, name, buffer) for module in spread.modules() for name, buffer in module._buffers.items()]
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     for layer in decoder_layers(spread):
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     root = _Root(spread, hold_gradients)
-    fully_shard(root, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     root.to_empty(device=model.device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
@@ -81,8 +83,10 @@ def with_weights(model: PreTrainedModel, function: Callable[..., Any], *args: An
 def at_rest(model: PreTrainedModel) -> None:
     """After passes without a backward: the weights outside of layers are given back, and gathered anew when needed."""
     root = _root_of(model)
-    if root is not None:
-        root.reshard()  # type: ignore[operator]
+    if isinstance(root, FSDPModule):
+        root.reshard()
+        if hasattr(root, "reset_iter_state"):  # torch 2.13: what forwards note for a backward that does not come
+            root.reset_iter_state()
 
 
 def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:

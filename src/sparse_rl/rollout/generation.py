@@ -228,7 +228,7 @@ class Generation:
         if (self.steps_together + steps) % (ROUND * self.chunk):
             return True
         ended = sum(sequence.finish is not None for sequence in active)
-        if self.scheduler.waiting:
+        if self.scheduler.has_more:
             return not self.scheduler.worth_a_prefill(ended)
         return 2 * ended < len(active)
 

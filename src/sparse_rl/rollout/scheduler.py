@@ -107,7 +107,13 @@ class Scheduler:
     def worth_a_prefill(self, ended: int = 0) -> bool:
         """Whether enough slots are free, those of `ended` sequences that have not been taken out included."""
         free = self.slots - len(self.active) + ended
-        return bool(self.waiting) and (not self.active or free >= min(self.refill, len(self.waiting)))
+        enough = self.refill if self.more is not None else min(self.refill, len(self.waiting))
+        return self.has_more and (not self.active or free >= enough)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a sequence waits, or may be asked for."""
+        return bool(self.waiting) or self.more is not None
 
     def admit(self, prefill_tokens: int) -> list[list[Request]]:
         """The next requests that fit the free slots and, by their prompts' tokens, one prefill; a list for each group."""

@@ -36,6 +36,8 @@ class State:
     skipped_in_a_row: int = 0
     quiet_steps: int = 0
     """Steps in a row without any signal."""
+    ranks: int = 1
+    """Of the run when it was saved."""
     silent_steps: int = 0
     """Steps in a row without any verdict."""
 
@@ -73,7 +75,13 @@ def load(checkpoint: Path, actor: Actor, optimizer: Optimizer, world: World = AL
         state = State(**json.loads((checkpoint / "state.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(checkpoint, error) from error
+    if optimizer.settings.state == "8bit" and state.ranks != world.size:
+        raise UserError(
+            f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be cut for {world.size}: resume with "
+            f"{state.ranks}."
+        )
     _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, world)
+    state.ranks = world.size
     optimizer.was_loaded()
     actor.sync()
     return state
@@ -98,6 +106,8 @@ def _read(checkpoint: Path, into: dict[str, Any], world: World) -> None:
     except UserError:
         raise
     except (Exception, dcp.api.CheckpointException) as error:  # every library has its own kinds for a damaged file
+        if LOST.search(_reason(error)):
+            raise RuntimeError(_reason(error)) from error
         raise _unreadable(checkpoint, error) from error
 
 

@@ -102,13 +102,13 @@ def planned(config: Config) -> str:
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     """As one process, or as one rank of those a launcher has started."""
-    from .distributed import joined, restarts
+    from .distributed import joined, launch
 
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
         console = wide_console() if world.leads else Console(file=StringIO(), width=160, highlight=False)
-        if restarts():
-            resume, overwrite = RunFolder(config.run_dir).exists, False
+        if world.gather(RunFolder(config.run_dir).launched_by(launch()))[0]:  # started again after a rank was lost
+            resume, overwrite = True, False
         train_all(config, console, world, resume=resume, overwrite=overwrite)
         world.meet()  # the first rank still writes when the others are done
 
@@ -161,6 +161,7 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
 
     from ..models.load import no_bar, place
     from . import checkpoint
+    from .distributed import launch
     from .loggers import opened_loggers
     from .loop import Trainer
     from .memory import out_of_memory
@@ -174,6 +175,7 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
     with ExitStack() as log, View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
         try:
             with folder.opening(config, resume=resume, overwrite=overwrite):
+                folder.note_launch(launch())
                 world.meet()  # the folder is there
                 if not world.leads:
                     console.file = log.enter_context(rank_log(folder.path, world))
@@ -186,6 +188,10 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
                 loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.leads else []
                 trainer = Trainer(config, folder, view, pool, loggers, resume=resume, world=world)
             trainer.run(stop)
+        except UserError as error:
+            if not world.leads:
+                console.print(str(error), soft_wrap=True)
+            raise
         except OutOfMemoryError as error:
             raise out_of_memory(config, trainer.plan if trainer else None) from error
         finally:

@@ -1,9 +1,13 @@
 """Joining the ranks that torchrun or Ray has started, and refusing what they cannot do together."""
 
 import os
+import socket
+import time
 import tomllib
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -11,7 +15,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from ..config import to_toml
-from ..errors import UserError, first_line
+from ..errors import RankLost, UserError, first_line
 from ..plan.dimensions import dimensions
 from ..plan.memory import gib
 from ..plan.remedies import TOO_LARGE
@@ -33,31 +37,58 @@ def joined(config: Config) -> Iterator[World]:
     timeout = timedelta(seconds=config.ranks.timeout_s)
     started = not dist.is_initialized()  # Ray has done it
     if started:
-        # torchrun keeps its store over restarts: what the lost ranks left there is not what the new ones should find
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"start-{restarts()}", store)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=size, timeout=timeout
+        )
     try:
-        world = World(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=timeout), timeout)
+        alone = World(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=timeout), timeout=timeout)
+        ours = alone.gather(uuid.uuid4().hex)[0]
+        world = replace(alone, store=dist.PrefixStore(ours, dist.distributed_c10d._get_default_store()))
         refuse_differences(world, config)
         refuse_what_does_not_divide(world, config)
         yield world
     except RuntimeError as error:
         if not LOST.search(str(error)):  # by what they say: gloo raises no kind of its own
             raise
-        raise UserError(
-            f"Another rank was lost in the middle of a step ({first_line(error)}): see its log under {config.run_dir}/logs; "
-            "--max-restarts of torchrun continues from the last checkpoint."
+        raise RankLost(
+            f"Another rank was lost in the middle of a step ({first_line(error)}): see what it says; --max-restarts of "
+            "torchrun continues from the last checkpoint."
         ) from error
     finally:
         if started:
             dist.destroy_process_group()
 
 
-def restarts() -> int:
-    """How often a launcher has started this process again after a rank was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def fresh_store(timeout: timedelta) -> dist.Store:
+    """A store of this start. torchrun keeps its own over restarts, with what the lost ranks have left there, and nodes count
+    restarts apart: so the first rank opens one and says where in torchrun's, and what no longer answers is an old one."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    known = next(dist.rendezvous("env://", timeout=timeout))[0]
+    here = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    if rank == 0:
+        store = dist.TCPStore("0.0.0.0", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        known.set("sparse_rl_store", f"{'127.0.0.1' if here else socket.gethostname()} {store.port}")
+        return store
+    ends = time.monotonic() + timeout.total_seconds()
+    while True:
+        host, port = known.get("sparse_rl_store").decode().split()
+        try:
+            return dist.TCPStore(host, int(port), size, timeout=SOON, wait_for_workers=False)
+        except RuntimeError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(1)
+
+
+SOON = timedelta(seconds=5)
+"""In which a store that is there answers."""
+
+
+def launch() -> str:
+    """The same for all starts of one torchrun; empty without it."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{name} {os.getppid()}" if name == "none" else name
 
 
 def refuse_too_large(config: Config, memory_bytes: int) -> None:

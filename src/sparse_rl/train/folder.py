@@ -52,6 +52,17 @@ class RunFolder:
         if not (resume or overwrite):
             raise UserError(f"{self.path} is a run already: use --resume, --overwrite or another --run-dir.")
 
+    def note_launch(self, launch: str) -> None:
+        if self.writes and launch:
+            with self.writing():
+                (self.path / "logs").mkdir(exist_ok=True)
+                (self.path / "logs" / "launch").write_text(launch)
+
+    def launched_by(self, launch: str) -> bool:
+        """Whether it was this launch, in an earlier start, that made or continued the run."""
+        noted = self.path / "logs" / "launch"
+        return bool(launch) and self.exists and noted.is_file() and noted.read_text() == launch
+
     def empty(self) -> None:
         with self.writing():
             _empty(self.path)

@@ -142,7 +142,7 @@ class Dealer:
         config, per_prompt = self.config, self.config.rollout.samples_per_prompt
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
-        take, taken = self._shared(cursor, chosen)
+        take, taken = self._shared(chosen)
         rollouts = self.engine.generate(
             [self.prompts[index] for index in chosen],
             per_prompt,
@@ -184,7 +184,7 @@ class Dealer:
             group = samples[place * per_prompt : (place + 1) * per_prompt]
             self.mean_tokens[index] = sum(len(sample.rollout.response) for sample in group) / per_prompt
 
-    def _shared(self, cursor: int, chosen: list[int]) -> tuple[Callable[[], int | None] | None, list[int]]:
+    def _shared(self, chosen: list[int]) -> tuple[Callable[[], int | None] | None, list[int]]:
         """(who says which prompt this rank samples next, those it has said): longest expected responses first."""
         taken: list[int] = []
         if self.world.size == 1:
@@ -193,7 +193,7 @@ class Dealer:
         typical = sum(known.values()) / len(known) if known else 0.0
         costs = [known.get(index, typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
         room = max(1, self.engine.slots // self.config.rollout.samples_per_prompt)
-        next_one = self.world.taker(f"prompts-{cursor}", costs, min(room, -(-len(chosen) // self.world.size)))
+        next_one = self.world.taker(costs, min(room, -(-len(chosen) // self.world.size)))
 
         def take() -> int | None:
             place = next_one()

@@ -124,8 +124,10 @@ class Trainer:
         self._prepare_evaluation()
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.compared = False
-        self.state = checkpoint.State()
-        last = checkpoint.latest(folder.checkpoints) if resume else None
+        self.state = checkpoint.State(ranks=world.size)
+        last = world.gather(checkpoint.latest(folder.checkpoints) if resume else None)[
+            0
+        ]  # a shared disk may be slow to tell all
         if last is not None:
             self.state = checkpoint.load(last, self.actor, self.optimizer, world)
             view.resume_at(self.state.step)

@@ -61,8 +61,8 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
     try:
         optimizer.allocate()
         with checkpointed(model, config.optimizer.gradient_checkpointing):
-            for _ in range(2):  # moments, collected gradients and activations meet in the second micro-batch
-                accumulate(model, batch, passes, config.loss, view, smd, None)
+            twice = [*passes, *passes]  # moments, collected gradients and activations meet in the second micro-batch
+            accumulate(model, batch, twice, config.loss, view, smd, None)
     finally:
         optimizer.clear()
 
