@@ -226,6 +226,13 @@ def test_a_damaged_checkpoint_is_named(world, tmp_path, file, size, capsys):
         assert each.endswith("): remove it to use the one before.")
 
 
+def test_a_checkpoint_of_an_older_version_is_named(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(world, run, *QUICK, "--steps", "1")
+    (run / "checkpoints/step-1/optimizer.pt").touch()
+    assert "was written by an older sparse-rl" in refused(capsys, *arguments(world, run, *QUICK, "--resume"))
+
+
 def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path):
     run = tmp_path / "run"
     train(world, run, *QUICK, "--steps", "1")

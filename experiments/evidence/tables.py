@@ -111,6 +111,23 @@ def kept(question: str, dense: str = "dense") -> str:
     return "\n".join(lines) if len(lines) > 2 else "Not run yet."
 
 
+PANELS = {
+    "reward/mean": "reward",
+    "sparse/rejection_rate": "rejected",
+    "policy/grad_norm": "gradient norm",
+    "policy/entropy": "entropy",
+}
+WINDOW = 5
+"""Steps that a point of a curve is the mean of."""
+
+
+def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [
+        (step, statistics.mean(value for _, value in curve[max(0, at + 1 - WINDOW) : at + 1]))
+        for at, (step, _) in enumerate(curve)
+    ]
+
+
 def plot(question: str, out: Path) -> None:
     import matplotlib
 
@@ -118,18 +135,17 @@ def plot(question: str, out: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "sparse-rl"
     import matplotlib.pyplot as plt
 
-    panels = {"reward/mean": "reward", "sparse/rejection_rate": "rejected", "policy/entropy": "entropy"}
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), layout="constrained")
-    for axis, (key, title) in zip(axes, panels.items(), strict=True):
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(3.6 * len(PANELS), 3.4), layout="constrained")
+    for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
         for colour, (arm, runs) in enumerate(read(question).items()):
-            curves = [[(row["step"], row[key]) for row in rows if key in row] for rows in runs.values()]
+            curves = [smooth([(row["step"], row[key]) for row in rows if key in row]) for rows in runs.values()]
             steps = [step for step, _ in min(curves, key=len)]
-            if not steps:
+            if not any(value for curve in curves for _, value in curve):
                 continue
             values = [[curve[at][1] for curve in curves] for at in range(len(steps))]
             axis.plot(steps, [statistics.mean(at) for at in values], color=f"C{colour}", label=arm)
             axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=f"C{colour}", alpha=0.15)
-        axis.set(title=title, xlabel="step")
+        axis.set(title=title, xlabel="step", yscale="log" if key == "policy/grad_norm" else "linear")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.savefig(out, metadata={"Date": None})

@@ -96,6 +96,8 @@ def load_weights(checkpoint: Path, actor: Actor) -> None:
 
 def _read(checkpoint: Path, into: dict[str, Any], world: World) -> None:
     """In place."""
+    if (checkpoint / "optimizer.pt").exists():
+        raise UserError(f"{checkpoint} was written by an older sparse-rl, which has to continue it: start anew with this one.")
     try:
         saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         for name, tensor in into["weights"].items():
