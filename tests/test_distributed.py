@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,11 +35,11 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 class Launch:
     """A command on two ranks, ended with all its processes whatever happens."""
 
-    def __init__(self, *command: str | Path, folder: Path):
+    def __init__(self, *command: str | Path, folder: Path, launcher: Sequence[str] = LAUNCHER):
         self.output = folder / "output.txt"
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [*LAUNCHER, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
+                [*launcher, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
             )
 
     def end(self, seconds: float = 150) -> tuple[int | None, str]:
@@ -147,6 +149,43 @@ def test_a_rank_that_is_killed_costs_no_more_than_its_step(world, tmp_path):
     assert "Continuing after step" in output
     assert [row["step"] for row in metrics(killed)] == list(range(9))
     assert_same_weights(whole, killed, most=0.0)
+
+
+def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, tmp_path):
+    """Two launchers that meet, as on two machines: each counts its own restarts."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    flags = [*STEPS, "--steps", "8"]
+    train(world, whole, *flags)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        meeting,
+        "--rdzv-id",
+        "two",
+    ]
+    launches = []
+    for number in range(2):
+        (tmp_path / f"node-{number}").mkdir()
+        command = [*nodes, "--max-restarts", "2", "-m", "sparse_rl", *arguments(world, run, *flags)]
+        launches.append(Launch(*command, folder=tmp_path / f"node-{number}", launcher=LAUNCHER[:3]))
+    ends = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 4:
+        assert time.monotonic() < ends, [launch.end(0)[1][-3000:] for launch in launches]
+        time.sleep(0.05)
+    ranks = {rank: pid for launch in launches for rank, pid in launch.ranks().items()}
+    os.kill(ranks[1], signal.SIGKILL)
+    ended = [launch.end() for launch in launches]
+    assert [code for code, _ in ended] == [0, 0], [output[-3000:] for _, output in ended]
+    assert [row["step"] for row in metrics(run)] == list(range(9))
+    assert_same_weights(whole, run)
 
 
 def test_a_folder_that_is_taken_is_not_continued_because_the_launcher_tries_again(world, tmp_path):

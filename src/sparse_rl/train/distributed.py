@@ -65,10 +65,9 @@ def fresh_store(timeout: timedelta) -> dist.Store:
     restarts apart: so the first rank opens one and says where in torchrun's, and what no longer answers is an old one."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     known = next(dist.rendezvous("env://", timeout=timeout))[0]
-    here = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     if rank == 0:
         store = dist.TCPStore("0.0.0.0", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        known.set("sparse_rl_store", f"{'127.0.0.1' if here else socket.gethostname()} {store.port}")
+        known.set("sparse_rl_store", f"{address()} {store.port}")
         return store
     ends = time.monotonic() + timeout.total_seconds()
     while True:
@@ -79,6 +78,15 @@ def fresh_store(timeout: timedelta) -> dist.Store:
             if time.monotonic() > ends:
                 raise
             time.sleep(1)
+
+
+def address() -> str:
+    """Under which other ranks reach this one: its side of a connection to where all of them have met, or that place itself."""
+    meeting = os.environ["MASTER_ADDR"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
+        probe.connect((meeting, int(os.environ["MASTER_PORT"])))
+        mine = probe.getsockname()[0]
+    return meeting if mine.startswith("127.") else mine
 
 
 SOON = timedelta(seconds=5)
