@@ -20,6 +20,7 @@ from sparse_rl.world import World, deal
 
 STEPS = ["--steps", "5", "--rollout.prompts-per-step", "4", "--rollout.max-tokens", "24", "--checkpoint.every", "1"]
 STEPS += ["--optimizer.lr", "3e-4"]  # AdamW makes a step of this size also of a gradient that is zero but for rounding
+EIGHT_STEPS = [*STEPS, "--steps", "8"]
 KINDS = {
     "sparse_rl": ["--loss.kl-coef", "0.01"],
     "two updates": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],
@@ -97,13 +98,14 @@ def assert_same_weights(left: Path, right: Path, most: float = 1e-5) -> None:
 
 @pytest.fixture(scope="module")
 def pairs(world, tmp_path_factory):
-    """Runs of all kinds, on one rank and on two."""
+    """Runs of all kinds, on one rank and on two; and on two the run that others are disturbed in."""
     folder = tmp_path_factory.mktemp("runs")
     tested = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "5"]
     flags = {kind: [*STEPS, *options, *tested] for kind, options in KINDS.items()}
     for number, kind in enumerate(KINDS):
         train(world, folder / f"one-{number}", *flags[kind])
-    together(folder, *(arguments(world, folder / f"two-{number}", *flags[kind]) for number, kind in enumerate(KINDS)))
+    commands = [arguments(world, folder / f"two-{number}", *flags[kind]) for number, kind in enumerate(KINDS)]
+    together(folder, *commands, arguments(world, folder / "undisturbed", *EIGHT_STEPS))
     return {kind: (folder / f"one-{number}", folder / f"two-{number}") for number, kind in enumerate(KINDS)}
 
 
@@ -133,11 +135,9 @@ def test_a_run_goes_on_with_more_ranks_and_with_fewer(world, tmp_path):
         assert [row["step"] for row in metrics(each)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_rank_that_is_killed_costs_no_more_than_its_step(world, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = [*STEPS, "--steps", "8"]
-    together(tmp_path, arguments(world, whole, *flags))
-    run = Launch("--max-restarts", "1", "-m", "sparse_rl", *arguments(world, killed, *flags), folder=tmp_path)
+def test_a_rank_that_is_killed_costs_no_more_than_its_step(world, pairs, tmp_path):
+    whole, killed = pairs["sparse_rl"][0].with_name("undisturbed"), tmp_path / "killed"
+    run = Launch("--max-restarts", "1", "-m", "sparse_rl", *arguments(world, killed, *EIGHT_STEPS), folder=tmp_path)
     ends = time.monotonic() + 60
     while not (killed / "metrics.jsonl").exists() or len(metrics(killed)) < 4:
         assert time.monotonic() < ends and run.process.poll() is None, run.end(0)[1]
@@ -151,11 +151,9 @@ def test_a_rank_that_is_killed_costs_no_more_than_its_step(world, tmp_path):
     assert_same_weights(whole, killed, most=0.0)
 
 
-def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, tmp_path):
+def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, pairs, tmp_path):
     """Two launchers that meet, as on two machines: each counts its own restarts."""
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    flags = [*STEPS, "--steps", "8"]
-    train(world, whole, *flags)
+    whole, run = pairs["sparse_rl"][0].with_name("undisturbed"), tmp_path / "run"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
@@ -174,7 +172,7 @@ def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, tmp_path):
     launches = []
     for number in range(2):
         (tmp_path / f"node-{number}").mkdir()
-        command = [*nodes, "--max-restarts", "2", "-m", "sparse_rl", *arguments(world, run, *flags)]
+        command = [*nodes, "--max-restarts", "2", "-m", "sparse_rl", *arguments(world, run, *EIGHT_STEPS)]
         launches.append(Launch(*command, folder=tmp_path / f"node-{number}", launcher=LAUNCHER[:3]))
     ends = time.monotonic() + 90
     while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 4:
@@ -185,7 +183,7 @@ def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, tmp_path):
     ended = [launch.end() for launch in launches]
     assert [code for code, _ in ended] == [0, 0], [output[-3000:] for _, output in ended]
     assert [row["step"] for row in metrics(run)] == list(range(9))
-    assert_same_weights(whole, run)
+    assert_same_weights(whole, run, most=0.0)
 
 
 def test_a_folder_that_is_taken_is_not_continued_because_the_launcher_tries_again(world, tmp_path):
