@@ -165,7 +165,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         metavar="MODEL_OR_RECIPE",
-        help="a shape (0.5B, 1.5B, 3B, 7B), a hub id, a folder, tiny, or a recipe as for train",
+        help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe as for train",
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GiB or 80GB [that of --gpu]")
     parser.add_argument("--gpu", metavar="NAME", help="whose speed is computed with, such as 'RTX 4090' [H200]")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RankLost, UserError, first_line, without_torchaos_warnings
+from ..train.command import refuse_folders
 from ..train.folder import RunFolder
 from ..train.settings import Config
 
@@ -22,9 +23,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     if config.compare:
         raise UserError("compare runs one method after the other in one process: with --ray.workers name one --method.")
     settings, folder = config.ray, RunFolder(Path(config.run_dir).absolute())
-    folder.refuse_if_taken(resume=resume, overwrite=overwrite)
-    if resume and not folder.exists:
-        raise UserError(f"There is no run in {folder.path} to resume: leave --resume out, or name its --run-dir.")
+    refuse_folders([config], config.run_dir, resume=resume, overwrite=overwrite)
     started = not ray.is_initialized()
     if started:
         _connect(ray, settings.address)

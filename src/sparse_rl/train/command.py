@@ -119,13 +119,7 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
     if world.leads:
-        for each in configs:  # a folder in the way shows before any work is done
-            RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
-        if resume and not any(RunFolder(each.run_dir).exists for each in configs):
-            raise UserError(
-                f"There is no run in {config.run_dir} to resume: leave --resume out, or name its --run-dir, with the recipe "
-                "where that compares methods."
-            )
+        refuse_folders(configs, config.run_dir, resume=resume, overwrite=overwrite)
     from ..kv.policies import from_settings
 
     for each in configs:  # so does a misspelt policy
@@ -144,6 +138,17 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
     if config.compare:
         LiveReport(Path(config.run_dir), None, partial(console.print, markup=False)).write()
         console.print(f"all of them: {escape(str(Path(config.run_dir) / 'report.html'))}", soft_wrap=True)
+
+
+def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwrite: bool) -> None:
+    """A folder in the way, or one that is missing, shows before any work is done."""
+    for each in configs:
+        RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
+    if resume and not any(RunFolder(each.run_dir).exists for each in configs):
+        raise UserError(
+            f"There is no run in {run_dir} to resume: leave --resume out, or name its --run-dir, with the recipe "
+            "where that compares methods."
+        )
 
 
 def arm(config: Config, method: str) -> Config:
