@@ -20,7 +20,7 @@ from ..data.examples import Example, encode, load, name_of
 from ..data.order import Order
 from ..errors import UserError
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
-from ..evaluate.benchmark import Sample as Graded
+from ..evaluate.benchmark import Sample as Evaluated
 from ..kv.settings import KV
 from ..learner.correction import correct
 from ..learner.fusion import fused_layers
@@ -125,9 +125,8 @@ class Trainer:
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.compared = False
         self.state = checkpoint.State(ranks=world.size)
-        last = world.gather(checkpoint.latest(folder.checkpoints) if resume else None)[
-            0
-        ]  # a shared disk may be slow to tell all
+        latest = checkpoint.latest(folder.checkpoints) if resume else None
+        last = world.gather(latest)[0]  # a shared disk may be slow to tell all
         if last is not None:
             self.state = checkpoint.load(last, self.actor, self.optimizer, world)
             view.resume_at(self.state.step)
@@ -431,7 +430,7 @@ class Trainer:
             del engine  # its cache, before the next one's is allocated
         return metrics
 
-    def _evaluated(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[Graded], Cost]:
+    def _evaluated(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[Evaluated], Cost]:
         """Every rank its part of the problems, all of them on each."""
         mine = range(self.world.rank, len(benchmark.examples), self.world.size)
         chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else Chunk([], Cost())
