@@ -3,7 +3,7 @@
     python experiments/evidence/slices.py pilot a-collapse --model MODEL --data.dir DATA --seconds 1200 --at-once 4
 
 A question is a folder with `arms.toml`: the seeds, and for each arm the flags of `sparse-rl train` beside `base.toml` (and fewer
-`seeds`, where it has them). What is in `ledger.jsonl` as finished is not run again. A run that its slice ends is stopped after
+`seeds`, where it has them, and the caches under which to `evaluate` what it trained). What is in `ledger.jsonl` as finished is not run again. A run that its slice ends is stopped after
 its step, saved, and resumed by the next one; its folder is under --runs. When a run has ended, its metrics go to
 `raw/ARM-SEED.jsonl.gz` beside the arms.
 """
@@ -70,8 +70,9 @@ def runs_of(question: str) -> list[Run]:
     plan = tomllib.loads((HERE / question / "arms.toml").read_text())
     common, arms = plan.get("common", {}), plan["arms"]
     seeds_of = {arm: flags.pop("seeds", plan["seeds"]) for arm, flags in arms.items()}
+    evaluate_of = {arm: flags.pop("evaluate", None) for arm, flags in arms.items()}
     return [
-        Run(question, arm, seed, {**common, **flags}, plan.get("evaluate"))
+        Run(question, arm, seed, {**common, **flags}, evaluate_of[arm])
         for seed in plan["seeds"]
         for arm, flags in arms.items()
         if seed in seeds_of[arm]
