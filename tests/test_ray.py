@@ -1,4 +1,4 @@
-"""The same run on a Ray cluster of two workers, one of which is lost."""
+"""The same run on a Ray cluster of two workers, one of which is lost, with its folder on shared storage."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from runs import arguments, metrics, train
 from sparse_rl.cli import main
 from sparse_rl.errors import UserError
 from sparse_rl.integrations.ray import refuse_if_it_lacks
+from storage import s3_bucket
 
 STEPS = ["--rollout.prompts-per-step", "4", "--checkpoint.every", "1", "--optimizer.lr", "3e-4", "--steps", "10"]
 
@@ -22,21 +23,23 @@ STEPS = ["--rollout.prompts-per-step", "4", "--checkpoint.every", "1", "--optimi
 def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(world, tmp_path):
     one, run = tmp_path / "one", tmp_path / "run"
     train(world, one, *STEPS)
-    command = [sys.executable, "-m", "sparse_rl", *arguments(world, run, *STEPS), "--ray.workers", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     output = tmp_path / "output.txt"
-    with output.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        ends = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 4:
-            assert time.monotonic() < ends and process.poll() is None, output.read_text()
-            time.sleep(0.05)
-        log = (run / "logs/rank-1.log").read_text()
-        os.kill(int(re.search(r"rank 1 of 2, process (\d+)", log)[1]), signal.SIGKILL)
-        assert process.wait(180) == 0, output.read_text()
-    finally:
-        process.kill()
+    with s3_bucket() as (address, fs):
+        command = [sys.executable, "-m", "sparse_rl", *arguments(world, f"{address}/run", *STEPS), "--ray.workers", "2"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        with output.open("w") as file:
+            process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            ends = time.monotonic() + 120
+            while not fs.exists("shared/run/checkpoints/step-3/state.json"):
+                assert time.monotonic() < ends and process.poll() is None, output.read_text()
+                time.sleep(0.05)
+            log = fs.cat_file("shared/run/logs/rank-1.log").decode()
+            os.kill(int(re.search(r"rank 1 of 2, process (\d+)", log)[1]), signal.SIGKILL)
+            assert process.wait(180) == 0, output.read_text()
+        finally:
+            process.kill()
+        fs.get("shared/run", str(run), recursive=True)
     assert (run / "logs/rank-1.log").read_text().count("rank 1 of 2") == 2
     assert "Continuing after step" in output.read_text()
     assert [row["step"] for row in metrics(run)] == list(range(11))

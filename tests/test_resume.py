@@ -89,7 +89,8 @@ def test_what_a_crash_left_does_no_harm(world, tmp_path):
     with (crashed / "xi.jsonl").open("a") as file:
         file.write('{"step": 2, "counts": [3, 5]}\n{"step": 3, "cou')
     (crashed / "rollouts/step-2.parquet").write_bytes(b"PAR1")
-    (crashed / "checkpoints/.step-7.partial/weights").mkdir(parents=True)
+    (crashed / "checkpoints/step-7").mkdir()
+    (crashed / "checkpoints/step-7/__0_0.distcp").write_bytes(b"PK")
     train(world, crashed, *DENSE, "--resume")
     assert_same_run(whole, crashed, 2)
     assert {path.name for path in (crashed / "checkpoints").iterdir()} == {"step-1", "step-2"}
@@ -99,7 +100,7 @@ def test_a_run_without_a_checkpoint_yet_starts_over(world, tmp_path):
     train(world, tmp_path / "whole", *DENSE)
     train(world, tmp_path / "early", *DENSE)
     for step in (tmp_path / "early/checkpoints").iterdir():
-        step.rename(step.with_name(f".{step.name}.partial"))
+        (step / "state.json").unlink()
     train(world, tmp_path / "early", *DENSE, "--resume")
     assert_same_run(tmp_path / "whole", tmp_path / "early", 2)
 

@@ -188,7 +188,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "Write one HTML file that needs no network from run folders: the outcome in words, alerts, every curve, rollouts token by "
         "token and what the cache held. Runs that differ only in the seed are drawn as one line with a band."
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run, or one with runs in it")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or one with runs in it")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes [report.html in the first RUN]")
     parser.add_argument("--serve", action="store_true", help="watch a live run in a browser, on this machine only")
     parser.add_argument("--port", type=int, default=8642, metavar="N", help="of --serve; 0 is any that is free [8642]")
@@ -198,7 +198,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=export, parser=parser)
     parser.description = "Write the weights of a run as a folder that transformers and vLLM read."
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step [the last]")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the weights")
@@ -328,8 +328,8 @@ def train(args: argparse.Namespace) -> None:
     if args.resume and not args.recipe:
         from .train.folder import RunFolder
 
-        folder = RunFolder(args.run_dir or Config().run_dir)
-        base = folder.stored_config() | {"run_dir": str(folder.path)} if folder.exists else {}
+        folder = RunFolder(args.run_dir or Config().run_dir, writes=False)
+        base = folder.stored_config() | {"run_dir": str(folder.name)} if folder.exists else {}
     if args.method and not args.compare:  # a method that is named is the one that is meant
         base.pop("compare", None)
     config = from_flags(args, Config, base)

@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
 from ..errors import RankLost, UserError, first_line, without_torchaos_warnings
 from ..train.command import refuse_folders
 from ..train.folder import RunFolder
 from ..train.settings import Config
+from ..train.storage import opened
 
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:
@@ -22,7 +25,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         raise UserError("--ray.workers needs Ray: pip install 'sparse-rl[ray]'.") from error
     if config.compare:
         raise UserError("compare runs one method after the other in one process: with --ray.workers name one --method.")
-    settings, folder = config.ray, RunFolder(Path(config.run_dir).absolute())
+    settings, folder = config.ray, RunFolder(config.run_dir)
     refuse_folders([config], config.run_dir, resume=resume, overwrite=overwrite)
     started = not ray.is_initialized()
     if started:
@@ -34,20 +37,25 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         needs = {"CPU": settings.cpus_per_worker, "GPU": gpus}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         refuse_if_it_lacks(nodes, settings.workers, needs)
-        refusal = folder.path.parent / ".ray" / f"{folder.path.name}.refused"
-        refusal.parent.mkdir(parents=True, exist_ok=True)
-        refusal.unlink(missing_ok=True)
         if overwrite:
             folder.empty()
-        values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(folder.path)}
+        run = folder.name.absolute() if isinstance(folder.name, Path) else folder.name
+        values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(run)}
+        fs, path = opened(run)
+        beside = f"{os.path.dirname(path.rstrip('/'))}/.ray"  # what Ray and the workers leave for the driver
+        refusal = f"{beside}/{folder.path.name}.refused"
+        fs.makedirs(beside, exist_ok=True)
+        if fs.exists(refusal):
+            fs.rm_file(refusal)
         trainer = TorchTrainer(
             _rank,
-            train_loop_config={"config": values, "cwd": os.getcwd(), "refusal": str(refusal)},
+            train_loop_config={"config": values, "cwd": os.getcwd(), "refusal": refusal},
             torch_config=TorchConfig(backend="nccl" if gpus else "gloo", timeout_s=int(config.ranks.timeout_s)),
             scaling_config=ScalingConfig(num_workers=settings.workers, use_gpu=bool(gpus), resources_per_worker=needs),
             run_config=RunConfig(
                 name=folder.path.name,
-                storage_path=str(folder.path.parent / ".ray"),
+                storage_path=beside,
+                storage_filesystem=PyFileSystem(FSSpecHandler(fs)) if folder.remote else None,
                 failure_config=FailureConfig(max_failures=settings.max_failures),
             ),
         )
@@ -55,8 +63,9 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
             trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise _sentence(error) from error
-        if refusal.exists():
-            raise UserError(refusal.read_text())
+        fs.invalidate_cache()
+        if fs.exists(refusal):
+            raise UserError(fs.cat_file(refusal).decode())
     finally:
         if started:
             ray.shutdown()
@@ -93,11 +102,11 @@ def _rank(values: dict[str, Any]) -> None:
         os.chdir(values["cwd"])
     config = Config(**values["config"])
     try:
-        command.train(config, resume=RunFolder(config.run_dir).exists, overwrite=False)
+        command.train(config, resume=RunFolder(config.run_dir, writes=False).exists, overwrite=False)
     except RankLost:
         raise
     except UserError as error:  # which would be no other the next time: not for Ray to try again
-        Path(values["refusal"]).write_text(str(error))
+        opened(RunFolder(config.run_dir, writes=False).name)[0].pipe_file(values["refusal"], str(error).encode())
 
 
 def _sentence(error: BaseException) -> UserError:

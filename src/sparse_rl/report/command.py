@@ -5,6 +5,8 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..text import printable
+from ..train.folder import RunFolder
+from ..train.storage import is_address
 from . import page
 from .document import Source
 
@@ -13,7 +15,8 @@ SERVED_BYTES = 2**30
 
 
 def command(args: argparse.Namespace) -> None:
-    source = Source(args.runs)
+    runs = [RunFolder(run).path for run in args.runs]
+    source = Source(runs)
     if args.figures:
         from .figures import write_figures
 
@@ -24,9 +27,11 @@ def command(args: argparse.Namespace) -> None:
             raise UserError("--serve shows the page and writes none: leave --out or --serve out.")
         from .serve import serve
 
-        serve(Source(args.runs, budget_bytes=SERVED_BYTES), args.port)
+        serve(Source(runs, budget_bytes=SERVED_BYTES), args.port)
     elif args.out or not args.figures:
-        file = args.out or default_file(args.runs)
+        if is_address(args.runs[0]) and not args.out:
+            raise UserError(f"{args.runs[0]} is not on this machine: name a file for the page with --out, or use --serve.")
+        file = args.out or default_file(runs)
         document = page.write(source, file)
         for line in told(document):
             print(line)

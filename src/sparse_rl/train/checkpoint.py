@@ -6,20 +6,24 @@ Everything random in a run is drawn by counter, so the step and the data cursor 
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from ..errors import UserError, first_line
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..world import ALONE, LOST, World
+from .folder import write_whole
+from .storage import Place, opened, remove, within
+
+STATE = "state.json"
 
 
 @dataclass
@@ -42,25 +46,21 @@ class State:
     """Steps in a row without any verdict."""
 
 
-def save(folder: Path, state: State, optimizer: Optimizer, world: World = ALONE) -> Path:
-    """`folder`/step-N. It appears when it is complete; a write that fails leaves nothing behind."""
-    target, partial = folder / f"step-{state.step}", folder / f".step-{state.step}.partial"
+def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE) -> Place:
+    """`folder`/step-N. state.json comes last and makes it a checkpoint; a write that fails leaves nothing behind."""
+    target = within(folder, f"step-{state.step}")
     if world.leads:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(target)
     world.meet()
     try:
         parts = {"weights": optimizer.weights, "moments": optimizer.moments}
         with _one_process_is_meant():
-            dcp.save(parts, checkpoint_id=partial, process_group=world.control, no_dist=world.size == 1)
+            dcp.save(parts, checkpoint_id=target, process_group=world.control, no_dist=world.size == 1)
         if world.leads:
-            (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
-            for file in partial.rglob("*"):
-                _flush(file)
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(partial, target)
-            _flush(folder)
+            _write_last(within(target, STATE), json.dumps(asdict(state), indent=1))
     except (Exception, dcp.api.CheckpointException) as error:  # whatever a disk and the libraries above it raise
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(Exception):
+            remove(target)
         if LOST.search(_reason(error)):
             raise RuntimeError(_reason(error)) from error
         last = latest(folder)
@@ -70,9 +70,10 @@ def save(folder: Path, state: State, optimizer: Optimizer, world: World = ALONE)
     return target
 
 
-def load(checkpoint: Path, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> State:
+def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> State:
     try:
-        state = State(**json.loads((checkpoint / "state.json").read_text()))
+        fs, path = opened(checkpoint)
+        state = State(**json.loads(fs.cat_file(f"{path}/{STATE}")))
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(checkpoint, error) from error
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
@@ -87,19 +88,20 @@ def load(checkpoint: Path, actor: Actor, optimizer: Optimizer, world: World = AL
     return state
 
 
-def load_weights(checkpoint: Path, actor: Actor) -> None:
+def load_weights(checkpoint: Place, actor: Actor) -> None:
     """Into the tensors of the learner that are trained, in their dtype."""
     trained = {name: weight.detach() for name, weight in actor.learner.named_parameters() if weight.requires_grad}
     _read(checkpoint, {"weights": trained}, ALONE)
     actor.sync()
 
 
-def _read(checkpoint: Path, into: dict[str, Any], world: World) -> None:
+def _read(checkpoint: Place, into: dict[str, Any], world: World) -> None:
     """In place."""
-    if (checkpoint / "optimizer.pt").exists():
+    if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
         raise UserError(f"{checkpoint} was written by an older sparse-rl, which has to continue it: start anew with this one.")
     try:
-        saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        reader = dcp.FileSystemReader if isinstance(checkpoint, Path) else FsspecReader
+        saved = reader(checkpoint).read_metadata().state_dict_metadata
         for name, tensor in into["weights"].items():
             if getattr(saved.get(f"weights.{name}"), "size", None) != tensor.shape:
                 raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
@@ -120,7 +122,7 @@ def _one_process_is_meant() -> Iterator[None]:
         yield
 
 
-def _unreadable(checkpoint: Path, error: BaseException) -> UserError:
+def _unreadable(checkpoint: Place, error: BaseException) -> UserError:
     return UserError(f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the one before.")
 
 
@@ -130,21 +132,42 @@ def _reason(error: BaseException) -> str:
     return first_line(causes[0][0] if causes else error)
 
 
-def steps_in(folder: Path) -> list[int]:
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
+def steps_in(folder: Place) -> list[int]:
+    """Of whole checkpoints."""
+    fs, path = opened(folder)
+    return [step for step in _begun(folder) if fs.exists(f"{path}/step-{step}/{STATE}")]
+
+
+def _begun(folder: Place) -> list[int]:
+    fs, path = opened(folder)
+    fs.invalidate_cache()
+    found = fs.ls(path, detail=False) if fs.exists(path) else []
+    names = (place.rstrip("/").rsplit("/", 1)[-1].removeprefix("step-") for place in found)
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def latest(folder: Path) -> Path | None:
+def latest(folder: Place) -> Place | None:
     steps = steps_in(folder)
-    return folder / f"step-{steps[-1]}" if steps else None
+    return within(folder, f"step-{steps[-1]}") if steps else None
 
 
-def prune(folder: Path, keep: int, best_step: int) -> None:
-    """Keep the last `keep` and the best."""
-    for step in steps_in(folder)[:-keep]:
-        if step != best_step:
-            shutil.rmtree(folder / f"step-{step}")
+def prune(folder: Place, keep: int, best_step: int) -> None:
+    """Keep the last `keep` and the best. What a run left half-written goes, too."""
+    whole = steps_in(folder)
+    for step in _begun(folder):
+        if step not in whole[-keep:] and (step != best_step or step not in whole):
+            remove(within(folder, f"step-{step}"))
+
+
+def _write_last(place: Place, text: str) -> None:
+    """Whole or not at all, and not before what was written before it: storage does so by itself."""
+    if not isinstance(place, Path):
+        fs, path = opened(place)
+        fs.pipe_file(path, text.encode())
+        return
+    write_whole(place, text)
+    for written in (place, place.parent, place.parent.parent):
+        _flush(written)
 
 
 def _flush(path: Path) -> None:

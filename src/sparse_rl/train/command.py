@@ -6,7 +6,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -28,6 +28,7 @@ from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
 from .folder import RunFolder
 from .settings import Config
+from .storage import is_address, within
 
 if TYPE_CHECKING:
     from ..world import World
@@ -107,7 +108,8 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
         console = wide_console() if world.leads else Console(file=StringIO(), width=160, highlight=False)
-        if world.gather(RunFolder(config.run_dir).launched_by(launch()))[0]:  # started again after a rank was lost
+        again = world.leads and RunFolder(config.run_dir).launched_by(launch())  # after a rank was lost
+        if world.gather(again)[0]:
             resume, overwrite = True, False
         train_all(config, console, world, resume=resume, overwrite=overwrite)
         world.meet()  # the first rank still writes when the others are done
@@ -116,6 +118,8 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
 def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool) -> None:
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
+        if is_address(config.run_dir):
+            raise UserError("compare writes folders of a disk: with --run-dir on shared storage name one --method.")
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
     if world.leads:
@@ -183,7 +187,7 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
                 folder.note_launch(launch())
                 world.meet()  # the folder is there
                 if not world.leads:
-                    console.file = log.enter_context(rank_log(folder.path, world))
+                    console.file = log.enter_context(rank_log(folder, world))
                     console.print(f"rank {world.rank} of {world.size}, process {os.getpid()} on {socket.gethostname()}")
                 console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
                 name = f"logs/reward-{world.rank}.log" if world.rank else "reward.log"
@@ -202,16 +206,21 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
         finally:
             if trainer and world.leads and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
                 trainer.report.write()
+            with suppress(UserError) if sys.exc_info()[0] else nullcontext():  # what went wrong first is what matters
+                folder.push()
         done = trainer.state.step >= config.steps
         if not done:
             view.note(f"Stopped at step {trainer.state.step}; continue with {again}.")
     return done
 
 
-def rank_log(folder: Path, world: "World") -> TextIO:
+def rank_log(folder: RunFolder, world: "World") -> TextIO:
     """What a rank has to say that has no terminal."""
-    (folder / "logs").mkdir(exist_ok=True)
-    return (folder / "logs" / f"rank-{world.rank}.log").open("a", buffering=1)
+    (folder.path / "logs").mkdir(exist_ok=True)
+    name = f"logs/rank-{world.rank}.log"
+    if folder.remote:
+        folder.remote.fetch(name)  # that of an earlier start
+    return (folder.path / name).open("a", buffering=1)
 
 
 def closing_table(configs: list[Config]) -> Table:
@@ -263,13 +272,13 @@ def _size(count: float) -> str:
     return size(count)
 
 
-def export(run: Path, out: Path, *, step: int | None, merge: bool) -> None:
+def export(run: str, out: Path, *, step: int | None, merge: bool) -> None:
     from ..models.actor import Actor
     from ..models.export import write_model
     from ..models.load import load_model, load_tokenizer, no_bar
     from . import checkpoint
 
-    folder = RunFolder(run)
+    folder = RunFolder(run, writes=False)
     config = Config(**folder.stored_config())
     steps = checkpoint.steps_in(folder.checkpoints)
     if not steps:
@@ -284,7 +293,7 @@ def export(run: Path, out: Path, *, step: int | None, merge: bool) -> None:
     with no_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
         actor = Actor(base, lora.model_copy(update={"merge": True}))
-        checkpoint.load_weights(folder.checkpoints / f"step-{step or steps[-1]}", actor)
+        checkpoint.load_weights(within(folder.checkpoints, f"step-{step or steps[-1]}"), actor)
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
     Console().print(

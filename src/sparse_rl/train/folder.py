@@ -1,16 +1,17 @@
-"""A run is a folder: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/."""
+"""A run is a folder: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/. It may be on shared storage."""
 
 import json
 import os
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..config import to_toml
 from ..errors import UserError
+from . import storage
 from .settings import Config
 
 MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts", "ranks", "ray")
@@ -19,38 +20,43 @@ MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "rewar
 
 class RunFolder:
     def __init__(self, path: str | Path, *, writes: bool = True):
-        """`writes=False` is for a rank that leaves writing to another."""
-        self.path, self.writes = Path(path), writes
+        """`writes=False` is for a rank that leaves writing to another. On shared storage `path` is a working copy."""
+        self.name, self.writes = storage.place(path), writes
+        self.remote = None if isinstance(self.name, Path) else storage.working_copy(self.name)
+        if self.remote and writes:
+            self.remote.pull()
+        self.path = self.remote.path if self.remote else Path(path)
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = storage.within(self.name, "checkpoints")
         self.model = self.path / "model"
 
     @property
     def exists(self) -> bool:
-        return (self.path / "config.toml").exists()
+        return (self.path / "config.toml").exists() or bool(self.remote and self.remote.has("config.toml"))
 
     def stored_config(self) -> dict[str, Any]:
         try:
-            return tomllib.loads((self.path / "config.toml").read_text())
+            here = self.path / "config.toml"
+            return tomllib.loads(self.remote.read_text(here.name) if self.remote else here.read_text())
         except (FileNotFoundError, NotADirectoryError) as error:
             runs = sorted(self.path.glob("*/config.toml"))
             example = f", such as {runs[0].parent}" if runs else ""
             raise UserError(
-                f"{self.path} is not a run, for it has no config.toml: name the folder of one{example}."
+                f"{self.name} is not a run, for it has no config.toml: name the folder of one{example}."
             ) from error
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path / 'config.toml'} cannot be read ({error}): mend it, or name another run.") from error
+            raise UserError(f"{self.name}/config.toml cannot be read ({error}): mend it, or name another run.") from error
 
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
         """An existing run is neither mixed into nor lost by accident."""
         if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         if not self.exists:
-            raise UserError(f"{self.path} exists and is not a run: name another folder with --run-dir.")
+            raise UserError(f"{self.name} exists and is not a run: name another folder with --run-dir.")
         if not (resume or overwrite):
-            raise UserError(f"{self.path} is a run already: use --resume, --overwrite or another --run-dir.")
+            raise UserError(f"{self.name} is a run already: use --resume, --overwrite or another --run-dir.")
 
     def note_launch(self, launch: str) -> None:
         if self.writes and launch:
@@ -66,6 +72,21 @@ class RunFolder:
     def empty(self) -> None:
         with self.writing():
             _empty(self.path)
+        if self.remote:
+            self.remote.empty()
+
+    def push(self) -> None:
+        """To shared storage, where the run is there: what this process has written since the last time."""
+        if self.remote:
+            self.remote.push()
+
+    def push_if_due(self, warn: Callable[[str], None]) -> None:
+        """As often as it pays; that the storage does not answer for a while is no end of a run."""
+        try:
+            if self.remote:
+                self.remote.push_if_due()
+        except UserError as error:
+            warn(str(error))
 
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
@@ -78,13 +99,14 @@ class RunFolder:
             self._refuse_another_config(config)
             yield
             self._write_config(config)
+            self.push()
             return
         was_there = self.path.exists()
-        with self.writing():
-            _empty(self.path)
+        self.empty()
         try:
             self._write_config(config)
             yield
+            self.push()
         except BaseException:
             with suppress(OSError):  # why the run could not start is what matters
                 _empty(self.path)
@@ -95,7 +117,8 @@ class RunFolder:
     def _write_config(self, config: Config) -> None:
         with self.writing():
             self.rollouts.mkdir(parents=True, exist_ok=True)
-            self.checkpoints.mkdir(exist_ok=True)
+            if isinstance(self.checkpoints, Path):
+                self.checkpoints.mkdir(exist_ok=True)
             write_whole(self.path / "config.toml", to_toml(config) + config.unset)
 
     @contextmanager
@@ -105,14 +128,14 @@ class RunFolder:
             yield
         except OSError as error:
             remedy = "free some space and continue with --resume" if self.metrics.exists() else "name another with --run-dir"
-            raise UserError(f"The run folder {self.path} cannot be written ({error.strerror or error}): {remedy}.") from error
+            raise UserError(f"The run folder {self.name} cannot be written ({error.strerror or error}): {remedy}.") from error
 
     def _refuse_another_config(self, config: Config) -> None:
         before, now = (flat(values) for values in (self.stored_config(), tomllib.loads(to_toml(config))))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
                 raise UserError(
-                    f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')} in {self.path}: resume with the "
+                    f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')} in {self.name}: resume with the "
                     "same, or start anew with another --run-dir."
                 )
 
@@ -128,8 +151,6 @@ class RunFolder:
             for file in self.rollouts.glob("step-*.parquet"):
                 if int(file.stem.removeprefix("step-")) > step:
                     file.unlink()
-            for partial in self.checkpoints.glob(".step-*.partial"):
-                shutil.rmtree(partial)
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self._append(self.metrics, {"step": step, **metrics})

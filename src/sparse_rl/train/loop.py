@@ -132,7 +132,7 @@ class Trainer:
             view.resume_at(self.state.step)
             if self.state.step > config.steps:
                 raise UserError(
-                    f"{folder.path} is at step {self.state.step} already, past steps = {config.steps}: raise --steps."
+                    f"{folder.name} is at step {self.state.step} already, past steps = {config.steps}: raise --steps."
                 )
             view.note(f"Continuing after step {self.state.step}.")
         folder.forget_after(self.state.step if last else -1)
@@ -446,6 +446,7 @@ class Trainer:
         self.view.step(self.state.step, metrics)
         if self.world.leads:
             self.report.refresh()
+        self.folder.push_if_due(self.view.warn)
 
     def _save(self, metrics: dict[str, float]) -> None:
         best = self.config.checkpoint.best
@@ -457,6 +458,7 @@ class Trainer:
         checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         if self.world.leads:
             checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
+        self.folder.push()
 
 
 def now(device: torch.device) -> float:

@@ -145,7 +145,10 @@ class Config(Section):
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Of everything that is drawn.")
     steps: int = Field(100, ge=1, description="Rounds of rollouts and updates.")
-    run_dir: str = Field("runs/train", description="The folder of the run.")
+    run_dir: str = Field(
+        "runs/train",
+        description="The folder of the run: a path, or an address that fsspec knows, such as s3://bucket/runs/mine.",
+    )
     model: Model = Field(default_factory=Model)
     kv: KV = Field(default_factory=KV)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
