@@ -1,5 +1,6 @@
 """Alerts: each begins on what it is for and is told once, a healthy run has none, and what is turned off stays off."""
 
+import gzip
 import io
 import json
 import subprocess
@@ -31,6 +32,7 @@ TROUBLE = {
     "entropy": {"policy/entropy": 0.001},
     "repetition": {"response/repetition": 0.5},
     "truncated": {"response/truncated": 0.5, "reward/mean": 0.3},
+    "grad_norm": {"policy/grad_norm": 30.0},
     "xi_p05": {"sparse/xi_p05": 0.5},
     "rejected": {"sparse/wasted_tokens": 0.7},
     "zero_std_groups": {"reward/zero_std_groups": 1.0},
@@ -57,18 +59,18 @@ def test_every_alert_has_a_trouble_and_a_limit():
 def test_it_begins_once_ends_and_may_begin_again(name):
     """After three steps of trouble, with the numbers and a remedy; two steps are none, and a good one between does not end it."""
     bad, good = TROUBLE[name], {}
-    story = rows((3, good), (2, bad), (1, good), (4, bad), (1, good), (2, bad), (3, good), (3, bad))
+    story = rows((10, good), (2, bad), (1, good), (4, bad), (1, good), (2, bad), (3, good), (3, bad))
     first, again = check(story, Alerts())
-    assert (first.name, first.step, first.ended) == (name, 9, 16) and (again.name, again.step, again.ended) == (name, 19, None)
+    assert (first.name, first.step, first.ended) == (name, 16, 23) and (again.name, again.step, again.ended) == (name, 26, None)
     assert first.remedy and "  " not in first.sentence + first.remedy and "\n" not in first.sentence + first.remedy
     assert not (first.sentence + first.remedy).endswith(".")
     for length in range(len(story)):  # told step by step it is the same
-        assert [alert.step for alert in check(story[:length], Alerts())] == [step for step in (9, 19) if step <= length]
+        assert [alert.step for alert in check(story[:length], Alerts())] == [step for step in (16, 26) if step <= length]
 
 
 @pytest.mark.parametrize("name", sorted(Alerts.model_fields.keys() - {"steps"}))
 def test_a_limit_of_none_turns_it_off(name):
-    story = rows((1, {}), (9, TROUBLE[name]))
+    story = rows((10, {}), (9, TROUBLE[name]))
     for word in (None, "none", "null"):
         assert [alert.name for alert in check(story, Alerts(**{name: word}))] == []
     assert [alert.name for alert in check(story, Alerts(steps=5))] == [name]
@@ -89,8 +91,9 @@ def test_a_limit_that_makes_no_sense_is_refused(capsys):
 
 
 def test_the_numbers_and_the_limit_are_in_the_sentence():
-    told = {name: check(rows((1, {}), (3, change)), Alerts())[0].sentence for name, change in TROUBLE.items()}
-    assert "0.50, at first 1.00 (limit 0.86)" in told["xi_p05"]
+    told = {name: check(rows((10, {}), (3, change)), Alerts())[0].sentence for name, change in TROUBLE.items()}
+    assert "0.50, at first 1.00 (limit 0.6)" in told["xi_p05"]
+    assert "policy/grad_norm is 30, " in told["grad_norm"] and "times that of the first 10 steps (limit 2.5)" in told["grad_norm"]
     assert "from 0% to 50% (limit 20% more)" in told["truncated"] and "from 0.354 to 0.3:" in told["truncated"]
     assert "6 of 48 rollouts" in told["no_verdict"] and "2 None, 2 timeouts, 2 errors" in told["no_verdict"]
     assert "sparse/wasted_tokens 70% (limit 40%)" in told["rejected"]
@@ -134,6 +137,22 @@ def test_runs_that_collapsed_say_so():
     held = {(run["arm"], run["seed"]) for run in METHODS for alert in check(run["steps"], Alerts())
             if alert.name == "reward" and alert.ended is None}  # fmt: skip
     assert held == {("sparse_rl paper", 2), ("smd", 2), ("on_policy_sparse", 2)}
+
+
+EVIDENCE = [
+    path
+    for question in ("pilot", "a-collapse")
+    for path in sorted((Path(__file__).parents[1] / "experiments/evidence" / question / "raw").glob("*.jsonl.gz"))
+]
+
+
+@pytest.mark.parametrize("path", EVIDENCE, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
+    """What docs/collapse.md says of them: those with a correction, and dense ones, are not warned of."""
+    with gzip.open(path, "rt") as file:
+        alerts = check([json.loads(line) for line in file], Alerts())
+    told = [alert.step for alert in alerts if alert.name == "grad_norm"]
+    assert bool(told) == path.name.startswith("naive") and all(33 < step < 50 for step in told[:1])
 
 
 @pytest.mark.parametrize(("scale", "shift"), [(1, 0), (1000, 0), (1, -0.354), (1, -5)])

@@ -17,6 +17,7 @@ from sparse_rl.evaluate.statistics import t_interval
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "evidence.md"
+PROBLEMS = 1319
 DENSE, SPARSE = "eval/gsm8k/pass@1", "eval/gsm8k/pass@1_sparse"
 
 Rows = list[dict[str, float]]
@@ -30,9 +31,9 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
         arm, seed = path.name.removesuffix(".jsonl.gz").rsplit("-", 1)
         with gzip.open(path, "rt") as file:
             found.setdefault(arm, {})[int(seed)] = [json.loads(line) for line in file]
-    if question == "a-collapse":
-        found = {"dense": read("pilot")["full-3e-6"] | found.get("dense", {})} | found
-    return found
+    if question == "a-collapse":  # seeds 0 and 1 of its dense arm are the pilot's
+        found = found | {"dense": read("pilot")["full-3e-6"] | found.get("dense", {})}
+    return dict(sorted(found.items()))
 
 
 def interval(values: Sequence[float], digits: int = 1) -> str:
@@ -59,10 +60,14 @@ def mean_of(key: str, scale: float = 1.0) -> Callable[[Rows], float]:
 
 def gains(question: str) -> str:
     """What each arm gained in test Pass@1."""
-    lines = ["| arm | seeds | before | after | gain, points | gain under the sampler's cache |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| arm | seeds | before, % | after, % | gain, points | gain under the sampler's cache |",
+        "|---|---|---|---|---|---|",
+    ]
     for arm, runs in read(question).items():
-        before, after = (100 * statistics.mean(rows[end][DENSE] for rows in runs.values()) for end in (0, -1))
-        cells = [arm, str(len(runs)), f"{before:.1f} %", f"{after:.1f} %"]
+        runs = dict(sorted(runs.items()))
+        cells = [arm, ", ".join(map(str, runs))]
+        cells += [", ".join(f"{100 * rows[end][DENSE]:.1f}" for rows in runs.values()) for end in (0, -1)]
         cells.append(interval([gain(rows, DENSE) for rows in runs.values()]))
         has = all(SPARSE in rows[-1] for rows in runs.values())
         cells.append(interval([gain(rows, SPARSE) for rows in runs.values()]) if has else "")
@@ -82,6 +87,7 @@ COLUMNS = {
     "its variance": lambda rows: statistics.variance(row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row),
     "entropy, last": lambda rows: rows[-1].get("policy/entropy", math.nan),
     "tokens, last": lambda rows: rows[-1].get("response/mean_tokens", math.nan),
+    "repeats, last": lambda rows: 100 * rows[-1].get("response/repetition", math.nan),
     "cut off, last": lambda rows: 100 * rows[-1].get("response/truncated", math.nan),
     "saved": mean_of("kv/token_savings", 100),
 }
@@ -97,19 +103,89 @@ def health(question: str) -> str:
 
 
 def kept(question: str, dense: str = "dense") -> str:
-    """The share of dense training's test accuracy that each arm keeps, seed by seed."""
+    """The share of dense training's test accuracy that each arm keeps, seed by seed. The last interval is over problems: how
+    sure the difference of these very runs is, whatever other seeds would do."""
     runs = read(question)
-    lines = ["| arm | of dense accuracy kept, % | difference, points |", "|---|---|---|"]
+    lines = [
+        "| arm | seeds | of dense accuracy kept, % | difference, points, over seeds | over problems |",
+        "|---|---|---|---|---|",
+    ]
     for arm, mine in runs.items():
         base = runs.get(f"{dense}-4" if arm.endswith("-4") else dense, {})
         both = sorted(mine.keys() & base.keys())
-        if arm.startswith(dense) or not both:
+        if arm in (dense, f"{dense}-4") or not both:
             continue
-        shares = [100 * mine[seed][-1][DENSE] / base[seed][-1][DENSE] for seed in both]
-        points = [100 * (mine[seed][-1][DENSE] - base[seed][-1][DENSE]) for seed in both]
-        lines.append(f"| {arm} | {interval(shares).removeprefix('+')} | {interval(points)} |")
+        scores = [(mine[seed][-1][DENSE], base[seed][-1][DENSE]) for seed in both]
+        shares = [100 * own / theirs for own, theirs in scores]
+        points = [100 * (own - theirs) for own, theirs in scores]
+        errors = [math.sqrt(share * (1 - share) / PROBLEMS) for pair in scores for share in pair]
+        over_problems = 196 * math.hypot(*errors) / len(both)
+        cells = [
+            arm,
+            ", ".join(map(str, both)),
+            interval(shares).removeprefix("+"),
+            interval(points),
+            f"± {over_problems:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else "Not run yet."
 
+
+def evaluated(question: str) -> dict[str, dict]:
+    """What the trained models scored under other caches, by run."""
+    paths = sorted((HERE / question / "raw").glob("*-eval.json"))
+    return {path.name.removesuffix("-eval.json"): json.loads(path.read_text()) for path in paths}
+
+
+def robust(question: str) -> str:
+    """Every trained model under every cache: accuracy, what that is from its own dense one, and the mismatch."""
+    lines = [
+        "| trained | cache | tokens | Pass@1, % | from its dense, points | rejected, % | saved, % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run, found in evaluated(question).items():
+        for row in found["results"]:
+            away = row.get("difference")
+            points = f"{100 * away['mean']:+.1f} [{100 * away['low']:+.1f}, {100 * away['high']:+.1f}]" if away else ""
+            cells = [run, row["setting"], f"{row['mean_tokens']:.0f}", f"{100 * row['pass@1']['mean']:.1f}", points]
+            cells += [f"{100 * row['mismatch']['rejection_rate']:.1f}", f"{100 * row['token_savings']:.0f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
+def narrowed(question: str, dense: str, sparse: str) -> str:
+    """By how much less a cache costs the second model than the first. Problems are the same, answers are not: the intervals of
+    the two add in squares."""
+    runs = evaluated(question)
+    lines = ["| cache | costs dense-trained | costs sparse-trained | narrower by, points |", "|---|---|---|---|"]
+    pairs = zip(*([row for row in runs[run]["results"] if "difference" in row] for run in (dense, sparse)), strict=True)
+    for one, other in pairs:
+        assert one["setting"] == other["setting"]
+        first, second = one["difference"], other["difference"]
+        half = math.hypot(*((each["high"] - each["low"]) / 2 for each in (first, second)))
+        costs = [f"{-100 * each['mean']:.1f}" for each in (first, second)]
+        lines.append(
+            f"| {one['setting']} | {' | '.join(costs)} | {100 * (second['mean'] - first['mean']):+.1f} ± {100 * half:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def numerics(question: str, columns: Sequence[tuple[str, str]], noise_of: tuple[str, str]) -> str:
+    """Mean |log xi| by position in the response for each (run, cache), and the engine's noise by the response's length."""
+    found = {run: result["by_position"] for run, result in evaluated(question).items()}
+    heads = [f"{run}, {setting}" for run, setting in columns]
+    lines = [f"| tokens from | {' | '.join(heads)} | noise of {', '.join(noise_of)} |", "|---|" + "---|" * (len(heads) + 1)]
+    values = [{row[0]: row[2] for row in found[run][setting]["xi"] if row[1] >= FEWEST} for run, setting in columns]
+    run, setting = noise_of
+    values.append({row[0]: row[2] for row in found[run][setting]["noise"] if row[1] * row[0] >= FEWEST})
+    for first in sorted(set().union(*values)):
+        cells = [f"{of[first]:.4f}" if first in of else "" for of in values]
+        lines.append(f"| {first:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+FEWEST = 2000
+"""Tokens whose mean is shown."""
 
 PANELS = {
     "reward/mean": "reward",
@@ -158,6 +234,14 @@ TABLES = {
     "a-gains": lambda: gains("a-collapse"),
     "a-kept": lambda: kept("a-collapse"),
     "a-health": lambda: health("a-collapse"),
+    "corrections-gains": lambda: gains("a-corrections"),
+    "c-robust": lambda: robust("a-collapse"),
+    "c-narrowed": lambda: narrowed("a-collapse", "dense-again-1", "paper-1"),
+    "e-position": lambda: numerics(
+        "a-collapse",
+        [("dense-again-1", "full"), ("dense-again-1", "rkv@256"), ("dense-again-1", "rkv@160"), ("paper-1", "rkv@160")],
+        ("dense-again-1", "rkv@160"),
+    ),
 }
 PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg"}
 

@@ -5,6 +5,7 @@ has the same ones. Knows rows of numbers and nothing of training; imports no tor
 """
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,10 @@ class Alerts(Section):
         0.2,
         description="response/truncated above the first step's by more than this, with reward/mean below the first step's.",
     )
-    xi_p05: Share = Field(0.86, description="sparse/xi_p05 below this (arXiv 2606.08446).")
+    grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
+        2.5, description="policy/grad_norm above so many times the median of its first ten steps."
+    )
+    xi_p05: Share = Field(0.6, description="sparse/xi_p05 below this.")
     rejected: Share = Field(0.4, description="sparse/rejection_rate or sparse/wasted_tokens above this.")
     zero_std_groups: Share = Field(0.9, description="reward/zero_std_groups above this.")
     no_verdict: Share = Field(0.1, description="Rollouts without a verdict (None, timeout or error) / rollouts above this.")
@@ -79,14 +83,22 @@ class Past:
     """Of every metric, the first value."""
     spread: float = 0.0
     """The largest reward/std: a step at which all fail has none, and says nothing about chance."""
+    early: list[float] = field(default_factory=list)
+    """The norms of the first gradients, `EARLY` of them at most."""
 
     def add(self, now: Row) -> None:
         self.first = {**now, **self.first}
         self.spread = max(self.spread, now.get("reward/std", 0.0))
+        if len(self.early) < EARLY and "policy/grad_norm" in now:
+            self.early.append(now["policy/grad_norm"])
         if "reward/mean" in now:
             self.recent.append(now["reward/mean"])
             if self.best == -math.inf or len(self.recent) == self.recent.maxlen:
                 self.best = max(self.best, sum(self.recent) / len(self.recent))
+
+
+EARLY = 10
+"""Steps that say what norm of the gradient is usual in a run."""
 
 
 class Watch:
@@ -176,6 +188,13 @@ def _truncated(now: Row, past: Past, limit: float) -> str | None:
     )
 
 
+def _grad_norm(now: Row, past: Past, limit: float) -> str | None:
+    value, usual = now["policy/grad_norm"], statistics.median(past.early)
+    if len(past.early) < EARLY or value <= limit * usual:
+        return None
+    return f"policy/grad_norm is {value:.3g}, {value / max(usual, 1e-300):.3g} times that of the first {EARLY} steps (limit {limit:g})"
+
+
 def _xi_p05(now: Row, past: Past, limit: float) -> str | None:
     value = now["sparse/xi_p05"]
     if value >= limit:
@@ -251,6 +270,12 @@ RULES = {
         ("response/truncated", "reward/mean"),
         _truncated,
         "an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef; read rollouts first",
+    ),
+    "grad_norm": Rule(
+        ("policy/grad_norm",),
+        _grad_norm,
+        "method sparse_rl in place of naive and a larger kv.budget where sparse/mismatch_k3 grows, too; else a lower optimizer.lr; "
+        "the checkpoints before it are the ones to keep",
     ),
     "xi_p05": Rule(
         ("sparse/xi_p05",),

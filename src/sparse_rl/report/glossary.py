@@ -45,7 +45,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "policy/loss": "What was minimised, which by itself says little: look at the reward.",
         "policy/clip_ratio": "The share of sampled tokens that the clip held back: where it grows, lower optimizer.lr.",
         "policy/entropy": "How open the choice of a token is: a crash means answers all alike, a rise means noise.",
-        "policy/grad_norm": "The norm of the gradient before it is clipped: always far above optimizer.clip_norm it asks for a lower optimizer.lr.",
+        "policy/grad_norm": "The norm of the gradient before it is clipped: growing to 2.5 times that of the first ten steps it precedes a collapse; always far above optimizer.clip_norm it asks for a lower optimizer.lr.",
         "policy/lr": "The learning rate of the step.",
         "policy/skipped_updates": "Updates that changed nothing, because rewards were equal, all was rejected or a number was not finite.",
         "policy/kl_ref": "How far the policy has moved from where it started: it should rise slowly.",
