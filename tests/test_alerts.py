@@ -61,7 +61,11 @@ def test_it_begins_once_ends_and_may_begin_again(name):
     bad, good = TROUBLE[name], {}
     story = rows((10, good), (2, bad), (1, good), (4, bad), (1, good), (2, bad), (3, good), (3, bad))
     first, again = check(story, Alerts())
-    assert (first.name, first.step, first.ended) == (name, 16, 23) and (again.name, again.step, again.ended) == (name, 26, None)
+    assert (first.name, first.step, first.ended) == (name, 16, 23) and (again.name, again.step, again.ended) == (
+        name,
+        26,
+        None,
+    )
     assert first.remedy and "  " not in first.sentence + first.remedy and "\n" not in first.sentence + first.remedy
     assert not (first.sentence + first.remedy).endswith(".")
     for length in range(len(story)):  # told step by step it is the same
@@ -93,7 +97,9 @@ def test_a_limit_that_makes_no_sense_is_refused(capsys):
 def test_the_numbers_and_the_limit_are_in_the_sentence():
     told = {name: check(rows((10, {}), (3, change)), Alerts())[0].sentence for name, change in TROUBLE.items()}
     assert "0.50, at first 1.00 (limit 0.6)" in told["xi_p05"]
-    assert "policy/grad_norm is 30, " in told["grad_norm"] and "times that of the first 10 steps (limit 2.5)" in told["grad_norm"]
+    assert (
+        "policy/grad_norm is 30, " in told["grad_norm"] and "times that of the first 10 steps (limit 2.5)" in told["grad_norm"]
+    )
     assert "from 0% to 50% (limit 20% more)" in told["truncated"] and "from 0.354 to 0.3:" in told["truncated"]
     assert "6 of 48 rollouts" in told["no_verdict"] and "2 None, 2 timeouts, 2 errors" in told["no_verdict"]
     assert "sparse/wasted_tokens 70% (limit 40%)" in told["rejected"]

@@ -1,6 +1,9 @@
 """A run on shared storage is the run on a disk: a real S3 server, a real client, the same files and the same weights."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from safetensors.torch import load_file
 
 from runs import arguments, metrics, one_thread, train
 from sparse_rl.cli import main
+from sparse_rl.errors import Unanswered
 from sparse_rl.train import checkpoint, storage
 from sparse_rl.train.folder import RunFolder
 from storage import s3_bucket
@@ -62,12 +66,59 @@ def test_a_run_that_is_there_is_not_lost_by_accident(world, bucket, capsys):
     assert checkpoint.steps_in(f"{run}/checkpoints") == [2]
 
 
+def test_what_is_no_run_is_left_alone(world, bucket, capsys):
+    """Also where it looks like a part of one."""
+    address, fs = bucket
+    fs.pipe_file("shared/project/model/weights.safetensors", b"1")
+    fs.pipe_file("shared/project/checkpoints/other.pt", b"2")
+    for flags in ([], ["--overwrite"], ["--resume"]):
+        with pytest.raises(SystemExit):
+            command(*arguments(world, f"{address}/project", *FLAGS, "--steps", "1", *flags))
+        assert "s3://shared/project exists and is not a run" in capsys.readouterr().err
+    assert len(fs.find("shared/project")) == 2
+
+
+def test_a_run_that_cannot_start_leaves_nothing_behind(world, tmp_path, bucket):
+    address, fs = bucket
+    flags = [*FLAGS, "--steps", "1", "--model.path", tmp_path]
+    with pytest.raises(SystemExit):
+        command(*arguments(world, f"{address}/runs/failed", *flags))
+    assert not fs.exists("shared/runs/failed")
+
+
+def test_a_run_killed_after_a_checkpoint_has_lost_no_line(world, tmp_path, bucket, monkeypatch):
+    """What is said of the steps before it is there when the checkpoint is."""
+    address, fs = bucket
+    save = checkpoint.save
+
+    def killed(*args):
+        save(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save", killed)
+    monkeypatch.setattr(
+        RunFolder, "begun", property(lambda self: False, lambda *_: None), raising=False
+    )  # nothing is said after
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        command(*arguments(world, f"{address}/runs/killed", *FLAGS, "--checkpoint.every", "2", "--steps", "4"))
+    lines = fs.cat_file("shared/runs/killed/metrics.jsonl").decode().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert fs.exists("shared/runs/killed/checkpoints/step-2/state.json")
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (["--run-dir", "s3://nowhere/run"], "s3://nowhere/run cannot be written ("),
         (["--run-dir", "nfs4://host/run"], "nfs4://host/run cannot be a run folder (Protocol not known: nfs4)"),
         (["--run-dir", "gs://bucket/run"], "gs://bucket/run needs a package that is not installed: Please install gcsfs"),
+        (["--run-dir", "ftp://127.0.0.1:1/run"], "ftp://127.0.0.1:1/run cannot be a run folder ("),
+        (
+            ["--run-dir", "s3://shared", "--overwrite"],
+            "is all of a storage and no folder in it: name one, such as s3://shared/runs",
+        ),
+        (["--run-dir", "s3://"], "is all of a storage and no folder in it"),
+        (["--run-dir", "s3://shared/runs/seed[12]"], "leave *, ? and [ out of its name"),
         (["--run-dir", "s3://shared/both", "--compare", '["dense", "naive"]'], "with --run-dir on shared storage name one"),
         (["--run-dir", "s3://shared/none", "--resume"], "There is no run in s3://shared/none to resume"),
     ],
@@ -80,10 +131,18 @@ def test_bad_addresses_are_said_in_a_sentence(world, bucket, flags, sentence, ca
     assert error.value.code == 2 and sentence in err and "\n" not in err
 
 
-def test_a_page_of_a_run_that_is_elsewhere_needs_a_place(world, bucket, capsys):
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["runs/taken"], "is not on this machine: name a file for the page with --out"),
+        (["runs/taken", "--serve"], "is not on this machine"),
+        (["runs/none", "--out", "page.html"], "s3://shared/runs/none is not a run, for it has no config.toml"),
+    ],
+)
+def test_pages_of_runs_that_are_elsewhere(bucket, words, sentence, capsys):
     with pytest.raises(SystemExit):
-        command("report", f"{bucket[0]}/runs/mine")
-    assert "is not on this machine: name a file for the page with --out, or use --serve." in capsys.readouterr().err
+        command("report", f"{bucket[0]}/{words[0]}", *words[1:])
+    assert sentence in capsys.readouterr().err
 
 
 def test_storage_that_does_not_answer_for_a_while_is_no_end_of_a_run(bucket, monkeypatch):
@@ -91,11 +150,42 @@ def test_storage_that_does_not_answer_for_a_while_is_no_end_of_a_run(bucket, mon
     folder = RunFolder(f"{address}/runs/slow")
     said: list[str] = []
     (folder.path / "metrics.jsonl").write_text("{}\n")
-    monkeypatch.setattr(storage, "EVERY_S", 0.0)
-    monkeypatch.setattr(folder.remote.fs, "put_file", lambda *_: (_ for _ in ()).throw(ConnectionError("reset")))
-    folder.push_if_due(said.append)
+
+    def reset(*_):
+        raise ConnectionError("reset")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(folder.remote.fs, "put_file", reset)
+        folder.push_or_warn(said.append)
     assert "cannot be written (reset)" in said[0] and not fs.exists("shared/runs/slow/metrics.jsonl")
-    monkeypatch.undo()
-    folder.push_if_due(said.append)
-    folder.push()
+    (folder.path / "gone").symlink_to("nothing")  # loggers have files that come and go
+    folder.push_or_warn(said.append)
     assert len(said) == 1 and fs.cat_file("shared/runs/slow/metrics.jsonl") == b"{}\n"
+
+
+def test_checkpoints_are_not_pruned_because_storage_is_silent(bucket, monkeypatch):
+    """Many file systems say of what they cannot reach that it does not exist."""
+    address, fs = bucket
+    folder = f"{address}/runs/silent/checkpoints"
+    for step in (1, 2):
+        fs.pipe_file(f"shared/runs/silent/checkpoints/step-{step}/state.json", b"{}")
+    remote = storage.opened(folder)[0]
+
+    def silent(*_, **__):
+        raise OSError("503 Slow Down")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(remote, "ls", silent)
+        broken.setattr(remote, "exists", lambda path: False)
+        with pytest.raises(Unanswered, match=r"cannot be read \(503 Slow Down\)"):
+            checkpoint.prune(folder, 1, -1)
+    assert checkpoint.steps_in(folder) == [1, 2]
+
+
+def test_working_copies_of_killed_processes_are_removed(bucket):
+    address = f"{bucket[0]}/runs/left"
+    script = f"from sparse_rl.train.storage import working_copy; print(working_copy({address!r}).path, flush=True); import os; os._exit(9)"
+    left = Path(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip())
+    mine = storage.WorkingCopy(address)
+    assert left.name == "left" and not left.exists() and mine.path.exists()
+    assert storage.WorkingCopy(address).path != mine.path and mine.path.exists()  # that of one who lives stays

@@ -18,7 +18,10 @@ from sparse_rl.evaluate.statistics import t_interval
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "evidence.md"
 PROBLEMS = 1319
-DENSE, SPARSE = "eval/gsm8k/pass@1", "eval/gsm8k/pass@1_sparse"
+DENSE, SPARSE = "eval/pass@1", "eval/pass@1_sparse"
+"""Whatever the test problems are called."""
+
+TEST = re.compile("^eval/[^/]+/")
 
 Rows = list[dict[str, float]]
 """Of one run: step 0 has the first evaluation, the last step the last one."""
@@ -30,7 +33,8 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
     for path in sorted((HERE / question / "raw").glob("*.jsonl.gz")):
         arm, seed = path.name.removesuffix(".jsonl.gz").rsplit("-", 1)
         with gzip.open(path, "rt") as file:
-            found.setdefault(arm, {})[int(seed)] = [json.loads(line) for line in file]
+            rows = [json.loads(line) for line in file]
+        found.setdefault(arm, {})[int(seed)] = [{TEST.sub("eval/", key): value for key, value in row.items()} for row in rows]
     if question == "a-collapse":  # seeds 0 and 1 of its dense arm are the pilot's
         found = found | {"dense": read("pilot")["full-3e-6"] | found.get("dense", {})}
     return dict(sorted(found.items()))
@@ -235,6 +239,12 @@ TABLES = {
     "a-kept": lambda: kept("a-collapse"),
     "a-health": lambda: health("a-collapse"),
     "corrections-gains": lambda: gains("a-corrections"),
+    "corrections-health": lambda: health("a-corrections"),
+    "b-gains": lambda: gains("b-budget"),
+    "b-health": lambda: health("b-budget"),
+    "d-gains": lambda: gains("d-samples"),
+    "g-gains": lambda: gains("g-graded"),
+    "g-health": lambda: health("g-graded"),
     "c-robust": lambda: robust("a-collapse"),
     "c-narrowed": lambda: narrowed("a-collapse", "dense-again-1", "paper-1"),
     "e-position": lambda: numerics(
@@ -243,7 +253,7 @@ TABLES = {
         ("dense-again-1", "rkv@160"),
     ),
 }
-PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg"}
+PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg", "a-corrections": "evidence-corrections.svg"}
 
 
 def with_table(page: str, name: str, table: str) -> str:

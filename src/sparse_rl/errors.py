@@ -18,6 +18,10 @@ class RankLost(UserError):
     """Another rank is gone: who started the ranks may start them again."""
 
 
+class Unanswered(UserError):
+    """Storage that does not answer: it may, the next time."""
+
+
 UNREACHABLE = "The hub cannot be reached"
 """How a sentence about a hub that does not answer starts."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from ..errors import RankLost, UserError, first_line, without_torchaos_warnings
+from ..errors import RankLost, Unanswered, UserError, first_line, without_torchaos_warnings
 from ..train.command import refuse_folders
 from ..train.folder import RunFolder
 from ..train.settings import Config
@@ -25,7 +25,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         raise UserError("--ray.workers needs Ray: pip install 'sparse-rl[ray]'.") from error
     if config.compare:
         raise UserError("compare runs one method after the other in one process: with --ray.workers name one --method.")
-    settings, folder = config.ray, RunFolder(config.run_dir)
+    settings, folder = config.ray, RunFolder(config.run_dir, writes=False)
     refuse_folders([config], config.run_dir, resume=resume, overwrite=overwrite)
     started = not ray.is_initialized()
     if started:
@@ -95,18 +95,23 @@ def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[
 
 def _rank(values: dict[str, Any]) -> None:
     """What runs on every worker."""
+    import ray.train
+
     from ..train import command
 
     without_torchaos_warnings()
     if Path(values["cwd"]).is_dir():  # paths of data and models are meant from there
         os.chdir(values["cwd"])
     config = Config(**values["config"])
+    fs, _ = opened(RunFolder(config.run_dir, writes=False).name)
+    if ray.train.get_context().get_world_rank() == 0 and fs.exists(values["refusal"]):
+        fs.rm_file(values["refusal"])  # of an earlier start
     try:
         command.train(config, resume=RunFolder(config.run_dir, writes=False).exists, overwrite=False)
-    except RankLost:
+    except (RankLost, Unanswered):
         raise
     except UserError as error:  # which would be no other the next time: not for Ray to try again
-        opened(RunFolder(config.run_dir, writes=False).name)[0].pipe_file(values["refusal"], str(error).encode())
+        fs.pipe_file(values["refusal"], str(error).encode())
 
 
 def _sentence(error: BaseException) -> UserError:

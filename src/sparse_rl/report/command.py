@@ -15,7 +15,7 @@ SERVED_BYTES = 2**30
 
 
 def command(args: argparse.Namespace) -> None:
-    runs = [RunFolder(run).path for run in args.runs]
+    runs = [local(run, args) for run in args.runs]
     source = Source(runs)
     if args.figures:
         from .figures import write_figures
@@ -29,13 +29,22 @@ def command(args: argparse.Namespace) -> None:
 
         serve(Source(runs, budget_bytes=SERVED_BYTES), args.port)
     elif args.out or not args.figures:
-        if is_address(args.runs[0]) and not args.out:
-            raise UserError(f"{args.runs[0]} is not on this machine: name a file for the page with --out, or use --serve.")
         file = args.out or default_file(runs)
         document = page.write(source, file)
         for line in told(document):
             print(line)
         print(f"The report is in {printable(str(file))} ({file.stat().st_size / 2**20:.1f} MiB): open it in a browser.")
+
+
+def local(run: str, args: argparse.Namespace) -> Path:
+    """The folder to read: of a run on shared storage, a copy as it is now."""
+    if not is_address(run):
+        return Path(run)
+    if args.serve or not (args.out or args.figures):
+        raise UserError(f"{run} is not on this machine: name a file for the page with --out, or a folder with --figures.")
+    folder = RunFolder(run)
+    folder.stored_config()
+    return folder.path
 
 
 def default_file(runs: list[Path]) -> Path:

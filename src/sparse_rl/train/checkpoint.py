@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from ..errors import UserError, first_line
+from ..errors import RankLost, Unanswered, UserError, first_line
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..world import ALONE, LOST, World
 from .folder import write_whole
-from .storage import Place, opened, remove, within
+from .storage import Place, answering, names_in, opened, remove, within
 
 STATE = "state.json"
 
@@ -54,18 +54,27 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
     world.meet()
     try:
         parts = {"weights": optimizer.weights, "moments": optimizer.moments}
+        writer = None if isinstance(target, Path) else FsspecWriter(target, sync_files=False)  # which would sync every disk
         with _one_process_is_meant():
-            dcp.save(parts, checkpoint_id=target, process_group=world.control, no_dist=world.size == 1)
+            dcp.save(parts, checkpoint_id=target, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
+        world.meet()  # every rank has written its part
         if world.leads:
             _write_last(within(target, STATE), json.dumps(asdict(state), indent=1))
     except (Exception, dcp.api.CheckpointException) as error:  # whatever a disk and the libraries above it raise
+        last = None
         with suppress(Exception):
-            remove(target)
+            if world.leads:
+                remove(target)
+            last = latest(folder)
+        if isinstance(error, RankLost):
+            raise
         if LOST.search(_reason(error)):
             raise RuntimeError(_reason(error)) from error
-        last = latest(folder)
         remedy = f"free some space and continue from {last} with --resume" if last else "free some space and start again"
-        raise UserError(f"The checkpoint of step {state.step} could not be written ({_reason(error)}): {remedy}.") from error
+        if not isinstance(target, Path):
+            remedy = "see to the storage and what gives access to it, and continue with --resume"
+        kind = UserError if isinstance(target, Path) else Unanswered
+        raise kind(f"The checkpoint of step {state.step} could not be written ({_reason(error)}): {remedy}.") from error
     world.meet()
     return target
 
@@ -73,7 +82,11 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> State:
     try:
         fs, path = opened(checkpoint)
-        state = State(**json.loads(fs.cat_file(f"{path}/{STATE}")))
+        with answering(checkpoint, "read"):
+            text = fs.cat_file(f"{path}/{STATE}")
+        state = State(**json.loads(text))
+    except UserError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(checkpoint, error) from error
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
@@ -134,15 +147,11 @@ def _reason(error: BaseException) -> str:
 
 def steps_in(folder: Place) -> list[int]:
     """Of whole checkpoints."""
-    fs, path = opened(folder)
-    return [step for step in _begun(folder) if fs.exists(f"{path}/step-{step}/{STATE}")]
+    return [step for step in _begun(folder) if STATE in names_in(within(folder, f"step-{step}"))]
 
 
 def _begun(folder: Place) -> list[int]:
-    fs, path = opened(folder)
-    fs.invalidate_cache()
-    found = fs.ls(path, detail=False) if fs.exists(path) else []
-    names = (place.rstrip("/").rsplit("/", 1)[-1].removeprefix("step-") for place in found)
+    names = (name.removeprefix("step-") for name in names_in(folder))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
@@ -154,20 +163,21 @@ def latest(folder: Place) -> Place | None:
 def prune(folder: Place, keep: int, best_step: int) -> None:
     """Keep the last `keep` and the best. What a run left half-written goes, too."""
     whole = steps_in(folder)
-    for step in _begun(folder):
-        if step not in whole[-keep:] and (step != best_step or step not in whole):
+    kept = {*whole[-keep:], *({best_step} & set(whole))}
+    for step in _begun(folder) if whole else ():
+        if step not in kept:
             remove(within(folder, f"step-{step}"))
 
 
 def _write_last(place: Place, text: str) -> None:
     """Whole or not at all, and not before what was written before it: storage does so by itself."""
-    if not isinstance(place, Path):
+    if isinstance(place, Path):
+        write_whole(place, text)
+        _flush(place.parent)
+        _flush(place.parent.parent)
+    else:
         fs, path = opened(place)
         fs.pipe_file(path, text.encode())
-        return
-    write_whole(place, text)
-    for written in (place, place.parent, place.parent.parent):
-        _flush(written)
 
 
 def _flush(path: Path) -> None:

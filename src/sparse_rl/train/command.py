@@ -6,7 +6,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -147,8 +147,8 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
 def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwrite: bool) -> None:
     """A folder in the way, or one that is missing, shows before any work is done."""
     for each in configs:
-        RunFolder(each.run_dir).refuse_if_taken(resume=resume, overwrite=overwrite)
-    if resume and not any(RunFolder(each.run_dir).exists for each in configs):
+        RunFolder(each.run_dir, writes=False).refuse_if_taken(resume=resume, overwrite=overwrite)
+    if resume and not any(RunFolder(each.run_dir, writes=False).exists for each in configs):
         raise UserError(
             f"There is no run in {run_dir} to resume: leave --resume out, or name its --run-dir, with the recipe "
             "where that compares methods."
@@ -166,6 +166,21 @@ def arm(config: Config, method: str) -> Config:
 
 def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool, again: str, world: "World") -> bool:
     """Whether the run came to its last step; `again` is what to say to continue it."""
+    folder = RunFolder(config.run_dir, writes=world.leads)
+    try:
+        done = _train_one(config, folder, console, resume=resume, overwrite=overwrite, again=again, world=world)
+    except BaseException:
+        with suppress(UserError):  # what went wrong first is what matters
+            if folder.begun:
+                folder.push()
+        raise
+    folder.push()
+    return done
+
+
+def _train_one(
+    config: Config, folder: RunFolder, console: Console, *, resume: bool, overwrite: bool, again: str, world: "World"
+) -> bool:
     from torch import OutOfMemoryError
 
     from ..models.load import no_bar, place
@@ -179,7 +194,7 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
 
     dtype, _ = place(config.model.dtype, config.model.device)  # written down: an export is made in what was trained
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    folder, reward = RunFolder(config.run_dir, writes=world.leads), config.reward
+    reward = config.reward
     trainer: Trainer | None = None
     with ExitStack() as log, View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
         try:
@@ -191,6 +206,8 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
                     console.print(f"rank {world.rank} of {world.size}, process {os.getpid()} on {socket.gethostname()}")
                 console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
                 name = f"logs/reward-{world.rank}.log" if world.rank else "reward.log"
+                if folder.remote and world.rank:
+                    folder.remote.fetch(name)
                 function, reward_log = reward.function_for(config.data.train), folder.path / name
                 pool = opened.enter_context(RewardPool(function, reward.workers, reward.timeout_s, log=reward_log))
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
@@ -199,15 +216,13 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
             trainer.run(stop)
         except UserError as error:
             if not world.leads:
-                console.print(str(error), soft_wrap=True)
+                console.print(str(error), soft_wrap=True, markup=False)
             raise
         except OutOfMemoryError as error:
             raise out_of_memory(config, trainer.plan if trainer else None) from error
         finally:
             if trainer and world.leads and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
                 trainer.report.write()
-            with suppress(UserError) if sys.exc_info()[0] else nullcontext():  # what went wrong first is what matters
-                folder.push()
         done = trainer.state.step >= config.steps
         if not done:
             view.note(f"Stopped at step {trainer.state.step}; continue with {again}.")

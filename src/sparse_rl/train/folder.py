@@ -26,6 +26,8 @@ class RunFolder:
         if self.remote and writes:
             self.remote.pull()
         self.path = self.remote.path if self.remote else Path(path)
+        self.begun = False
+        """Whether a run was set up in it: what a start that failed has written, is not kept."""
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -51,7 +53,11 @@ class RunFolder:
 
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
         """An existing run is neither mixed into nor lost by accident."""
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if self.remote:
+            empty = storage.names_in(self.name) <= {"logs"}  # of ranks whose start failed
+        else:
+            empty = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+        if empty:
             return
         if not self.exists:
             raise UserError(f"{self.name} exists and is not a run: name another folder with --run-dir.")
@@ -63,6 +69,8 @@ class RunFolder:
             with self.writing():
                 (self.path / "logs").mkdir(exist_ok=True)
                 (self.path / "logs" / "launch").write_text(launch)
+        if self.writes:
+            self.push()
 
     def launched_by(self, launch: str) -> bool:
         """Whether it was this launch, in an earlier start, that made or continued the run."""
@@ -80,36 +88,40 @@ class RunFolder:
         if self.remote:
             self.remote.push()
 
-    def push_if_due(self, warn: Callable[[str], None]) -> None:
-        """As often as it pays; that the storage does not answer for a while is no end of a run."""
+    def push_or_warn(self, warn: Callable[[str], None]) -> None:
+        """Storage that does not answer for a while is no end of a run."""
         try:
-            if self.remote:
-                self.remote.push_if_due()
+            self.push()
         except UserError as error:
             warn(str(error))
+
+    @property
+    def push_is_due(self) -> bool:
+        return self.remote is not None and self.remote.due
 
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
         """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind."""
         if not self.writes:
             yield
+            self.begun = True
             return
         self.refuse_if_taken(resume=resume, overwrite=overwrite)
         if self.exists and resume:
             self._refuse_another_config(config)
             yield
             self._write_config(config)
-            self.push()
+            self.begun = True
             return
         was_there = self.path.exists()
         self.empty()
         try:
             self._write_config(config)
             yield
-            self.push()
+            self.begun = True
         except BaseException:
-            with suppress(OSError):  # why the run could not start is what matters
-                _empty(self.path)
+            with suppress(OSError, UserError):  # why the run could not start is what matters
+                self.empty()
                 if not was_there:
                     self.path.rmdir()
             raise
@@ -178,7 +190,10 @@ def _empty(folder: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """The file is the old one or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 

@@ -446,7 +446,8 @@ class Trainer:
         self.view.step(self.state.step, metrics)
         if self.world.leads:
             self.report.refresh()
-        self.folder.push_if_due(self.view.warn)
+        if self.folder.push_is_due:
+            self.folder.push_or_warn(self.view.warn)
 
     def _save(self, metrics: dict[str, float]) -> None:
         best = self.config.checkpoint.best
@@ -455,10 +456,12 @@ class Trainer:
             self.view.warn(f"checkpoint.best = {best} is no metric of a step: only the last checkpoints are kept.")
         if value is not None and math.isfinite(value) and value > self.state.best_value:
             self.state.best_step, self.state.best_value = self.state.step, value
+        self.folder.push_or_warn(
+            self.view.warn
+        )  # first: what comes after a checkpoint is dropped when a run continues from it
         checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         if self.world.leads:
             checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
-        self.folder.push()
 
 
 def now(device: torch.device) -> float:

@@ -4,18 +4,21 @@ Checkpoints go straight there, each rank its part. All else is written to a work
 when it has changed, for what object stores hold cannot be appended to.
 """
 
+import fcntl
 import functools
+import hashlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from ..errors import Absent, UserError, first_line
+from ..errors import Absent, Unanswered, UserError, first_line
 
 Place = Path | str
 """A folder on a disk, or the address of one."""
@@ -42,20 +45,53 @@ def opened(place: Place) -> tuple[Any, str]:
     if isinstance(place, Path):
         return fsspec.filesystem("file"), os.path.abspath(place)
     try:
-        return fsspec.core.url_to_fs(place)
+        fs, path = fsspec.core.url_to_fs(place)
     except ImportError as error:
         raise Absent(f"{place} needs a package that is not installed: {first_line(error)} (pip install).") from error
-    except ValueError as error:
+    except Exception as error:  # an address that is none, a host that does not answer
         raise UserError(
             f"{place} cannot be a run folder ({first_line(error)}): name a path or an address of fsspec."
         ) from error
+    if not path.strip("/") or not (path.startswith("/") or "/" in path.strip("/")):
+        raise UserError(f"{place} is all of a storage and no folder in it: name one, such as {place.rstrip('/')}/runs/mine.")
+    if set(path) & set("*?["):  # which fsspec takes for patterns, also where it deletes
+        raise UserError(f"{place} cannot be a run folder: leave *, ? and [ out of its name.")
+    return fs, path
+
+
+@contextmanager
+def answering(place: Place, done: str) -> Iterator[None]:
+    """What storage says when it does not answer, in a sentence; a disk speaks for itself."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # every file system has its own kinds
+        if isinstance(place, Path):
+            raise
+        raise Unanswered(
+            f"{place} cannot be {done} ({first_line(error)}): see to the storage and what gives access to it, and continue with "
+            "--resume where a run had begun."
+        ) from error
+
+
+def names_in(place: Place) -> set[str]:
+    """What is in a folder; nothing, where there is none. (`exists` says no, too, where some storage does not answer.)"""
+    fs, path = opened(place)
+    with answering(place, "read"):
+        fs.invalidate_cache()
+        try:
+            found = fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return set()
+    return {each.rstrip("/").rsplit("/", 1)[-1] for each in found if each.rstrip("/") != path.rstrip("/")}
 
 
 def remove(place: Place) -> None:
     fs, path = opened(place)
-    fs.invalidate_cache()
-    if fs.exists(path):
-        fs.rm(path, recursive=True)
+    if names_in(place):
+        with answering(place, "written"):
+            fs.rm(path, recursive=True)
 
 
 class WorkingCopy:
@@ -64,31 +100,29 @@ class WorkingCopy:
     def __init__(self, address: str):
         self.address = address
         self.fs, self.root = opened(address)
-        self._folder = tempfile.TemporaryDirectory(prefix="sparse-rl-")
-        self.path = Path(self._folder.name) / self.root.rstrip("/").rsplit("/", 1)[-1]
+        self.path = _own_folder(address) / self.root.rstrip("/").rsplit("/", 1)[-1]
         self.path.mkdir()
         self._copied: dict[str, tuple[int, int]] = {}
         self._due = 0.0
         self._pulled = False
 
     def pull(self) -> None:
-        """What is there now, once."""
+        """The run that is there now, if one is, once."""
         if self._pulled:
             return
         self._pulled = True
-        with self.answering("read"):
-            self.fs.invalidate_cache()
-            for file in self.fs.find(self.root) if self.fs.exists(self.root) else ():
+        if "config.toml" not in names_in(self.address):
+            return
+        with answering(self.address, "read"):
+            for file in self.fs.find(self.root):
                 name = file.removeprefix(self.root).lstrip("/")
-                if name.split("/")[0] in STAYS:
-                    continue
-                self._get(name)
+                if name.split("/")[0] not in STAYS:
+                    self._get(name)
 
     def fetch(self, name: str) -> None:
         """One file, if it is there."""
-        with self.answering("read"):
-            if self.fs.exists(f"{self.root}/{name}"):
-                self._get(name)
+        with answering(self.address, "read"), suppress(FileNotFoundError):
+            self._get(name)
 
     def _get(self, name: str) -> None:
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,61 +131,71 @@ class WorkingCopy:
 
     def push(self) -> None:
         """What has changed; what is gone here, goes there."""
-        here = {str(file.relative_to(self.path)): _stamp(file) for file in self.path.rglob("*") if file.is_file()}
-        with self.answering("written"):
+        self._due = time.monotonic() + EVERY_S
+        here: dict[str, tuple[int, int]] = {}
+        for file in self.path.rglob("*"):
+            with suppress(FileNotFoundError):  # loggers have files that come and go
+                if file.is_file():
+                    here[str(file.relative_to(self.path))] = _stamp(file)
+        with answering(self.address, "written"):
             for name in [name for name, stamp in here.items() if self._copied.get(name) != stamp]:
-                target = f"{self.root}/{name}"
-                if target.startswith("/"):  # object stores have no folders, and would make a bucket of a misspelt name
-                    self.fs.makedirs(os.path.dirname(target), exist_ok=True)
-                self.fs.put_file(str(self.path / name), target)
+                self._put(name)
                 self._copied[name] = here[name]
             for name in self._copied.keys() - here.keys():
-                self.fs.rm_file(f"{self.root}/{name}")
+                with suppress(FileNotFoundError):
+                    self.fs.rm_file(f"{self.root}/{name}")
                 del self._copied[name]
-        self._due = time.monotonic() + EVERY_S
 
-    def push_if_due(self) -> None:
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + EVERY_S  # also where it fails
-            self.push()
+    def _put(self, name: str) -> None:
+        target = f"{self.root}/{name}"
+        if target.startswith("/"):  # object stores have no folders, and would make a bucket of a misspelt name
+            self.fs.makedirs(os.path.dirname(target), exist_ok=True)
+        try:
+            self.fs.put_file(str(self.path / name), target)
+        except FileNotFoundError:
+            if (self.path / name).exists():
+                raise
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() >= self._due
 
     def read_text(self, name: str) -> str:
-        try:
-            return self.fs.cat_file(f"{self.root}/{name}").decode()
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise self._silent("read", error) from error
+        with answering(self.address, "read"):
+            try:
+                return self.fs.cat_file(f"{self.root}/{name}").decode()
+            except FileNotFoundError as error:
+                raise UserError(f"{self.address} is not a run, for it has no {name}: name the folder of one.") from error
 
     def has(self, name: str) -> bool:
-        with self.answering("read"):
-            self.fs.invalidate_cache()
-            return bool(self.fs.exists(f"{self.root}/{name}"))
+        return name in names_in(self.address)
 
     def empty(self) -> None:
-        with self.answering("written"):
-            remove(self.address)
+        remove(self.address)
         self._copied.clear()
-
-    @contextmanager
-    def answering(self, done: str) -> Iterator[None]:
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # every file system has its own kinds
-            raise self._silent(done, error) from error
-
-    def _silent(self, done: str, error: Exception) -> UserError:
-        return UserError(
-            f"{self.address} cannot be {done} ({first_line(error)}): see to the address and what gives access to it, "
-            "and continue with --resume where a run had begun."
-        )
 
 
 @functools.cache
 def working_copy(address: str) -> WorkingCopy:
     return WorkingCopy(address)
+
+
+def _own_folder(address: str) -> Path:
+    """A new one, locked while this process lives; those that killed processes have left for this address are removed."""
+    prefix = f"sparse-rl-{hashlib.sha256(address.encode()).hexdigest()[:12]}-"
+    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError), (old / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old)
+    made = tempfile.TemporaryDirectory(prefix=prefix)
+    lock = (Path(made.name) / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _held.append((made, lock))
+    return Path(made.name)
+
+
+_held: list[Any] = []
+"""Folders of this process and their locks: to the end of it."""
 
 
 def _stamp(file: Path) -> tuple[int, int]:
