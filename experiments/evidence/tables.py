@@ -188,6 +188,28 @@ def numerics(question: str, columns: Sequence[tuple[str, str]], noise_of: tuple[
     return "\n".join(lines)
 
 
+def by_compactions(question: str, settings: Sequence[str]) -> str:
+    """Mean |log xi| by how many compactions the cache had been through, over all models that were evaluated so."""
+    rows: dict[str, dict[float, list[tuple[float, float]]]] = {setting: {} for setting in settings}
+    for result in evaluated(question).values():
+        for setting in settings:
+            for number, tokens, mean, *_ in result["by_position"][setting].get("compactions", ()):
+                rows[setting].setdefault(number, []).append((tokens, mean))
+    numbers = sorted(set().union(*rows.values()))
+    if not numbers:
+        return "Not run yet."
+    lines = [f"| compactions | {' | '.join(settings)} |", "|---|" + "---|" * len(settings)]
+    for number in numbers:
+        cells = []
+        for setting in settings:
+            parts = rows[setting].get(number, [])
+            tokens = sum(each for each, _ in parts)
+            cells.append(f"{sum(each * mean for each, mean in parts) / tokens:.3f}" if tokens >= FEWEST else "")
+        if any(cells):
+            lines.append(f"| {number:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 FEWEST = 2000
 """Tokens whose mean is shown."""
 
@@ -240,6 +262,7 @@ TABLES = {
     "a-health": lambda: health("a-collapse"),
     "corrections-gains": lambda: gains("a-corrections"),
     "corrections-health": lambda: health("a-corrections"),
+    "e-compactions": lambda: by_compactions("a-collapse", ("rkv@256", "rkv@192", "rkv@160", "rkv@128", "rkv@96")),
     "b-gains": lambda: gains("b-budget"),
     "b-health": lambda: health("b-budget"),
     "d-gains": lambda: gains("d-samples"),

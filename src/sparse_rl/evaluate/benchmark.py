@@ -57,6 +57,7 @@ class Sample:
     """Whether Sparse-RL would have dropped it; only with --mismatch, as the next."""
     noise: float | None = None
     """Mean |log pi_sampler - log pi_replayed| of its tokens."""
+    prompt_tokens: int = 0
 
 
 @dataclass
@@ -136,6 +137,7 @@ def run(
             rollout.kv_peak,
             text,
             example.columns.get("id"),
+            prompt_tokens=len(rollout.prompt),
         )
         for (number, sample), example, rollout, text, reward in zip(
             places, examples, rollouts, texts, graded.values, strict=True
