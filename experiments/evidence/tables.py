@@ -135,6 +135,31 @@ def kept(question: str, dense: str = "dense") -> str:
     return "\n".join(lines) if len(lines) > 2 else "Not run yet."
 
 
+SETTLED = 4
+"""Steps after which nothing is compiled any more."""
+
+COSTS: dict[str, tuple[str, float, int]] = {
+    "KV allocated, MiB": ("kv/peak_bytes", 2**-20, 0),
+    "sampled tokens/s": ("perf/rollout_tokens_per_s", 1, 0),
+    "sampling, s": ("perf/rollout_s", 1, 2),
+    "learning, s": ("perf/learner_s", 1, 2),
+    "step, s": ("perf/step_s", 1, 2),
+    "peak, GiB": ("memory/peak_gib", 1, 1),
+}
+
+
+def costs(question: str) -> str:
+    """What a step takes, medians of the settled steps of runs that had the GPU to themselves."""
+    lines = [f"| arm | {' | '.join(COSTS)} |", "|---|" + "---|" * len(COSTS)]
+    for arm, runs in read(question).items():
+        rows = [row for each in runs.values() for row in each if row["step"] > SETTLED]
+        values = [
+            f"{scale * statistics.median(row[key] for row in rows):,.{digits}f}" for key, scale, digits in COSTS.values()
+        ]
+        lines.append(f"| {arm} | {' | '.join(values)} |")
+    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+
+
 def evaluated(question: str) -> dict[str, dict]:
     """What the trained models scored under other caches, by run."""
     paths = sorted((HERE / question / "raw").glob("*-eval.json"))
@@ -265,6 +290,7 @@ TABLES = {
     "e-compactions": lambda: by_compactions("a-collapse", ("rkv@256", "rkv@192", "rkv@160", "rkv@128", "rkv@96")),
     "b-gains": lambda: gains("b-budget"),
     "b-health": lambda: health("b-budget"),
+    "d-costs": lambda: costs("d-savings"),
     "d-gains": lambda: gains("d-samples"),
     "g-gains": lambda: gains("g-graded"),
     "g-health": lambda: health("g-graded"),
