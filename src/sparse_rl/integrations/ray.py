@@ -9,7 +9,7 @@ from typing import Any
 
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from ..errors import RankLost, Unanswered, UserError, first_line, without_torchaos_warnings
+from ..errors import RankLost, Unanswered, UserError, first_line, notice, without_torchaos_warnings
 from ..train.command import refuse_folders
 from ..train.folder import RunFolder
 from ..train.settings import Config
@@ -37,6 +37,8 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         needs = {"CPU": settings.cpus_per_worker, "GPU": gpus}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         refuse_if_it_lacks(nodes, settings.workers, needs)
+        if busy := what_is_busy(ray.available_resources(), settings.workers, needs):
+            notice(busy)
         if overwrite:
             folder.empty()
         run = folder.name.absolute() if isinstance(folder.name, Path) else folder.name
@@ -81,7 +83,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
-    """Ray would wait for ever for what a cluster does not have; what others use at the moment it waits for, too."""
+    """Ray would wait for ever for what a cluster does not have."""
     asked = {name: count for name, count in needs.items() if count}
     places = sum(int(min(node.get(name, 0) // count for name, count in asked.items())) for node in nodes)
     if places < workers:
@@ -91,6 +93,16 @@ def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[
             f"ray.workers = {workers} need {each} each, and the nodes of the Ray cluster ({there}) have room for {places}: add "
             "nodes, or lower --ray.workers or what each of them takes."
         )
+
+
+def what_is_busy(free: dict[str, float], workers: int, needs: dict[str, float]) -> str | None:
+    """What others of the cluster use at the moment, which Ray waits for in silence."""
+    short = [
+        f"{free.get(name, 0):g} of {workers * count:g} {name}"
+        for name, count in needs.items()
+        if free.get(name, 0) < workers * count
+    ]
+    return f"The Ray cluster is busy ({' and '.join(short)} are free): the run starts when they all are." if short else None
 
 
 def _rank(values: dict[str, Any]) -> None:
