@@ -133,9 +133,9 @@ class WorkingCopy:
         """What has changed; what is gone here, goes there."""
         self._due = time.monotonic() + EVERY_S
         here: dict[str, tuple[int, int]] = {}
-        for file in self.path.rglob("*"):
-            with suppress(FileNotFoundError):  # loggers have files that come and go
-                if file.is_file():
+        for folder, _, files in os.walk(self.path):
+            for file in (Path(folder) / name for name in files):
+                with suppress(FileNotFoundError):  # loggers have files that come and go
                     here[str(file.relative_to(self.path))] = _stamp(file)
         with answering(self.address, "written"):
             for name in [name for name, stamp in here.items() if self._copied.get(name) != stamp]:
