@@ -242,8 +242,10 @@ PANELS = {
     "reward/mean": "reward",
     "sparse/rejection_rate": "rejected",
     "policy/grad_norm": "gradient norm",
+    "sparse/mismatch_k3": "mismatch, k3",
     "policy/entropy": "entropy",
 }
+LOGARITHMIC = ("policy/grad_norm", "sparse/mismatch_k3")
 WINDOW = 5
 """Steps that a point of a curve is the mean of."""
 
@@ -262,19 +264,22 @@ def plot(question: str, out: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "sparse-rl"
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(3.6 * len(PANELS), 3.4), layout="constrained")
+    arms = {arm: runs for arm, runs in read(question).items() if not arm.endswith("-again")}
+    colours = list(dict.fromkeys(arm.removesuffix("-4") for arm in arms))
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(3 * len(PANELS), 3.4), layout="constrained")
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
-        for colour, (arm, runs) in enumerate(read(question).items()):
+        for arm, runs in arms.items():
+            colour, line = colours.index(arm.removesuffix("-4")), "--" if arm.endswith("-4") else "-"
             curves = [smooth([(row["step"], row[key]) for row in rows if key in row]) for rows in runs.values()]
             steps = [step for step, _ in min(curves, key=len)]
             if not any(value for curve in curves for _, value in curve):
-                continue
+                continue  # nobody rejects: no line
             values = [[curve[at][1] for curve in curves] for at in range(len(steps))]
-            axis.plot(steps, [statistics.mean(at) for at in values], color=f"C{colour}", label=arm)
+            axis.plot(steps, [statistics.mean(at) for at in values], color=f"C{colour}", linestyle=line, label=arm)
             axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=f"C{colour}", alpha=0.15)
-        axis.set(title=title, xlabel="step", yscale="log" if key == "policy/grad_norm" else "linear")
+        axis.set(title=title, xlabel="step", yscale="log" if key in LOGARITHMIC else "linear")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(arms), frameon=False)
     figure.savefig(out, metadata={"Date": None})
     plt.close(figure)
 
