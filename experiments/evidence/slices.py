@@ -170,6 +170,7 @@ def write_down(each: Running, args: argparse.Namespace) -> None:
             file.write("".join(f"{line}\n" for line in lines).encode())
     if finished and run.evaluate:
         results = json.loads(evaluated.read_text()) | {"by_position": by_position(evaluated.parent)}
+        results["asked"]["model"] = run.name  # and not where it was on that machine
         (raw / f"{run.name}-eval.json").write_text(json.dumps(results) + "\n")
 
 
