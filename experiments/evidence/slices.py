@@ -12,6 +12,7 @@ import argparse
 import datetime
 import gzip
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,9 @@ def write_down(each: Running, args: argparse.Namespace) -> None:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row), flush=True)
     raw = HERE / run.question / "raw"
+    if finished:  # gigabytes that nobody reads again
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        shutil.rmtree(folder / "model", ignore_errors=True)
     if trained:
         raw.mkdir(exist_ok=True)
         with gzip.GzipFile(raw / f"{run.name}.jsonl.gz", "wb", mtime=0) as file:

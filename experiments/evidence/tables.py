@@ -17,11 +17,11 @@ from sparse_rl.evaluate.statistics import t_interval
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "evidence.md"
-PROBLEMS = 1319
 DENSE, SPARSE = "eval/pass@1", "eval/pass@1_sparse"
 """Whatever the test problems are called."""
 
 TEST = re.compile("^eval/[^/]+/")
+NOT_YET = "Not run yet."
 
 Rows = list[dict[str, float]]
 """Of one run: step 0 has the first evaluation, the last step the last one."""
@@ -36,103 +36,165 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
             rows = [json.loads(line) for line in file]
         found.setdefault(arm, {})[int(seed)] = [{TEST.sub("eval/", key): value for key, value in row.items()} for row in rows]
     if question == "a-collapse":  # seeds 0 and 1 of its dense arm are the pilot's
-        found = found | {"dense": read("pilot")["full-3e-6"] | found.get("dense", {})}
-    return dict(sorted(found.items()))
+        found["dense"] = read("pilot")["full-3e-6"] | found.get("dense", {})
+    if question == "a-corrections":  # beside those of A that make four updates a step, too
+        found |= {arm: runs for arm, runs in read("a-collapse").items() if arm.endswith("-4")}
+    return {arm: dict(sorted(found[arm].items())) for arm in sorted(found)}
 
 
-def interval(values: Sequence[float], digits: int = 1) -> str:
+def interval(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
     """The mean over seeds and the half-width of its interval."""
     if len(values) < 2:
-        return f"{values[0]:+.{digits}f}"
+        return f"{values[0]:{sign}.{digits}f}"
     mean, low, high = t_interval(values)
-    return f"{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}"
+    return f"{mean:{sign}.{digits}f} ± {(high - low) / 2:.{digits}f}"
 
 
-def gain(rows: Rows, key: str) -> float:
-    return 100 * (rows[-1][key] - rows[0][key])
+def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    if not lines:
+        return NOT_YET
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
-def mean_of(key: str, scale: float = 1.0) -> Callable[[Rows], float]:
-    """Over the steps of a run."""
+def evaluated(question: str) -> dict[str, dict]:
+    """What the trained models scored under other caches, by run."""
+    paths = sorted((HERE / question / "raw").glob("*-eval.json"))
+    return {path.name.removesuffix("-eval.json"): json.loads(path.read_text()) for path in paths}
 
-    def of(rows: Rows) -> float:
-        values = [row[key] for row in rows if key in row]
+
+SAMPLERS = "rkv@160"
+"""The cache of A's sampler."""
+
+
+def ends(question: str, key: str) -> dict[str, dict[int, float]]:
+    """Test Pass@1 in %, by arm and seed. What dense runs score with the sampler's cache was measured afterwards, for some."""
+    found = {
+        arm: {seed: 100 * rows[-1][key] for seed, rows in runs.items() if key in rows[-1]}
+        for arm, runs in read(question).items()
+    }
+    later = evaluated("a-collapse") if key == SPARSE and question.startswith("a-") else {}
+    for run, result in later.items():
+        arm, seed = run.rsplit("-", 1)
+        score = next(row["pass@1"]["mean"] for row in result["results"] if row["setting"] == SAMPLERS)
+        if arm in found:
+            found[arm].setdefault(int(seed), 100 * score)
+    return {arm: dict(sorted(of.items())) for arm, of in found.items()}
+
+
+def starts(question: str, key: str) -> dict[int, float]:
+    """The model before training, drawn once for each seed."""
+    every = [(seed, rows[0]) for runs in read(question).values() for seed, rows in runs.items() if key in rows[0]]
+    return {seed: 100 * statistics.mean(row[key] for other, row in every if other == seed) for seed in sorted(dict(every))}
+
+
+def scores(question: str) -> str:
+    """Test Pass@1 after training, seed by seed, with the dense cache and with the sampler's."""
+    lines = []
+    dense, sparse = ({"*before*": starts(question, key)} | ends(question, key) for key in (DENSE, SPARSE))
+    for arm, found in dense.items():
+        if not found:
+            continue
+        cells = [arm, ", ".join(map(str, found))]
+        for of in (found, sparse[arm]):
+            cells += [", ".join(f"{of[seed]:.1f}" if seed in of else "-" for seed in found) if of else ""]
+            cells += [interval(list(of.values())) if of else ""]
+        lines.append(cells)
+    return table(["arm", "seeds", "Pass@1, %", "mean", "with the sampler's cache, %", "mean"], lines)
+
+
+def kept(question: str, arms: Sequence[str], dense: Sequence[str]) -> str:
+    """What each arm keeps of dense training's accuracy, and of its gain, seed by seed; several dense runs of a seed are averaged."""
+    found, before = ends(question, DENSE), statistics.mean(starts(question, DENSE).values())
+    lines = []
+    for arm in arms:
+        mine = found.get(arm, {})
+        base = {seed: statistics.mean(found[each][seed] for each in dense if seed in found.get(each, {})) for seed in mine}
+        pairs = [(mine[seed], base[seed]) for seed in mine]
+        if not pairs:
+            continue
+        cells = [arm, ", ".join(map(str, mine)), interval([100 * own / theirs for own, theirs in pairs])]
+        cells += [interval([100 * (own - before) / (theirs - before) for own, theirs in pairs])]
+        cells += [
+            ", ".join(f"{own - theirs:+.1f}" for own, theirs in pairs),
+            interval([own - theirs for own, theirs in pairs], sign="+"),
+        ]
+        lines.append(cells)
+    heads = ["arm", "seeds", "of dense accuracy kept, %", "of its gain kept, %", "difference, points", "mean"]
+    return table(heads, lines)
+
+
+def gaps(question: str, arms: Sequence[str]) -> str:
+    """What the sampler's cache costs the model in training itself: dense less sparse Pass@1 at the end."""
+    dense, sparse = ends(question, DENSE), ends(question, SPARSE)
+    first, then = starts(question, DENSE), starts(question, SPARSE)
+    lines = [["*before*", ", ".join(map(str, first)), *points([first[seed] - then[seed] for seed in first])]]
+    for arm in arms:
+        seeds = [seed for seed in dense.get(arm, {}) if seed in sparse[arm]]
+        if seeds:
+            lines.append([arm, ", ".join(map(str, seeds)), *points([dense[arm][seed] - sparse[arm][seed] for seed in seeds])])
+    return table(["arm", "seeds", "costs, points", "mean"], lines)
+
+
+def collapsed(question: str) -> str:
+    """The runs that the plan's rule calls so: the last ten rewards under half of the best ten in a row, or test Pass@1 below where
+    it began, clear of the interval (of the draws, unpaired)."""
+    lines = []
+    for arm, runs in read(question).items():
+        for seed, rows in runs.items():
+            rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+            tens = [statistics.mean(rewards[at : at + 10]) for at in range(len(rewards) - 9)]
+            first, last = (rows[at] for at in (0, -1))
+            change = last[DENSE] - first[DENSE]
+            half = math.hypot(*((row[f"{DENSE}_high"] - row[f"{DENSE}_low"]) / 2 for row in (first, last)))
+            if tens[-1] < max(tens) / 2 or change + half < 0:
+                cells = [f"{arm}-{seed}", f"{tens[-1] / max(tens):.2f}", f"{100 * first[DENSE]:.1f} → {100 * last[DENSE]:.1f}"]
+                lines.append([*cells, f"{100 * change:+.1f} ± {100 * half:.1f}"])
+    return table(["run", "last ten rewards / best ten", "Pass@1, %", "change, points"], lines)
+
+
+def points(values: Sequence[float]) -> list[str]:
+    return [", ".join(f"{value:.1f}" for value in values), interval(values)]
+
+
+def over_steps(key: str, scale: float = 1.0, last: int = 0) -> Callable[[Rows], float]:
+    """The mean over the steps of a run, or over its last ones."""
+
+    def mean(rows: Rows) -> float:
+        values = [row[key] for row in rows[-last:] if key in row]
         return scale * statistics.mean(values) if values else math.nan
 
-    return of
+    return mean
 
 
-def gains(question: str) -> str:
-    """What each arm gained in test Pass@1."""
-    lines = [
-        "| arm | seeds | before, % | after, % | gain, points | gain under the sampler's cache |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm, runs in read(question).items():
-        runs = dict(sorted(runs.items()))
-        cells = [arm, ", ".join(map(str, runs))]
-        cells += [", ".join(f"{100 * rows[end][DENSE]:.1f}" for rows in runs.values()) for end in (0, -1)]
-        cells.append(interval([gain(rows, DENSE) for rows in runs.values()]))
-        has = all(SPARSE in rows[-1] for rows in runs.values())
-        cells.append(interval([gain(rows, SPARSE) for rows in runs.values()]) if has else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+def gradient(rows: Rows) -> list[float]:
+    return [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
 
 
-COLUMNS = {
-    "reward, last": lambda rows: rows[-1].get("reward/mean", math.nan),
-    "rejected": mean_of("sparse/rejection_rate", 100),
-    "wasted": mean_of("sparse/wasted_tokens", 100),
-    "clipped": mean_of("policy/clip_ratio"),
-    "ξ p05": mean_of("sparse/xi_p05"),
-    "k3": mean_of("sparse/mismatch_k3"),
-    "ESS": mean_of("sparse/ess"),
-    "gradient": mean_of("policy/grad_norm"),
-    "its variance": lambda rows: statistics.variance(row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row),
-    "entropy, last": lambda rows: rows[-1].get("policy/entropy", math.nan),
-    "tokens, last": lambda rows: rows[-1].get("response/mean_tokens", math.nan),
-    "repeats, last": lambda rows: 100 * rows[-1].get("response/repetition", math.nan),
-    "cut off, last": lambda rows: 100 * rows[-1].get("response/truncated", math.nan),
-    "saved": mean_of("kv/token_savings", 100),
+COLUMNS: dict[str, Callable[[Rows], float]] = {
+    "reward": over_steps("reward/mean", last=10),
+    "rejected, %": over_steps("sparse/rejection_rate", 100),
+    "wasted, %": over_steps("sparse/wasted_tokens", 100),
+    "clipped": over_steps("policy/clip_ratio"),
+    "ξ p05": over_steps("sparse/xi_p05"),
+    "k3": over_steps("sparse/mismatch_k3"),
+    "ESS": over_steps("sparse/ess"),
+    "lowest": lambda rows: min((row["sparse/ess"] for row in rows if "sparse/ess" in row), default=math.nan),
+    "gradient": lambda rows: statistics.median(gradient(rows)),
+    "its variance": lambda rows: statistics.variance(gradient(rows)),
+    "entropy": over_steps("policy/entropy", last=10),
+    "tokens": over_steps("response/mean_tokens", last=10),
+    "cut off, %": over_steps("response/truncated", 100, last=10),
+    "saved, %": over_steps("kv/token_savings", 100),
 }
 
 
 def health(question: str) -> str:
-    """How each arm trained: means over steps and seeds, or the last step."""
-    lines = [f"| arm | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    """How each arm trained. Medians over seeds: a mean of a variance is that of one wild run."""
+    lines = []
     for arm, runs in read(question).items():
-        values = [statistics.mean(column(rows) for rows in runs.values()) for column in COLUMNS.values()]
-        lines.append(f"| {arm} | {' | '.join('' if math.isnan(value) else f'{value:.3g}' for value in values)} |")
-    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
-
-
-def kept(question: str, dense: str = "dense") -> str:
-    """The share of dense training's test accuracy that each arm keeps, seed by seed. The last interval is over problems: how
-    sure the difference of these very runs is, whatever other seeds would do."""
-    runs = read(question)
-    lines = [
-        "| arm | seeds | of dense accuracy kept, % | difference, points, over seeds | over problems |",
-        "|---|---|---|---|---|",
-    ]
-    for arm, mine in runs.items():
-        base = runs.get(f"{dense}-4" if arm.endswith("-4") else dense, {})
-        both = sorted(mine.keys() & base.keys())
-        if arm in (dense, f"{dense}-4") or not both:
-            continue
-        scores = [(mine[seed][-1][DENSE], base[seed][-1][DENSE]) for seed in both]
-        shares = [100 * own / theirs for own, theirs in scores]
-        points = [100 * (own - theirs) for own, theirs in scores]
-        errors = [math.sqrt(share * (1 - share) / PROBLEMS) for pair in scores for share in pair]
-        over_problems = 196 * math.hypot(*errors) / len(both)
-        cells = [
-            arm,
-            ", ".join(map(str, both)),
-            interval(shares).removeprefix("+"),
-            interval(points),
-            f"± {over_problems:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+        values = [statistics.median(column(rows) for rows in runs.values()) for column in COLUMNS.values()]
+        lines.append([arm, *("" if math.isnan(value) else f"{value:.3g}" for value in values)])
+    return table(["arm", *COLUMNS], lines)
 
 
 SETTLED = 4
@@ -150,93 +212,84 @@ COSTS: dict[str, tuple[str, float, int]] = {
 
 def costs(question: str) -> str:
     """What a step takes, medians of the settled steps of runs that had the GPU to themselves."""
-    lines = [f"| arm | {' | '.join(COSTS)} |", "|---|" + "---|" * len(COSTS)]
+    lines = []
     for arm, runs in read(question).items():
         rows = [row for each in runs.values() for row in each if row["step"] > SETTLED]
-        values = [
-            f"{scale * statistics.median(row[key] for row in rows):,.{digits}f}" for key, scale, digits in COSTS.values()
-        ]
-        lines.append(f"| {arm} | {' | '.join(values)} |")
-    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+        medians = ((scale * statistics.median(row[key] for row in rows), digits) for key, scale, digits in COSTS.values())
+        lines.append([arm, *(f"{value:,.{digits}f}" for value, digits in medians)])
+    return table(["arm", *COSTS], lines)
 
 
-def evaluated(question: str) -> dict[str, dict]:
-    """What the trained models scored under other caches, by run."""
-    paths = sorted((HERE / question / "raw").glob("*-eval.json"))
-    return {path.name.removesuffix("-eval.json"): json.loads(path.read_text()) for path in paths}
-
-
-def robust(question: str) -> str:
-    """Every trained model under every cache: accuracy, what that is from its own dense one, and the mismatch."""
-    lines = [
-        "| trained | cache | tokens | Pass@1, % | from its dense, points | rejected, % | saved, % |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for run, found in evaluated(question).items():
-        for row in found["results"]:
+def robust(question: str, runs: Sequence[str]) -> str:
+    """Trained models under every cache: accuracy, what that is from its own dense one, and the mismatch."""
+    lines = []
+    for run in runs:
+        for row in evaluated(question)[run]["results"]:
             away = row.get("difference")
-            points = f"{100 * away['mean']:+.1f} [{100 * away['low']:+.1f}, {100 * away['high']:+.1f}]" if away else ""
-            cells = [run, row["setting"], f"{row['mean_tokens']:.0f}", f"{100 * row['pass@1']['mean']:.1f}", points]
+            cells = [run, row["setting"], f"{row['mean_tokens']:.0f}", f"{100 * row['pass@1']['mean']:.1f}"]
+            cells.append(f"{100 * away['mean']:+.1f} [{100 * away['low']:+.1f}, {100 * away['high']:+.1f}]" if away else "")
             cells += [f"{100 * row['mismatch']['rejection_rate']:.1f}", f"{100 * row['token_savings']:.0f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else "Not run yet."
+            cells += [f"{100 * row[key]:.1f}" for key in ("truncated", "repetition")]
+            lines.append(cells)
+    heads = [
+        "trained",
+        "cache",
+        "tokens",
+        "Pass@1, %",
+        "from its dense, points",
+        "rejected, %",
+        "saved, %",
+        "cut off, %",
+        "repeats, %",
+    ]
+    return table(heads, lines)
 
 
-def narrowed(question: str, dense: str, sparse: str) -> str:
-    """By how much less a cache costs the second model than the first. Problems are the same, answers are not: the intervals of
-    the two add in squares."""
-    runs = evaluated(question)
-    lines = ["| cache | costs dense-trained | costs sparse-trained | narrower by, points |", "|---|---|---|---|"]
-    pairs = zip(*([row for row in runs[run]["results"] if "difference" in row] for run in (dense, sparse)), strict=True)
-    for one, other in pairs:
-        assert one["setting"] == other["setting"]
-        first, second = one["difference"], other["difference"]
-        half = math.hypot(*((each["high"] - each["low"]) / 2 for each in (first, second)))
-        costs = [f"{-100 * each['mean']:.1f}" for each in (first, second)]
-        lines.append(
-            f"| {one['setting']} | {' | '.join(costs)} | {100 * (second['mean'] - first['mean']):+.1f} ± {100 * half:.1f} |"
-        )
-    return "\n".join(lines)
+def narrowed(question: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """By how much less a cache costs the second model of each pair than the first. The interval is of the draws of these very
+    models, as if problems were drawn anew for each: it knows nothing of other seeds."""
+    found = evaluated(question)
+    costs: dict[str, list[list[dict[str, float]]]] = {}
+    for pair in pairs:
+        for run in pair:
+            for row in found[run]["results"]:
+                if "difference" in row:
+                    costs.setdefault(row["setting"], []).append(row["difference"])
+    lines = []
+    for setting, rows in costs.items():
+        first, second = rows[::2], rows[1::2]
+        half = math.hypot(*((row["high"] - row["low"]) / 2 for row in rows)) / len(pairs)
+        less = statistics.mean(row["mean"] for row in second) - statistics.mean(row["mean"] for row in first)
+        cells = [setting, *(", ".join(f"{-100 * row['mean']:.1f}" for row in part) for part in (first, second))]
+        lines.append([*cells, f"{100 * less:+.1f} ± {100 * half:.1f}"])
+    return table(["cache", "costs dense-trained", "costs sparse-trained", "narrower by, points"], lines)
 
 
-def numerics(question: str, columns: Sequence[tuple[str, str]], noise_of: tuple[str, str]) -> str:
-    """Mean |log xi| by position in the response for each (run, cache), and the engine's noise by the response's length."""
-    found = {run: result["by_position"] for run, result in evaluated(question).items()}
-    heads = [f"{run}, {setting}" for run, setting in columns]
-    lines = [f"| tokens from | {' | '.join(heads)} | noise of {', '.join(noise_of)} |", "|---|" + "---|" * (len(heads) + 1)]
-    values = [{row[0]: row[2] for row in found[run][setting]["xi"] if row[1] >= FEWEST} for run, setting in columns]
-    run, setting = noise_of
-    values.append({row[0]: row[2] for row in found[run][setting]["noise"] if row[1] * row[0] >= FEWEST})
-    for first in sorted(set().union(*values)):
-        cells = [f"{of[first]:.4f}" if first in of else "" for of in values]
-        lines.append(f"| {first:.0f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def by_compactions(question: str, settings: Sequence[str]) -> str:
-    """Mean |log xi| by how many compactions the cache had been through, over all models that were evaluated so."""
-    rows: dict[str, dict[float, list[tuple[float, float]]]] = {setting: {} for setting in settings}
-    for result in evaluated(question).values():
-        for setting in settings:
-            for number, tokens, mean, *_ in result["by_position"][setting].get("compactions", ()):
-                rows[setting].setdefault(number, []).append((tokens, mean))
-    numbers = sorted(set().union(*rows.values()))
-    if not numbers:
-        return "Not run yet."
-    lines = [f"| compactions | {' | '.join(settings)} |", "|---|" + "---|" * len(settings)]
-    for number in numbers:
-        cells = []
-        for setting in settings:
-            parts = rows[setting].get(number, [])
-            tokens = sum(each for each, _ in parts)
-            cells.append(f"{sum(each * mean for each, mean in parts) / tokens:.3f}" if tokens >= FEWEST else "")
-        if any(cells):
-            lines.append(f"| {number:.0f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-FEWEST = 2000
+FEWEST = 5000
 """Tokens whose mean is shown."""
+
+
+def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str, int]]) -> str:
+    """Means by position (`xi`), by compactions or by the response's length (`noise`) over the runs of each column under its cache;
+    its last number is the place of the value in a raw row: 2 is |log xi| or noise, 4 the share of tokens under the veto."""
+    found = {run: result["by_position"] for run, result in evaluated(question).items()}
+    values = []
+    for runs, setting, place in columns.values():
+        sums: dict[float, list[tuple[float, float]]] = {}
+        for run in runs:
+            for row in found[run][setting].get(by, ()):
+                sums.setdefault(row[0], []).append((row[1] * (row[0] if by == "noise" else 1), row[place]))
+        weights = {key: sum(weight for weight, _ in parts) for key, parts in sums.items()}
+        scale, digits = (1000, 1) if place == 4 else (1, 4)
+        values.append({
+            key: f"{scale * sum(weight * value for weight, value in parts) / weights[key]:.{digits}f}"
+            for key, parts in sums.items()
+            if weights[key] >= FEWEST
+        })  # fmt: skip
+    keys = sorted(set().union(*values))
+    heads = {"xi": "tokens from", "noise": "responses from, tokens", "compactions": "compactions"}
+    return table([heads[by], *columns], [[f"{key:.0f}", *(of.get(key, "") for of in values)] for key in keys])
+
 
 PANELS = {
     "reward/mean": "reward",
@@ -250,10 +303,9 @@ WINDOW = 5
 """Steps that a point of a curve is the mean of."""
 
 
-def smooth(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def smooth(curve: list[tuple[float, float]], mean: Callable[[list[float]], float]) -> list[tuple[float, float]]:
     return [
-        (step, statistics.mean(value for _, value in curve[max(0, at + 1 - WINDOW) : at + 1]))
-        for at, (step, _) in enumerate(curve)
+        (step, mean([value for _, value in curve[max(0, at + 1 - WINDOW) : at + 1]])) for at, (step, _) in enumerate(curve)
     ]
 
 
@@ -268,14 +320,15 @@ def plot(question: str, out: Path) -> None:
     colours = list(dict.fromkeys(arm.removesuffix("-4") for arm in arms))
     figure, axes = plt.subplots(1, len(PANELS), figsize=(3 * len(PANELS), 3.4), layout="constrained")
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
+        mean = statistics.geometric_mean if key in LOGARITHMIC else statistics.mean
         for arm, runs in arms.items():
             colour, line = colours.index(arm.removesuffix("-4")), "--" if arm.endswith("-4") else "-"
-            curves = [smooth([(row["step"], row[key]) for row in rows if key in row]) for rows in runs.values()]
+            curves = [smooth([(row["step"], row[key]) for row in rows if key in row], mean) for rows in runs.values()]
             steps = [step for step, _ in min(curves, key=len)]
             if not any(value for curve in curves for _, value in curve):
                 continue  # nobody rejects: no line
             values = [[curve[at][1] for curve in curves] for at in range(len(steps))]
-            axis.plot(steps, [statistics.mean(at) for at in values], color=f"C{colour}", linestyle=line, label=arm)
+            axis.plot(steps, [mean(at) for at in values], color=f"C{colour}", linestyle=line, label=arm)
             axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=f"C{colour}", alpha=0.15)
         axis.set(title=title, xlabel="step", yscale="log" if key in LOGARITHMIC else "linear")
         axis.grid(alpha=0.3)
@@ -284,35 +337,59 @@ def plot(question: str, out: Path) -> None:
     plt.close(figure)
 
 
+DENSE_TRAINED, PAPER_TRAINED = ("dense-again-1", "dense-again-2"), ("paper-1", "paper-2")
+FOUR = ("naive-4", "paper-4", "reject_only", "reweight_only", "released", "on_policy_sparse", "smd", "paper-guard")
+BOTH = {"dense-trained": DENSE_TRAINED, "sparse-trained": PAPER_TRAINED}
+
 TABLES = {
-    "pilot-gains": lambda: gains("pilot"),
+    "pilot-scores": lambda: scores("pilot"),
     "pilot-health": lambda: health("pilot"),
-    "a-gains": lambda: gains("a-collapse"),
-    "a-kept": lambda: kept("a-collapse"),
+    "a-scores": lambda: scores("a-collapse"),
+    "a-kept": lambda: kept("a-collapse", ("naive", "paper"), ("dense", "dense-again")),
+    "a-kept-4": lambda: kept("a-collapse", ("naive-4", "paper-4"), ("dense-4",)),
+    "a-collapsed": lambda: collapsed("a-collapse"),
     "a-health": lambda: health("a-collapse"),
-    "corrections-gains": lambda: gains("a-corrections"),
+    "corrections-scores": lambda: scores("a-corrections"),
+    "corrections-kept": lambda: kept("a-corrections", FOUR, ("dense-4",)),
     "corrections-health": lambda: health("a-corrections"),
-    "e-compactions": lambda: by_compactions("a-collapse", ("rkv@256", "rkv@192", "rkv@160", "rkv@128", "rkv@96")),
-    "b-gains": lambda: gains("b-budget"),
-    "b-health": lambda: health("b-budget"),
-    "d-costs": lambda: costs("d-savings"),
-    "d-gains": lambda: gains("d-samples"),
-    "g-gains": lambda: gains("g-graded"),
-    "g-health": lambda: health("g-graded"),
-    "c-robust": lambda: robust("a-collapse"),
-    "c-narrowed": lambda: narrowed("a-collapse", "dense-again-1", "paper-1"),
+    "c-gaps": lambda: gaps("a-collapse", ("dense-again", "dense-4", "naive", "paper", "naive-4", "paper-4")),
+    "c-robust": lambda: robust("a-collapse", [*DENSE_TRAINED, *PAPER_TRAINED]),
+    "c-narrowed": lambda: narrowed("a-collapse", list(zip(DENSE_TRAINED, PAPER_TRAINED, strict=True))),
     "e-position": lambda: numerics(
         "a-collapse",
-        [("dense-again-1", "full"), ("dense-again-1", "rkv@256"), ("dense-again-1", "rkv@160"), ("paper-1", "rkv@160")],
-        ("dense-again-1", "rkv@160"),
+        "xi",
+        {
+            f"{name}, {setting}": (runs, setting, 2)
+            for name, runs in BOTH.items()
+            for setting in ("full", "rkv@256", "rkv@160")
+        },
     ),
+    "e-compactions": lambda: numerics(
+        "a-collapse",
+        "compactions",
+        {
+            f"{name}, {setting}": (runs, setting, 2)
+            for name, runs in BOTH.items()
+            for setting in ("rkv@256", "rkv@160", "rkv@96")
+        }
+        | {f"{name}, ‰ under the veto at 160": (runs, "rkv@160", 4) for name, runs in BOTH.items()},
+    ),
+    "e-noise": lambda: numerics(
+        "a-collapse", "noise", {setting: (DENSE_TRAINED, setting, 2) for setting in ("full", "rkv@256", "rkv@160", "rkv@96")}
+    ),
+    "b-scores": lambda: scores("b-budget"),
+    "b-health": lambda: health("b-budget"),
+    "d-costs": lambda: costs("d-savings"),
+    "d-scores": lambda: scores("d-samples"),
+    "g-scores": lambda: scores("g-graded"),
+    "g-health": lambda: health("g-graded"),
 }
 PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg", "a-corrections": "evidence-corrections.svg"}
 
 
 def with_table(page: str, name: str, table: str) -> str:
     made, found = re.subn(
-        rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda block: block[1] + table + block[2], page, flags=re.DOTALL
+        rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda block: f"{block[1]}{table}\n{block[2]}", page, flags=re.DOTALL
     )
     if found != 1:
         raise SystemExit(f"{PAGE} has {found} places for {name}: it needs one.")
