@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -246,6 +247,32 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path)
     assert contents(run / "checkpoints") == before and os.listdir(run / "checkpoints") == ["step-1"]
     train(world, run, *QUICK, "--resume")
     assert (run / "checkpoints/step-2").is_dir()
+
+
+def test_a_last_checkpoint_that_does_not_fit_does_not_cost_the_model(world, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    train(world, whole, *QUICK, "--steps", "1")
+    largest = max(map(len, contents(whole / "checkpoints").values()))
+    code, output = Command(arguments(world, run, *QUICK, "--steps", "1"), file_bytes=largest - 1).end()
+    assert code == 2 and output.strip().splitlines()[-1].endswith("free some space and start again.")
+    assert contents(run / "model") == contents(whole / "model") and not os.listdir(run / "checkpoints")
+
+
+def test_a_disk_without_room_is_refused_before_the_first_step(world, tmp_path, capsys, monkeypatch):
+    """A float32 weight takes 12 bytes of a checkpoint and 4 of the model: one byte less than all of them is too little."""
+    run = tmp_path / "run"
+    train(world, run, *QUICK, "--steps", "1")
+    weights = sum(weight.numel() for weight in load_file(run / "model/model.safetensors").values())
+    left = SimpleNamespace(free=16 * weights - 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: left)
+    sentence = refused(capsys, *arguments(world, tmp_path / "other", *QUICK, "--steps", "1"))
+    assert "GiB left, and a checkpoint takes" in sentence and sentence.endswith("free some, or name another --run-dir.")
+    assert not (tmp_path / "other").exists()
+    left.free = 16 * weights
+    train(world, tmp_path / "other", *QUICK, "--steps", "1")
+    assert "at once" not in capsys.readouterr().out
+    train(world, tmp_path / "third", *QUICK, "--steps", "2", "--checkpoint.every", "1")
+    assert "(2 at once)" in capsys.readouterr().out
 
 
 def test_a_disk_too_full_for_a_line_ends_in_a_sentence(tmp_path):

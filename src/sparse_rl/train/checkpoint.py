@@ -6,6 +6,7 @@ Everything random in a run is drawn by counter, so the step and the data cursor 
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from ..errors import RankLost, Unanswered, UserError, first_line
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
+from ..plan.memory import gib
 from ..world import ALONE, LOST, World
 from .folder import write_whole
 from .storage import Place, answering, names_in, opened, remove, within
@@ -77,6 +79,32 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
         raise kind(f"The checkpoint of step {state.step} could not be written ({_reason(error)}): {remedy}.") from error
     world.meet()
     return target
+
+
+def bytes_of(optimizer: Optimizer) -> int:
+    """Of one checkpoint: the master weights, and two moments of each in float32 or in 8 bits."""
+    moments = 2 if optimizer.settings.state == "8bit" else 8
+    return sum(master.numel() * (master.element_size() + moments) for master in optimizer.masters)
+
+
+def check_room(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
+    """Whether a disk holds what a run will write. Too little for one checkpoint and the model is refused, before it has cost a
+    step; too little for all that are there at once is warned of. Storage has no end."""
+    if not isinstance(folder, Path) or not to_come:
+        return None
+    existing, free = len(steps_in(folder)), shutil.disk_usage(folder.parent).free
+    at_once = min(existing + to_come, keep + 2)  # the best besides, and the next while it is written
+    if free < each + model:
+        raise UserError(
+            f"The disk of {folder.parent} has {gib(free)} GiB left, and a checkpoint takes {gib(each)} and the trained model "
+            f"{gib(model)}: free some, or name another --run-dir."
+        )
+    if free < (at_once - existing) * each + model:
+        return (
+            f"The disk of {folder.parent} has {gib(free)} GiB left, and checkpoints will take up to {gib(at_once * each)} "
+            f"({at_once} at once): free some, or a lower --checkpoint.keep or a higher --checkpoint.every."
+        )
+    return None
 
 
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> State:

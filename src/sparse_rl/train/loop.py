@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.examples import Example, encode, load, name_of
 from ..data.order import Order
-from ..errors import UserError
+from ..errors import Unanswered, UserError
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
 from ..evaluate.benchmark import Sample as Evaluated
 from ..kv.settings import KV
@@ -157,9 +157,19 @@ class Trainer:
             stopping = self.world.any(stop.asked)
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row  # a good one is not pushed out
             if last or stopping or due:
-                self._save(metrics)
-        if self.state.step >= self.config.steps and self.world.leads:
-            write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
+                self._save(metrics, last=last)
+        if self.state.step >= self.config.steps:
+            self._write_model()
+
+    def check_disk(self) -> None:
+        """Before the first step, whether what will be written fits."""
+        settings = self.config.checkpoint
+        to_come = math.ceil((self.config.steps - self.state.step) / settings.every)
+        weights = self.optimizer.masters if self.actor.peft else list(self.actor.sampler.parameters())
+        model = sum(weight.numel() * weight.element_size() for weight in weights)
+        each = checkpoint.bytes_of(self.optimizer)
+        if warning := checkpoint.check_room(self.folder.checkpoints, each, model, to_come, settings.keep):
+            self.view.warn(warning)
 
     def rehearse(self) -> None:
         """Say what memory is expected to go where, and try the sampler and the fullest micro-batch."""
@@ -449,7 +459,11 @@ class Trainer:
         if self.folder.push_is_due:
             self.folder.push_or_warn(self.view.warn)
 
-    def _save(self, metrics: dict[str, float]) -> None:
+    def _write_model(self) -> None:
+        if self.world.leads:
+            write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
+
+    def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         best = self.config.checkpoint.best
         value = metrics.get(best)
         if value is None and not best.startswith("eval/"):
@@ -459,7 +473,14 @@ class Trainer:
         self.folder.push_or_warn(
             self.view.warn
         )  # first: what comes after a checkpoint is dropped when a run continues from it
-        checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
+        try:
+            checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
+        except UserError as error:
+            if last and not isinstance(error, Unanswered):  # the model is smaller, and what the run was for
+                with suppress(UserError):
+                    self._write_model()
+                    self.view.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
+            raise
         if self.world.leads:
             checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
 
