@@ -5,41 +5,19 @@ hand. Intervals are 95 % over seeds (Student's t); a difference is of the same s
 """
 
 import argparse
-import gzip
-import json
 import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from figures import WINDOW, plot, smooth
+from raw import DENSE, HERE, SPARSE, Rows, ends, evaluated, read, starts
+
+from sparse_rl.alerts import Alerts, check
 from sparse_rl.evaluate.statistics import t_interval
 
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "evidence.md"
-DENSE, SPARSE = "eval/pass@1", "eval/pass@1_sparse"
-"""Whatever the test problems are called."""
-
-TEST = re.compile("^eval/[^/]+/")
 NOT_YET = "Not run yet."
-
-Rows = list[dict[str, float]]
-"""Of one run: step 0 has the first evaluation, the last step the last one."""
-
-
-def read(question: str) -> dict[str, dict[int, Rows]]:
-    """The finished runs of a question, by arm and seed."""
-    found: dict[str, dict[int, Rows]] = {}
-    for path in sorted((HERE / question / "raw").glob("*.jsonl.gz")):
-        arm, seed = path.name.removesuffix(".jsonl.gz").rsplit("-", 1)
-        with gzip.open(path, "rt") as file:
-            rows = [json.loads(line) for line in file]
-        found.setdefault(arm, {})[int(seed)] = [{TEST.sub("eval/", key): value for key, value in row.items()} for row in rows]
-    if question == "a-collapse":  # seeds 0 and 1 of its dense arm are the pilot's
-        found["dense"] = read("pilot")["full-3e-6"] | found.get("dense", {})
-    if question == "a-corrections":  # beside those of A that make four updates a step, too
-        found |= {arm: runs for arm, runs in read("a-collapse").items() if arm.endswith("-4")}
-    return {arm: dict(sorted(found[arm].items())) for arm in sorted(found)}
+PAGE = HERE.parents[1] / "docs" / "evidence.md"
 
 
 def interval(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
@@ -54,37 +32,6 @@ def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
         return NOT_YET
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
-
-
-def evaluated(question: str) -> dict[str, dict]:
-    """What the trained models scored under other caches, by run."""
-    paths = sorted((HERE / question / "raw").glob("*-eval.json"))
-    return {path.name.removesuffix("-eval.json"): json.loads(path.read_text()) for path in paths}
-
-
-SAMPLERS = "rkv@160"
-"""The cache of A's sampler."""
-
-
-def ends(question: str, key: str) -> dict[str, dict[int, float]]:
-    """Test Pass@1 in %, by arm and seed. What dense runs score with the sampler's cache was measured afterwards, for some."""
-    found = {
-        arm: {seed: 100 * rows[-1][key] for seed, rows in runs.items() if key in rows[-1]}
-        for arm, runs in read(question).items()
-    }
-    later = evaluated("a-collapse") if key == SPARSE and question.startswith("a-") else {}
-    for run, result in later.items():
-        arm, seed = run.rsplit("-", 1)
-        score = next(row["pass@1"]["mean"] for row in result["results"] if row["setting"] == SAMPLERS)
-        if arm in found:
-            found[arm].setdefault(int(seed), 100 * score)
-    return {arm: dict(sorted(of.items())) for arm, of in found.items()}
-
-
-def starts(question: str, key: str) -> dict[int, float]:
-    """The model before training, drawn once for each seed."""
-    every = [(seed, rows[0]) for runs in read(question).values() for seed, rows in runs.items() if key in rows[0]]
-    return {seed: 100 * statistics.mean(row[key] for other, row in every if other == seed) for seed in sorted(dict(every))}
 
 
 def scores(question: str) -> str:
@@ -220,6 +167,77 @@ def costs(question: str) -> str:
     return table(["arm", *COSTS], lines)
 
 
+def warned(question: str) -> str:
+    """The alerts of each run at their default limits, with the steps at which they began and ended."""
+    lines = []
+    for arm, runs in read(question).items():
+        for seed, rows in runs.items():
+            spans: dict[str, list[str]] = {}
+            for alert in check(rows, Alerts()):
+                spans.setdefault(alert.name, []).append(
+                    f"{alert.step} to {alert.ended}" if alert.ended else f"{alert.step} on"
+                )
+            if spans:
+                lines.append([f"{arm}-{seed}", "; ".join(f"{name}, step {', '.join(at)}" for name, at in spans.items())])
+    return table(["run", "alerts"], lines) if lines or not read(question) else "None."
+
+
+PROMPT = 100
+"""Tokens of a problem of GSM8K, in the mean."""
+
+
+def tightness(question: str) -> str:
+    """How large each arm's budget is beside a sequence, at the beginning and at the end, and what is rejected."""
+    lines = []
+    for arm, runs in read(question).items():
+        cells = [arm]
+        for part in (slice(1, 6), slice(-10, None)):
+            at = {
+                key: statistics.mean(row[key] for rows in runs.values() for row in rows[part])
+                for key in ("kv/budget", "response/mean_tokens", "sparse/rejection_rate", "sparse/mismatch_k3")
+            }
+            length = PROMPT + at["response/mean_tokens"]
+            share = at["kv/budget"] / length
+            cells += [
+                f"{share:.2f}" if share < 1 else "",
+                f"{100 * at['sparse/rejection_rate']:.0f}",
+                f"{at['sparse/mismatch_k3']:.2g}",
+            ]
+        lines.append(cells)
+    heads = [
+        f"{name}, {when}" for when in ("first five steps", "last ten") for name in ("budget / sequence", "rejected, %", "k3")
+    ]
+    return table(["arm", *heads], lines)
+
+
+LEVELS = (0.22, 0.26)
+"""Rewards whose time is asked for; chosen before steps were timed, so that every arm of A but naive ones reaches both."""
+
+
+def times(trained: Sequence[str], timed: str) -> str:
+    """How long training takes to reach a reward: the first step whose last five have that mean, and by what a step takes alone,
+    where that was timed, the seconds."""
+    runs = {arm: runs for question in trained for arm, runs in read(question).items()}
+    settled = {
+        arm: [row for rows in mine.values() for row in rows if row["step"] > SETTLED] for arm, mine in read(timed).items()
+    }
+    lines = []
+    for arm, mine in runs.items():
+        second = statistics.median(row["perf/step_s"] for row in settled[arm]) if arm in settled else math.nan
+        cells = [arm, "" if math.isnan(second) else f"{second:.2f}"]
+        for level in LEVELS:
+            curves = [
+                smooth([(row["step"], row["reward/mean"]) for row in rows[1:]], statistics.mean) for rows in mine.values()
+            ]
+            steps = [next((step for step, mean in curve if step >= WINDOW and mean >= level), math.nan) for curve in curves]
+            cells.append(", ".join("never" if math.isnan(step) else f"{step:.0f}" for step in steps))
+            seconds = [second * step for step in steps]
+            cells.append("" if math.isnan(sum(seconds)) else interval(seconds, 0))
+        lines.append(cells)
+    heads = [f"{what} {level:g}" for level in LEVELS for what in ("steps to a reward of", "seconds to")]
+    return table(["arm", "a step alone, s", *heads], lines)
+
+
 def robust(question: str, runs: Sequence[str]) -> str:
     """Trained models under every cache: accuracy, what that is from its own dense one, and the mismatch."""
     lines = []
@@ -291,52 +309,6 @@ def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str
     return table([heads[by], *columns], [[f"{key:.0f}", *(of.get(key, "") for of in values)] for key in keys])
 
 
-PANELS = {
-    "reward/mean": "reward",
-    "sparse/rejection_rate": "rejected",
-    "policy/grad_norm": "gradient norm",
-    "sparse/mismatch_k3": "mismatch, k3",
-    "policy/entropy": "entropy",
-}
-LOGARITHMIC = ("policy/grad_norm", "sparse/mismatch_k3")
-WINDOW = 5
-"""Steps that a point of a curve is the mean of."""
-
-
-def smooth(curve: list[tuple[float, float]], mean: Callable[[list[float]], float]) -> list[tuple[float, float]]:
-    return [
-        (step, mean([value for _, value in curve[max(0, at + 1 - WINDOW) : at + 1]])) for at, (step, _) in enumerate(curve)
-    ]
-
-
-def plot(question: str, out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "sparse-rl"
-    import matplotlib.pyplot as plt
-
-    arms = {arm: runs for arm, runs in read(question).items() if not arm.endswith("-again")}
-    colours = list(dict.fromkeys(arm.removesuffix("-4") for arm in arms))
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(3 * len(PANELS), 3.4), layout="constrained")
-    for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
-        mean = statistics.geometric_mean if key in LOGARITHMIC else statistics.mean
-        for arm, runs in arms.items():
-            colour, line = colours.index(arm.removesuffix("-4")), "--" if arm.endswith("-4") else "-"
-            curves = [smooth([(row["step"], row[key]) for row in rows if key in row], mean) for rows in runs.values()]
-            steps = [step for step, _ in min(curves, key=len)]
-            if not any(value for curve in curves for _, value in curve):
-                continue  # nobody rejects: no line
-            values = [[curve[at][1] for curve in curves] for at in range(len(steps))]
-            axis.plot(steps, [mean(at) for at in values], color=f"C{colour}", linestyle=line, label=arm)
-            axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=f"C{colour}", alpha=0.15)
-        axis.set(title=title, xlabel="step", yscale="log" if key in LOGARITHMIC else "linear")
-        axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(arms), frameon=False)
-    figure.savefig(out, metadata={"Date": None})
-    plt.close(figure)
-
-
 DENSE_TRAINED, PAPER_TRAINED = ("dense-again-1", "dense-again-2"), ("paper-1", "paper-2")
 FOUR = ("naive-4", "paper-4", "reject_only", "reweight_only", "released", "on_policy_sparse", "smd", "paper-guard")
 BOTH = {"dense-trained": DENSE_TRAINED, "sparse-trained": PAPER_TRAINED}
@@ -348,9 +320,11 @@ TABLES = {
     "a-kept": lambda: kept("a-collapse", ("naive", "paper"), ("dense", "dense-again")),
     "a-kept-4": lambda: kept("a-collapse", ("naive-4", "paper-4"), ("dense-4",)),
     "a-collapsed": lambda: collapsed("a-collapse"),
+    "a-alerts": lambda: warned("a-collapse"),
     "a-health": lambda: health("a-collapse"),
     "corrections-scores": lambda: scores("a-corrections"),
     "corrections-kept": lambda: kept("a-corrections", FOUR, ("dense-4",)),
+    "corrections-alerts": lambda: warned("a-corrections"),
     "corrections-health": lambda: health("a-corrections"),
     "c-gaps": lambda: gaps("a-collapse", ("dense-again", "dense-4", "naive", "paper", "naive-4", "paper-4")),
     "c-robust": lambda: robust("a-collapse", [*DENSE_TRAINED, *PAPER_TRAINED]),
@@ -378,8 +352,11 @@ TABLES = {
         "a-collapse", "noise", {setting: (DENSE_TRAINED, setting, 2) for setting in ("full", "rkv@256", "rkv@160", "rkv@96")}
     ),
     "b-scores": lambda: scores("b-budget"),
+    "b-tightness": lambda: tightness("b-budget"),
+    "b-alerts": lambda: warned("b-budget"),
     "b-health": lambda: health("b-budget"),
     "d-costs": lambda: costs("d-savings"),
+    "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
     "d-scores": lambda: scores("d-samples"),
     "g-scores": lambda: scores("g-graded"),
     "g-health": lambda: health("g-graded"),
