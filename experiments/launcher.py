@@ -2,7 +2,8 @@
 
 The same training steps on random weights (`sparse-rl bench step`, every response of full length, so every step has the same work) in
 two processes, one started alone and one by torchrun, which take turns step by step: what else moves a machine's speed moves both.
-Counted are the steps after the first three, in which much is compiled; the interval is over pairs of steps.
+Counted are the steps after the first three, in which much is compiled, and before the last, which one process takes while the other
+ends; the interval is over pairs of steps.
 """
 
 import argparse
@@ -33,12 +34,12 @@ TURN = "TAKES_TURNS_IN"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="as sparse-rl bench step takes it, such as 0.5B")
-    parser.add_argument("--steps", type=int, default=33)
+    parser.add_argument("--steps", type=int, default=34)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=FLAGS, help="of the steps, in place of the usual ones")
     args = parser.parse_args()
     records = measured(args.model, args.steps, args.flags)
-    runs = {name: [step["step_s"] for step in record["arms"][0]["steps"]][SETTLED:] for name, record in records.items()}
+    runs = {name: [step["step_s"] for step in record["arms"][0]["steps"]][SETTLED:-1] for name, record in records.items()}
     logs = [math.log(under / alone) for alone, under in zip(runs["alone"], runs["torchrun"], strict=True)]
     ratio, low, high = (math.exp(each) for each in t_interval(logs))
     kept = {key: records["alone"][key] for key in ("date", "machine", "versions")}
@@ -77,6 +78,7 @@ def measured(model: str, steps: int, flags: list[str]) -> dict[str, Any]:
                 if process.returncode:
                     for other in running.values():
                         other.terminate()
+                        other.wait()
                     raise SystemExit(f"{name} failed:\n{(Path(folder) / f'{name}.log').read_text()}")
         return {name: json.loads(file.read_text()) for name, file in files.items()}
 

@@ -258,21 +258,26 @@ def test_a_last_checkpoint_that_does_not_fit_does_not_cost_the_model(world, tmp_
     assert contents(run / "model") == contents(whole / "model") and not os.listdir(run / "checkpoints")
 
 
-def test_a_disk_without_room_is_refused_before_the_first_step(world, tmp_path, capsys, monkeypatch):
-    """A float32 weight takes 12 bytes of a checkpoint and 4 of the model: one byte less than all of them is too little."""
+def test_a_disk_that_seems_too_small_is_warned_of_before_the_first_step(world, tmp_path, capsys, monkeypatch):
+    """A float32 weight takes 12 bytes of each checkpoint and 4 of the model."""
     run = tmp_path / "run"
     train(world, run, *QUICK, "--steps", "1")
     weights = sum(weight.numel() for weight in load_file(run / "model/model.safetensors").values())
-    left = SimpleNamespace(free=16 * weights - 1)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: left)
-    sentence = refused(capsys, *arguments(world, tmp_path / "other", *QUICK, "--steps", "1"))
-    assert "GiB left, and a checkpoint takes" in sentence and sentence.endswith("free some, or name another --run-dir.")
-    assert not (tmp_path / "other").exists()
-    left.free = 16 * weights
-    train(world, tmp_path / "other", *QUICK, "--steps", "1")
-    assert "at once" not in capsys.readouterr().out
-    train(world, tmp_path / "third", *QUICK, "--steps", "2", "--checkpoint.every", "1")
-    assert "(2 at once)" in capsys.readouterr().out
+    disk = SimpleNamespace(free=16 * weights, total=1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: disk)
+
+    def said(*flags):
+        capsys.readouterr()
+        train(world, run, *QUICK, *flags)
+        return [line for line in capsys.readouterr().out.splitlines() if "at once" in line]
+
+    assert said("--steps", "1", "--overwrite") == []
+    disk.free -= 1
+    assert len(said("--steps", "1", "--overwrite")) == 1
+    disk.free = 28 * weights - 1  # the last of two, beside the first
+    assert "(2 at once)" in said("--steps", "2", "--checkpoint.every", "1", "--overwrite")[0]
+    disk.free = 16 * weights
+    assert said("--steps", "3", "--checkpoint.every", "1", "--resume") == []  # one more beside the two that are there
 
 
 def test_a_disk_too_full_for_a_line_ends_in_a_sentence(tmp_path):

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from figures import WINDOW, plot, smooth
-from raw import DENSE, HERE, SPARSE, Rows, ends, evaluated, read, starts
+from raw import DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 
 from sparse_rl.alerts import Alerts, check
 from sparse_rl.evaluate.statistics import t_interval
@@ -71,15 +71,24 @@ def kept(question: str, arms: Sequence[str], dense: Sequence[str]) -> str:
 
 
 def gaps(question: str, arms: Sequence[str]) -> str:
-    """What the sampler's cache costs the model in training itself: dense less sparse Pass@1 at the end."""
-    dense, sparse = ends(question, DENSE), ends(question, SPARSE)
-    first, then = starts(question, DENSE), starts(question, SPARSE)
-    lines = [["*before*", ", ".join(map(str, first)), *points([first[seed] - then[seed] for seed in first])]]
+    """What the sampler's cache costs: dense less sparse Pass@1 at the end of training, and drawn again where the model was kept."""
+    first = starts(question, DENSE)
+    lines = [
+        ["*before*", ", ".join(map(str, first)), *points([first[seed] - starts(question, SPARSE)[seed] for seed in first]), ""]
+    ]
     for arm in arms:
-        seeds = [seed for seed in dense.get(arm, {}) if seed in sparse[arm]]
-        if seeds:
-            lines.append([arm, ", ".join(map(str, seeds)), *points([dense[arm][seed] - sparse[arm][seed] for seed in seeds])])
-    return table(["arm", "seeds", "costs, points", "mean"], lines)
+        runs, again = read(question).get(arm, {}), {}
+        for seed, rows in runs.items():
+            found = {
+                row["setting"]: 100 * row["pass@1"]["mean"]
+                for row in evaluated(question).get(f"{arm}-{seed}", {}).get("results", ())
+            }
+            if found:
+                again[seed] = found.get("full", 100 * rows[-1][DENSE]) - found[SAMPLERS]
+        gap = [100 * (rows[-1][DENSE] - rows[-1][SPARSE]) for rows in runs.values() if SPARSE in rows[-1]]
+        cells = [arm, ", ".join(map(str, runs)), *(points(gap) if gap else ["", ""])]
+        lines.append([*cells, ", ".join(f"{value:.1f} (seed {seed})" for seed, value in again.items())])
+    return table(["arm", "seeds", "costs at the end, points", "mean", "drawn again"], lines)
 
 
 def collapsed(question: str) -> str:
@@ -211,7 +220,7 @@ def tightness(question: str) -> str:
 
 
 LEVELS = (0.22, 0.26)
-"""Rewards whose time is asked for; chosen before steps were timed, so that every arm of A but naive ones reaches both."""
+"""Rewards whose time is asked for, chosen before steps were timed; every run of A reaches both."""
 
 
 def times(trained: Sequence[str], timed: str) -> str:

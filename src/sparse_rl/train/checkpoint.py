@@ -87,24 +87,23 @@ def bytes_of(optimizer: Optimizer) -> int:
     return sum(master.numel() * (master.element_size() + moments) for master in optimizer.masters)
 
 
-def check_room(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
-    """Whether a disk holds what a run will write. Too little for one checkpoint and the model is refused, before it has cost a
-    step; too little for all that are there at once is warned of. Storage has no end."""
-    if not isinstance(folder, Path) or not to_come:
+def lack_of_room(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
+    """A warning where the disk seems too small for the checkpoints that will be there at once and the model. Storage has no end."""
+    if not isinstance(folder, Path):
         return None
-    existing, free = len(steps_in(folder)), shutil.disk_usage(folder.parent).free
+    try:
+        disk = shutil.disk_usage(folder if folder.exists() else folder.parent)
+    except OSError:
+        return None
+    existing = len(_begun(folder))
     at_once = min(existing + to_come, keep + 2)  # the best besides, and the next while it is written
-    if free < each + model:
-        raise UserError(
-            f"The disk of {folder.parent} has {gib(free)} GiB left, and a checkpoint takes {gib(each)} and the trained model "
-            f"{gib(model)}: free some, or name another --run-dir."
-        )
-    if free < (at_once - existing) * each + model:
-        return (
-            f"The disk of {folder.parent} has {gib(free)} GiB left, and checkpoints will take up to {gib(at_once * each)} "
-            f"({at_once} at once): free some, or a lower --checkpoint.keep or a higher --checkpoint.every."
-        )
-    return None
+    more = max(0, at_once - existing) * each + model
+    if not to_come or not disk.total or disk.free >= more:
+        return None
+    return (
+        f"The disk of {folder.parent} has {gib(disk.free)} GiB left, and checkpoints of {gib(each)} GiB ({at_once} at once) and the "
+        f"model will take {gib(more)} more: free some, lower --checkpoint.keep or raise --checkpoint.every."
+    )
 
 
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> State:

@@ -213,7 +213,6 @@ def _train_one(
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
                 loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.leads else []
                 trainer = Trainer(config, folder, view, pool, loggers, resume=resume, world=world)
-                trainer.check_disk()
             trainer.run(stop)
         except UserError as error:
             if not world.leads:

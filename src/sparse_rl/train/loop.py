@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.examples import Example, encode, load, name_of
 from ..data.order import Order
-from ..errors import Unanswered, UserError
+from ..errors import RankLost, Unanswered, UserError
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
 from ..evaluate.benchmark import Sample as Evaluated
 from ..kv.settings import KV
@@ -143,6 +143,7 @@ class Trainer:
 
     def run(self, stop: StopAsked) -> None:
         """To the last step, or until asked to stop; either way the last step done is in a checkpoint."""
+        self._warn_of_a_small_disk()
         self.rehearse()
         if self.state.step == 0:
             self._log(self._evaluate())
@@ -161,14 +162,13 @@ class Trainer:
         if self.state.step >= self.config.steps:
             self._write_model()
 
-    def check_disk(self) -> None:
-        """Before the first step, whether what will be written fits."""
-        settings = self.config.checkpoint
-        to_come = math.ceil((self.config.steps - self.state.step) / settings.every)
+    def _warn_of_a_small_disk(self) -> None:
+        step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint
+        to_come = steps // settings.every - step // settings.every + bool(steps % settings.every)
         weights = self.optimizer.masters if self.actor.peft else list(self.actor.sampler.parameters())
         model = sum(weight.numel() * weight.element_size() for weight in weights)
         each = checkpoint.bytes_of(self.optimizer)
-        if warning := checkpoint.check_room(self.folder.checkpoints, each, model, to_come, settings.keep):
+        if warning := checkpoint.lack_of_room(self.folder.checkpoints, each, model, to_come, settings.keep):
             self.view.warn(warning)
 
     def rehearse(self) -> None:
@@ -476,7 +476,8 @@ class Trainer:
         try:
             checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         except UserError as error:
-            if last and not isinstance(error, Unanswered):  # the model is smaller, and what the run was for
+            on_disk = not isinstance(error, RankLost | Unanswered)
+            if last and on_disk and self.world.leads:  # the model is smaller, and what the run was for
                 with suppress(UserError):
                     self._write_model()
                     self.view.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
