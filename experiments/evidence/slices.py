@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("questions", nargs="+", help="folders beside this script, in order")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data.dir", dest="data")
+    parser.add_argument("--seeds", type=int, nargs="*", help="only these [all of a question]")
     parser.add_argument("--seconds", type=float, default=1200, help="after which everything is stopped [1200]")
     parser.add_argument("--needs", type=float, default=0, help="seconds that must be left for a run to be started [0]")
     parser.add_argument("--at-once", type=int, default=4, help="runs on the GPU at a time [4]")
@@ -62,6 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     done = {(row["question"], row["arm"], row["seed"]) for row in ledger() if row["finished"]}
     waiting = [run for question in args.questions for run in runs_of(question) if run.key not in done]
+    waiting = [run for run in waiting if args.seeds is None or run.seed in args.seeds]
     print(f"{len(waiting)} runs are left of {', '.join(args.questions)}", flush=True)
     slice_of(waiting, args)
 
