@@ -1,10 +1,15 @@
-"""The curves of a question: one panel for each metric, a line for each arm with the range of its seeds."""
+"""The curves of a question, one panel for each metric and a line for each arm with the range of its seeds; and A in one picture."""
 
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from raw import read
+import matplotlib.pyplot as plt
+from raw import DENSE, Rows, ends, read, starts
+
+plt.switch_backend("svg")
+plt.rcParams["svg.hashsalt"] = "sparse-rl"
 
 PANELS = {
     "reward/mean": "reward",
@@ -24,29 +29,53 @@ def smooth(curve: list[tuple[float, float]], mean: Callable[[list[float]], float
     ]
 
 
+def draw(axis: Any, key: str, arm: str, runs: dict[int, Rows], colour: str) -> None:
+    """The mean over seeds, and their range; nothing where all is zero."""
+    mean = statistics.geometric_mean if key in LOGARITHMIC else statistics.mean
+    curves = [smooth([(row["step"], row[key]) for row in rows if key in row], mean) for rows in runs.values()]
+    if not any(value for curve in curves for _, value in curve):
+        return
+    steps = [step for step, _ in min(curves, key=len)]
+    values = [[curve[at][1] for curve in curves] for at in range(len(steps))]
+    axis.plot(steps, [mean(at) for at in values], color=colour, linestyle="--" if arm.endswith("-4") else "-", label=arm)
+    axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=colour, alpha=0.15)
+
+
 def plot(question: str, out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "sparse-rl"
-    import matplotlib.pyplot as plt
-
     arms = {arm: runs for arm, runs in read(question).items() if not arm.endswith("-again")}
     colours = list(dict.fromkeys(arm.removesuffix("-4") for arm in arms))
     figure, axes = plt.subplots(1, len(PANELS), figsize=(3 * len(PANELS), 3.4), layout="constrained")
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
-        mean = statistics.geometric_mean if key in LOGARITHMIC else statistics.mean
         for arm, runs in arms.items():
-            colour, line = colours.index(arm.removesuffix("-4")), "--" if arm.endswith("-4") else "-"
-            curves = [smooth([(row["step"], row[key]) for row in rows if key in row], mean) for rows in runs.values()]
-            steps = [step for step, _ in min(curves, key=len)]
-            if not any(value for curve in curves for _, value in curve):
-                continue  # nobody rejects: no line
-            values = [[curve[at][1] for curve in curves] for at in range(len(steps))]
-            axis.plot(steps, [mean(at) for at in values], color=f"C{colour}", linestyle=line, label=arm)
-            axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=f"C{colour}", alpha=0.15)
+            draw(axis, key, arm, runs, f"C{colours.index(arm.removesuffix('-4'))}")
         axis.set(title=title, xlabel="step", yscale="log" if key in LOGARITHMIC else "linear")
         axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(arms), frameon=False)
-    figure.savefig(out, metadata={"Date": None})
+    save(figure, out)
+
+
+def summary(out: Path) -> None:
+    """How training went with four updates a step, and where every run of A ended."""
+    methods = ("dense", "naive", "paper")
+    found, scores = read("a-collapse"), ends("a-collapse", DENSE)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for number, method in enumerate(methods):
+        draw(left, "reward/mean", method, found[f"{method}-4"], f"C{number}")
+        for shift, suffixes in ((-0.15, ("", "-again")), (0.15, ("-4",))):
+            ended = [score for suffix in suffixes for score in scores.get(f"{method}{suffix}", {}).values()]
+            fill = f"C{number}" if shift < 0 else "none"
+            right.scatter([number + shift] * len(ended), ended, 50, edgecolors=f"C{number}", facecolors=fill, zorder=3)
+    before = statistics.mean(starts("a-collapse", DENSE).values())
+    right.axhline(before, color="grey", linestyle=":")
+    right.annotate("before training", (2.45, before), ha="right", va="bottom", color="grey")
+    left.set(title="reward of the rollouts, four updates a step", xlabel="step")
+    right.set(title="test Pass@1, %, of every run\n(filled: one update a step, open: four)", xlim=(-0.5, 2.5), ylim=(0, None))
+    right.set_xticks(range(len(methods)), ["dense", "sparse,\nno correction", "sparse,\npaper's correction"])
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    save(figure, out)
+
+
+def save(figure: Any, out: Path) -> None:
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
     plt.close(figure)

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
-from figures import WINDOW, plot, smooth
+from figures import WINDOW, plot, smooth, summary
 from raw import DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 
 from sparse_rl.alerts import Alerts, check
@@ -393,6 +393,7 @@ def main() -> None:
     for question, name in PLOTS.items():
         if read(question):
             plot(question, PAGE.with_name(name))
+    summary(PAGE.with_name("evidence-summary.svg"))
 
 
 if __name__ == "__main__":
