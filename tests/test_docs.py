@@ -151,6 +151,12 @@ def test_the_tables_of_scale_are_what_the_script_computes():
         assert table in page, "run: python experiments/scaling.py"
 
 
+def test_the_tables_of_evidence_are_those_of_the_raw_metrics(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "experiments/evidence")
+    tables = importlib.import_module("tables")
+    assert tables.PAGE.read_text() == tables.page(), "run: make evidence"
+
+
 def test_the_page_of_collapse_lists_every_alert_with_its_limit():
     section = (DOCS / "collapse.md").read_text().partition("## Alerts\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")]

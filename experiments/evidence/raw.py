@@ -1,5 +1,6 @@
 """The raw metrics and evaluations of the questions, as tables and plots read them."""
 
+import functools
 import gzip
 import json
 import re
@@ -23,6 +24,7 @@ Rows = list[dict[str, float]]
 """Of one run: step 0 has the first evaluation, the last step the last one."""
 
 
+@functools.cache
 def read(question: str) -> dict[str, dict[int, Rows]]:
     """The finished runs of a question, by arm and seed."""
     found: dict[str, dict[int, Rows]] = {}
@@ -38,6 +40,7 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
     return {arm: dict(sorted(found[arm].items())) for arm in sorted(found)}
 
 
+@functools.cache
 def evaluated(question: str) -> dict[str, dict]:
     """What the trained models scored under other caches, by run."""
     paths = sorted((HERE / question / "raw").glob("*-eval.json"))

@@ -384,12 +384,17 @@ def with_table(page: str, name: str, table: str) -> str:
     return made
 
 
+def page() -> str:
+    """As it should be."""
+    text = PAGE.read_text()
+    for name, table in TABLES.items():
+        text = with_table(text, name, table())
+    return text
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    page = PAGE.read_text()
-    for name, table in TABLES.items():
-        page = with_table(page, name, table())
-    PAGE.write_text(page)
+    PAGE.write_text(page())
     for question, name in PLOTS.items():
         if read(question):
             plot(question, PAGE.with_name(name))
