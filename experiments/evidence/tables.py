@@ -178,6 +178,20 @@ def costs(question: str) -> str:
     return table(["arm", *COSTS], lines)
 
 
+def memory(questions: Sequence[str]) -> str:
+    """Of all runs of an arm, the highest: what the cache took, what a dense one would have held at most, and the peak beside the plan."""
+    lines = []
+    for arm, runs in {arm: runs for question in questions for arm, runs in read(question).items()}.items():
+        most = {
+            key: max(row[key] for rows in runs.values() for row in rows if key in row)
+            for key in ("kv/peak_bytes", "kv/dense_bytes", "memory/peak_gib", "memory/predicted_gib")
+        }
+        allocated, dense, peak, planned = most.values()
+        cells = [arm, f"{allocated / 2**20:,.0f}", f"{dense / 2**20:,.0f}", f"{peak:.2f}", f"{planned:.2f}"]
+        lines.append([*cells, f"{100 * (peak / planned - 1):+.1f}"])
+    return table(["arm", "cache, MiB", "held if dense, MiB", "peak, GiB", "planned, GiB", "off by, %"], lines)
+
+
 def warned(question: str) -> str:
     """The alerts of each run at their default limits, with the steps at which they began and ended."""
     lines = []
@@ -366,6 +380,7 @@ TABLES = {
     "b-tightness": lambda: tightness("b-budget"),
     "b-alerts": lambda: warned("b-budget"),
     "b-health": lambda: health("b-budget"),
+    "d-memory": lambda: memory(("a-collapse", "a-corrections")),
     "d-costs": lambda: costs("d-savings"),
     "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
     "d-scores": lambda: scores("d-samples"),
