@@ -337,6 +337,12 @@ def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str
 DENSE_TRAINED, PAPER_TRAINED = ("dense-again-1", "dense-again-2"), ("paper-1", "paper-2")
 FOUR = ("naive-4", "paper-4", "reject_only", "reweight_only", "released", "on_policy_sparse", "smd", "paper-guard")
 BOTH = {"dense-trained": DENSE_TRAINED, "sparse-trained": PAPER_TRAINED}
+UNDER_VETO = {f"{name}, ‰ under the veto at 160": (runs, "rkv@160", 4) for name, runs in BOTH.items()}
+
+
+def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
+    return {f"{name}, {setting}": (runs, setting, 2) for name, runs in BOTH.items() for setting in settings}
+
 
 TABLES = {
     "pilot-scores": lambda: scores("pilot"),
@@ -354,25 +360,8 @@ TABLES = {
     "c-gaps": lambda: gaps("a-collapse", ("dense-again", "dense-4", "naive", "paper", "naive-4", "paper-4")),
     "c-robust": lambda: robust("a-collapse", [*DENSE_TRAINED, *PAPER_TRAINED]),
     "c-narrowed": lambda: narrowed("a-collapse", list(zip(DENSE_TRAINED, PAPER_TRAINED, strict=True))),
-    "e-position": lambda: numerics(
-        "a-collapse",
-        "xi",
-        {
-            f"{name}, {setting}": (runs, setting, 2)
-            for name, runs in BOTH.items()
-            for setting in ("full", "rkv@256", "rkv@160")
-        },
-    ),
-    "e-compactions": lambda: numerics(
-        "a-collapse",
-        "compactions",
-        {
-            f"{name}, {setting}": (runs, setting, 2)
-            for name, runs in BOTH.items()
-            for setting in ("rkv@256", "rkv@160", "rkv@96")
-        }
-        | {f"{name}, ‰ under the veto at 160": (runs, "rkv@160", 4) for name, runs in BOTH.items()},
-    ),
+    "e-position": lambda: numerics("a-collapse", "xi", each_under("full", "rkv@256", "rkv@160")),
+    "e-compactions": lambda: numerics("a-collapse", "compactions", each_under("rkv@256", "rkv@160", "rkv@96") | UNDER_VETO),
     "e-noise": lambda: numerics(
         "a-collapse", "noise", {setting: (DENSE_TRAINED, setting, 2) for setting in ("full", "rkv@256", "rkv@160", "rkv@96")}
     ),
