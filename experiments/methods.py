@@ -3,9 +3,11 @@
     python experiments/methods.py run --out benchmarks/results/methods.json --parallel 2
     python experiments/methods.py table benchmarks/results/methods.json
     python experiments/methods.py plot benchmarks/results/methods.json --out docs/methods.svg
+    python experiments/methods.py run --presets --out benchmarks/results/presets.json --parallel 2
 
 Every arm has the same seeds, problems, learning rate and number of steps; only the method, and for `sparse_rl` the
-correction, differ. `run` starts one process a run, on the CPU with one thread each, and keeps every metric of every step.
+correction, differ. `run` starts one process a run, on the CPU with one thread each, and keeps every metric of every step; what is
+in its file is not run again. `--presets` are the other corrections.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -30,17 +33,23 @@ ARMS = {
     "smd": ["--method", "smd"],
     "on_policy_sparse": ["--method", "on_policy_sparse"],
 }
+PRESETS = {
+    preset: ["--method", "sparse_rl", "--correction.preset", preset]
+    for preset in ("reject_only", "reweight_only", "tis", "icepop", "sequence_mask", "geometric_mask")
+} | {"paper, veto 0.01": ["--method", "sparse_rl", "--correction.preset", "paper", "--correction.veto", "0.01"]}
 DENSE, SPARSE = "eval/arithmetic/pass@1", "eval/arithmetic/pass@1_sparse"
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # two-sided 95 % quantile of Student's t for that many seeds
 
 
 def run(args):
-    jobs = [(arm, seed) for arm in ARMS for seed in range(args.seeds)]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.parallel) as pool:
-        runs = list(pool.map(lambda job: one_run(Path(folder), *job, args), jobs))
     import torch
     import transformers
 
+    runs = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
+    done = {(each["arm"], each["seed"]) for each in runs}
+    jobs = [
+        (arm, seed) for seed in range(args.seeds) for arm in (PRESETS if args.presets else ARMS) if (arm, seed) not in done
+    ]
     record = {
         "experiment": "methods",
         "date": datetime.date.today().isoformat(),
@@ -49,7 +58,10 @@ def run(args):
         "flags": common(args),
         "runs": runs,
     }
-    args.out.write_text(json.dumps(record) + "\n")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.parallel) as pool:
+        for job in [pool.submit(one_run, Path(folder), *job, args) for job in jobs]:
+            runs.append(job.result())
+            args.out.write_text(json.dumps(record) + "\n")
     table(args.out)
 
 
@@ -62,11 +74,11 @@ def common(args):
 
 
 def one_run(folder, arm, seed, args):
-    run_dir = folder / f"{arm.replace(' ', '-')}-{seed}"
+    run_dir = folder / f"{re.sub('[^a-z0-9_]+', '-', arm)}-{seed}"
     command = [sys.executable, "-m", "sparse_rl", "train", "quickstart", "--run-dir", str(run_dir), "--seed", str(seed)]
     started = time.monotonic()
     done = subprocess.run(
-        [*command, *common(args), *ARMS[arm]],
+        [*command, *common(args), *(ARMS | PRESETS)[arm]],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -92,7 +104,7 @@ def table(path):
     runs = json.loads(path.read_text())["runs"]
     print("| arm | dense before | dense after | gain | sparse before | sparse after | rejected | ξ p05 | seconds a run |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for arm in ARMS:
+    for arm in dict.fromkeys(each["arm"] for each in runs):
         mine = [each["steps"] for each in runs if each["arm"] == arm]
         trained = [[step for step in steps if "reward/mean" in step] for steps in mine]
         gain, half = mean_of([100 * (steps[-1][DENSE] - steps[0][DENSE]) for steps in mine])
@@ -124,7 +136,7 @@ def plot(path, out):
     panels = [("reward/mean", "reward of the rollouts"), ("sparse/rejection_rate", "share of rollouts rejected")]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for axis, (key, title) in zip(axes, panels, strict=True):
-        for colour, arm in enumerate(ARMS):
+        for colour, arm in enumerate(dict.fromkeys(each["arm"] for each in runs)):
             if key.startswith("sparse/") and arm == "dense":
                 continue
             rows = [[s for s in each["steps"] if key in s] for each in runs if each["arm"] == arm]
@@ -149,6 +161,7 @@ def main():
     runner.add_argument("--budget", type=int, default=32)
     runner.add_argument("--lr", default="2e-4")
     runner.add_argument("--problems", type=int, default=256)
+    runner.add_argument("--presets", action="store_true")
     runner.add_argument("--parallel", type=int, default=1)
     runner.add_argument("--out", type=Path, required=True)
     for name in ("table", "plot"):
