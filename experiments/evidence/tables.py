@@ -335,7 +335,17 @@ def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str
 
 
 DENSE_TRAINED, PAPER_TRAINED = ("dense-again-1", "dense-again-2"), ("paper-1", "paper-2")
-FOUR = ("naive-4", "paper-4", "reject_only", "reweight_only", "released", "on_policy_sparse", "smd", "paper-guard")
+FOUR = (
+    "naive-4",
+    "paper-4",
+    "reject_only",
+    "reweight_only",
+    "released",
+    "sequence_mask",
+    "on_policy_sparse",
+    "smd",
+    "paper-guard",
+)
 BOTH = {"dense-trained": DENSE_TRAINED, "sparse-trained": PAPER_TRAINED}
 UNDER_VETO = {f"{name}, ‰ under the veto at 160": (runs, "rkv@160", 4) for name, runs in BOTH.items()}
 

@@ -285,7 +285,7 @@ RULES = {
     "rejected": Rule(
         ("sparse/rejection_rate", "sparse/wasted_tokens"),
         _rejected,
-        "a larger kv.budget, another kv.policy, or correction.preset tis, which rejects none",
+        "a larger kv.budget, another kv.policy, or correction.preset sequence_mask, which rejects few",
     ),
     "zero_std_groups": Rule(
         ("reward/zero_std_groups",),
