@@ -56,21 +56,11 @@ def measured(model: str, steps: int, flags: list[str]) -> dict[str, Any]:
         environment = os.environ | {TURN: folder}
         running = {}
         for name, file in files.items():
-            command = [
-                *LAUNCHERS[name],
-                __file__,
-                name,
-                "bench",
-                "step",
-                model,
-                "--steps",
-                str(steps),
-                "--json",
-                str(file),
-                *flags,
-            ]
+            bench = ["bench", "step", model, "--steps", str(steps), "--json", str(file), *flags]
             with (Path(folder) / f"{name}.log").open("w") as log:
-                running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+                running[name] = subprocess.Popen(
+                    [*LAUNCHERS[name], __file__, name, *bench], stdout=log, stderr=log, env=environment
+                )
         (Path(folder) / "alone").touch()
         while any(process.poll() is None for process in running.values()):
             time.sleep(0.5)

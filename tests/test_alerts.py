@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -156,9 +157,13 @@ EVIDENCE = [
 def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
     """What docs/collapse.md says of them: those with a correction, and dense ones, are not warned of."""
     with gzip.open(path, "rt") as file:
-        alerts = check([json.loads(line) for line in file], Alerts())
+        rows = [json.loads(line) for line in file]
+    alerts = check(rows, Alerts())
     told = [alert.step for alert in alerts if alert.name == "grad_norm"]
     assert bool(told) == path.name.startswith("naive") and all(30 < step < 44 for step in told)
+    norms = [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
+    held = max(map(min, norms, norms[1:], norms[2:])) / statistics.median(norms[:10])
+    assert held > 4.7 if told else held < 1.75 and max(norms) < 7.5 * statistics.median(norms[:10])
     assert ("xi_p05" in names(alerts)) == path.name.startswith(("naive-1", "released-0"))
 
 

@@ -361,6 +361,7 @@ TABLES = {
     "a-kept-4": lambda: kept("a-collapse", ("naive-4", "paper-4"), ("dense-4",)),
     "a-collapsed": lambda: collapsed("a-collapse"),
     "a-alerts": lambda: warned("a-collapse"),
+    "a-tightness": lambda: tightness("a-collapse"),
     "a-health": lambda: health("a-collapse"),
     "corrections-scores": lambda: scores("a-corrections"),
     "corrections-kept": lambda: kept("a-corrections", FOUR, ("dense-4",)),
