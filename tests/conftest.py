@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from runs import make_world
+from small_runs import make_world
 from sparse_rl import load_model
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
@@ -73,7 +73,7 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """What training runs need, see `runs.py`."""
+    """What training runs need, see `small_runs.py`."""
     return make_world(tmp_path_factory.mktemp("world"))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runs import one_thread
+from small_runs import one_thread
 from sparse_rl.cli import main
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.xi import BINS

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from runs import metrics, refused, train
+from small_runs import metrics, refused, train
 from sparse_rl.alerts import RULES, Alerts, check
 from sparse_rl.cli import build_parser
 from sparse_rl.config import from_flags, to_toml

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runs import Command, arguments, metrics, refused, train
+from small_runs import Command, arguments, metrics, refused, train
 from sparse_rl import UserError
 from sparse_rl.train.folder import RunFolder
 

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from runs import arguments, refused, train
+from small_runs import arguments, refused, train
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import from_flags, recipe, recipe_names, to_toml
 from sparse_rl.train.settings import Config

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import arguments, make_world, metrics, train, without_clock
+from small_runs import arguments, make_world, metrics, train, without_clock
 from sparse_rl.world import World, deal
 
 STEPS = ["--steps", "5", "--rollout.prompts-per-step", "4", "--rollout.max-tokens", "24", "--checkpoint.every", "1"]

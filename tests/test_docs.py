@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import runs
+import small_runs
 from sparse_rl.alerts import RULES, Alerts
 from sparse_rl.cli import main
 from sparse_rl.data.arithmetic import write_problem
@@ -108,13 +108,13 @@ def test_the_example_of_own_data_is_right():
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The keys that runs write: with every optional term, dense to shadow included."""
-    world = runs.make_world(tmp_path_factory.mktemp("world"))
+    world = small_runs.make_world(tmp_path_factory.mktemp("world"))
     evaluated = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "2", "--rollout.samples-per-prompt", "4"]
     terms = ["--loss.kl-coef", "0.01", "--correction.opsm", "0.5"]
     keys = set()
     for method, more in (("sparse_rl", terms), ("smd", [])):
         run = world / method
-        runs.train(world, run, "--method", method, *evaluated, *more)
+        small_runs.train(world, run, "--method", method, *evaluated, *more)
         for line in (run / "metrics.jsonl").read_text().splitlines():
             keys |= {key.replace("eval/problems/", "eval/<benchmark>/") for key in json.loads(line)}
     return keys - {"step"} | {"perf/rank_wait"}  # of several ranks, see test_distributed

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from runs import Command, one_thread, refused
+from small_runs import Command, one_thread, refused
 from sparse_rl import KV, UserError
 from sparse_rl.cli import main
 from sparse_rl.evaluate.benchmark import Chunk, Cost, Sample, ends_in_repetition, score

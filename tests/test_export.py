@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs import one_thread, train
+from small_runs import one_thread, train
 from sparse_rl import KV, Engine, Sampling, UserError, load_tokenizer
 from sparse_rl.cli import main
 from sparse_rl.integrations.transformers import BoundedCache

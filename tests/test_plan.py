@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from runs import refused
+from small_runs import refused
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import from_flags, recipe, recipe_names
 from sparse_rl.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import arguments, metrics, train
+from small_runs import arguments, metrics, train
 from sparse_rl.cli import main
 from sparse_rl.errors import UserError
 from sparse_rl.integrations.ray import refuse_if_it_lacks, what_is_busy

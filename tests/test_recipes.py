@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import refused
+from small_runs import refused
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import from_flags, recipe, recipe_names, recipe_text
 from sparse_rl.plan import recipe_table

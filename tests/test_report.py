@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import runs
+import small_runs
 from report_runs import HOSTILE, NEVER, big_run, curve, other_seed, rollout, write_rollouts, write_run
 from sparse_rl.cli import main
 from sparse_rl.report import live, page
@@ -93,11 +93,13 @@ def test_every_metric_of_a_real_run_is_shown_with_a_sentence(looked_at):
     titles = [section["title"] for section in shown["sections"]]
     assert titles == list(SECTIONS)[: len(titles)] and OTHER not in titles
     sentences = {key: text for section in shown["sections"] for key, text in section["metrics"]}
-    written = {key for name in ("dense", "sparse_rl") for row in runs.metrics(looked_at / name) for key in row} - {"step"}
+    written = {key for name in ("dense", "sparse_rl") for row in small_runs.metrics(looked_at / name) for key in row} - {
+        "step"
+    }
     assert sentences.keys() == written
     assert sentences["sparse/ess"] == SECTIONS["Are sampler and learner close?"]["sparse/ess"]
     for run, name in zip(shown["runs"], ("dense", "sparse_rl"), strict=True):
-        for row in runs.metrics(looked_at / name):
+        for row in small_runs.metrics(looked_at / name):
             place = run["steps"].index(row["step"])
             for key in row.keys() - {"step"}:
                 assert run["columns"][key][place] == pytest.approx(row[key], rel=1e-5)
@@ -155,7 +157,7 @@ def test_a_report_that_fails_never_fails_the_run(world, tmp_path, monkeypatch, c
         raise OSError("No space left on device")
 
     monkeypatch.setattr(page, "write", full)
-    runs.train(world, tmp_path / "run")
+    small_runs.train(world, tmp_path / "run")
     assert (tmp_path / "run/model/model.safetensors").is_file()
     warnings = [line for line in capsys.readouterr().out.splitlines() if "report could not" in line]
     assert len(warnings) == 1 and "No space left" in warnings[0]
@@ -446,11 +448,11 @@ def test_a_folder_that_is_no_run_is_named_and_the_others_shown(looked_at, tmp_pa
 
 def test_mistakes_end_in_a_sentence(looked_at, tmp_path, capsys):
     said = [
-        runs.refused(capsys, "report", str(tmp_path)),
-        runs.refused(capsys, "report", str(tmp_path / "nowhere")),
-        runs.refused(capsys, "report", str(looked_at), "--out", str(tmp_path / "no/such/page.html")),
-        runs.refused(capsys, "report", str(looked_at), "--serve", "--out", "page.html"),
-        runs.refused(capsys, "report", str(looked_at), "--serve", "--port", "99999"),
+        small_runs.refused(capsys, "report", str(tmp_path)),
+        small_runs.refused(capsys, "report", str(tmp_path / "nowhere")),
+        small_runs.refused(capsys, "report", str(looked_at), "--out", str(tmp_path / "no/such/page.html")),
+        small_runs.refused(capsys, "report", str(looked_at), "--serve", "--out", "page.html"),
+        small_runs.refused(capsys, "report", str(looked_at), "--serve", "--port", "99999"),
     ]
     for words, sentence in zip(("not a run", "does not exist", "--out", "leave --out", "--port"), said, strict=True):
         assert words in sentence
@@ -459,7 +461,7 @@ def test_mistakes_end_in_a_sentence(looked_at, tmp_path, capsys):
 
 def test_figures_without_matplotlib_name_the_remedy(looked_at, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'sparse-rl[figures]'" in runs.refused(
+    assert "pip install 'sparse-rl[figures]'" in small_runs.refused(
         capsys, "report", str(looked_at), "--figures", str(tmp_path / "figures")
     )
 

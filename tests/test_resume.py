@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from runs import Command, arguments, metrics, one_thread, refused, train, without_clock
+from small_runs import Command, arguments, metrics, one_thread, refused, train, without_clock
 from sparse_rl.cli import main
 
 EVERY_STEP = ["--checkpoint.every", "1", "--rollout.max-tokens", "16"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import arguments, metrics, one_thread, train
+from small_runs import arguments, metrics, one_thread, train
 from sparse_rl.cli import main
 from sparse_rl.errors import Unanswered
 from sparse_rl.train import checkpoint, storage

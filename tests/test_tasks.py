@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runs import arguments, refused, train
+from small_runs import arguments, refused, train
 from sparse_rl import UserError
 from sparse_rl.data.examples import PLACE, Example, load, name_of
 from sparse_rl.data.settings import Data

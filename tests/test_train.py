@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from runs import metrics, one_thread, train
+from small_runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, replay
 from sparse_rl.cli import main
 from sparse_rl.learner.correction import Correction
