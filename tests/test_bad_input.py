@@ -41,13 +41,18 @@ STARTS = {
     "test data": (["--data.test", "{tmp}/torn.jsonl", "--eval.problems", "1"], "{tmp}/torn.jsonl:2: this is not JSON"),
     "context": (
         ["--data.train", "{tmp}/long.jsonl"],
-        "Problem 2 of {tmp}/long.jsonl has 301 tokens and with max_tokens = 24 passes the model's context of 256: shorten the prompt.",
+        "Problem 2 of {tmp}/long.jsonl has 301 tokens and with max_tokens = 24 passes the model's context of 256: shorten the prompt, or "
+        "leave it out with --data.max-prompt-tokens.",
     ),
     "test context": (
         ["--data.test", "{tmp}/long.jsonl", "--eval.problems", "2"],
         "Problem 2 of {tmp}/long.jsonl has 301 tokens",
     ),
-    "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits."),
+    "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits, or"),
+    "max_prompt_tokens": (
+        ["--data.train", "{tmp}/long.jsonl", "--data.max-prompt-tokens", "2"],
+        "Every prompt of {tmp}/long.jsonl has more than data.max_prompt_tokens = 2 tokens, the shortest",
+    ),
     "device": (["--model.device", "nonsense"], "Device 'nonsense' cannot be used"),
     "model": (["--model.path", "{tmp}/nowhere"], "could not be loaded"),
     "adapter": (["--model.lora.rank", "2", "--model.lora.targets", "qq"], "fits no layer of the model: try all-linear."),

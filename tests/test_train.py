@@ -130,6 +130,16 @@ def test_held_out_problems_are_scored_before_and_after(world, tmp_path):
     assert scored == [keys, set(), keys]
 
 
+def test_problems_with_long_prompts_are_left_out(world, tmp_path, capsys):
+    problems, run = tmp_path / "some-long.jsonl", tmp_path / "run"
+    long = json.dumps({"prompt": "1" * 300, "answer": "2"}) + "\n"  # more than the model's context
+    problems.write_text(long + (world / "problems.jsonl").read_text() + long)
+    train(world, run, "--data.train", str(problems), "--data.max-prompt-tokens", "20", "--rollout.prompts-per-step", "8")
+    assert f"2 of 10 problems of {problems} are left out" in " ".join(capsys.readouterr().out.split())
+    drawn = {row["prompt"] for path in (run / "rollouts").iterdir() for row in pq.read_table(path).to_pylist()}
+    assert len(drawn) == 8 and max(map(len, drawn)) < 20
+
+
 def test_rollouts_are_written_down_rejected_ones_first(world, tmp_path):
     """Log-probs are those of the model before the step, traces are whole, and everything has its row."""
     run = tmp_path / "run"

@@ -148,7 +148,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", action="store_true", help="also print rows for a LaTeX table")
     _add_model_flags(parser)
     add_flags(parser, KV)
-    add_flags(parser, Data, without=("train", "test"))
+    add_flags(parser, Data, without=("train", "test", "max_prompt_tokens"))
     add_flags(parser, Reward)
 
 

@@ -41,6 +41,9 @@ class Data(Section):
         description=f"Text around the problem, which stands where this says {PLACE}; by default the task's instruction "
         "follows it.",
     )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="Training problems with a longer prompt are left out; test problems never are."
+    )
     raw: bool = Field(False, description="Encode prompts as they are, without the chat template.")
 
     @model_validator(mode="after")

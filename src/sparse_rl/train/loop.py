@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.examples import Example, encode, load, name_of
 from ..data.order import Order
+from ..data.settings import Data
 from ..errors import RankLost, Unanswered, UserError
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
 from ..evaluate.benchmark import Sample as Evaluated
@@ -82,10 +83,27 @@ def load_all(config: Config) -> Given:
     loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
     refuse_without_answers(config.data.train, loaded.examples[0], config.reward.function_for(config.data.train))
     prompts = [encode(tokenizer, example, config.data.template, config.data.raw) for example in loaded.examples]
+    short, note = short_enough(prompts, config.data)
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )
-    return Given(model, tokenizer, loaded.examples, prompts, note=loaded.note)
+    examples, prompts = [loaded.examples[at] for at in short], [prompts[at] for at in short]
+    return Given(model, tokenizer, examples, prompts, note=" ".join(filter(None, (loaded.note, note))))
+
+
+def short_enough(prompts: list[list[int]], data: Data) -> tuple[list[int], str]:
+    """The places of the prompts that are not too long, and a sentence on those that are."""
+    limit = data.max_prompt_tokens or math.inf
+    short = [at for at, prompt in enumerate(prompts) if len(prompt) <= limit]
+    if not short:
+        raise UserError(
+            f"Every prompt of {data.train} has more than data.max_prompt_tokens = {limit} tokens, the shortest "
+            f"{min(map(len, prompts))}: raise it."
+        )
+    if len(short) == len(prompts):
+        return short, ""
+    left_out = f"{len(prompts) - len(short):,} of {len(prompts):,} problems of {data.train} are left out"
+    return short, f"{left_out}: their prompts have more than data.max_prompt_tokens = {limit} tokens."
 
 
 class Trainer:
@@ -120,7 +138,9 @@ class Trainer:
         self.dealer = Dealer(
             config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits, world
         )
-        self.longest_prompt = self._longest(given.prompts, config.data.train)
+        self.longest_prompt = self._longest(
+            given.prompts, config.data.train, ", or leave it out with --data.max-prompt-tokens."
+        )
         self._prepare_evaluation()
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.compared = False
@@ -372,13 +392,14 @@ class Trainer:
             remedy = f"mend reward.function{f' and continue from {last} with --resume' if last else ''}"
             raise UserError(f"{drawn.silent}: {remedy}.")
 
-    def _longest(self, prompts: list[list[int]], source: str) -> list[int]:
+    def _longest(self, prompts: list[list[int]], source: str, or_else: str = ".") -> list[int]:
         """The longest prompt, which must leave room for a response."""
         number, longest = max(enumerate(prompts, 1), key=lambda pair: len(pair[1]))
         try:
             self.engine.check_prompt(longest, self.config.rollout.sampling(self.config.seed))
         except UserError as error:
-            raise UserError(str(error).replace("Prompt 0", f"Problem {number} of {source}")) from None
+            told = str(error).replace("Prompt 0", f"Problem {number} of {source}")
+            raise UserError(told.removesuffix(".") + or_else) from None
         return longest
 
     # Evaluation, logs, checkpoints
