@@ -2,7 +2,8 @@
 
 The data has a column `constraints`, a list of objects such as {"kind": "max_words", "value": 50}. Use it as
 --reward.function examples/constraints_reward.py:share_met, or beside another reward:
---reward.function "math_answer + 0.2 * examples/constraints_reward.py:share_met". Try it: python examples/constraints_reward.py
+--reward.function "math_answer + 0.2 * examples/constraints_reward.py:share_met". Where answers must be long, share_met_at_length.
+Try it: python examples/constraints_reward.py
 """
 
 import json
@@ -41,6 +42,22 @@ def share_met(prompts, completions, constraints, **columns):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         met = [CHECKS[constraint["kind"]](text, constraint["value"]) for constraint in wanted or []]
         rewards.append(sum(met) / len(met) if met else None)
+    return rewards
+
+
+def share_met_at_length(prompts, completions, constraints, **columns):
+    """The same, times how much there is to it: different words / half of the `min_words` that are asked for, 1 at most.
+
+    A share can be gamed: trained on `share_met`, a model gave up the one constraint that takes a whole answer, `min_words`,
+    and met the others in twenty words (docs/evidence.md, G).
+    """
+    rewards = []
+    shares = share_met(prompts, completions, constraints)
+    for completion, wanted, share in zip(completions, constraints, shares, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        least = max((each["value"] for each in wanted or [] if each["kind"] == "min_words"), default=0)
+        length = min(1.0, 2 * len(set(words(text.lower()))) / least) if least else 1.0
+        rewards.append(None if share is None else share * length)
     return rewards
 
 

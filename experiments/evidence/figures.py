@@ -1,12 +1,13 @@
 """The curves of a question, one panel for each metric and a line for each arm with the range of its seeds; and A in one picture."""
 
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from raw import DENSE, Rows, ends, read, starts
+from raw import DENSE, SPARSE, Rows, ends, read, starts
 
 plt.switch_backend("svg")
 plt.rcParams["svg.hashsalt"] = "sparse-rl"
@@ -54,6 +55,10 @@ def plot(question: str, out: Path) -> None:
     save(figure, out)
 
 
+def before_training() -> float:
+    return statistics.mean(starts("a-collapse", DENSE).values())
+
+
 def summary(out: Path) -> None:
     """How training went with four updates a step, and where every run of A ended."""
     methods = ("dense", "naive", "paper")
@@ -65,13 +70,47 @@ def summary(out: Path) -> None:
             ended = [score for suffix in suffixes for score in scores.get(f"{method}{suffix}", {}).values()]
             fill = f"C{number}" if shift < 0 else "none"
             right.scatter([number + shift] * len(ended), ended, 50, edgecolors=f"C{number}", facecolors=fill, zorder=3)
-    before = statistics.mean(starts("a-collapse", DENSE).values())
+    before = before_training()
     right.axhline(before, color="grey", linestyle=":")
     right.annotate("before training", (2.45, before), ha="right", va="bottom", color="grey")
     left.set(title="reward of the rollouts, four updates a step", xlabel="step")
     right.set(title="test Pass@1, %, of every run\n(filled: one update a step, open: four)", xlim=(-0.5, 2.5), ylim=(0, None))
     right.set_xticks(range(len(methods)), ["dense", "sparse,\nno correction", "sparse,\npaper's correction"])
     for axis in (left, right):
+        axis.grid(alpha=0.3)
+    save(figure, out)
+
+
+def budgets(out: Path) -> None:
+    """Where the runs of question B ended, and what they rejected at first and at the end, over the budget."""
+    scores, found = {key: ends("b-budget", key) for key in (DENSE, SPARSE)}, read("b-budget")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for number, (policy, title) in enumerate({"rkv": "R-KV", "snapkv": "SnapKV"}.items()):
+        sizes = sorted(int(arm.split("-")[1]) for arm in found if re.fullmatch(rf"{policy}-\d+", arm))
+        arms, colour = [f"{policy}-{size}" for size in sizes], f"C{number}"
+        for key, fill, line in ((DENSE, colour, "-"), (SPARSE, "none", ":")):
+            cache = "dense" if key == DENSE else "the sampler's"
+            left.plot(sizes, [statistics.mean(scores[key][arm].values()) for arm in arms], line, color=colour)
+            points = [(size, score) for size, arm in zip(sizes, arms, strict=True) for score in scores[key][arm].values()]
+            left.scatter(
+                *zip(*points, strict=True), 40, edgecolors=colour, facecolors=fill, label=f"{title}, {cache} cache", zorder=3
+            )
+        for part, line, when in ((slice(5), ":", "first five steps"), (slice(-10, None), "-", "last ten")):
+            shares = [
+                100 * statistics.mean(row["sparse/rejection_rate"] for rows in found[arm].values() for row in rows[1:][part])
+                for arm in arms
+            ]
+            right.plot(sizes, shares, line, marker="o", color=colour, label=f"{title}, {when}")
+    for score, name in (
+        (statistics.mean(scores[DENSE]["full"].values()), "dense training"),
+        (before_training(), "before training"),
+    ):
+        left.axhline(score, color="grey", linestyle=":")
+        left.annotate(name, (262, score), ha="right", va="bottom", color="grey")
+    left.set(title="test Pass@1, %, of every run", xlabel="budget, tokens (a sequence has 390 at first)", ylim=(0, 36))
+    right.set(title="rejected, %", xlabel="budget, tokens", ylim=(0, None))
+    for axis in (left, right):
+        axis.legend(fontsize="small", frameon=False)
         axis.grid(alpha=0.3)
     save(figure, out)
 

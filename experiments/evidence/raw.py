@@ -15,7 +15,7 @@ TEST = re.compile("^eval/[^/]+/")
 
 BESIDE = {
     "a-corrections": {arm: arm for arm in ("dense-4", "naive-4", "paper-4")},
-    "b-budget": {"dense": "full", "paper": "rkv-160"},
+    "b-budget": {"dense": "full", "dense-again": "full-again", "paper": "rkv-160"},
     "d-samples": {arm: arm for arm in ("dense", "paper")},
 }
 """Arms of A that are compared in other questions, and their names there."""
@@ -37,7 +37,12 @@ def read(question: str) -> dict[str, dict[int, Rows]]:
         found["dense"] = read("pilot")["full-3e-6"] | found.get("dense", {})
     if found and question in BESIDE:
         found |= {name: runs for arm, runs in read("a-collapse").items() if (name := BESIDE[question].get(arm))}
-    return {arm: dict(sorted(found[arm].items())) for arm in sorted(found)}
+    return {arm: dict(sorted(found[arm].items())) for arm in sorted(found, key=by_number)}
+
+
+def by_number(name: str) -> list[str | int]:
+    """To sort by: 96 comes before 128."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @functools.cache

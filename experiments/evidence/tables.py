@@ -10,8 +10,8 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
-from figures import WINDOW, plot, smooth, summary
-from raw import DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
+from figures import WINDOW, budgets, plot, smooth, summary
+from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 
 from sparse_rl.alerts import Alerts, check
 from sparse_rl.evaluate.statistics import t_interval
@@ -181,7 +181,13 @@ def costs(question: str) -> str:
 def memory(questions: Sequence[str]) -> str:
     """Of all runs of an arm, the highest: what the cache took, what a dense one would have held at most, and the peak beside the plan."""
     lines = []
-    for arm, runs in {arm: runs for question in questions for arm, runs in read(question).items()}.items():
+    arms = {
+        arm: runs
+        for question in questions
+        for arm, runs in read(question).items()
+        if arm not in BESIDE.get(question, {}).values()
+    }
+    for arm, runs in arms.items():
         most = {
             key: max(row[key] for rows in runs.values() for row in rows if key in row)
             for key in ("kv/peak_bytes", "kv/dense_bytes", "memory/peak_gib", "memory/predicted_gib")
@@ -239,10 +245,15 @@ LEVELS = (0.22, 0.26)
 """Rewards whose time is asked for, chosen before steps were timed; every run of A reaches both."""
 
 
+SAME_STEPS = {"dense-same-kv": "dense"}
+"""Arms that were only timed: slots change how long a step takes and not what it does."""
+
+
 def times(trained: Sequence[str], timed: str) -> str:
     """How long training takes to reach a reward: the first step whose last five have that mean, and by what a step takes alone,
     where that was timed, the seconds."""
     runs = {arm: runs for question in trained for arm, runs in read(question).items()}
+    runs |= {arm: runs[of] for arm, of in SAME_STEPS.items()}
     settled = {
         arm: [row for rows in mine.values() for row in rows if row["step"] > SETTLED] for arm, mine in read(timed).items()
     }
@@ -346,6 +357,7 @@ FOUR = (
     "smd",
     "paper-guard",
 )
+BUDGETS = (*(f"rkv-{size}" for size in (96, 128, 160, 192, 256)), "rkv-256-protected", "snapkv-128", "snapkv-192")
 BOTH = {"dense-trained": DENSE_TRAINED, "sparse-trained": PAPER_TRAINED}
 UNDER_VETO = {f"{name}, ‰ under the veto at 160": (runs, "rkv@160", 4) for name, runs in BOTH.items()}
 
@@ -376,15 +388,19 @@ TABLES = {
         "a-collapse", "noise", {setting: (DENSE_TRAINED, setting, 2) for setting in ("full", "rkv@256", "rkv@160", "rkv@96")}
     ),
     "b-scores": lambda: scores("b-budget", one_cache=False),
+    "b-kept": lambda: kept("b-budget", BUDGETS, ("full", "full-again")),
     "b-tightness": lambda: tightness("b-budget"),
     "b-alerts": lambda: warned("b-budget"),
     "b-health": lambda: health("b-budget"),
-    "d-memory": lambda: memory(("a-collapse", "a-corrections")),
+    "d-memory": lambda: memory(("a-collapse", "a-corrections", "b-budget", "d-samples")),
     "d-costs": lambda: costs("d-savings"),
     "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
     "d-scores": lambda: scores("d-samples"),
     "g-scores": lambda: scores("g-graded", one_cache=False),
     "g-health": lambda: health("g-graded"),
+    "g-alerts": lambda: warned("g-graded"),
+    "g-length-scores": lambda: scores("g-length", one_cache=False),
+    "g-length-health": lambda: health("g-length"),
 }
 PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg", "a-corrections": "evidence-corrections.svg"}
 
@@ -413,6 +429,7 @@ def main() -> None:
         if read(question):
             plot(question, PAGE.with_name(name))
     summary(PAGE.with_name("evidence-summary.svg"))
+    budgets(PAGE.with_name("evidence-b.svg"))
 
 
 if __name__ == "__main__":
