@@ -33,6 +33,7 @@ TROUBLE = {
     "entropy": {"policy/entropy": 0.001},
     "repetition": {"response/repetition": 0.5},
     "truncated": {"response/truncated": 0.5, "reward/mean": 0.3},
+    "length": {"response/mean_tokens": 20.0},
     "grad_norm": {"policy/grad_norm": 30.0},
     "xi_p05": {"sparse/xi_p05": 0.5},
     "rejected": {"sparse/wasted_tokens": 0.7},
@@ -139,6 +140,12 @@ def test_a_run_that_learns_has_none(run):
     assert "xi_p05" not in names(check(run["steps"], Alerts()))  # this model's hardly moves
 
 
+def test_answers_of_these_runs_do_not_shrink():
+    presets = json.loads((Path(__file__).parents[1] / "benchmarks/results/presets.json").read_text())["runs"]
+    assert len(METHODS + presets) == 39
+    assert not any("length" in names(check(run["steps"], Alerts())) for run in METHODS + presets)
+
+
 def test_runs_that_collapsed_say_so():
     """Those whose reward stayed near 0. (`naive` with seed 2 fell in its last two steps: too late for three in a row.)"""
     held = {(run["arm"], run["seed"]) for run in METHODS for alert in check(run["steps"], Alerts())
@@ -165,6 +172,7 @@ def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
     held = max(map(min, norms, norms[1:], norms[2:])) / statistics.median(norms[:10])
     assert held > 4.7 if told else held < 2.35 and max(norms) < 7.5 * statistics.median(norms[:10])
     assert ("xi_p05" in names(alerts)) == path.name.startswith(("naive-1", "released-0", "rkv-96", "rkv-128", "snapkv-128"))
+    assert "length" not in names(alerts)
     lasting = [alert for alert in alerts if alert.name == "rejected" and alert.step == 3]
     assert bool(lasting) == path.name.startswith(("rkv-96", "snapkv-128"))
 
@@ -177,6 +185,7 @@ def test_of_another_task_the_gradients_alarms_go_away():
             alerts = check([json.loads(line) for line in file], Alerts())
         spans[path.name] = [alert.ended - alert.step for alert in alerts if alert.name == "grad_norm" and alert.ended]
         assert len(spans[path.name]) == [alert.name for alert in alerts].count("grad_norm")
+        assert [9 <= alert.step <= 30 for alert in alerts if alert.name == "length"] in ([True], [True, True])
     assert len(spans) == 8 and sum(map(bool, spans.values())) == 3
     assert {length for lengths in spans.values() for length in lengths} <= set(range(3, 8))
 

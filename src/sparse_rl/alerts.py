@@ -34,6 +34,7 @@ class Alerts(Section):
         0.2,
         description="response/truncated above the first step's by more than this, with reward/mean below the first step's.",
     )
+    length: Share = Field(0.33, description="response/mean_tokens below this share of what it was at the first step.")
     grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
         2.5, description="policy/grad_norm above so many times the median of its first ten steps."
     )
@@ -188,6 +189,13 @@ def _truncated(now: Row, past: Past, limit: float) -> str | None:
     )
 
 
+def _length(now: Row, past: Past, limit: float) -> str | None:
+    value, start = now["response/mean_tokens"], past.first["response/mean_tokens"]
+    if value >= limit * start:
+        return None
+    return f"response/mean_tokens is {value:.0f}, {value / start:.0%} of its first {start:.0f} (limit {limit:.0%}): answers shrink"
+
+
 def _grad_norm(now: Row, past: Past, limit: float) -> str | None:
     value, usual = now["policy/grad_norm"], statistics.median(past.early)
     if len(past.early) < EARLY or value <= limit * usual:
@@ -270,6 +278,11 @@ RULES = {
         ("response/truncated", "reward/mean"),
         _truncated,
         "an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef; read rollouts first",
+    ),
+    "length": Rule(
+        ("response/mean_tokens",),
+        _length,
+        "read the best-rewarded rollouts: the reward may be met by hardly an answer; a larger kv.budget where long ones are rejected",
     ),
     "grad_norm": Rule(
         ("policy/grad_norm",),
