@@ -46,17 +46,17 @@ def share_met(prompts, completions, constraints, **columns):
 
 
 def share_met_at_length(prompts, completions, constraints, **columns):
-    """The same, times how much there is to it: different words / half of the `min_words` that are asked for, 1 at most.
+    """The same, times how much there is to it: different words / the `min_words` that are asked for, 1 at most.
 
     A share can be gamed: trained on `share_met`, a model gave up the one constraint that takes a whole answer, `min_words`,
-    and met the others in twenty words (docs/evidence.md, G).
+    and met the others in a line or two (docs/evidence.md, G).
     """
     rewards = []
     shares = share_met(prompts, completions, constraints)
     for completion, wanted, share in zip(completions, constraints, shares, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         least = max((each["value"] for each in wanted or [] if each["kind"] == "min_words"), default=0)
-        length = min(1.0, 2 * len(set(words(text.lower()))) / least) if least else 1.0
+        length = min(1.0, len(set(words(text.lower()))) / least) if least else 1.0
         rewards.append(None if share is None else share * length)
     return rewards
 

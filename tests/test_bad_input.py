@@ -42,13 +42,13 @@ STARTS = {
     "context": (
         ["--data.train", "{tmp}/long.jsonl"],
         "Problem 2 of {tmp}/long.jsonl has 301 tokens and with max_tokens = 24 passes the model's context of 256: shorten the prompt, or "
-        "leave it out with --data.max-prompt-tokens.",
+        "leave such problems out with --data.max-prompt-tokens 232.",
     ),
     "test context": (
         ["--data.test", "{tmp}/long.jsonl", "--eval.problems", "2"],
         "Problem 2 of {tmp}/long.jsonl has 301 tokens",
     ),
-    "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits, or"),
+    "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits."),
     "max_prompt_tokens": (
         ["--data.train", "{tmp}/long.jsonl", "--data.max-prompt-tokens", "2"],
         "Every prompt of {tmp}/long.jsonl has more than data.max_prompt_tokens = 2 tokens, the shortest",

@@ -179,6 +179,18 @@ def test_a_protected_prompt_that_leaves_no_room_is_refused(model):
         engine.generate([[5] * 20])
 
 
+@pytest.mark.parametrize(
+    "kv", [SMALL, KV(budget=24, interval=6, window=4, sinks=2, protect_prompt=True)], ids=["free", "protected"]
+)
+@pytest.mark.parametrize("prefill", [8192, 16])
+def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, kv, prefill):
+    engine, sampling = Engine(model, kv, slots=1, prefill_tokens=prefill), Sampling(max_tokens=100)
+    most = engine.most_prompt_tokens(sampling)
+    engine.check_prompt([5] * most, sampling)
+    with pytest.raises(UserError, match=f"Prompt 0 has {most + 1} tokens"):
+        engine.check_prompt([5] * (most + 1), sampling)
+
+
 def test_wrong_sampling_is_refused():
     for options, sentence in (
         ({"temperature": -1}, "sampling.temperature = -1 is refused"),

@@ -529,7 +529,7 @@ def test_the_example_of_constraints_grades_by_the_share_met():
     with RewardPool(f"{EXAMPLES / 'constraints_reward.py'}:share_met_at_length", workers=1, timeout_s=10) as pool:
         texts = ["Brief.", "So so so so so so so so.", "A cat sat on the mat by itself.", "Brief."]
         graded = grade(pool, texts, constraints=[constraints] * 3 + [constraints[1:]])
-    assert graded.values == [0.5 / 4, 1 / 4, 1.0, 1.0]  # in which "so" is one word of the four that half of eight are
+    assert graded.values == [0.5 / 8, 1 / 8, 1.0, 1.0]  # of "so" one counts
 
 
 def test_the_example_of_a_reward_model_scores_with_any_classifier(tmp_path, monkeypatch):

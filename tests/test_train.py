@@ -130,14 +130,28 @@ def test_held_out_problems_are_scored_before_and_after(world, tmp_path):
     assert scored == [keys, set(), keys]
 
 
-def test_problems_with_long_prompts_are_left_out(world, tmp_path, capsys):
+def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_path, capsys):
+    """Also by --dry-run; what is too long nevertheless is named by its place in the file."""
     problems, run = tmp_path / "some-long.jsonl", tmp_path / "run"
-    long = json.dumps({"prompt": "1" * 300, "answer": "2"}) + "\n"  # more than the model's context
-    problems.write_text(long + (world / "problems.jsonl").read_text() + long)
-    train(world, run, "--data.train", str(problems), "--data.max-prompt-tokens", "20", "--rollout.prompts-per-step", "8")
-    assert f"2 of 10 problems of {problems} are left out" in " ".join(capsys.readouterr().out.split())
+    short = (world / "problems.jsonl").read_text()
+    longer, too_long = (json.dumps({"prompt": "1" * number, "answer": "2"}) + "\n" for number in (40, 300))
+    problems.write_text(too_long + longer + short + longer)
+    (tmp_path / "test.jsonl").write_text(longer)
+    tokens = 41  # one a digit, and the beginning of the text
+    flags = ["--data.train", str(problems), "--data.test", str(tmp_path / "test.jsonl"), "--eval.problems", "1"]
+    flags += ["--rollout.prompts-per-step", "8", "--data.max-prompt-tokens"]
+    for last in ([], ["--dry-run"]):
+        train(world, run, *flags, str(tokens - 1), *last)
+        assert f"3 of 11 problems of {problems} are left out: their" in " ".join(capsys.readouterr().out.split())
     drawn = {row["prompt"] for path in (run / "rollouts").iterdir() for row in pq.read_table(path).to_pylist()}
     assert len(drawn) == 8 and max(map(len, drawn)) < 20
+    assert "eval/test/pass@1" in metrics(run)[-1]
+    train(world, run, *flags, str(tokens), "--dry-run")
+    assert "1 of 11 problems" in capsys.readouterr().out
+    problems.write_text(longer + short + too_long)
+    with pytest.raises(SystemExit):
+        train(world, tmp_path / "protected", *flags, str(tokens), "--kv.protect-prompt", "true")
+    assert re.search(f"Problem 1 of .* has {tokens} tokens and is protected.*tokens 15", capsys.readouterr().err)
 
 
 def test_rollouts_are_written_down_rejected_ones_first(world, tmp_path):

@@ -3,9 +3,9 @@
     python experiments/evidence/slices.py pilot a-collapse --model MODEL --data.dir DATA --seconds 1200 --at-once 4
 
 A question is a folder with `arms.toml`: the seeds, and for each arm the flags of `sparse-rl train` beside `base.toml` (and fewer
-`seeds`, where it has them, and the caches under which to `evaluate` what it trained). What is in `ledger.jsonl` as finished is not run again. A run that its slice ends is stopped after
-its step, saved, and resumed by the next one; its folder is under --runs. When a run has ended, its metrics go to
-`raw/ARM-SEED.jsonl.gz` beside the arms.
+`seeds`, where it has them, and the caches under which to `evaluate` what it trained). What is in `ledger.jsonl` as finished is not
+run again. A run that its slice ends is stopped after its step, saved, and resumed by the next one; its folder is under --runs.
+When a run has ended, its metrics go to `raw/ARM-SEED.jsonl.gz` beside the arms.
 """
 
 import argparse
@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("questions", nargs="+", help="folders beside this script, in order")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data.dir", dest="data")
-    parser.add_argument("--seeds", type=int, nargs="*", help="only these [all of a question]")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", help="only these, one after another over all questions [all of each question]"
+    )
     parser.add_argument("--seconds", type=float, default=1200, help="after which everything is stopped [1200]")
     parser.add_argument("--needs", type=float, default=0, help="seconds that must be left for a run to be started [0]")
     parser.add_argument("--at-once", type=int, default=4, help="runs on the GPU at a time [4]")
@@ -63,7 +65,8 @@ def main() -> None:
     args = parser.parse_args()
     done = {(row["question"], row["arm"], row["seed"]) for row in ledger() if row["finished"]}
     waiting = [run for question in args.questions for run in runs_of(question) if run.key not in done]
-    waiting = [run for run in waiting if args.seeds is None or run.seed in args.seeds]
+    if args.seeds is not None:
+        waiting = [run for seed in args.seeds for run in waiting if run.seed == seed]
     print(f"{len(waiting)} runs are left of {', '.join(args.questions)}", flush=True)
     slice_of(waiting, args)
 

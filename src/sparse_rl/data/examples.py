@@ -7,6 +7,7 @@ counted where the others have one.
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -42,6 +43,10 @@ class Example:
     """What the reward function is given beside prompt and completion: the answer, if there is one, and all other columns."""
     template: str = PLACE
     """Stands around the problem unless `data.template` says otherwise: a task's instruction."""
+
+
+TASK_PROBLEMS = 4096
+"""Problems of a task that makes its own."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,20 @@ def _gather(
             "leave the column out of all rows."
         )
     return Loaded(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
+
+
+def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | None) -> tuple[list[int], str | None]:
+    """The places of the prompts with at most `limit` tokens, and a sentence on the others, if there are any."""
+    places = [place for place, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
+    if not places:
+        raise UserError(
+            f"Every prompt of {source} has more than data.max_prompt_tokens = {limit} tokens, the shortest "
+            f"{min(map(len, prompts))}: raise it."
+        )
+    if len(places) == len(prompts):
+        return places, None
+    left_out = f"{len(prompts) - len(places):,} of {len(prompts):,} problems of {source} are left out"
+    return places, f"{left_out}: their prompts have more than data.max_prompt_tokens = {limit} tokens."
 
 
 def _note(source: str, total: int, skipped: list[Row], answer_column: str) -> str:

@@ -147,6 +147,13 @@ class Engine:
         """Refuse, before any work starts, what `generate` would refuse of this prompt."""
         self._checked([prompt], 1, sampling, None, None, False)
 
+    def most_prompt_tokens(self, sampling: Sampling) -> int:
+        """Of a prompt that `check_prompt` does not refuse for its length."""
+        rooms = [room - sampling.max_tokens for room in (self.limits.sliding_window, self.limits.context) if room is not None]
+        if self.kv.protect_prompt and self.policy.evicts:
+            rooms.append(self.kv.budget - self.kv.window - 1)
+        return min(self.prefill_tokens, *rooms)
+
     def _graphs(self) -> DecodeGraphs | None:
         """The captured steps, made anew where the cache or the weights have moved."""
         assert self.cache is not None

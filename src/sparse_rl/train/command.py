@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config import to_toml
-from ..data.examples import encode, load
+from ..data.examples import TASK_PROBLEMS, encode, load, short_enough
 from ..errors import Absent, UserError
 from ..plan.command import wide_console
 from ..plan.dimensions import HUB_SHAPES
@@ -45,10 +45,11 @@ def dry_run(config: Config) -> None:
     if line := planned(config):
         console.print(line, markup=False)
     console.print()
-    example, failed = None, ""
+    examples, example, failed = [], None, ""
     with told_if_absent(console):
-        loaded = load(config.data.train, "train", n=1, seed=config.seed, **config.data.reading)
-        example = loaded.examples[0]
+        number = TASK_PROBLEMS if config.data.max_prompt_tokens else 1  # to tell which are too long takes all of them
+        loaded = load(config.data.train, "train", n=number, seed=config.seed, **config.data.reading)
+        examples, example = loaded.examples, loaded.examples[0]
         if loaded.note:
             console.print(f"{loaded.note}\n", markup=False)
     workers = min(config.reward.workers, 1)
@@ -66,7 +67,13 @@ def dry_run(config: Config) -> None:
     with told_if_absent(console):
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if example:
-            ids = encode(tokenizer, example, config.data.template, config.data.raw)
+            limit = config.data.max_prompt_tokens
+            read = examples if limit else [example]
+            prompts = [encode(tokenizer, each, config.data.template, config.data.raw) for each in read]
+            (first, *_), left_out = short_enough(config.data.train, prompts, limit)
+            if left_out:
+                console.print(left_out, markup=False)
+            ids = prompts[first]
             shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
             console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
     if failed:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.examples import Example, encode, load, name_of
+from ..data.examples import TASK_PROBLEMS, Example, encode, load, name_of, short_enough
 from ..data.order import Order
-from ..data.settings import Data
 from ..errors import RankLost, Unanswered, UserError
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
 from ..evaluate.benchmark import Sample as Evaluated
@@ -51,8 +50,6 @@ from .settings import SHADOW_METHODS, Config
 from .stop import StopAsked
 from .view import View
 
-TASK_PROBLEMS = 4096
-"""Problems of a task that makes its own."""
 NOISE_ROLLOUTS = 8
 """Rollouts of a step that are replayed to measure engine noise, where the method does not replay them all."""
 ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
@@ -72,8 +69,10 @@ class Given:
     prompts: list[list[int]]
     limits: Callable[[list[int]], list[int]] | None = None
     """From the seeds of rollouts, the number of tokens each of them ends at."""
-    note: str | None = None
+    notes: Sequence[str] = ()
     """What a user should know about the data."""
+    places: Sequence[int] = ()
+    """Of the examples in their source, where some were left out."""
 
 
 def load_all(config: Config) -> Given:
@@ -83,27 +82,18 @@ def load_all(config: Config) -> Given:
     loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
     refuse_without_answers(config.data.train, loaded.examples[0], config.reward.function_for(config.data.train))
     prompts = [encode(tokenizer, example, config.data.template, config.data.raw) for example in loaded.examples]
-    short, note = short_enough(prompts, config.data)
+    places, note = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )
-    examples, prompts = [loaded.examples[at] for at in short], [prompts[at] for at in short]
-    return Given(model, tokenizer, examples, prompts, note=" ".join(filter(None, (loaded.note, note))))
-
-
-def short_enough(prompts: list[list[int]], data: Data) -> tuple[list[int], str]:
-    """The places of the prompts that are not too long, and a sentence on those that are."""
-    limit = data.max_prompt_tokens or math.inf
-    short = [at for at, prompt in enumerate(prompts) if len(prompt) <= limit]
-    if not short:
-        raise UserError(
-            f"Every prompt of {data.train} has more than data.max_prompt_tokens = {limit} tokens, the shortest "
-            f"{min(map(len, prompts))}: raise it."
-        )
-    if len(short) == len(prompts):
-        return short, ""
-    left_out = f"{len(prompts) - len(short):,} of {len(prompts):,} problems of {data.train} are left out"
-    return short, f"{left_out}: their prompts have more than data.max_prompt_tokens = {limit} tokens."
+    return Given(
+        model,
+        tokenizer,
+        [loaded.examples[place] for place in places],
+        [prompts[place] for place in places],
+        notes=[told for told in (loaded.note, note) if told],
+        places=places,
+    )
 
 
 class Trainer:
@@ -123,14 +113,15 @@ class Trainer:
         self.world = world
         torch.manual_seed(config.seed)  # of fresh adapters; all else is drawn by counter
         given = given or load_all(config)
-        if given.note:
-            view.note(given.note)
+        for note in given.notes:
+            view.note(note)
         self.tokenizer = given.tokenizer
         self.report = LiveReport(folder.path, self.tokenizer, view.warn)
         device = given.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self.plan = plan_run(config, given.model, max(map(len, given.prompts)))
+        self._load_held_out()
+        self.plan = plan_run(config, given.model, max(map(len, [*given.prompts, *self.held_out_prompts])))
         self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
@@ -138,10 +129,9 @@ class Trainer:
         self.dealer = Dealer(
             config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits, world
         )
-        self.longest_prompt = self._longest(
-            given.prompts, config.data.train, ", or leave it out with --data.max-prompt-tokens."
-        )
-        self._prepare_evaluation()
+        self.longest_prompt = self._longest(given.prompts, config.data.train, given.places)
+        if self.held_out:
+            self._longest(self.held_out_prompts, config.data.held_out or "")
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.compared = False
         self.state = checkpoint.State(ranks=world.size)
@@ -392,19 +382,23 @@ class Trainer:
             remedy = f"mend reward.function{f' and continue from {last} with --resume' if last else ''}"
             raise UserError(f"{drawn.silent}: {remedy}.")
 
-    def _longest(self, prompts: list[list[int]], source: str, or_else: str = ".") -> list[int]:
-        """The longest prompt, which must leave room for a response."""
-        number, longest = max(enumerate(prompts, 1), key=lambda pair: len(pair[1]))
+    def _longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
+        """The longest prompt, which must leave room for a response. Training problems, which have places, may be left out."""
+        at, longest = max(enumerate(prompts), key=lambda pair: len(pair[1]))
+        sampling = self.config.rollout.sampling(self.config.seed)
         try:
-            self.engine.check_prompt(longest, self.config.rollout.sampling(self.config.seed))
+            self.engine.check_prompt(longest, sampling)
         except UserError as error:
-            told = str(error).replace("Prompt 0", f"Problem {number} of {source}")
-            raise UserError(told.removesuffix(".") + or_else) from None
+            told = str(error).replace("Prompt 0", f"Problem {(places[at] if places else at) + 1} of {source}")
+            most = self.engine.most_prompt_tokens(sampling)
+            if places and min(map(len, prompts)) <= most < len(longest):
+                told = f"{told.removesuffix('.')}, or leave such problems out with --data.max-prompt-tokens {most}."
+            raise UserError(told) from None
         return longest
 
     # Evaluation, logs, checkpoints
 
-    def _prepare_evaluation(self) -> None:
+    def _load_held_out(self) -> None:
         config = self.config
         source = config.data.held_out or ""
         self.benchmark = name_of(source)
@@ -415,8 +409,6 @@ class Trainer:
             if loaded.note:
                 self.view.note(loaded.note)
         self.held_out_prompts = [encode(self.tokenizer, each, config.data.template, config.data.raw) for each in self.held_out]
-        if self.held_out:
-            self._longest(self.held_out_prompts, source)
 
     def _eval_engine(self, *, sparse: bool) -> Engine:
         """The sampler's own where that will do; else one whose cache is freed after the evaluation."""
