@@ -154,6 +154,15 @@ def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_pa
     assert re.search(f"Problem 1 of .* has {tokens} tokens and is protected.*tokens 15", capsys.readouterr().err)
 
 
+def test_the_plan_counts_the_longest_prompt_of_all(world, tmp_path, monkeypatch):
+    """Of training and of evaluation: the dense sampler holds room for both."""
+    (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "1" * 40, "answer": "2"}) + "\n")
+    counted, plan_run = [], loop.plan_run
+    monkeypatch.setattr(loop, "plan_run", lambda *of: counted.append(of[-1]) or plan_run(*of))
+    train(world, tmp_path / "run", "--method", "dense", "--data.test", str(tmp_path / "test.jsonl"), "--eval.problems", "1")
+    assert counted == [41]
+
+
 def test_rollouts_are_written_down_rejected_ones_first(world, tmp_path):
     """Log-probs are those of the model before the step, traces are whole, and everything has its row."""
     run = tmp_path / "run"
