@@ -42,11 +42,11 @@ STARTS = {
     "context": (
         ["--data.train", "{tmp}/long.jsonl"],
         "Problem 2 of {tmp}/long.jsonl has 301 tokens and with max_tokens = 24 passes the model's context of 256: shorten the prompt, or "
-        "leave such problems out with --data.max-prompt-tokens 232.",
+        "leave 1 of 2 problems out with --data.max-prompt-tokens 232.",
     ),
     "test context": (
         ["--data.test", "{tmp}/long.jsonl", "--eval.problems", "2"],
-        "Problem 2 of {tmp}/long.jsonl has 301 tokens",
+        "Problem 2 of the test problems, {tmp}/long.jsonl, has 301 tokens",
     ),
     "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits."),
     "max_prompt_tokens": (

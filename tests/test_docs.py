@@ -158,7 +158,7 @@ def test_the_tables_of_evidence_are_those_of_the_raw_metrics(monkeypatch):
 
 
 def test_the_page_of_collapse_lists_every_alert_with_its_limit():
-    section = (DOCS / "collapse.md").read_text().partition("## Alerts\n")[2].partition("\n## ")[0]
+    section = (DOCS / "collapse.md").read_text().partition("## Alerts\n")[2].partition("\n##")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")]
     limits = {f"`alerts.{name}`": str(value) for name, value in Alerts().model_dump().items() if name != "steps"}
     assert {row[0]: row[2] for row in rows} == {**limits, "`no_update`": ""} and len(rows) == len(RULES)

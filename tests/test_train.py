@@ -146,12 +146,18 @@ def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_pa
     drawn = {row["prompt"] for path in (run / "rollouts").iterdir() for row in pq.read_table(path).to_pylist()}
     assert len(drawn) == 8 and max(map(len, drawn)) < 20
     assert "eval/test/pass@1" in metrics(run)[-1]
-    train(world, run, *flags, str(tokens), "--dry-run")
-    assert "1 of 11 problems" in capsys.readouterr().out
-    problems.write_text(longer + short + too_long)
-    with pytest.raises(SystemExit):
-        train(world, tmp_path / "protected", *flags, str(tokens), "--kv.protect-prompt", "true")
-    assert re.search(f"Problem 1 of .* has {tokens} tokens and is protected.*tokens 15", capsys.readouterr().err)
+    for last in ([], ["--dry-run"]):  # neither of which protects: the longer ones lose a part
+        train(world, run, *flags, str(tokens), "--overwrite", *last)
+        out = " ".join(capsys.readouterr().out.split())
+        assert "1 of 11 problems" in out and "2 of 10 prompts are longer than kv.budget = 20 (up to 41 tokens)" in out
+    assert "prompts: 9 to 41 tokens, median 9" in out
+    problems.write_text(too_long + short + longer)
+    for last, named in (([], "Problem 10 of"), (["--dry-run"], "The longest problem of")):
+        with pytest.raises(SystemExit):
+            train(world, tmp_path / "protected", *flags, str(tokens), "--kv.protect-prompt", "true", *last)
+        error = capsys.readouterr().err
+        assert re.search(rf"{named} .* has {tokens} tokens and is protected.* try --kv.budget {tokens + 5}", error)
+        assert last or "leave 1 of 9 problems out with --data.max-prompt-tokens 15." in error
 
 
 def test_the_plan_counts_the_longest_prompt_of_all(world, tmp_path, monkeypatch):

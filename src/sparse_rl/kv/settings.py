@@ -1,5 +1,6 @@
 """`KV`: the options of the cache. Everything here counts tokens per layer and kv head of one sequence."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -34,6 +35,26 @@ class KV(Section):
                 f"Try --kv.budget {max(64, 4 * forced)}."
             )
         return self
+
+    def no_room(self, prompt_tokens: int) -> str | None:
+        """Why a prompt of so many tokens cannot be protected, after its name."""
+        least = prompt_tokens + self.window + 1
+        if self.policy == "full" or not self.protect_prompt or self.budget >= least:
+            return None
+        return (
+            f"has {prompt_tokens} tokens and is protected, which leaves fewer than window + 1 = {self.window + 1} of kv.budget = "
+            f"{self.budget}: try --kv.budget {least}"
+        )
+
+    def partly_lost(self, prompts: Sequence[Sequence[int]]) -> str | None:
+        """A sentence on prompts of which a part is evicted before the answer begins."""
+        lengths = [len(prompt) for prompt in prompts if len(prompt) > self.budget]
+        if self.policy == "full" or self.protect_prompt or not lengths:
+            return None
+        return (
+            f"{len(lengths):,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to {max(lengths):,} tokens) and "
+            f"lose a part before the answer begins: raise kv.budget, or leave them out with --data.max-prompt-tokens {self.budget}."
+        )
 
     @property
     def capacity(self) -> int:

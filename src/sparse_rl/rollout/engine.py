@@ -231,8 +231,5 @@ class Engine:
                 f"Prompt {number} has {tokens} tokens, more than pass through the model at once: "
                 f"build the engine with prefill_tokens = {tokens} or more."
             )
-        if kv.protect_prompt and self.policy.evicts and kv.budget - tokens < kv.window + 1:
-            raise UserError(
-                f"Prompt {number} has {tokens} tokens and is protected, which leaves fewer than window + 1 = "
-                f"{kv.window + 1} of kv.budget = {kv.budget}: try --kv.budget {tokens + 64}."
-            )
+        if self.policy.evicts and (why := kv.no_room(tokens)):
+            raise UserError(f"Prompt {number} {why}.")

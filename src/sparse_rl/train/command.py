@@ -47,8 +47,7 @@ def dry_run(config: Config) -> None:
     console.print()
     examples, example, failed = [], None, ""
     with told_if_absent(console):
-        number = TASK_PROBLEMS if config.data.max_prompt_tokens else 1  # to tell which are too long takes all of them
-        loaded = load(config.data.train, "train", n=number, seed=config.seed, **config.data.reading)
+        loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
         examples, example = loaded.examples, loaded.examples[0]
         if loaded.note:
             console.print(f"{loaded.note}\n", markup=False)
@@ -67,13 +66,16 @@ def dry_run(config: Config) -> None:
     with told_if_absent(console):
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if example:
-            limit = config.data.max_prompt_tokens
-            read = examples if limit else [example]
-            prompts = [encode(tokenizer, each, config.data.template, config.data.raw) for each in read]
-            (first, *_), left_out = short_enough(config.data.train, prompts, limit)
-            if left_out:
-                console.print(left_out, markup=False)
-            ids = prompts[first]
+            prompts = [encode(tokenizer, each, config.data.template, config.data.raw) for each in examples]
+            places, left_out = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
+            prompts = [prompts[place] for place in places]
+            for told in filter(None, (left_out, config.sampler_kv.partly_lost(prompts))):
+                console.print(told, markup=False)
+            lengths = sorted(map(len, prompts))
+            console.print(f"prompts: {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}", markup=False)
+            if why := config.sampler_kv.no_room(lengths[-1]):
+                raise UserError(f"The longest problem of {config.data.train} {why}.")
+            ids = prompts[0]
             shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
             console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
     if failed:

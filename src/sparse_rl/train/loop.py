@@ -115,6 +115,8 @@ class Trainer:
         given = given or load_all(config)
         for note in given.notes:
             view.note(note)
+        if warning := config.sampler_kv.partly_lost(given.prompts):
+            view.warn(warning)
         self.tokenizer = given.tokenizer
         self.report = LiveReport(folder.path, self.tokenizer, view.warn)
         device = given.model.device
@@ -131,7 +133,7 @@ class Trainer:
         )
         self.longest_prompt = self._longest(given.prompts, config.data.train, given.places)
         if self.held_out:
-            self._longest(self.held_out_prompts, config.data.held_out or "")
+            self._longest(self.held_out_prompts, f"the test problems, {config.data.held_out},")
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.compared = False
         self.state = checkpoint.State(ranks=world.size)
@@ -392,7 +394,8 @@ class Trainer:
             told = str(error).replace("Prompt 0", f"Problem {(places[at] if places else at) + 1} of {source}")
             most = self.engine.most_prompt_tokens(sampling)
             if places and min(map(len, prompts)) <= most < len(longest):
-                told = f"{told.removesuffix('.')}, or leave such problems out with --data.max-prompt-tokens {most}."
+                longer = f"{sum(len(prompt) > most for prompt in prompts):,} of {len(prompts):,} problems"
+                told = f"{told.removesuffix('.')}, or leave {longer} out with --data.max-prompt-tokens {most}."
             raise UserError(told) from None
         return longest
 
