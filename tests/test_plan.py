@@ -461,6 +461,13 @@ def test_ranks_share_what_is_trained_and_each_has_a_whole_model_to_sample_from()
     assert resident(adapters, dims)["adapters"] == 4 * dims.adapter_params("all-linear", 8)
 
 
+def test_more_slots_never_take_longer():
+    """128 rollouts in 72 slots are 72 and then 56, in 124 slots 124 and then 4."""
+    flags = ["--rollout.prompts-per-step", "16", "--rollout.samples-per-prompt", "8", "--rollout.slots"]
+    times = [step_time(planned(*flags, str(slots)), GPUS["rtx 4090"]).decode_s for slots in (16, 63, 72, 124, 128)]
+    assert times == sorted(times, reverse=True) and times[2] == pytest.approx(times[3])
+
+
 def test_more_gpus_take_less_time_and_move_more():
     def at(count):
         config = Config(model={"path": "7B", "dtype": "bfloat16"}, rollout={"prompts_per_step": 64}, ranks={"count": count})

@@ -84,11 +84,11 @@ def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> 
     return weights + slots * 2 * dims.layers * dims.kv_width * size * held / bandwidth
 
 
-def decode_step_s(plan: Plan, gpu: GPU) -> float:
-    """On the way from the prompt to the end a dense cache is half full."""
+def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None) -> float:
+    """Of all slots, or of so many. On the way from the prompt to the end a dense cache is half full."""
     kv, rollout = plan.config.sampler_kv, plan.config.rollout
     held = kv.capacity if kv.policy != "full" else plan.prompt_tokens + rollout.max_tokens // 2
-    return decode_s(plan.dims, plan.slots, held, itemsize(plan.config), gpu)
+    return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu)
 
 
 def step_time(plan: Plan, gpu: GPU) -> StepTime:
@@ -96,7 +96,8 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     rollout, optimizer = config.rollout, config.optimizer
     step = decode_step_s(plan, gpu)
     rollouts = rollouts_of_rank(config)
-    steps = -(-rollouts // plan.slots) * rollout.max_tokens
+    waves, rest = divmod(rollouts, plan.slots)
+    decode = rollout.max_tokens * (waves * step + (decode_step_s(plan, gpu, rest) if rest else 0.0))
     length = plan.prompt_tokens + rollout.max_tokens
     tokens = rollouts * length
     forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of the pairs
@@ -113,7 +114,7 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     return StepTime(
         step,
         prefill,
-        steps * step,
+        decode,
         max(old, travels.old_s),
         max(update, travels.update_s),
         plan.slots / step,
