@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -279,6 +280,7 @@ def test_train_and_its_dry_run_say_how_many_rows_they_leave_out(world, tmp_path,
     ("flags", "sentence"),
     [
         (["--data.train", "gsm8"], "There is no task or file gsm8: did you mean gsm8k?"),
+        (["--data.train", "no/such.jsonl"], f"There is no task or file no/such.jsonl in {os.getcwd()}: give a task"),
         (["--data.train", "gsm8k", "--data.dir", "{tmp}"], "gsm8k is not in data.dir = {tmp}: put gsm8k-train.jsonl.gz there"),
         (["--data.train", "{tmp}/a.csv"], "{tmp}/a.csv:2: there is no prompt, problem or question, only text, answer: "),
         (["--data.train", "minerva"], "minerva is a benchmark and has no problems to train on"),

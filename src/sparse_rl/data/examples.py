@@ -111,7 +111,8 @@ def _own_rows(source: str, split: Split) -> list[Row]:
     if hub_id and not in_a_folder and not source.lower().endswith(SUFFIXES):
         data = HubData(hub_id["id"], hub_id["config"] or None, hub_id["split"] or split)
         return read_hub(data, "give a file instead (--data.dir has those of the tasks)")
-    raise UserError(f"There is no task or file {source}: {_nearest(Path(source))}")
+    folder = f" in {os.getcwd()}" if "/" in source and not os.path.isabs(source) else ""
+    raise UserError(f"There is no task or file {source}{folder}: {_nearest(Path(source))}")
 
 
 def _nearest(path: Path) -> str:
@@ -289,7 +290,7 @@ def encode(
     if isinstance(example.prompt, str):
         text = template.replace(PLACE, example.prompt)
         if not chat:
-            return list(tokenizer(text).input_ids)
+            return list(tokenizer(text, verbose=False).input_ids)  # what is too long is refused by us, with a remedy
         messages = [{"role": "user", "content": text}]
     elif chat:
         *before, last = example.prompt
@@ -300,7 +301,10 @@ def encode(
     from jinja2 import TemplateError  # here, because tasks and files need no templates
 
     try:
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+        )["input_ids"]
+        return list(ids)
     except TemplateError as error:
         raise UserError(
             f"The model's chat template refuses a prompt ({error}): change its messages, or write texts and set --data.raw."
