@@ -329,6 +329,19 @@ def test_recipes_for_24_gb_run_dry(name, capsys):
 # The command
 
 
+@pytest.mark.parametrize(
+    ("flags", "timed"),
+    [
+        ([], "H200 (assumed"),
+        (["--gpu-memory", "24GiB"], "RTX 4090 (assumed"),
+        (["--gpu-memory", "24GiB", "--gpu", "L4"], "L4, every response"),
+    ],
+)
+def test_times_are_of_the_card_that_is_named_or_nearest(flags, timed, capsys):
+    main(["plan", "1.5b-full-24gb", *flags])
+    assert f"computed for {timed}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_plan_comes_at_once_and_without_torch(tmp_path):
     arguments = ["plan", "1.5B", "--gpu-memory", "24GiB", "--max-tokens", "8192", "--json", str(tmp_path / "plan.json")]
     code = (

@@ -19,7 +19,8 @@ from ..plan.command import parse_size
 from ..plan.dimensions import HUB_SHAPES
 from ..rewards.pool import RewardPool
 from ..train.folder import RunFolder
-from ..train.loop import Given, Trainer
+from ..train.given import Given
+from ..train.loop import Trainer
 from ..train.settings import Config
 from ..train.view import View
 from .lengths import drawn_lengths

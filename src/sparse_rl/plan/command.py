@@ -54,10 +54,9 @@ def command(config: Config, *, gpu_memory: str | None, gpu_name: str | None, pro
         raise UserError(f"prompt-tokens = {prompt_tokens} must be at least 1.")
     if file and not file.parent.is_dir():
         raise UserError(f"The folder of {file} does not exist: make it first.")
-    gpu = find_gpu(gpu_name) if gpu_name else GPUS["h200"]
-    total = parse_size(gpu_memory) if gpu_memory else gpu.memory_bytes
-    if not gpu_name:
-        gpu = min(GPUS.values(), key=lambda card: abs(card.memory_bytes - total))
+    named = find_gpu(gpu_name or "H200")
+    total = parse_size(gpu_memory) if gpu_memory else named.memory_bytes
+    gpu = named if gpu_name else min(GPUS.values(), key=lambda card: abs(card.memory_bytes - total))
     dims = dimensions(config.model.path)
     if config.model.dtype is None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config import to_toml
-from ..data.examples import TASK_PROBLEMS, encode, load, short_enough
+from ..data.examples import TASK_PROBLEMS, load, short_enough
 from ..errors import Absent, UserError
 from ..plan.command import wide_console
 from ..plan.dimensions import HUB_SHAPES
@@ -59,14 +59,15 @@ def dry_run(config: Config) -> None:
             failed = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
             shown = json.dumps(gold, ensure_ascii=False)
             console.print(f"first gold: {shown}, graded {failed or graded.values[0]}", markup=False)
-    from ..kv.policies import from_settings  # last, because torch takes seconds to import
+    from ..evaluate.sources import encoded  # last, because torch takes seconds to import
+    from ..kv.policies import from_settings
     from ..models.load import load_tokenizer
 
     from_settings(config.sampler_kv)
     with told_if_absent(console):
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if example:
-            prompts = [encode(tokenizer, each, config.data.template, config.data.raw) for each in examples]
+            prompts = encoded(tokenizer, examples, config.data)
             places, left_out = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
             prompts = [prompts[place] for place in places]
             for told in filter(None, (left_out, config.sampler_kv.partly_lost(prompts))):

@@ -7,20 +7,20 @@ A step in five lines: `Dealer.draw` gives groups of graded rollouts, `_old_logpr
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from ..data.examples import TASK_PROBLEMS, Example, encode, load, name_of, short_enough
+from ..data.examples import Example, load, name_of
 from ..data.order import Order
 from ..errors import RankLost, Unanswered, UserError
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
 from ..evaluate.benchmark import Sample as Evaluated
+from ..evaluate.sources import encoded
 from ..kv.settings import KV
 from ..learner.correction import correct
 from ..learner.fusion import fused_layers
@@ -29,18 +29,17 @@ from ..learner.replay import ReplayKind, logprobs_of, passes_of
 from ..learner.update import Updated, make_batch, padded, response_mask, update
 from ..models.actor import Actor
 from ..models.export import write_model
-from ..models.load import load_model, load_tokenizer
 from ..models.sharded import at_rest, with_weights
 from ..plan.command import compact
 from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
 from ..rewards.settings import TASK_REWARDS
-from ..rewards.several import refuse_without_answers
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
 from . import checkpoint, rollout_log, xi
 from .folder import RunFolder
+from .given import Given, load_all
 from .groups import Dealer, Drawn, Group, Sample
 from .loggers import Logger
 from .memory import compared, dense_slots, peak_metrics, plan_run, slots_of
@@ -57,43 +56,6 @@ SILENT_STEPS = 3
 """Steps in a row without any verdict after which a run ends."""
 QUIET_STEPS = 5
 """Steps in a row without any signal after which the warning is repeated."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a trainer is handed in place of loading it: a benchmark's random weights and made-up prompts."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    examples: list[Example]
-    prompts: list[list[int]]
-    limits: Callable[[list[int]], list[int]] | None = None
-    """From the seeds of rollouts, the number of tokens each of them ends at."""
-    notes: Sequence[str] = ()
-    """What a user should know about the data."""
-    places: Sequence[int] = ()
-    """Of the examples in their source, where some were left out."""
-
-
-def load_all(config: Config) -> Given:
-    """The model, the problems and their token ids, as the configuration names them."""
-    settings = config.model
-    tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
-    loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
-    refuse_without_answers(config.data.train, loaded.examples[0], config.reward.function_for(config.data.train))
-    prompts = [encode(tokenizer, example, config.data.template, config.data.raw) for example in loaded.examples]
-    places, note = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
-    model = load_model(
-        settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
-    )
-    return Given(
-        model,
-        tokenizer,
-        [loaded.examples[place] for place in places],
-        [prompts[place] for place in places],
-        notes=[told for told in (loaded.note, note) if told],
-        places=places,
-    )
 
 
 class Trainer:
@@ -411,7 +373,7 @@ class Trainer:
             self.held_out = loaded.examples[: config.eval.problems]
             if loaded.note:
                 self.view.note(loaded.note)
-        self.held_out_prompts = [encode(self.tokenizer, each, config.data.template, config.data.raw) for each in self.held_out]
+        self.held_out_prompts = encoded(self.tokenizer, self.held_out, config.data)
 
     def _eval_engine(self, *, sparse: bool) -> Engine:
         """The sampler's own where that will do; else one whose cache is freed after the evaluation."""

@@ -1,0 +1,49 @@
+"""What a trainer starts from: the model, its tokenizer and the problems with their token ids."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.examples import TASK_PROBLEMS, Example, load, short_enough
+from ..evaluate.sources import encoded
+from ..models.load import load_model, load_tokenizer
+from ..rewards.several import refuse_without_answers
+from .settings import Config
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a trainer is handed in place of loading it: a benchmark's random weights and made-up prompts."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    examples: list[Example]
+    prompts: list[list[int]]
+    limits: Callable[[list[int]], list[int]] | None = None
+    """From the seeds of rollouts, the number of tokens each of them ends at."""
+    notes: Sequence[str] = ()
+    """What a user should know about the data."""
+    places: Sequence[int] = ()
+    """Of the examples in their source, where some were left out."""
+
+
+def load_all(config: Config) -> Given:
+    """The model, the problems and their token ids, as the configuration names them."""
+    settings = config.model
+    tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
+    loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
+    refuse_without_answers(config.data.train, loaded.examples[0], config.reward.function_for(config.data.train))
+    prompts = encoded(tokenizer, loaded.examples, config.data)
+    places, note = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
+    model = load_model(
+        settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
+    )
+    return Given(
+        model,
+        tokenizer,
+        [loaded.examples[place] for place in places],
+        [prompts[place] for place in places],
+        notes=[told for told in (loaded.note, note) if told],
+        places=places,
+    )
