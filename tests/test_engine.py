@@ -1,5 +1,7 @@
 """The engine's contract: fields, endings, progress, figures, and one clear sentence for each mistake."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -189,6 +191,8 @@ def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, k
     engine.check_prompt([5] * most, sampling)
     with pytest.raises(UserError, match=f"Prompt 0 has {most + 1} tokens"):
         engine.check_prompt([5] * (most + 1), sampling)
+    engine.limits = replace(engine.limits, context=None, sliding_window=None)
+    assert engine.most_prompt_tokens(sampling) == (min(prefill, 19) if kv.protect_prompt else prefill)
 
 
 def test_wrong_sampling_is_refused():

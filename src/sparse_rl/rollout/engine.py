@@ -152,7 +152,7 @@ class Engine:
         rooms = [room - sampling.max_tokens for room in (self.limits.sliding_window, self.limits.context) if room is not None]
         if self.kv.protect_prompt and self.policy.evicts:
             rooms.append(self.kv.budget - self.kv.window - 1)
-        return min(self.prefill_tokens, *rooms)
+        return min([self.prefill_tokens, *rooms])
 
     def _graphs(self) -> DecodeGraphs | None:
         """The captured steps, made anew where the cache or the weights have moved."""
