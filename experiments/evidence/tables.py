@@ -401,6 +401,7 @@ TABLES = {
     "g-alerts": lambda: warned("g-graded"),
     "g-length-scores": lambda: scores("g-length", one_cache=False),
     "g-length-health": lambda: health("g-length"),
+    "g-length-alerts": lambda: warned("g-length"),
 }
 PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg", "a-corrections": "evidence-corrections.svg"}
 

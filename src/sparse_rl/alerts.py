@@ -32,7 +32,7 @@ class Alerts(Section):
     repetition: Share = Field(0.1, description="response/repetition above this.")
     truncated: Share = Field(
         0.2,
-        description="response/truncated above the first step's by more than this, with reward/mean below the first step's.",
+        description="response/truncated above the first step's by more than this, with reward/mean below the first step's; or by more than half.",
     )
     length: Share = Field(0.33, description="response/mean_tokens below this share of what it was at the first step.")
     grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
@@ -181,12 +181,14 @@ def _repetition(now: Row, past: Past, limit: float) -> str | None:
 
 def _truncated(now: Row, past: Past, limit: float) -> str | None:
     cut, reward, first = "response/truncated", "reward/mean", past.first
-    if now[cut] - first[cut] <= limit or now[reward] >= first[reward]:
+    fell = now[reward] < first[reward]
+    limit = limit if fell else max(limit, MOST)
+    if now[cut] - first[cut] <= limit:
         return None
-    return (
-        f"{cut} rose from {first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more) while {reward} fell from "
-        f"{first[reward]:.3g} to {now[reward]:.3g}: loops or noise"
-    )
+    rose = f"{cut} rose from {first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more)"
+    if fell:
+        return f"{rose} while {reward} fell from {first[reward]:.3g} to {now[reward]:.3g}: loops or noise"
+    return f"{rose}: answers grow into rollout.max_tokens, and the reward lets them"
 
 
 def _length(now: Row, past: Past, limit: float) -> str | None:
@@ -255,6 +257,8 @@ class Rule:
     """What to try instead where the reward has fallen."""
 
 
+MOST = 0.5
+"""Of the rollouts: when so many more are cut off, it is told even though the reward has not fallen."""
 LOST = 0.5
 """Of its best: a reward that has lost more has fallen."""
 COUNTED = ("response/mean_tokens", "perf/rollout_s", "perf/rollout_tokens_per_s")
@@ -277,7 +281,8 @@ RULES = {
     "truncated": Rule(
         ("response/truncated", "reward/mean"),
         _truncated,
-        "an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef; read rollouts first",
+        "read rollouts first; where they are worth it a larger rollout.max_tokens, where the reward pays for length another reward, "
+        "else an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef",
     ),
     "length": Rule(
         ("response/mean_tokens",),
@@ -298,7 +303,7 @@ RULES = {
     "rejected": Rule(
         ("sparse/rejection_rate", "sparse/wasted_tokens"),
         _rejected,
-        "a larger kv.budget, another kv.policy, or correction.preset sequence_mask, which rejects few",
+        "a larger kv.budget or another kv.policy",
     ),
     "zero_std_groups": Rule(
         ("reward/zero_std_groups",),
