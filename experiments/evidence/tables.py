@@ -403,7 +403,12 @@ TABLES = {
     "g-length-health": lambda: health("g-length"),
     "g-length-alerts": lambda: warned("g-length"),
 }
-PLOTS = {"pilot": "evidence-pilot.svg", "a-collapse": "evidence-a.svg", "a-corrections": "evidence-corrections.svg"}
+PLOTS = {
+    "pilot": "evidence-pilot.svg",
+    "a-collapse": "evidence-a.svg",
+    "a-corrections": "evidence-corrections.svg",
+    "g-length": "evidence-g.svg",
+}
 
 
 def with_table(page: str, name: str, table: str) -> str:

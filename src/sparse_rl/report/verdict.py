@@ -32,6 +32,8 @@ SURE_OF_BEST = 4.0
 """The same for a fall from the best of many windows, which is the luckiest one, too."""
 FAR_BELOW = 0.75
 """Of the dense score: a sampler's cache that reaches less, intervals apart, is crippled."""
+SHRUNK = 1 / 3
+"""Of their first length: answers that are shorter may be none."""
 MOST_REJECTED = 0.5
 """Of the first step's rollouts: a sampler's cache that loses more is crippled."""
 NOISE = "answers became noise"
@@ -172,6 +174,9 @@ def signs(run: Run) -> list[str]:
         found.append(f"sampler and learner were far apart all along (5th percentile of ξ {p05.mean:.2g})")
     if cut and cut.last > 0.3 and cut.last > 1.5 * cut.start:
         found.append(f"answers no longer end ({cut.start:.0%} → {cut.last:.0%} cut off)")
+    length = Curve(run, "response/mean_tokens")
+    if length and length.last < SHRUNK * length.start:
+        found.append(f"answers shrank ({length.start:.0f} → {length.last:.0f} tokens)")
     same = Curve(run, "reward/zero_std_groups")
     if same and same.last > 0.8 and not _skipped(run):  # which says more
         found.append(f"{same.last:.0%} of the groups taught nothing, their rewards being equal")
@@ -299,11 +304,12 @@ def _savings(run: Run) -> list[str]:
     saved, held, dense = (Curve(run, f"kv/{name}") for name in ("token_savings", "peak_bytes", "dense_bytes"))
     if not saved:
         return []
-    sizes = (
-        f" {size(max(held.values))} were allocated, dense would have held {size(max(dense.values))}." if held and dense else ""
-    )
+    most, would = (max(curve.values, default=0.0) for curve in (held, dense))
+    sizes = f" {size(most)} were allocated, dense would have held {size(would)}." if held and dense else ""
     if saved.mean < 0.005:
         return [f"Savings: none, every token stayed in the cache.{sizes}"]
+    if held and dense and most > would:
+        sizes += " So no memory was saved: that takes a smaller kv.budget, fewer rollout.slots, or longer answers."
     return [f"Savings: {saved.mean:.0%} of the tokens a dense cache holds were not held.{sizes}"]
 
 
