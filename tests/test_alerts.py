@@ -32,7 +32,7 @@ TROUBLE = {
     "reward": {"reward/mean": 0.05},
     "entropy": {"policy/entropy": 0.001},
     "repetition": {"response/repetition": 0.5},
-    "truncated": {"response/truncated": 0.5, "reward/mean": 0.3},
+    "truncated": {"response/truncated": 0.6},
     "length": {"response/mean_tokens": 20.0},
     "grad_norm": {"policy/grad_norm": 30.0},
     "xi_p05": {"sparse/xi_p05": 0.5},
@@ -102,12 +102,23 @@ def test_the_numbers_and_the_limit_are_in_the_sentence():
     assert (
         "policy/grad_norm is 30, " in told["grad_norm"] and "times that of the first 10 steps (limit 2.5)" in told["grad_norm"]
     )
-    assert "from 0% to 50% (limit 20% more)" in told["truncated"] and "from 0.354 to 0.3:" in told["truncated"]
-    (grown,) = check(rows((10, {}), (3, {"response/truncated": 0.6})), Alerts())
-    assert "from 0% to 60% (limit 50% more): answers grow into" in grown.sentence
-    assert check(rows((10, {}), (3, {"response/truncated": 0.5})), Alerts()) == []  # the reward has not fallen
+    assert "from 0% to 60% (limit 50% more): answers no longer end within rollout.max_tokens" in told["truncated"]
     assert "6 of 48 rollouts" in told["no_verdict"] and "2 None, 2 timeouts, 2 errors" in told["no_verdict"]
     assert "sparse/wasted_tokens 70% (limit 40%)" in told["rejected"]
+
+
+def test_answers_that_are_cut_off_count_sooner_after_a_fall():
+    """From the best reward, wherever the first was; and a limit of one's own is never undercut."""
+
+    def told(rose, *rewards, **limits):
+        story = rows((5, {"reward/mean": 0.1}), *((5, {"reward/mean": each, "response/truncated": rose}) for each in rewards))
+        return [(alert.step, alert.sentence) for alert in check(story, Alerts(**limits)) if alert.name == "truncated"]
+
+    assert told(0.4, 0.9, 0.8) == []
+    ((step, sentence),) = told(0.4, 0.9, 0.15)  # which is more than at first
+    assert step == 13 and "to 40% (limit 20% more) while reward/mean fell from 0.9 at its best to 0.15: loops" in sentence
+    assert [step for step, _ in told(0.6, 0.9)] == [8] and told(0.6, 0.9, truncated=0.7) == []
+    assert told(0.6, 0.9, 0.15, truncated=0.7) == []
 
 
 def test_equal_rewards_want_another_remedy_after_a_fall():
@@ -143,10 +154,12 @@ def test_a_run_that_learns_has_none(run):
     assert "xi_p05" not in names(check(run["steps"], Alerts()))  # this model's hardly moves
 
 
-def test_answers_of_these_runs_do_not_shrink():
+def test_answers_of_these_runs_do_not_shrink_and_are_cut_off_where_they_fell():
     presets = json.loads((Path(__file__).parents[1] / "benchmarks/results/presets.json").read_text())["runs"]
     assert len(METHODS + presets) == 39
-    assert not any("length" in names(check(run["steps"], Alerts())) for run in METHODS + presets)
+    told = {f"{run['arm']}-{run['seed']}": names(check(run["steps"], Alerts())) for run in METHODS + presets}
+    assert not any("length" in each for each in told.values())
+    assert {run for run, each in told.items() if "truncated" in each} == {"smd-2", "on_policy_sparse-2", "tis-0"}
 
 
 def test_runs_that_collapsed_say_so():
@@ -178,6 +191,11 @@ def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
     assert "length" not in names(alerts) and ("truncated" in names(alerts)) == path.name.startswith("naive-4-0")
     lasting = [alert for alert in alerts if alert.name == "rejected" and alert.step == 3]
     assert bool(lasting) == path.name.startswith(("rkv-96", "snapkv-128"))
+    assert ("rejected" in names(alerts)) == (path.name.removesuffix(".jsonl.gz") in REJECTING)
+
+
+REJECTING = {"rkv-96-0", "snapkv-128-0", "rkv-128-0", "paper-4-0", "paper-4-2", "paper-guard-0"}
+REJECTING |= {"reject_only-0", "reject_only-1", "released-1"}
 
 
 ARTICLES = [
@@ -200,8 +218,8 @@ def test_of_another_task_the_gradients_alarms_go_away(path):
     short = path.parents[1].name == "g-graded"
     assert bool(begun["length"]) == short and all(9 <= step <= 30 for step in begun["length"])
     assert bool(begun["truncated"]) != short and all(10 <= step <= 19 for step in begun["truncated"])
-    if not short:
-        assert bool(begun["xi_p05"]) == ("dense" not in path.name)
+    assert bool(begun["xi_p05"]) == path.name.startswith("paper-protected" if short else ("naive", "paper"))
+    assert bool(begun["rejected"]) == (not short and path.name.startswith("paper-protected-0"))
 
 
 ALARMED = {"g-graded dense-0", "g-graded dense-1", "g-graded paper-protected-1", "g-length naive-0"}

@@ -214,7 +214,7 @@ def warned(question: str) -> str:
 
 
 PROMPT = 100
-"""Tokens of a problem of GSM8K, in the mean."""
+"""Tokens of a problem of GSM8K, in the mean; those of G have 105."""
 
 
 def tightness(question: str) -> str:
@@ -400,7 +400,9 @@ TABLES = {
     "g-health": lambda: health("g-graded"),
     "g-alerts": lambda: warned("g-graded"),
     "g-length-scores": lambda: scores("g-length", one_cache=False),
+    "g-length-tightness": lambda: tightness("g-length"),
     "g-length-health": lambda: health("g-length"),
+    "g-length-memory": lambda: memory(("g-length",)),
     "g-length-alerts": lambda: warned("g-length"),
 }
 PLOTS = {

@@ -32,7 +32,7 @@ class Alerts(Section):
     repetition: Share = Field(0.1, description="response/repetition above this.")
     truncated: Share = Field(
         0.2,
-        description="response/truncated above the first step's by more than this, with reward/mean below the first step's; or by more than half.",
+        description="response/truncated above the first step's by more than this where reward/mean has lost half of its best; elsewhere by more than half.",
     )
     length: Share = Field(0.33, description="response/mean_tokens below this share of what it was at the first step.")
     grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
@@ -180,15 +180,14 @@ def _repetition(now: Row, past: Past, limit: float) -> str | None:
 
 
 def _truncated(now: Row, past: Past, limit: float) -> str | None:
-    cut, reward, first = "response/truncated", "reward/mean", past.first
-    fell = now[reward] < first[reward]
+    cut, fell = "response/truncated", _has_fallen(now, past)
     limit = limit if fell else max(limit, MOST)
-    if now[cut] - first[cut] <= limit:
+    if now[cut] - past.first[cut] <= limit:
         return None
-    rose = f"{cut} rose from {first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more)"
+    rose = f"{cut} rose from {past.first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more)"
     if fell:
-        return f"{rose} while {reward} fell from {first[reward]:.3g} to {now[reward]:.3g}: loops or noise"
-    return f"{rose}: answers grow into rollout.max_tokens, and the reward lets them"
+        return f"{rose} while reward/mean fell from {past.best:.3g} at its best to {now['reward/mean']:.3g}: loops or noise"
+    return f"{rose}: answers no longer end within rollout.max_tokens, and the reward has not fallen for it"
 
 
 def _length(now: Row, past: Past, limit: float) -> str | None:
@@ -279,10 +278,11 @@ RULES = {
         ("response/repetition",), _repetition, "read them; kv.sinks at 4 and a larger kv.budget, a lower optimizer.lr"
     ),
     "truncated": Rule(
-        ("response/truncated", "reward/mean"),
+        ("response/truncated",),
         _truncated,
-        "read rollouts first; where they are worth it a larger rollout.max_tokens, where the reward pays for length another reward, "
-        "else an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef",
+        "read rollouts: a larger rollout.max_tokens if they need it, another reward if it pays for length, "
+        "else an earlier checkpoint with a lower optimizer.lr or a larger kv.budget",
+        "an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef; read rollouts first",
     ),
     "length": Rule(
         ("response/mean_tokens",),
