@@ -278,7 +278,7 @@ RULES = {
         ("response/repetition",), _repetition, "read them; kv.sinks at 4 and a larger kv.budget, a lower optimizer.lr"
     ),
     "truncated": Rule(
-        ("response/truncated",),
+        ("response/truncated", "reward/mean"),
         _truncated,
         "read rollouts: a larger rollout.max_tokens if they need it, another reward if it pays for length, "
         "else an earlier checkpoint with a lower optimizer.lr or a larger kv.budget",
