@@ -22,7 +22,7 @@ def share_right(prompts, completions, sums, **columns):
 
 
 def share_right_and_brief(prompts, completions, sums, **columns):
-    """Several rewards are one function that adds them up: here a tenth is for stopping after the last sum."""
+    """Several rewards in one function (or as a sum: --reward.function "a.py:f + 0.2 * a.py:g"): here a tenth is for stopping after the last sum."""
     shares = share_right(prompts, completions, sums, **columns)
     brief = [completion.count("=") < wanted if wanted else False for completion, wanted in zip(completions, sums, strict=True)]
     return [None if share is None else 0.9 * share + 0.1 * short for share, short in zip(shares, brief, strict=True)]

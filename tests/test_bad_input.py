@@ -94,9 +94,11 @@ def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, tmp_path, capsy
     missing = refused(capsys, *again, "--resume", "--steps", "9", "--data.test", "nowhere.jsonl", "--eval.problems", "1")
     assert "data.test is nowhere.jsonl now and was not set" in missing
     assert "choose one" in refused(capsys, *again, "--resume", "--overwrite")
+    assert "nope" in refused(capsys, *again, "--overwrite", "--reward.function", f"{world / 'rewards.py'}:nope")
     assert contents(run) == before
     train(world, run, *QUICK, "--overwrite", "--steps", "1")
     assert [row["step"] for row in metrics(run)] == [0, 1] and not (run / "checkpoints/step-2").exists()
+    assert not (run / ".replaced").exists()
 
 
 def test_a_resume_that_cannot_start_changes_nothing(world, tmp_path, capsys):

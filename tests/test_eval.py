@@ -401,8 +401,11 @@ def test_another_question_does_not_mix_with_what_is_there(eval_world, tmp_path, 
     assert rows(out) == before
     evaluate(*arguments(eval_world, out, "--compare", "full,random@20+4,streaming@20+4"))  # one more is no other question
     assert rows(out)[: len(before)] == before and len(rows(out)) == len(before) + 8
+    before, files = rows(out), sorted(file.name for file in out.iterdir())
+    refused(capsys, "eval", *map(str, arguments(eval_world, out, "--overwrite", reward="nope")))  # it could not start
+    assert rows(out) == before and sorted(file.name for file in out.iterdir()) == files
     evaluate(*arguments(eval_world, out, "--seed", "1", "--overwrite"))
-    assert len(rows(out)) == 16 and rows(out) != before
+    assert len(rows(out)) == 16 and rows(out) != before and not (out / ".replaced").exists()
 
 
 def test_tables_and_rows_for_a_paper(eval_world, tmp_path, capsys):

@@ -80,6 +80,14 @@ def test_divergence_equals_the_plain_one_and_teaches_the_student_alone(kind):
     assert torch.autograd.grad(ours.sum(), teacher, allow_unused=True, retain_graph=True) == (None,)
 
 
+@pytest.mark.parametrize("kind", ["kl", "jsd"])
+def test_what_is_equal_does_not_diverge_however_logits_are_scaled(kind):
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(500, 64).bfloat16(), (3 * torch.randn(200, 64)).bfloat16()
+    apart = divergence(Head(weight, None, 1 / 3), hidden, hidden.clone(), torch.ones(200), kind=kind)
+    torch.testing.assert_close(apart, torch.zeros(200), rtol=0, atol=1e-6)
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_top_k_is_a_lower_bound_that_tightens_to_the_whole():
     student, weight, _, _, temperatures = inputs(torch.float64)

@@ -507,6 +507,7 @@ def test_without_workers_the_reward_is_called_here_with_the_whole_batch(folder):
         "    return [os.getpid() if level == [1, 2, 3] else None] * len(completions)\n"
         "async def later(prompts, completions, **columns): return [None, 1.0, 2.0]\n"
         "def fails(prompts, completions, **columns): return [1.0]\n"
+        "def odd(prompts, completions, **columns): return [1.0, float('nan'), None]\n"
     )
     with RewardPool("batched:process", workers=0) as pool:
         assert grade(pool, ["a", "b", "c"], level=[1, 2, 3]).values == [os.getpid()] * 3
@@ -518,6 +519,10 @@ def test_without_workers_the_reward_is_called_here_with_the_whole_batch(folder):
         graded = grade(pool, ["a", "b", "c"])
         assert (graded.values, graded.errors) == ([None] * 3, 3) and "1 values for 3 completions" in graded.first_error
         assert "Traceback" in (folder / "log").read_text()
+    with RewardPool("batched:odd", workers=0) as pool:  # as of a worker: it costs its own sample a verdict, and no other
+        graded = grade(pool, ["a", "b", "c"])
+        assert (graded.values, graded.no_verdict, graded.errors) == ([1.0, None, None], 1, 1)
+        assert graded.first_error == "the reward returned nan"
 
 
 def test_the_example_of_constraints_grades_by_the_share_met():

@@ -25,7 +25,7 @@ from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
 from sparse_rl.rewards.pool import RewardPool
 from sparse_rl.rollout.stats import Progress
-from sparse_rl.train import loop
+from sparse_rl.train import loggers, loop
 from sparse_rl.train.command import arm
 from sparse_rl.train.loop import now
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
@@ -425,6 +425,31 @@ def test_a_reward_that_falls_silent_for_a_step_does_not_end_the_run(world, tmp_p
     rows = metrics(tmp_path / "run")[1:]
     assert [row["reward/errors"] for row in rows] == [0, 4, 0]
     assert "reward/mean" not in rows[1] and rows[1]["policy/skipped_updates"] == 1
+    assert "no group had two different rewards, so nothing is learned: 4 of 4 rollouts got no verdict." in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, capsys):
+    def log(self, step, metrics):
+        raise ConnectionError("the network is unreachable")
+
+    monkeypatch.setattr(loggers.TensorBoard, "log", log)
+    train(world, tmp_path / "run", "--log.to", '["tensorboard"]')
+    assert metrics(tmp_path / "run")[-1]["step"] == 2 and (tmp_path / "run/checkpoints/step-2").is_dir()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "TensorBoard took no metrics of step 1 (ConnectionError: the network is unreachable)." in said
+
+
+def test_a_budget_that_is_never_filled_is_told(world, tmp_path, capsys):
+    for last in ([], ["--dry-run"]):
+        train(world, tmp_path / "run", "--kv.budget", "64", "--kv.interval", "16", "--overwrite", *last)
+        said = " ".join(capsys.readouterr().out.split())
+        assert (
+            "Nothing will be evicted, and every slot takes room for 80 tokens: a prompt and its response have at most " in said
+        )
+    train(world, tmp_path / "run", "--method", "dense", "--kv.budget", "64", "--overwrite", "--dry-run")
+    assert "Nothing will be evicted" not in capsys.readouterr().out
 
 
 def test_wandb_gets_every_metric_under_the_runs_own_id(world, tmp_path, monkeypatch):

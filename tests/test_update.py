@@ -273,6 +273,40 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(sampled, broken):
     assert all(weight.grad is None for weight in learner.parameters())
 
 
+@pytest.mark.parametrize("beside", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"smd": SMD()}], ids=str)
+def test_a_rollout_that_is_not_finite_takes_no_part(sampled, beside):
+    """Its activations are not, as where half precision overflows: also where a term beside the loss wants rejected rows, and where
+    a rank has nothing to do and lets any rollout through."""
+    sampler, rollouts = sampled
+    smd = beside.get("smd")
+    learner, loss = moved(sampler, 1), Loss(**{key: value for key, value in beside.items() if key != "smd"})
+    token = rollouts[0].response[0]
+    learner.get_input_embeddings().weight.data[token] = math.nan
+    chosen = [each for each in rollouts if each is rollouts[0] or token not in [*each.prompt, *each.response]]
+    old = no_grad_replay(sampler, chosen, "dense")
+    log_xi = padded(old) - padded([rollout.logprobs for rollout in chosen])
+    log_xi[0, 0] = math.nan
+    advantages = torch.linspace(-1.5, 1.2, len(chosen), dtype=torch.float64)
+    reference = old if loss.kl_coef else None
+    batch = make_batch(chosen, advantages, old, correct(log_xi, response_mask(chosen), "paper"), loss, MAX_TOKENS, reference)
+    assert 0 not in batch.active and batch.active
+    optimizer = Optimizer(learner, OptimizerSettings(lr=1e-9, tokens_per_microbatch=32), steps=1)
+    result = update(learner, optimizer, 0, batch, loss, smd=smd)
+    assert result.learned and result.finite and result.grad_norm > 0
+    accumulate(learner, batch, [batch.active, []], loss, "dense", smd, None)
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in learner.parameters())
+
+
+def test_weights_without_a_gradient_have_moments_too():
+    """Else a checkpoint of one process is not that of another, which allocates all of them."""
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
+    optimizer = Optimizer(model, OptimizerSettings(lr=1e-3), steps=2)
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.update(0)
+    steps = {name: float(each["step"]) for name, each in optimizer.moments.items()}
+    assert steps == {"used.weight": 1, "used.bias": 1, "unused.weight": 0, "unused.bias": 0}
+
+
 def toy(dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)).to(dtype)

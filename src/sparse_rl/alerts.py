@@ -308,7 +308,7 @@ RULES = {
     "zero_std_groups": Rule(
         ("reward/zero_std_groups",),
         _zero_std_groups,
-        "easier or harder problems, partial credit in the reward, more rollout.samples_per_prompt, loss.name dapo",
+        "easier or harder problems, partial credit in the reward, more rollout.samples_per_prompt, or loss.name dapo, which draws others",
         "a lower optimizer.lr, from the start or from the best checkpoint, for these problems were solved before",
     ),
     "no_verdict": Rule(

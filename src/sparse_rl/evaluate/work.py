@@ -14,9 +14,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from ..aside import NAME, bring_back, forget, set_aside
 from ..errors import UserError
 from .benchmark import Chunk, Cost, Sample
 
+FILES = ("asked.json", "samples.jsonl", "chunks.jsonl", "log_xi", "results.json")
 GROWS = ("benchmarks", "settings")
 """What a later run may add to; all else must be as it was."""
 
@@ -37,7 +39,7 @@ class Done:
 class Work:
     def __init__(self, path: Path):
         self.path = path
-        self.asked, self.samples, self.chunks = (path / name for name in ("asked.json", "samples.jsonl", "chunks.jsonl"))
+        self.asked, self.samples, self.chunks = (path / name for name in FILES[:3])
         self.done: dict[tuple[str, str], Done] = {}
         self.written = 0
 
@@ -54,7 +56,7 @@ class Work:
             self._lock(lock)
             with self.writing():
                 if overwrite:
-                    self._empty()
+                    set_aside(self.path, FILES)
                 self._refuse_another(asked)
                 self._read()
             try:
@@ -62,6 +64,9 @@ class Work:
             finally:
                 if not self.written and not was_there:  # what could not start leaves nothing behind
                     shutil.rmtree(self.path, ignore_errors=True)
+                elif overwrite and not self.written:
+                    bring_back(self.path, FILES)
+                forget(self.path)
 
     def of(self, benchmark: str, setting: str) -> Done:
         return self.done.setdefault((benchmark, setting), Done())
@@ -111,12 +116,7 @@ class Work:
             raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
 
     def _is_empty(self) -> bool:
-        return {file.name for file in self.path.iterdir()} <= {"lock"}  # killed before it asked anything
-
-    def _empty(self) -> None:
-        shutil.rmtree(self.path / "log_xi", ignore_errors=True)
-        for file in (self.chunks, self.samples, self.path / "results.json", self.asked):
-            file.unlink(missing_ok=True)
+        return {file.name for file in self.path.iterdir()} <= {"lock", NAME}  # killed before it asked anything
 
     def _refuse_another(self, asked: dict[str, Any]) -> None:
         before = json.loads(self.asked.read_text()) if self.asked.exists() else {}

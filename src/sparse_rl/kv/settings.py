@@ -46,10 +46,17 @@ class KV(Section):
             f"{self.budget}: try --kv.budget {least}"
         )
 
-    def partly_lost(self, prompts: Sequence[Sequence[int]]) -> str | None:
-        """A sentence on prompts of which a part is evicted before the answer begins."""
+    def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
+        """A sentence on a budget that these prompts and their responses never fill, or that prompts alone do not fit into."""
+        if self.policy == "full":
+            return None
+        if (longest := max(map(len, prompts), default=0) + max_tokens) <= self.budget:
+            return (
+                f"Nothing will be evicted, and every slot takes room for {self.capacity:,} tokens: a prompt and its response have at "
+                f"most {longest:,}, and kv.budget is {self.budget}. Lower kv.budget (docs/choosing-a-budget.md), or sample dense."
+            )
         lengths = [len(prompt) for prompt in prompts if len(prompt) > self.budget]
-        if self.policy == "full" or self.protect_prompt or not lengths:
+        if self.protect_prompt or not lengths:
             return None
         return (
             f"{len(lengths):,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to {max(lengths):,} tokens) and "

@@ -125,7 +125,8 @@ def divergence(
     def of_chunk(logits_nV: Tensor, teacher_nD: Tensor, temperatures_n: Tensor) -> Tensor:
         student = (logits_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         with torch.no_grad():
-            teacher = (_full(head(teacher_nD)) / temperatures_n[:, None]).log_softmax(dim=-1)
+            teacher_nV = _logits(teacher_nD, head.weight_VD, head.bias_V, head.scale)  # rounded as the student's are
+            teacher = (teacher_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         if top is not None and top < student.shape[-1]:
             best = teacher.topk(top, dim=-1).indices
             student, teacher = (_lump_rest(logprobs, best) for logprobs in (student, teacher))

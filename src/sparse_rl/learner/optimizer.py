@@ -93,15 +93,17 @@ class Optimizer:
 
     def allocate(self) -> None:
         """Take the memory that the moments will need, now and not in the first update, which stays the first."""
-        if self.adamw.state:
+        missing = [master for master in self.masters if not self.adamw.state.get(master)]  # some may never have a gradient
+        if not missing:
             return
-        for master in self.masters:
+        self.clear()
+        for master in missing:
             master.grad = torch.zeros_like(master)
         for group in self.adamw.param_groups:
             group["lr"] = group["lr"] * 0
         self.adamw.step()  # a gradient and a rate of zero change nothing but the count
-        for state in self.adamw.state.values():
-            state["step"].zero_()
+        for master in missing:
+            self.adamw.state[master]["step"].zero_()
         self.clear()
 
     def clear(self) -> None:

@@ -64,7 +64,7 @@ def make_batch(
 ) -> Batch:
     device = old[0].device
     mask_BT = response_mask(rollouts).to(device)
-    shares = loss.policy.shares
+    shares_BT = loss.policy.shares(mask_BT, corrected.divisors, max_tokens)
     return Batch(
         rollouts=rollouts,
         advantages_B=advantages_B.to(device),
@@ -72,8 +72,8 @@ def make_batch(
         old_BT=padded(old),
         mask_BT=mask_BT,
         corrected=corrected,
-        shares_BT=shares(mask_BT, corrected.divisors, max_tokens),
-        kl_shares_BT=shares(mask_BT, corrected.divisors, max_tokens) * corrected.kl_mask,
+        shares_BT=shares_BT,
+        kl_shares_BT=shares_BT * corrected.kl_mask,
         reference_BT=None if reference is None else padded(reference),
     )
 
@@ -101,10 +101,11 @@ def accumulate(
     A pass without rows keeps step with other ranks, which have rows for theirs: any rollout goes through, and counts nothing.
     """
     parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
+    spare = [] if all(passes) else batch.active[:1] or [0]  # a rejected one may not be finite, and 0 times that is not 0
     with fused_layers(model):
         for number, rows in enumerate(passes):
-            chosen = upload(torch.tensor(rows or [0]), batch.old_BT.device)
-            pack = [batch.rollouts[row] for row in rows or [0]]
+            chosen = upload(torch.tensor(rows or spare), batch.old_BT.device)
+            pack = [batch.rollouts[row] for row in rows or spare]
             ranks = sum_over_ranks(model, now=number == len(passes) - 1)
             logprobs_n, entropy_n, apart_n = with_weights(model, _pass, pack, view, smd)
             if not rows:
@@ -116,8 +117,8 @@ def accumulate(
             weights_bT = batch.corrected.weights[chosen]
             if opsm_delta is not None:
                 stays_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
+                parts["opsm_dropped"].append((~stays_b & weights_bT.any(dim=1)).sum())
                 weights_bT = weights_bT * stays_b[:, None]
-                parts["opsm_dropped"].append((~stays_b).sum())
             low, high = loss.clips
             inputs = LossInputs(
                 logprobs=logprobs_bT,
@@ -219,7 +220,7 @@ def update(
     if not rows:
         return Updated({}, 0.0, learned=False, finite=True)
     if batch.reference_BT is not None or loss.entropy_coef or smd is not None:
-        rows = torch.nonzero(batch.kl_shares_BT.sum(dim=1) + batch.shares_BT.sum(dim=1)).flatten().tolist()
+        rows = sorted({*rows, *torch.nonzero(batch.kl_shares_BT.any(dim=1)).flatten().tolist()})
     settings = optimizer.settings
     with checkpointed(model, settings.gradient_checkpointing):
         passes = passes_of([batch.rollouts[row] for row in rows], settings.tokens_per_microbatch, world)

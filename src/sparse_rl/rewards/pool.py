@@ -181,7 +181,9 @@ class _Here:
             with open(self.log or os.devnull, "a") as output:
                 traceback.print_exc(file=output)
             return Graded([None] * len(samples), 0, 0, len(samples), one_line(error))
-        return Graded(values, sum(value is None for value in values), 0, 0, None)
+        silent, broken = values.count(None), [value for value in values if value is not None and not math.isfinite(value)]
+        values = [None if value is None or not math.isfinite(value) else value for value in values]
+        return Graded(values, silent, 0, len(broken), f"the reward returned {broken[0]}" if broken else None)
 
 
 class _Worker:

@@ -50,7 +50,8 @@ def refuse_without_answers(path: str, example: Example, function: str) -> None:
 
 
 def reward_of(spec: str) -> Reward:
-    """A function from a batch to one float or None per completion, which raises where a part returns anything else."""
+    """A function from a batch to one float or None per completion, which raises where a part returns anything else; NaN and
+    infinity come back as they are."""
     parts = [(term.weight, find(term.function)) for term in terms(spec)]
 
     def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
@@ -89,9 +90,12 @@ def verdict(value: Any) -> float | None:
         return None
     if isinstance(value, str | bytes):
         raise TypeError(f"the reward returned a list of {type(value).__name__}, not of floats")
-    if not math.isfinite(value := float(value)):
+    return float(value)
+
+
+def refuse_if_not_finite(value: float | None) -> None:
+    if value is not None and not math.isfinite(value):
         raise ValueError(f"the reward returned {value}")
-    return value
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import UserError
 from .find import one_line
-from .several import Reward, reward_of
+from .several import Reward, refuse_if_not_finite, reward_of
 
 START_S = 120.0
 """How long the function's module may take to import."""
@@ -25,7 +25,7 @@ LENGTH_BYTES = 8
 
 
 def main(fd: int, function: str, timeout_s: float) -> None:
-    """Grades until the trainer closes its end or is gone, then ends with whatever processes the function left behind."""
+    """Grades until the trainer closes its end or is gone, then ends with what processes the function left in its group."""
     assert os.getpgrp() == os.getpid(), "killing the group must not reach the trainer"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
     os.set_inheritable(fd, False)
@@ -82,6 +82,7 @@ def grade(function: Reward, request: bytes) -> dict[str, Any]:
     try:
         prompt, completion, columns = pickle.loads(request)
         (value,) = function([prompt], [completion], **{name: [value] for name, value in columns.items()})
+        refuse_if_not_finite(value)
         return {"value": value}
     except BaseException as error:
         traceback.print_exc(file=sys.__stderr__)

@@ -70,7 +70,7 @@ def dry_run(config: Config) -> None:
             prompts = encoded(tokenizer, examples, config.data)
             places, left_out = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
             prompts = [prompts[place] for place in places]
-            for told in filter(None, (left_out, config.sampler_kv.partly_lost(prompts))):
+            for told in filter(None, (left_out, config.sampler_kv.remark(prompts, config.rollout.max_tokens))):
                 console.print(told, markup=False)
             lengths = sorted(map(len, prompts))
             console.print(f"prompts: {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}", markup=False)

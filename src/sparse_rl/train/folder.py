@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..aside import bring_back, forget, remove, set_aside
 from ..config import to_toml
 from ..errors import UserError
 from . import storage
@@ -79,7 +79,7 @@ class RunFolder:
 
     def empty(self) -> None:
         with self.writing():
-            _empty(self.path)
+            remove(self.path)
         if self.remote:
             self.remote.empty()
 
@@ -101,7 +101,8 @@ class RunFolder:
 
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
-        """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind."""
+        """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind, and on a disk
+        what it was to replace is there as before."""
         if not self.writes:
             yield
             self.begun = True
@@ -112,19 +113,27 @@ class RunFolder:
             yield
             self._write_config(config)
             self.begun = True
+            forget(self.path)
             return
         was_there = self.path.exists()
-        self.empty()
+        with self.writing():
+            set_aside(self.path)
+        if self.remote:
+            self.remote.empty()
         try:
             self._write_config(config)
             yield
             self.begun = True
         except BaseException:
             with suppress(OSError, UserError):  # why the run could not start is what matters
-                self.empty()
+                bring_back(self.path)
+                if self.remote:
+                    self.remote.empty()
                 if not was_there:
                     self.path.rmdir()
             raise
+        with self.writing():
+            forget(self.path)
 
     def _write_config(self, config: Config) -> None:
         with self.writing():
@@ -179,12 +188,6 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, float]]:
         return _read_lines(self.metrics) if self.metrics.exists() else []
-
-
-def _empty(folder: Path) -> None:
-    """The folder itself stays: it may be a link or a mounted disk."""
-    for entry in folder.iterdir() if folder.exists() else ():
-        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:

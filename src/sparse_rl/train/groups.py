@@ -18,10 +18,7 @@ from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
-from .settings import Config
-
-MAX_DRAWS = 4
-"""Rounds of prompts a step of dapo may sample until it has enough groups with a signal."""
+from .settings import MAX_DRAWS, Config
 
 
 @dataclass

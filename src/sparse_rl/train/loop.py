@@ -32,6 +32,7 @@ from ..models.export import write_model
 from ..models.sharded import at_rest, with_weights
 from ..plan.command import compact
 from ..report.live import LiveReport
+from ..rewards.find import one_line
 from ..rewards.pool import RewardPool
 from ..rewards.settings import TASK_REWARDS
 from ..rollout.engine import Engine
@@ -77,7 +78,7 @@ class Trainer:
         given = given or load_all(config)
         for note in given.notes:
             view.note(note)
-        if warning := config.sampler_kv.partly_lost(given.prompts):
+        if warning := config.sampler_kv.remark(given.prompts, config.rollout.max_tokens):
             view.warn(warning)
         self.tokenizer = given.tokenizer
         self.report = LiveReport(folder.path, self.tokenizer, view.warn)
@@ -270,7 +271,7 @@ class Trainer:
         mask_BT = response_mask(rollouts).to(old[0].device)
         log_xi_BT = padded(old) - padded([rollout.logprobs for rollout in rollouts]).to(old[0].device)
         point = self.config.correction.point(self.config.default_preset)
-        return correct(torch.zeros_like(log_xi_BT) if on_policy else log_xi_BT, mask_BT, point)
+        return correct(log_xi_BT * 0 if on_policy else log_xi_BT, mask_BT, point)  # what is not finite stays so
 
     def _update(self, groups: Sequence[Group], row_of: dict[int, int], old, learned_old, reference) -> Updated:
         config, shadow = self.config, self.config.method in SHADOW_METHODS
@@ -278,11 +279,12 @@ class Trainer:
         if not samples:
             return Updated({}, 0.0, learned=False, finite=True)
         rows = [row_of[id(sample)] for sample in samples]
+        seen = [old[row] + 0 * learned_old[row] for row in rows]  # not finite where either is
         batch = make_batch(
             [sample.rollout for sample in samples],
             torch.tensor([sample.advantage for sample in samples], dtype=old[0].dtype),
             [learned_old[row] for row in rows],
-            self._correct(samples, [old[row] for row in rows], on_policy=shadow),
+            self._correct(samples, seen, on_policy=shadow),
             config.loss,
             config.rollout.max_tokens,
             None if reference is None else [reference[row] for row in rows],
@@ -317,10 +319,12 @@ class Trainer:
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
-            self.view.warn(
-                f"Step {step}: no group had two different rewards{since}, so nothing is learned: the "
-                "problems are too easy or too hard, or the reward does not tell answers apart."
-            )
+            why = "the problems are too easy or too hard, or the reward does not tell answers apart"
+            if missing := drawn.counts.total():
+                why = f"{missing} of {len(drawn.samples)} rollouts got no verdict"
+            learned = any(each.learned for each in updates)  # from lengths, where advantage.overlong penalises them
+            then = "so only their lengths are learned from" if learned else "so nothing is learned"
+            self.view.warn(f"Step {step}: no group had two different rewards{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
             self.view.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
         if failures := drawn.counts["errors"] + drawn.counts["timeouts"]:
@@ -430,7 +434,10 @@ class Trainer:
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
         self.folder.append_metrics(self.state.step, finite)
         for logger in self.loggers:
-            logger.log(self.state.step, finite)
+            try:
+                logger.log(self.state.step, finite)
+            except Exception as error:  # whatever a service does, the run goes on
+                self.view.warn(f"{type(logger).__name__} took no metrics of step {self.state.step} ({one_line(error)}).")
         self.view.step(self.state.step, metrics)
         if self.world.leads:
             self.report.refresh()

@@ -22,6 +22,10 @@ SHADOW_METHODS = ("smd", "on_policy_sparse")
 """Those whose policy gradient runs on the sampler's own view."""
 
 
+MAX_DRAWS = 4
+"""Rounds of prompts a step of dapo may sample until it has enough groups with a signal."""
+
+
 class RolloutSettings(Section):
     """How many rollouts a step samples, and how."""
 
@@ -47,7 +51,8 @@ class RolloutSettings(Section):
     def _groups_can_be_compared(self) -> "RolloutSettings":
         if self.samples_per_prompt < 2:
             raise ValueError(
-                "rollout.samples_per_prompt = 1 leaves nothing to compare a reward with: it must be at least 2. Try 8."
+                f"rollout.samples_per_prompt = {self.samples_per_prompt} leaves nothing to compare a reward with: it must be at "
+                "least 2. Try 8."
             )
         if (self.top_p < 1 or self.top_k > 0) and not self.approximate:
             raise ValueError(
@@ -216,9 +221,12 @@ class Config(Section):
         """The batch in one sentence."""
         rollout, updates = self.rollout, self.optimizer.updates_per_step
         per_update = rollout.rollouts_per_step // updates
+        again = (
+            f"; dapo samples up to {MAX_DRAWS} times as many where groups have no signal" if self.loss.name == "dapo" else ""
+        )
         return (
             f"{self.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
             f"{rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens, learned in {updates} "
             f"update{'s' if updates > 1 else ''} of {per_update} rollouts, "
-            f"{self.optimizer.tokens_per_microbatch:,} tokens at a time."
+            f"{self.optimizer.tokens_per_microbatch:,} tokens at a time{again}."
         )
