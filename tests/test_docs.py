@@ -112,11 +112,13 @@ def written(tmp_path_factory):
     evaluated = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "2", "--rollout.samples-per-prompt", "4"]
     terms = ["--loss.kl-coef", "0.01", "--correction.opsm", "0.5"]
     keys = set()
-    for method, more in (("sparse_rl", terms), ("smd", [])):
+    several = ["--reward.function", "{0}:sums + 0.2 * {0}:same".format(world / "rewards.py")]
+    for method, more in (("sparse_rl", terms), ("smd", several)):
         run = world / method
         small_runs.train(world, run, "--method", method, *evaluated, *more)
         for line in (run / "metrics.jsonl").read_text().splitlines():
-            keys |= {key.replace("eval/problems/", "eval/<benchmark>/") for key in json.loads(line)}
+            found = {key.replace("eval/problems/", "eval/<benchmark>/") for key in json.loads(line)}
+            keys |= {re.sub("^reward/(sums|same)/", "reward/<function>/", key) for key in found}
     return keys - {"step"} | {"perf/rank_wait"}  # of several ranks, see test_distributed
 
 

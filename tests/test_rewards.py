@@ -484,8 +484,26 @@ def test_a_part_without_a_verdict_is_left_out_of_the_sum(folder, workers):
     with RewardPool("last_number + 0.5 * last_number", workers=workers, timeout_s=10) as pool:
         graded = grade(pool, ["2", "2"], answer=["2", "none"])
         assert graded.values == [1.5, None] and graded.no_verdict == 1
+        assert all(len(values) == 2 for values in graded.parts.values()) and len(graded.parts) == 2
     with RewardPool("last_number + my_rewards:length", workers=workers, timeout_s=10) as pool:
         assert grade(pool, ["2"], answer=["none"]).values == [1.0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_each_part_of_a_sum_gave_is_told(folder, workers):
+    spec = "exact + 0.5 * my_rewards:length + my_rewards:length"
+    with RewardPool(spec, workers=workers, timeout_s=10) as pool:
+        graded = grade(pool, ["22", "3"], answer=["22", "4"])
+        assert graded.values == [4.0, 1.5]
+        assert graded.parts == {"exact": [1.0, 0.0], "length": [2.0, 1.0], "length_3": [2.0, 1.0]}
+    with RewardPool("exact", workers=workers, timeout_s=10) as pool:
+        assert grade(pool, ["22"], answer=["22"]).parts == {}
+
+
+def test_a_list_of_rewards_is_told_how_to_write_a_sum():
+    for spec in ('["a.py:f", "a.py:g"]', "a.py:f, a.py:g"):
+        with pytest.raises(UserError, match="write several like math_answer"):
+            RewardPool(spec, workers=1, timeout_s=10)
 
 
 @pytest.mark.parametrize("spec", ["exact + ", "* exact", "much * exact", "nan * exact", "exact + inf * exact", " + exact"])

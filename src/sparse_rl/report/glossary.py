@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 
 ANY_BENCHMARK = re.compile(r"^eval/.+/(?=pass@1|no_verdict)")
+ANY_PART = re.compile(r"^reward/.+/(?=mean$)")
 OTHER = "Other"
 """Where keys stand that no section has: of another version, or of a logger of your own."""
 UNKNOWN = "This key is not among the metrics of this version: another one wrote it, or code of your own."
@@ -12,6 +13,7 @@ INTERVAL = "This is a bound of the 95 % interval of the score."
 SECTIONS: dict[str, dict[str, str]] = {
     "Is it learning?": {
         "reward/mean": "Mean reward of all rollouts with a verdict: it rises while a run learns.",
+        "reward/<function>/mean": "What one function of a sum of rewards gives, before its weight.",
         "reward/std": "How much the rewards of a step differ: at 0 nothing tells good answers from bad ones.",
         "reward/zero_std_groups": "The share of groups whose rewards are all equal, and which therefore teach nothing.",
         "eval/<benchmark>/pass@1": "The mean reward on held-out problems with a dense cache; the band of a single run is its 95 % interval.",
@@ -92,4 +94,4 @@ def placed(keys: Iterable[str]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _general(key: str) -> str:
-    return ANY_BENCHMARK.sub("eval/<benchmark>/", key)
+    return ANY_PART.sub("reward/<function>/", ANY_BENCHMARK.sub("eval/<benchmark>/", key))

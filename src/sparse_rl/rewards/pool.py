@@ -24,13 +24,13 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from .find import one_line
-from .several import reward_of, terms
+from .several import part_names, reward_of
 from .worker import LENGTH_BYTES, START_S
 
 GRACE_S = 0.5
@@ -50,6 +50,8 @@ class Graded:
     errors: int
     """It raised, ended its process, or returned anything but one finite number."""
     first_error: str | None
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
+    """Of a sum of several functions, what each returned; a sample that got no verdict has none."""
 
 
 class RewardPool:
@@ -58,7 +60,7 @@ class RewardPool:
     def __init__(self, function: str, workers: int = 2, timeout_s: float = 10.0, *, log: Path | None = None):
         """Waits until every worker has imported the function. What they print goes to `log`, or nowhere."""
         self.function, self.timeout_s, self.log = function, timeout_s, log
-        terms(function)  # a sum that cannot be read is refused before anything starts
+        self._parts = part_names(function)  # a sum that cannot be read is refused before anything starts
         self._size = workers
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -122,6 +124,7 @@ class RewardPool:
             timeouts=sum("late" in outcome for outcome in outcomes),
             errors=len(errors),
             first_error=errors[0] if errors else None,
+            parts=by_name(self._parts, [outcome.get("parts") for outcome in outcomes]),
         )
 
     def _fill(self) -> str | None:
@@ -170,20 +173,30 @@ class _Here:
         self.log = log
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
-        self.reward = reward_of(function)
+        self.reward, self.parts = reward_of(function), part_names(function)
 
     def grade(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> Graded:
         samples = [pickle.loads(request) for request in requests(prompts, completions, columns)]  # copies, as a worker has
         rows = {name: [row[name] for _, _, row in samples] for name in columns}
         try:
-            values = self.reward([each[0] for each in samples], [each[1] for each in samples], **rows) if samples else []
+            verdicts = self.reward([each[0] for each in samples], [each[1] for each in samples], **rows) if samples else []
         except Exception as error:
             with open(self.log or os.devnull, "a") as output:
                 traceback.print_exc(file=output)
             return Graded([None] * len(samples), 0, 0, len(samples), one_line(error))
-        silent, broken = values.count(None), [value for value in values if value is not None and not math.isfinite(value)]
-        values = [None if value is None or not math.isfinite(value) else value for value in values]
-        return Graded(values, silent, 0, len(broken), f"the reward returned {broken[0]}" if broken else None)
+        totals = [verdict.total for verdict in verdicts]
+        broken = [total for total in totals if total is not None and not math.isfinite(total)]
+        values = [None if total is None or not math.isfinite(total) else total for total in totals]
+        parts = [None if value is None else verdict.parts for value, verdict in zip(values, verdicts, strict=True)]
+        first = f"the reward returned {broken[0]}" if broken else None
+        return Graded(values, totals.count(None), 0, len(broken), first, by_name(self.parts, parts))
+
+
+def by_name(names: list[str], parts: Sequence[list[float | None] | None]) -> dict[str, list[float | None]]:
+    """Of one function alone there is nothing to tell apart."""
+    if len(names) < 2:
+        return {}
+    return {name: [each[place] if each else None for each in parts] for place, name in enumerate(names)}
 
 
 class _Worker:

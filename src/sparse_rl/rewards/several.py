@@ -11,9 +11,10 @@ from ..errors import UserError
 from .find import BUILT_IN, find
 
 PLUS = re.compile(r"\s\+\s")
+LISTED = re.compile(r"\[|.*:\w+\s*,")
 WEIGHT = re.compile(r"\s*([^*]*?)\s*\*\s*(\S.*)")
 
-Reward = Callable[..., list[float | None]]
+Reward = Callable[..., list["Verdict"]]
 
 
 class Term(NamedTuple):
@@ -21,9 +22,19 @@ class Term(NamedTuple):
     function: str
 
 
+class Verdict(NamedTuple):
+    total: float | None
+    parts: list[float | None]
+    """Of each function, unweighted."""
+
+
 def terms(spec: str) -> list[Term]:
     """The parts of a sum; a weight is 1 where none is named."""
     found = []
+    if LISTED.match(spec):
+        raise UserError(
+            f"reward.function = {spec} is no sum of rewards: write several like math_answer + 0.2 * my_rewards.py:brief."
+        )
     for part in PLUS.split(spec):
         weight, function = "1", part.strip()
         if match := WEIGHT.fullmatch(part):
@@ -40,6 +51,12 @@ def terms(spec: str) -> list[Term]:
     return found
 
 
+def part_names(spec: str) -> list[str]:
+    """What the parts of a sum are called in metrics: by their function, numbered where two have one name."""
+    names = [term.function.rpartition(":")[2] for term in terms(spec)]
+    return [name if name not in names[:place] else f"{name}_{place + 1}" for place, name in enumerate(names)]
+
+
 def refuse_without_answers(path: str, example: Example, function: str) -> None:
     """Before hours of sampling that none of our own rewards could grade."""
     if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
@@ -50,13 +67,14 @@ def refuse_without_answers(path: str, example: Example, function: str) -> None:
 
 
 def reward_of(spec: str) -> Reward:
-    """A function from a batch to one float or None per completion, which raises where a part returns anything else; NaN and
-    infinity come back as they are."""
+    """A function from a batch to a verdict per completion, which raises where a part returns anything but floats and None; NaN
+    and infinity come back as they are."""
     parts = [(term.weight, find(term.function)) for term in terms(spec)]
 
-    def reward(prompts: list, completions: list, **columns: Any) -> list[float | None]:
-        called = [(weight, returned(part, prompts, completions, columns)) for weight, part in parts]
-        return [total([(weight, values[index]) for weight, values in called]) for index in range(len(completions))]
+    def reward(prompts: list, completions: list, **columns: Any) -> list[Verdict]:
+        called = [returned(part, prompts, completions, columns) for _, part in parts]
+        weights = [weight for weight, _ in parts]
+        return [Verdict(total(list(zip(weights, each, strict=True))), list(each)) for each in zip(*called, strict=True)]
 
     limits = [part.memory_bytes for _, part in parts if hasattr(part, "memory_bytes")]
     reward.memory_bytes = sum(limits) if len(limits) == len(parts) else None  # type: ignore[attr-defined]

@@ -81,9 +81,9 @@ class Limit:
 def grade(function: Reward, request: bytes) -> dict[str, Any]:
     try:
         prompt, completion, columns = pickle.loads(request)
-        (value,) = function([prompt], [completion], **{name: [value] for name, value in columns.items()})
-        refuse_if_not_finite(value)
-        return {"value": value}
+        (verdict,) = function([prompt], [completion], **{name: [value] for name, value in columns.items()})
+        refuse_if_not_finite(verdict.total)
+        return {"value": verdict.total, "parts": verdict.parts}
     except BaseException as error:
         traceback.print_exc(file=sys.__stderr__)
         return {"error": one_line(error)}

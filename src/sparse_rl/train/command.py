@@ -57,8 +57,10 @@ def dry_run(config: Config) -> None:
             gold = "" if example.answer is None else example.answer
             graded = pool.grade([example.prompt], [gold], {name: [value] for name, value in example.columns.items()})
             failed = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
-            shown = json.dumps(gold, ensure_ascii=False)
-            console.print(f"first gold: {shown}, graded {failed or graded.values[0]}", markup=False)
+            tried = f"first gold: {json.dumps(gold, ensure_ascii=False)}"
+            if example.answer is None:
+                tried = "there is no answer to try the reward with (--data.answer-column names its column): an empty text"
+            console.print(f"{tried}, graded {failed or graded.values[0]}", markup=False)
     from ..evaluate.sources import encoded  # last, because torch takes seconds to import
     from ..kv.policies import from_settings
     from ..models.load import load_tokenizer
@@ -80,7 +82,8 @@ def dry_run(config: Config) -> None:
             shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
             console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
     if failed:
-        raise UserError(f"The reward fails on the first gold ({failed}): mend reward.function.")
+        what = "an empty text, for the data have no answer" if example and example.answer is None else "the first gold"
+        raise UserError(f"The reward fails on {what} ({failed}): mend reward.function.")
 
 
 @contextmanager

@@ -53,6 +53,8 @@ class Drawn:
     counts: Counter = field(default_factory=Counter)
     """no_verdict, timeouts, errors of the reward."""
     first_error: str | None = None
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    """What each function of a sum returned."""
     prompts: int = 0
     grade_s: float = 0.0
     waited_s: float = 0.0
@@ -170,6 +172,8 @@ class Dealer:
                 samples[place] = Sample(examples[place], rollout, text, reward)
             drawn.counts.update(no_verdict=each.graded.no_verdict, timeouts=each.graded.timeouts, errors=each.graded.errors)
             drawn.first_error = drawn.first_error or each.graded.first_error
+            for name, values in each.graded.parts.items():
+                drawn.parts.setdefault(name, []).extend(value for value in values if value is not None)
         drawn.groups += self._valued(samples)
         drawn.stats.append(functools.reduce(Stats.beside, (each.stats for each in parts)))
         drawn.grade_s += max(each.grade_s for each in parts)

@@ -19,6 +19,7 @@ def reward_metrics(drawn: Drawn) -> dict[str, float]:
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,  # which is left out of what is written
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/zero_std_groups": sum(group.no_signal for group in drawn.groups) / len(drawn.groups),
+        **{f"reward/{name}/mean": statistics.fmean(values) for name, values in drawn.parts.items() if values},
         **{f"reward/{name}": float(drawn.counts[name]) for name in ("no_verdict", "timeouts", "errors")},
     }
 
