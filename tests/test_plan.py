@@ -502,3 +502,16 @@ def test_a_model_too_large_for_one_gpu_is_refused():
         refuse_too_large(config, 80 * GIB)
     refuse_too_large(config, 160 * GIB)
     assert "too large for one GPU" in sentence(make_plan(config, dimensions("72B"), memory_bytes=80 * GIB))
+
+
+def test_a_step_counts_every_pass_over_the_rollouts():
+    """A reference's, the sampler's own view, and what Shadow Mask Distillation passes again."""
+
+    def at(*flags):
+        return step_time(planned(*flags), GPUS["h200"])
+
+    plain, reference = at(), at("--loss.kl-coef", "0.01")
+    assert reference.old_s == pytest.approx(2 * plain.old_s) and reference.update_s == plain.update_s
+    smd, taught = at("--method", "smd"), at("--method", "smd", "--loss.smd.direction", "shadow_to_dense")
+    assert smd.old_s == pytest.approx(2 * plain.old_s) and smd.update_s == pytest.approx(2 * plain.update_s)
+    assert taught.update_s == pytest.approx(plain.update_s * 4 / 3)

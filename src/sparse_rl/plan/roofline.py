@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from ..errors import UserError
+from ..train.settings import SHADOW_METHODS, Config
 from .dimensions import Dimensions
 from .memory import GIB, Plan, itemsize, rollouts_of_rank, sharded
 
@@ -103,13 +104,15 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of the pairs
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
     passes = 1 + backward + (1 if optimizer.gradient_checkpointing else 0)
+    if config.method == "smd":  # a second, dense pass, of which the teacher's needs no gradient
+        passes += 1 if config.loss.smd.direction == "shadow_to_dense" else passes
     learner = gpu.flops * LEARNER_MFU
     update = passes * forward / learner
     if optimizer.state == "offload" and not config.model.lora.rank:
         microbatches = -(-tokens // max(length, optimizer.tokens_per_microbatch))
         update += (microbatches * 2 + 4 * optimizer.updates_per_step) * dims.params / HOST_BYTES_PER_S
     prefill = 2 * dims.active_params * rollouts / rollout.samples_per_prompt * plan.prompt_tokens / (gpu.flops * FLOPS_SHARE)
-    old = forward / learner
+    old = looks(config) * forward / learner
     travels = communication(plan)
     return StepTime(
         step,
@@ -121,6 +124,11 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
         sync_s=travels.sync_s,
         exposed_s=max(0.0, travels.old_s - old) + max(0.0, travels.update_s - update),
     )
+
+
+def looks(config: Config) -> int:
+    """How often a step's rollouts pass through the model before its first update: dense, as the sampler saw, by a reference."""
+    return 1 + (config.method in SHADOW_METHODS) + (config.loss.kl_coef > 0)
 
 
 NODE_GPUS, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S = 8, 350e9, 40e9
@@ -148,5 +156,5 @@ def communication(plan: Plan) -> Communication:
     speed = NODE_BYTES_PER_S if ranks <= NODE_GPUS else NETWORK_BYTES_PER_S
     again = 3 if config.optimizer.gradient_checkpointing else 2
     reduced = 4 * dims.params * others * (config.optimizer.updates_per_step if config.ranks.hold_gradients else passes)
-    old, update, sync = passes * whole * others, again * passes * whole * others, whole * others
+    old, update, sync = looks(config) * passes * whole * others, again * passes * whole * others, whole * others
     return Communication(old + update + sync, reduced, old / speed, (update + reduced) / speed, sync / speed)
