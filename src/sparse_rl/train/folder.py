@@ -116,19 +116,18 @@ class RunFolder:
             forget(self.path)
             return
         was_there = self.path.exists()
-        with self.writing():
-            set_aside(self.path)
-        if self.remote:
-            self.remote.empty()
         try:
+            if self.remote:  # where nothing can be renamed
+                self.empty()
+            else:
+                with self.writing():
+                    set_aside(self.path)
             self._write_config(config)
             yield
             self.begun = True
         except BaseException:
             with suppress(OSError, UserError):  # why the run could not start is what matters
-                bring_back(self.path)
-                if self.remote:
-                    self.remote.empty()
+                self.empty() if self.remote else bring_back(self.path)
                 if not was_there:
                     self.path.rmdir()
             raise
