@@ -178,15 +178,18 @@ EVIDENCE = [
 
 @pytest.mark.parametrize("path", EVIDENCE, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
 def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
-    """What docs/collapse.md says of them: those with a correction, and dense ones, are not warned of."""
+    """What docs/collapse.md says of them: of those with a correction, and dense ones, one is warned of, and late."""
     with gzip.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
     alerts = check(rows, Alerts())
     told = [alert.step for alert in alerts if alert.name == "grad_norm"]
-    assert bool(told) == path.name.startswith("naive") and all(30 < step < 44 for step in told)
+    late = path.name.startswith("snapkv-128-1")  # its norm was low while more than half was rejected
+    assert bool(told) == (late or path.name.startswith("naive")) and all(
+        30 < step < 44 or (late and step == 54) for step in told
+    )
     norms = [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
     held = max(map(min, norms, norms[1:], norms[2:])) / statistics.median(norms[:10])
-    assert held > 4.7 if told else held < 2.35 and max(norms) < 7.5 * statistics.median(norms[:10])
+    assert held > (2.9 if late else 4.7) if told else held < 2.35 and max(norms) < 10 * statistics.median(norms[:10])
     assert ("xi_p05" in names(alerts)) == path.name.startswith(("naive-1", "released-0", "rkv-96", "rkv-128", "snapkv-128"))
     assert "length" not in names(alerts) and ("truncated" in names(alerts)) == path.name.startswith("naive-4-0")
     lasting = [alert for alert in alerts if alert.name == "rejected" and alert.step == 3]
@@ -195,7 +198,7 @@ def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
 
 
 REJECTING = {"rkv-96-0", "snapkv-128-0", "rkv-128-0", "paper-4-0", "paper-4-2", "paper-guard-0"}
-REJECTING |= {"reject_only-0", "reject_only-1", "released-1"}
+REJECTING |= {"reject_only-0", "reject_only-1", "released-1", "rkv-96-1", "rkv-128-1", "snapkv-128-1", "paper-guard-1"}
 
 
 ARTICLES = [
@@ -217,7 +220,7 @@ def test_of_another_task_the_gradients_alarms_go_away(path):
     assert bool(spans) == (f"{path.parents[1].name} {path.name.split('.')[0]}" in ALARMED)
     short = path.parents[1].name == "g-graded"
     assert bool(begun["length"]) == short and all(9 <= step <= 30 for step in begun["length"])
-    assert bool(begun["truncated"]) != short and all(10 <= step <= 19 for step in begun["truncated"])
+    assert bool(begun["truncated"]) != short and all(9 <= step <= 19 for step in begun["truncated"])
     assert bool(begun["xi_p05"]) == path.name.startswith("paper-protected" if short else ("naive", "paper"))
     assert bool(begun["rejected"]) == (not short and path.name.startswith("paper-protected-0"))
 

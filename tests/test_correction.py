@@ -82,7 +82,7 @@ def test_the_weights_carry_no_gradient():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_measures_are_of_every_valid_token_before_anything_is_dropped(preset):
+def test_measures_are_of_every_valid_token(preset):
     log_ratio, mask = batch()
     out = correct(log_ratio, mask, preset)
     logs = log_ratio[mask].numpy()
@@ -97,6 +97,7 @@ def test_measures_are_of_every_valid_token_before_anything_is_dropped(preset):
             "sparse/xi_p05": np.quantile(xi, 0.05, method="inverted_cdf"),
             "sparse/xi_min": xi.min(),
             "sparse/ess": xi.sum() ** 2 / (len(xi) * (xi**2).sum()),
+            "sparse/weight": np.mean([weight for weights, *_ in rows for weight in weights]),
         },
         rel=1e-10,
     )
@@ -148,6 +149,7 @@ def test_nothing_kept_is_all_zero():
     out = correct(torch.full((2, 3), -15.0), torch.ones(2, 3, dtype=torch.bool), "released")
     assert not out.weights.any() and out.rejected.all() and out.divisors.tolist() == [1, 1]
     assert out.metrics["sparse/rejection_rate"] == out.metrics["sparse/wasted_tokens"] == 1
+    assert out.metrics["sparse/weight"] == 0
 
 
 def test_half_precision_ratios_are_weighed_in_float32():

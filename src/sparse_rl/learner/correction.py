@@ -130,7 +130,7 @@ class Corrected:
     kl_mask: Tensor
     """Bool [B, T]: what the KL term runs over."""
     metrics: dict[str, float]
-    """Of all valid tokens, before anything is dropped; NaN where there are none."""
+    """Of all valid tokens, the mean weight after drops and the rest before; NaN where there are none."""
 
 
 def correct(log_ratio: Tensor, mask: Tensor, preset: str | Point = "paper", **options: Any) -> Corrected:
@@ -165,14 +165,15 @@ def correct(log_ratio: Tensor, mask: Tensor, preset: str | Point = "paper", **op
     weights_BT = levels[point.weight].clamp(-LIMIT, LIMIT).exp().clamp(max=point.cap).expand_as(log_xi_BT)
     if point.normalize:  # m of the released code, over every valid token, dropped ones included
         weights_BT = weights_BT / weights_BT[valid_BT].mean()
+    weights_BT = weights_BT.masked_fill(~keep_BT, 0)
     counted_BT = keep_BT if point.divisor == "kept" else valid_BT
     return Corrected(
-        weights=weights_BT.masked_fill(~keep_BT, 0),
+        weights=weights_BT,
         keep=keep_BT,
         rejected=rejected_B,
         divisors=counted_BT.sum(dim=1).clamp(min=1).to(log_xi_BT.dtype),
         kl_mask=counted_BT & ~broken_B[:, None],
-        metrics=_metrics(log_xi_BT[valid_BT].clamp(-LIMIT, LIMIT), valid_BT, keep_BT, rejected_B),
+        metrics=_metrics(log_xi_BT[valid_BT].clamp(-LIMIT, LIMIT), weights_BT[valid_BT], valid_BT, keep_BT, rejected_B),
     )
 
 
@@ -191,11 +192,11 @@ def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def _metrics(log_xi_N: Tensor, valid_BT: Tensor, keep_BT: Tensor, rejected_B: Tensor) -> dict[str, float]:
-    """Rejection, waste and the distance of the two policies, over the N valid tokens."""
+def _metrics(log_xi_N: Tensor, weights_N: Tensor, valid_BT: Tensor, keep_BT: Tensor, rejected_B: Tensor) -> dict[str, float]:
+    """Rejection, waste, weight and the distance of the two policies, over the N valid tokens."""
     total = log_xi_N.numel()
     if total == 0:
-        keys = ("rejection_rate", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess")
+        keys = ("rejection_rate", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "weight")
         return {f"sparse/{key}": math.nan for key in keys}
     xi_N = log_xi_N.exp()
     return {
@@ -206,4 +207,5 @@ def _metrics(log_xi_N: Tensor, valid_BT: Tensor, keep_BT: Tensor, rejected_B: Te
         "sparse/xi_p05": xi_N.kthvalue(math.ceil(0.05 * total)).values.item(),
         "sparse/xi_min": xi_N.min().item(),
         "sparse/ess": (xi_N.sum() ** 2 / (total * (xi_N**2).sum())).item(),
+        "sparse/weight": weights_N.mean().item(),
     }
