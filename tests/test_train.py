@@ -21,6 +21,7 @@ from sparse_rl.cli import main
 from sparse_rl.learner.correction import Correction
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.settings import OptimizerSettings
+from sparse_rl.learner.update import make_batch
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
 from sparse_rl.rewards.pool import RewardPool
@@ -428,6 +429,26 @@ def test_a_reward_that_falls_silent_for_a_step_does_not_end_the_run(world, tmp_p
     assert "no group had two different rewards, so nothing is learned: 4 of 4 rollouts got no verdict." in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, capsys):
+    """They teach nothing, and count in their group's mean all the same. This model seldom ends, so a limit of 2 cuts all off."""
+    batches = []
+    monkeypatch.setattr(
+        loop, "make_batch", lambda rollouts, *rest: batches.append((rollouts, rest[0])) or make_batch(rollouts, *rest)
+    )
+    flags = ["--steps", "1", "--rollout.samples-per-prompt", "8", "--rollout.temperature", "3"]
+    train(world, tmp_path / "all", *flags)
+    train(world, tmp_path / "ended", *flags, "--advantage.mask-truncated", "true")
+    (every, advantages), (ended, kept) = batches
+    whole = [rollout.finish != "length" for rollout in every]
+    assert [rollout.response for rollout in ended] == [r.response for r, stays in zip(every, whole, strict=True) if stays]
+    assert 0 < len(ended) < len(every) and kept.tolist() == advantages[whole].tolist()
+    capsys.readouterr()
+    train(world, tmp_path / "none", *flags, "--rollout.max-tokens", "2", "--advantage.mask-truncated", "true")
+    assert len(batches) == 2 and metrics(tmp_path / "none")[-1]["policy/skipped_updates"] == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Step 1: every answer that could teach was cut off, so nothing is learned: advantage.mask_truncated leaves" in said
 
 
 def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, capsys):

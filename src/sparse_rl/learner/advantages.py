@@ -31,6 +31,9 @@ class Advantage(Section):
     overlong: int = Field(
         0, ge=0, description="Tokens before max_tokens over which a penalty on long answers grows to -1 (DAPO); 0 is off."
     )
+    mask_truncated: bool = Field(
+        False, description="Whether answers cut off at max_tokens are not learned from; in their group's mean they count."
+    )
 
 
 @dataclass(frozen=True)

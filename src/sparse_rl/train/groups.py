@@ -29,7 +29,7 @@ class Sample:
     reward: float | None
     advantage: float = 0.0
     takes_part: bool = False
-    """Whether it has a verdict, in a group that has two."""
+    """Whether it has a verdict, in a group that has two, and is not masked."""
 
 
 @dataclass
@@ -223,6 +223,7 @@ class Dealer:
             for sample, advantage, takes_part in zip(
                 group.samples, valued.advantages[number].tolist(), valued.takes_part[number].tolist(), strict=True
             ):
-                sample.advantage, sample.takes_part = advantage, takes_part
+                masked = config.advantage.mask_truncated and sample.rollout.finish == "length"
+                sample.advantage, sample.takes_part = advantage, takes_part and not masked
             groups.append(group)
         return groups

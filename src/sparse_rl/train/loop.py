@@ -319,12 +319,16 @@ class Trainer:
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
+            what = "no group had two different rewards"
             why = "the problems are too easy or too hard, or the reward does not tell answers apart"
             if missing := drawn.counts.total():
                 why = f"{missing} of {len(drawn.samples)} rollouts got no verdict"
+            elif not all(group.no_signal for group in drawn.groups):
+                what = "every answer that could teach was cut off"
+                why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
             learned = any(each.learned for each in updates)  # from lengths, where advantage.overlong penalises them
             then = "so only their lengths are learned from" if learned else "so nothing is learned"
-            self.view.warn(f"Step {step}: no group had two different rewards{since}, {then}: {why}.")
+            self.view.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
             self.view.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
         if failures := drawn.counts["errors"] + drawn.counts["timeouts"]:
