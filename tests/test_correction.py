@@ -88,6 +88,7 @@ def test_measures_are_of_every_valid_token(preset):
     logs = log_ratio[mask].numpy()
     xi = np.exp(logs)
     rows = by_hand(preset, [row[m].tolist() for row, m in zip(log_ratio, mask, strict=True)])
+    all_weights = np.array([weight for weights, *_ in rows for weight in weights])
     assert out.metrics == pytest.approx(
         {
             "sparse/rejection_rate": np.mean([rejected for _, rejected, _, _ in rows]),
@@ -97,7 +98,7 @@ def test_measures_are_of_every_valid_token(preset):
             "sparse/xi_p05": np.quantile(xi, 0.05, method="inverted_cdf"),
             "sparse/xi_min": xi.min(),
             "sparse/ess": xi.sum() ** 2 / (len(xi) * (xi**2).sum()),
-            "sparse/weight": np.mean([weight for weights, *_ in rows for weight in weights]),
+            "sparse/effective": all_weights.sum() ** 2 / (len(xi) * (all_weights**2).sum()),
         },
         rel=1e-10,
     )
@@ -149,7 +150,7 @@ def test_nothing_kept_is_all_zero():
     out = correct(torch.full((2, 3), -15.0), torch.ones(2, 3, dtype=torch.bool), "released")
     assert not out.weights.any() and out.rejected.all() and out.divisors.tolist() == [1, 1]
     assert out.metrics["sparse/rejection_rate"] == out.metrics["sparse/wasted_tokens"] == 1
-    assert out.metrics["sparse/weight"] == 0
+    assert out.metrics["sparse/effective"] == 0
 
 
 def test_half_precision_ratios_are_weighed_in_float32():

@@ -195,6 +195,13 @@ def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, k
     assert engine.most_prompt_tokens(sampling) == (min(prefill, 19) if kv.protect_prompt else prefill)
 
 
+def test_what_is_no_model_and_no_kv_is_refused(model):
+    with pytest.raises(UserError, match=r"kv = .*'budget': 64.* must be a KV"):
+        Engine(model, {"policy": "rkv", "budget": 64})
+    with pytest.raises(UserError, match=r"model = 'tiny' is a name: .*load_model\('tiny'\)"):
+        Engine("tiny", KV(budget=64))
+
+
 def test_wrong_sampling_is_refused():
     for options, sentence in (
         ({"temperature": -1}, "sampling.temperature = -1 is refused"),

@@ -35,7 +35,7 @@ from sparse_rl.train.settings import Config
 from sparse_rl.train.view import View, score
 
 METRICS = {
-    "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess weight engine_noise",
+    "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess effective engine_noise",
     "reward": "mean std zero_std_groups no_verdict timeouts errors",
     "kv": "token_savings peak_bytes dense_bytes peak_tokens evictions budget",
     "policy": "loss clip_ratio entropy grad_norm lr skipped_updates",

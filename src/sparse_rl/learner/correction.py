@@ -130,7 +130,7 @@ class Corrected:
     kl_mask: Tensor
     """Bool [B, T]: what the KL term runs over."""
     metrics: dict[str, float]
-    """Of all valid tokens, the mean weight after drops and the rest before; NaN where there are none."""
+    """Of all valid tokens, `effective` after drops and the rest before; NaN where there are none."""
 
 
 def correct(log_ratio: Tensor, mask: Tensor, preset: str | Point = "paper", **options: Any) -> Corrected:
@@ -192,11 +192,16 @@ def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
+def _worth(weights_N: Tensor) -> float:
+    """The effective sample size as a share: 1 where all weigh the same, 1/N where one has all the weight."""
+    return (weights_N.sum() ** 2 / (weights_N.numel() * (weights_N**2).sum())).item()
+
+
 def _metrics(log_xi_N: Tensor, weights_N: Tensor, valid_BT: Tensor, keep_BT: Tensor, rejected_B: Tensor) -> dict[str, float]:
-    """Rejection, waste, weight and the distance of the two policies, over the N valid tokens."""
+    """Rejection, waste, what the weights are worth, and the distance of the two policies, over the N valid tokens."""
     total = log_xi_N.numel()
     if total == 0:
-        keys = ("rejection_rate", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "weight")
+        keys = ("rejection_rate", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "effective")
         return {f"sparse/{key}": math.nan for key in keys}
     xi_N = log_xi_N.exp()
     return {
@@ -206,6 +211,6 @@ def _metrics(log_xi_N: Tensor, weights_N: Tensor, valid_BT: Tensor, keep_BT: Ten
         "sparse/mismatch_k3": (log_xi_N.expm1() - log_xi_N).mean().item(),  # xi - 1 - log xi, exact near 1
         "sparse/xi_p05": xi_N.kthvalue(math.ceil(0.05 * total)).values.item(),
         "sparse/xi_min": xi_N.min().item(),
-        "sparse/ess": (xi_N.sum() ** 2 / (total * (xi_N**2).sum())).item(),
-        "sparse/weight": weights_N.mean().item(),
+        "sparse/ess": _worth(xi_N),
+        "sparse/effective": _worth(weights_N) if keep_BT.any() else 0.0,
     }

@@ -33,7 +33,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sparse/ess": "The share of the tokens that the weighted sum is worth: far below 1 a few of them carry the update.",
         "sparse/rejection_rate": "The share of rollouts that were dropped: where it rises, the budget is too tight.",
         "sparse/wasted_tokens": "The share of response tokens that teach nothing: above the rejection rate it is the long answers that go.",
-        "sparse/weight": "What a sampled token counts in the mean, 0 where dropped: far below 1 little is taught, whatever is rejected.",
+        "sparse/effective": "The share of the sampled tokens that the update is worth: far below what was not rejected, a few sequences carry it.",
         "sparse/engine_noise": "What rounding alone puts between sampler and learner: it should be far below the mismatch.",
     },
     "What did the cache cost and save?": {

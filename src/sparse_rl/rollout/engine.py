@@ -44,7 +44,11 @@ class Engine:
         prefill_tokens: int = 8192,
         compile: bool | None = None,
     ):
-        self.kv = kv or KV()
+        self.kv = KV() if kv is None else kv
+        if not isinstance(self.kv, KV):
+            raise UserError(f"kv = {kv!r} must be a KV, as in Engine(model, KV(policy='rkv', budget=512)).")
+        if isinstance(model, str):
+            raise UserError(f"model = {model!r} is a name: load it first, as in Engine(load_model({model!r})).")
         self.policy = from_settings(self.kv)
         for name, value in (("slots", slots), ("prefill_tokens", prefill_tokens)):
             if not isinstance(value, int) or value < 1:
