@@ -451,6 +451,30 @@ def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, 
     assert "Step 1: every answer that could teach was cut off, so nothing is learned: advantage.mask_truncated leaves" in said
 
 
+def test_an_evaluation_that_fails_costs_no_step(world, tmp_path, monkeypatch, capsys):
+    """The last one, say, for which there is no memory left: what was trained is saved, and --resume writes the model."""
+    test = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "2"]
+    train(world, tmp_path / "whole", *test)
+    scored = []
+
+    def score_once(*args):
+        scored.append(args)
+        if len(scored) > 2:  # before training, with either cache
+            raise torch.OutOfMemoryError("no memory for the cache")
+        return loop_score(*args)
+
+    loop_score = loop.score
+    monkeypatch.setattr(loop, "score", score_once)
+    with pytest.raises(SystemExit):
+        train(world, tmp_path / "run", *test)
+    assert "The evaluation failed; step 2 is saved" in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "run/model").exists()
+    train(world, tmp_path / "run", *test, "--resume")
+    whole, again = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
 def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, capsys):
     def log(self, step, metrics):
         raise ConnectionError("the network is unreachable")

@@ -127,7 +127,14 @@ class Trainer:
             metrics = self.step()
             step, last = self.state.step, self.state.step == self.config.steps
             if last or (self.config.eval.every and step % self.config.eval.every == 0):
-                metrics |= self._evaluate()
+                try:
+                    metrics |= self._evaluate()
+                except Exception:
+                    if self.world.size == 1:  # ranks may be anywhere by now
+                        self._log(metrics)
+                        self._save(metrics, last=last)
+                        self.view.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
+                    raise
             self._log(metrics)
             self._end_if_broken()
             stopping = self.world.any(stop.asked)
