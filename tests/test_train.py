@@ -475,6 +475,23 @@ def test_an_evaluation_that_fails_costs_no_step(world, tmp_path, monkeypatch, ca
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
+def test_where_nothing_can_be_saved_the_evaluations_own_error_is_told(world, tmp_path, monkeypatch, capsys):
+    def evaluate(trainer):
+        if trainer.state.step:
+            raise UserError("The judge is down: start it.")
+        return {}
+
+    def save(*args):
+        raise UserError("The disk is full: free some space.")
+
+    monkeypatch.setattr(loop.Trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(loop.checkpoint, "save", save)
+    with pytest.raises(SystemExit):
+        train(world, tmp_path / "run")
+    told = " ".join(capsys.readouterr())
+    assert "The judge is down" in told and "is saved" not in told
+
+
 def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, capsys):
     def log(self, step, metrics):
         raise ConnectionError("the network is unreachable")

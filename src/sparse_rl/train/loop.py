@@ -130,10 +130,11 @@ class Trainer:
                 try:
                     metrics |= self._evaluate()
                 except Exception:
-                    if self.world.size == 1:  # ranks may be anywhere by now
-                        self._log(metrics)
-                        self._save(metrics, last=last)
-                        self.view.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
+                    if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may be anywhere by now
+                        with suppress(UserError):  # why the evaluation failed is what is told
+                            self._log(metrics)
+                            self._save(metrics, last=last)
+                            self.view.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
                     raise
             self._log(metrics)
             self._end_if_broken()
