@@ -2,27 +2,25 @@
 in exactness: python experiments/speed.py [--json FILE] [--model 1.5B], then
 python experiments/speed.py --plot benchmarks/results/speed.json --out docs/performance.svg
 
-Sparse: tokens/s of whole decode steps once every slot has been compacted (compaction and host included). Dense gets as many
-slots as an ideal paged cache holds of sequences of mean length in the sparse cache's memory; its figure is slots over the
-time of a decode step at that mean length. Responses are uniform from a sixteenth of the longest to all of it.
+Sparse: tokens/s of whole decode steps once every slot has been compacted (compaction and host included). Dense: as many
+sequences as a paged cache with shared prompts (groups of 8) runs in the same memory at the lengths they have at a moment,
+E[L^2] / (2 E[L]) for final lengths L; its figure is sequences over the time of a decode step that reads prompt and response.
+The sparse side is charged its side tables, the dense side no waste, no preemption, no compaction and no host. Responses are
+uniform from a sixteenth of the longest to all of it.
 """
 
 import argparse
 import gc
 import json
-import statistics
-import time
 from pathlib import Path
 
 import torch
 
 from sparse_rl import KV, Engine, Sampling, load_model, replay
-from sparse_rl.bench.lengths import drawn_lengths
+from sparse_rl.bench.lengths import drawn_lengths, live_tokens, mean_response_tokens_held
 from sparse_rl.bench.record import environment
-from sparse_rl.bench.rollout import Meter, share_of_roofline
+from sparse_rl.bench.rollout import Meter, decode_step_s, mean_held, share_of_roofline
 from sparse_rl.models.shapes import random_model
-from sparse_rl.rollout.clock import Clock
-from sparse_rl.rollout.decode import SlotState
 
 PROMPT_TOKENS = 256
 LENGTHS = (1024, 4096, 16384, 32768)
@@ -33,6 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--model", default="1.5B")
+    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS)
+    parser.add_argument("--only-sweep", action="store_true", help="measure no exactness; what the file has of it stays")
     parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
     parser.add_argument("--out", type=Path, default=Path("docs/performance.svg"))
     args = parser.parse_args()
@@ -43,14 +43,19 @@ def main() -> None:
     model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
     result = environment("speed", model.device) | {"model": args.model, "dtype": "bfloat16", "seed": 0, "kv": kv.model_dump()}
     result["prompt_tokens"] = PROMPT_TOKENS
-    for key, measure in (
-        ("noise_by_length", lambda: noise(model, kv)),
-        ("parting", lambda: {"tiny": parting(load_model("tiny", dtype="bfloat16", device="cuda"))}),
-        ("parting_random_weights", lambda: {args.model: parting(model)}),
-        ("float32", float32_gap),
-        ("sweep", lambda: [row for slots in SLOTS for row in sweep(model, kv, slots)]),
-    ):
+    if args.json and args.json.exists():
+        result = json.loads(args.json.read_text()) | result
+    measures = {
+        "noise_by_length": lambda: noise(model, kv),
+        "parting": lambda: {"tiny": parting(load_model("tiny", dtype="bfloat16", device="cuda"))},
+        "parting_random_weights": lambda: {args.model: parting(model)},
+        "float32": float32_gap,
+    }
+    for key, measure in {} if args.only_sweep else measures.items():
         result[key] = measure()
+    result["sweep"] = []
+    for slots in args.slots:
+        result["sweep"] += sweep(model, kv, slots)
         if args.json:  # as it comes: the sweep takes minutes
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -68,23 +73,30 @@ def sweep(model, kv: KV, slots: int) -> list[dict]:
     meter = Meter(engine, slots)
     engine.generate(prompts(model, slots), sampling=Sampling(max_tokens=steps, stop=()), progress=meter)
     sparse = meter.tokens_per_s()
-    kv_bytes, stats = engine.stats.peak_kv_bytes, engine.stats
+    stats, held = engine.stats, mean_held(kv, PROMPT_TOKENS, [steps], evicts=True)
     row = {
         "slots": slots,
-        "kv_bytes": kv_bytes,
+        "kv_bytes": stats.peak_kv_bytes,
+        "side_bytes": stats.side_bytes,
+        "held_tokens": held,
         "sparse_tokens_per_s": sparse,
-        "roofline_share": share_of_roofline(model, slots, kv.capacity, sparse),
+        "roofline_share": share_of_roofline(model, slots, held, sparse),
         "compaction_share": stats.compaction_s / (stats.seconds - stats.prefill_s),
         "host_share": stats.host_s / (stats.seconds - stats.prefill_s),
     }
+    token_bytes = stats.peak_kv_bytes / (slots * kv.capacity)
     del engine
     rows = []
     for longest in LENGTHS:
-        mean = PROMPT_TOKENS + sum(drawn_lengths(range(4096), longest)) / 4096
-        dense_slots = max(1, int(slots * kv.capacity / mean))
-        dense = dense_slots / step_s(model, dense_slots, int(mean))
+        lengths = drawn_lengths(range(4096), longest)
+        live = live_tokens(lengths, PROMPT_TOKENS)
+        dense_slots = max(1, int((row["kv_bytes"] + row["side_bytes"]) / (token_bytes * live)))
+        dense_held = int(PROMPT_TOKENS + mean_response_tokens_held(lengths))
+        dense = dense_slots / dense_step_s(model, dense_slots, dense_held)
         rows.append(
-            row | {"max_tokens": longest, "mean_tokens": mean, "dense_slots": dense_slots, "dense_tokens_per_s": dense}
+            row
+            | {"max_tokens": longest, "live_tokens": live, "dense_held_tokens": dense_held}
+            | {"dense_slots": dense_slots, "dense_tokens_per_s": dense}
         )
         print(
             f"{slots:5} slots, up to {longest:6} tokens: sparse {sparse:9,.0f} tok/s, dense {dense:9,.0f} ({dense_slots} slots), "
@@ -94,23 +106,13 @@ def sweep(model, kv: KV, slots: int) -> list[dict]:
     return rows
 
 
-def step_s(model, slots: int, held: int, chunks: int = 3) -> float:
-    """Seconds of a dense decode step of slots that hold so many tokens."""
-    seconds: list[float] = []
+def dense_step_s(model, slots: int, held: int) -> float:
+    """Measure the seconds of a dense decode step of slots that hold so many tokens."""
     gc.collect()
     torch.cuda.empty_cache()
     engine = Engine(model, KV(policy="full"), slots=slots)
     engine.reserve(held + engine.chunk)
-    graphs, clock = engine._graphs(), Clock(model.device)
-    state = SlotState([5] * slots, [held] * slots, [held] * slots, [1] * slots, [2**20] * slots)
-    with torch.no_grad():
-        for _ in range(chunks + 1):
-            graphs.start(state, Sampling())
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            graphs.launch(engine.chunk, clock).wait()
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:]) / engine.chunk
+    return decode_step_s(engine, held)
 
 
 @torch.no_grad()

@@ -246,7 +246,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     rollout.add_argument(
         "--same-memory",
         action="store_true",
-        help="give the dense engine only as many slots as an ideal paged cache holds in the sparse cache's memory",
+        help="give the dense engine only as many slots as a paged cache with shared prompts runs in the sparse cache's memory",
     )
     rollout.add_argument(
         "--generate-tokens",

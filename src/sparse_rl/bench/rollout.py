@@ -1,13 +1,15 @@
 """`sparse-rl bench rollout`: transformers `generate`, our dense engine and our sparse engine on the same work.
 
 Decode is counted from the step after which every slot has been compacted: sampling, log-probs, eviction records and
-compactions are in it, prefill is not. Beside it stands the whole call: sampled tokens over wall time.
+compactions are in it, prefill is not. Beside it stands the whole call: sampled tokens over wall time. Prompts come in groups
+of 8 samples, as in training. The roofline and the profile of a decode step use each arm's mean held length.
 """
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -22,14 +24,16 @@ from ..models.shapes import SHAPES, random_model
 from ..plan.command import wide_console
 from ..plan.dimensions import from_config
 from ..plan.roofline import decode_s, find_gpu
+from ..rollout.clock import Clock
+from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
 from ..rollout.settings import Sampling
 from ..rollout.stats import Progress
-from .lengths import drawn_lengths
+from .lengths import GROUP, drawn_lengths, live_tokens, mean_response_tokens_held
 from .record import environment
 
 WARM_UP_TOKENS = 4
-PROFILED_STEPS = 128
+TIMED_CHUNKS = 3
 
 
 @dataclass
@@ -40,14 +44,18 @@ class Arm:
     tokens: int
     seconds: float
     kv_bytes: int
-    """Allocated."""
+    """Keys and values, allocated."""
+    side_bytes: int = 0
+    """Positions, lengths and the ring of queries, allocated beside them."""
+    held_tokens: float | None = None
+    """Mean tokens a running sequence holds in decode steps: what the roofline charges and the profile reads."""
     decode_tokens_per_s: float | None = None
     roofline_share: float | None = None
-    """Of what matrix products and one read of weights and cache leave possible."""
+    """Share of the speed that matrix products and one read of weights and held keys and values allow."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     """Of the whole call: prefill, decode, compaction, host."""
     decode_by_part: dict[str, float] = field(default_factory=dict)
-    """Shares of the device's time in decode steps, by kernel: attention, matrix products, sampling, the rest."""
+    """Shares of the device's time in decode steps at `held_tokens`, by kernel: attention, matrix products, sampling, the rest."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -65,7 +73,7 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
     console = wide_console()
     model = bench_model(args)
     dense = KV(policy="full")
-    dense_slots = same_memory_slots(args, kv) if args.same_memory else args.batch
+    dense_slots = same_memory_slots(args, kv, model) if args.same_memory else args.batch
     arms = []
     for kind, name, run in (
         ("generate", "transformers generate", lambda: generate_arm(model, args)),
@@ -91,10 +99,17 @@ def bench_model(args: argparse.Namespace) -> PreTrainedModel:
     return random_model(args.model, dtype=DTYPES[dtype], device=device, seed=args.seed)
 
 
-def same_memory_slots(args: argparse.Namespace, kv: KV) -> int:
-    """What an ideal paged cache would hold of mean sequences in the memory of the sparse cache."""
-    lengths = response_lengths(args, 4096)
-    return max(1, int(args.batch * kv.capacity / (args.prompt_tokens + sum(lengths) / len(lengths))))
+def same_memory_slots(args: argparse.Namespace, kv: KV, model: PreTrainedModel) -> int:
+    """Return the sequences that a paged dense cache with shared prompts runs in the memory of the sparse one.
+
+    The sparse side is charged its side tables. The dense side is charged the tokens that are live at a moment, and no waste.
+    """
+    engine = Engine(model, kv, slots=1)
+    assert engine.cache is not None
+    slot_bytes = engine.cache.kv_bytes + engine.cache.side_bytes
+    token_bytes = engine.cache.kv_bytes / kv.capacity
+    live = live_tokens(response_lengths(args, 4096), args.prompt_tokens)
+    return max(1, int(args.batch * slot_bytes / (token_bytes * live)))
 
 
 def response_lengths(args: argparse.Namespace, count: int) -> list[int]:
@@ -103,14 +118,15 @@ def response_lengths(args: argparse.Namespace, count: int) -> list[int]:
     return drawn_lengths(range(count), args.max_tokens)
 
 
-def _prompts(model: PreTrainedModel, count: int, args: argparse.Namespace) -> torch.Tensor:
+def _prompts(model: PreTrainedModel, groups: int, args: argparse.Namespace) -> torch.Tensor:
     vocab = model.config.get_text_config().vocab_size
-    return torch.randint(vocab, (count, args.prompt_tokens), generator=torch.Generator().manual_seed(args.seed))
+    return torch.randint(vocab, (groups, args.prompt_tokens), generator=torch.Generator().manual_seed(args.seed))
 
 
 def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> Arm:
     """The peer: every row to the same length, as it works best."""
-    prompts = _prompts(model, args.batch, args).to(model.device)
+    groups = -(-args.batch // GROUP)
+    prompts = _prompts(model, groups, args).repeat_interleave(GROUP, 0)[: args.batch].to(model.device)
     tokens = min(args.generate_tokens, args.max_tokens)
 
     def run(tokens: int) -> DynamicCache:
@@ -165,26 +181,39 @@ class Meter:
 
 
 def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namespace) -> Arm:
-    rollouts = max(1, round(slots * args.waves))
-    prompts = _prompts(model, rollouts, args).tolist()
+    wanted = max(1, round(slots * args.waves))
+    samples = min(GROUP, wanted)
+    prompts = _prompts(model, -(-wanted // samples), args).tolist()
+    rollouts = len(prompts) * samples
     lengths = response_lengths(args, rollouts)
     engine = Engine(model, kv, slots=slots)
     engine.reserve(args.prompt_tokens + args.max_tokens)
-    warm_up(engine, prompts[:slots], min(args.max_tokens, kv.capacity), uniform=args.lengths == "uniform")
+    warm_up(engine, (prompts * slots)[:slots], min(args.max_tokens, kv.capacity), uniform=args.lengths == "uniform")
     meter = Meter(engine, slots)
     sampling = Sampling(max_tokens=args.max_tokens, stop=(), seed=args.seed)
     started = _now(model)
-    done = engine.generate(prompts, sampling=sampling, limits=lengths, allow_beyond_context=True, progress=meter)
+    done = engine.generate(prompts, samples, sampling, limits=lengths, allow_beyond_context=True, progress=meter)
     seconds = _now(model) - started
     stats = engine.stats
     arm = Arm("", slots, rollouts, sum(len(rollout.response) for rollout in done), seconds, stats.peak_kv_bytes)
+    arm.side_bytes = stats.side_bytes
     arm.decode_tokens_per_s = meter.tokens_per_s()
+    arm.held_tokens = mean_held(kv, args.prompt_tokens, lengths, evicts=engine.policy.evicts)
     arm.seconds_by_part = {name: getattr(stats, f"{name}_s") for name in ("prefill", "decode", "compaction", "host")}
-    if model.device.type == "cuda":
-        held = kv.capacity if engine.policy.evicts else args.prompt_tokens + sum(lengths) / len(lengths) / 2
-        arm.roofline_share = share_of_roofline(model, slots, held, arm.decode_tokens_per_s)
-        arm.decode_by_part = profile(engine, prompts[:slots])
+    if engine.use_graphs:
+        arm.roofline_share = share_of_roofline(model, slots, arm.held_tokens, arm.decode_tokens_per_s)
+        arm.decode_by_part = profile(engine, int(arm.held_tokens))
     return arm
+
+
+def mean_held(kv: KV, prompt_tokens: int, lengths: Sequence[int], *, evicts: bool) -> float:
+    """Return the mean tokens a slot of ours holds in decode steps, its own copy of the prompt included.
+
+    A sparse slot that has been compacted goes from budget + 1 to budget + interval and back.
+    """
+    if evicts and prompt_tokens + max(lengths) > kv.capacity:
+        return kv.budget + (kv.interval + 1) / 2
+    return prompt_tokens + mean_response_tokens_held(lengths)
 
 
 def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, uniform: bool) -> None:
@@ -212,25 +241,47 @@ PARTS = {
 }
 
 
-def profile(engine: Engine, prompts: Sequence[list[int]]) -> dict[str, float]:
-    """Shares of kernel time in decode steps, from a short call whose prefill is taken off."""
+def decode_chunks(engine: Engine, held: int) -> Callable[[], None]:
+    """Return a function that runs one chunk of decode steps in which every slot starts with `held` tokens."""
+    graphs, clock = engine._graphs(), Clock(engine.model.device)
+    assert graphs is not None and engine.cache is not None
+    slots = engine.cache.slots
+    state = SlotState([5] * slots, [held] * slots, [held] * slots, [1] * slots, [2**20] * slots)
+
+    @torch.no_grad()
+    def run() -> None:
+        graphs.start(state, Sampling())
+        graphs.launch(engine.chunk, clock).wait()
+
+    run()  # captures
+    return run
+
+
+def decode_step_s(engine: Engine, held: int) -> float:
+    """Measure the seconds of a decode step in which every slot holds `held` tokens; no compaction is in it."""
+    run, seconds = decode_chunks(engine, held), []
+    for _ in range(TIMED_CHUNKS):
+        started = _now(engine.model)
+        run()
+        seconds.append(_now(engine.model) - started)
+    return statistics.median(seconds) / engine.chunk
+
+
+def profile(engine: Engine, held: int) -> dict[str, float]:
+    """Return the shares of kernel time in decode steps in which every slot holds about `held` tokens."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recording
 
-    def times(tokens: int) -> dict[str, float]:
-        with recording(activities=[ProfilerActivity.CUDA]) as recorded:
-            engine.generate(prompts, sampling=Sampling(max_tokens=tokens, stop=()), allow_beyond_context=True)
-        sums: dict[str, float] = dict.fromkeys([*PARTS, "other"], 0.0)
-        for row in recorded.key_averages():
-            name = row.key.lower()
-            part = next((part for part, words in PARTS.items() if any(word in name for word in words)), "other")
-            sums[part] += row.self_device_time_total
-        return sums
-
-    short, long = times(1), times(1 + PROFILED_STEPS)
-    spent = {part: max(0.0, long[part] - short[part]) for part in long}
-    total = sum(spent.values())
-    return {part: time / total for part, time in spent.items()} if total else {}
+    run = decode_chunks(engine, held)
+    with recording(activities=[ProfilerActivity.CUDA]) as recorded:
+        run()
+    sums: dict[str, float] = dict.fromkeys([*PARTS, "other"], 0.0)
+    for row in recorded.key_averages():
+        name = row.key.lower()
+        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), "other")
+        sums[part] += row.self_device_time_total
+    total = sum(sums.values())
+    return {part: time / total for part, time in sums.items()} if total else {}
 
 
 def _now(model: PreTrainedModel) -> float:

@@ -1,0 +1,140 @@
+"""Long rollouts in the same KV memory: our sparse engine against vLLM, the same prompts and the same lengths.
+
+python experiments/same_memory.py ours --sequences 256 --json benchmarks/results/same-memory-256.json
+python experiments/same_memory.py vllm --sequences 256 --json benchmarks/results/same-memory-256.json [--seconds 100]
+
+Prompts of 256 tokens in groups of 8; responses uniform from a sixteenth of the longest to all of it; log-probs of sampled
+tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. vLLM gets the bytes that ours
+allocated for keys, values and side tables, pages them, shares prompts and preempts by its own rules. `--seconds` ends vLLM
+early and counts the tokens it has by then. That favours vLLM: sequences are still short, and the tail never comes.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS, GROUP = 256, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["ours", "vllm"])
+    parser.add_argument("--model", default="1.5B", help="a shape of sparse_rl.models.shapes; weights are random")
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--longest", type=int, default=16384)
+    parser.add_argument("--seconds", type=float, help="end vLLM after this long")
+    parser.add_argument(
+        "--json", type=Path, required=True, help="ours writes it; vLLM reads the bytes there and adds its part"
+    )
+    args = parser.parse_args()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(5, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(-(-args.sequences // GROUP))]
+    lengths = [rng.randint(args.longest // 16, args.longest) for _ in range(len(prompts) * GROUP)]
+    record = ours(args, prompts, lengths) if args.engine == "ours" else vllm(args, prompts, lengths)
+    args.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record[args.engine]))
+
+
+def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+    import torch
+
+    from sparse_rl import KV, Engine, Sampling
+    from sparse_rl.bench.record import environment
+    from sparse_rl.bench.rollout import warm_up
+    from sparse_rl.models.shapes import random_model
+
+    model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
+    kv = KV(policy="rkv", budget=512, interval=128)
+    engine = Engine(model, kv, slots=len(lengths))
+    warm_up(engine, (prompts * GROUP)[: engine.slots], kv.capacity, uniform=True)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    rollouts = engine.generate(prompts, GROUP, Sampling(max_tokens=args.longest, stop=()), limits=lengths)
+    seconds = time.perf_counter() - started
+    stats, tokens = engine.stats, sum(len(rollout.response) for rollout in rollouts)
+    return environment("same-memory", model.device) | {
+        "model": args.model,
+        "sequences": len(lengths),
+        "longest": args.longest,
+        "prompt_tokens": PROMPT_TOKENS,
+        "group": GROUP,
+        "kv": kv.model_dump(),
+        "kv_bytes": stats.peak_kv_bytes,
+        "side_bytes": stats.side_bytes,
+        "ours": {
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "idle_share": stats.idle_share,
+            **{f"{part}_s": getattr(stats, f"{part}_s") for part in ("prefill", "decode", "compaction", "host")},
+        },
+    }
+
+
+def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+    import vllm
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    record = json.loads(args.json.read_text())
+    llm = LLM(
+        model=config_folder(args.model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=args.longest + PROMPT_TOKENS + 8,
+        max_num_seqs=len(lengths),
+        kv_cache_memory_bytes=record["kv_bytes"] + record["side_bytes"],
+        seed=0,
+        disable_log_stats=True,
+    )
+    options: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+    warm = SamplingParams(max_tokens=32, **options)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts[:16]], warm, use_tqdm=False)
+    llm.reset_prefix_cache()
+    engine = llm.llm_engine
+    started = time.perf_counter()
+    for number, length in enumerate(lengths):
+        params = SamplingParams(max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY, **options)
+        engine.add_request(str(number), {"prompt_token_ids": prompts[number // GROUP]}, params)
+    finished, marks, elapsed = 0, {}, 0.0
+    while engine.has_unfinished_requests() and (args.seconds is None or elapsed < args.seconds):
+        finished += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
+        elapsed = time.perf_counter() - started
+        if int(elapsed) // 10 > len(marks):
+            marks[round(elapsed, 1)] = finished + running_tokens(engine)
+    tokens = finished + running_tokens(engine)
+    whole = not engine.has_unfinished_requests()
+    record["vllm"] = {
+        "version": vllm.__version__,
+        "tokens": tokens,
+        "seconds": elapsed,
+        "tokens_per_s": tokens / elapsed,
+        "whole": whole,
+        "tokens_by_second": marks,
+    }
+    return record
+
+
+def running_tokens(engine) -> int:
+    """Tokens that sequences have which did not end yet; a preempted sequence keeps its tokens."""
+    return sum(state.detokenizer.num_output_tokens() for state in engine.output_processor.request_states.values())
+
+
+def config_folder(shape: str) -> str:
+    from sparse_rl.models.shapes import SHAPES
+
+    fields = {key: value for key, value in SHAPES[shape].items() if key != "architecture"}
+    fields |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16", "rope_theta": 1e6}
+    fields |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 0}
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+if __name__ == "__main__":
+    main()
