@@ -11,6 +11,7 @@ import pytest
 from hostile import ENDLESS, wrong
 from sparse_rl.data.tasks import TASKS
 from sparse_rl.rewards import answers
+from sparse_rl.rewards.functions import last_number
 from sparse_rl.rewards.integers import integer_answer
 from sparse_rl.rewards.math import math_answer
 from sparse_rl.rewards.pool import RewardPool
@@ -254,6 +255,60 @@ def test_without_a_box_the_announced_or_last_number_counts(text, whole, mathemat
         assert integer_answer(["?"], [text], answer=["5"]) == [whole]
     if mathematics is not None:
         assert math_answer(["?"], [text], answer=["5"]) == [mathematics]
+
+
+CUT = "First compute 6*3 = 18. Then we subtract"
+
+
+@pytest.mark.parametrize("grade", [math_answer, integer_answer, last_number])
+@pytest.mark.parametrize(
+    ("text", "finish", "in_thought", "verdict"),
+    [
+        (CUT, "stop", False, 1.0),
+        (CUT, "length", False, 0.0),
+        (CUT, "repetition", False, 0.0),
+        (CUT, "stop", True, 0.0),
+        ("The answer is 18", "stop", False, 1.0),
+        ("The answer is 18", "length", False, 0.0),  # perhaps of 180
+        ("18", "length", False, 0.0),
+        ("<think>It is 18", "stop", False, 0.0),
+        ("<think>It is 18", "length", False, 0.0),
+        ("<think>It is 7.</think>It is 18", "stop", False, 1.0),
+        ("It is 7.</think>It is 18", "stop", False, 1.0),
+        ("It is 7.</think>It is 18", "stop", True, 1.0),
+        ("It is 18.</think>It is 7", "stop", False, 0.0),
+        ("It is 18.</think>", "stop", False, 0.0),
+        ("<think>It is 18.</think>", "stop", False, 0.0),
+        ("<think>a</think>It is 18. <think>Or", "stop", False, 0.0),
+    ],
+)
+def test_the_last_number_counts_only_where_a_text_has_ended(grade, text, finish, in_thought, verdict):
+    assert grade(["?"], [text], answer=["18"], finish=[finish], in_thought=[in_thought]) == [verdict]
+
+
+@pytest.mark.parametrize("grade", [math_answer, integer_answer])
+@pytest.mark.parametrize(
+    ("text", "in_thought", "verdict"),
+    [
+        ("\\boxed{18} it is", False, 1.0),
+        ("\\boxed{18} it is", True, 0.0),
+        ("<think>\\boxed{18} it is", False, 0.0),
+        ("<think>\\boxed{18}</think>", False, 0.0),
+        ("\\boxed{18}</think> so", False, 0.0),
+        ("\\boxed{18}</think>", True, 0.0),
+        ("\\boxed{7}</think>\\boxed{18}", False, 1.0),
+        ("\\boxed{7}</think>\\boxed{18}", True, 1.0),
+        ("\\boxed{18}</think>\\boxed{7}", True, 0.0),
+        ("<think>a</think>\\boxed{18}", False, 1.0),
+        ("<think>a</think>\\boxed{18}", True, 1.0),
+        ("<think>a</think>\\boxed{7} <think>\\boxed{18}", False, 0.0),
+        ("<think>a</think>\\boxed{18} <think>\\boxed{7}", False, 1.0),
+        ("\\boxed{7}<think>No.</think>\\boxed{18}", False, 1.0),
+    ],
+)
+@pytest.mark.parametrize("finish", ["stop", "length", "repetition"])
+def test_a_box_counts_outside_of_thoughts(grade, text, in_thought, finish, verdict):
+    assert grade(["?"], [text], answer=["18"], finish=[finish], in_thought=[in_thought]) == [verdict]
 
 
 def test_a_gold_that_cannot_be_used_gives_no_verdict():

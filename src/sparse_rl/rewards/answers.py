@@ -10,6 +10,8 @@ BETWEEN_BOXES = re.compile(r"(?:[\s$,;.*]|\\[,;: \\()\[\]]|\\q?quad|\\text\s*\{\
 MAX_BOXES = 20
 """The last ones of a text, which are looked at."""
 ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))\W{0,3}", re.IGNORECASE)
+THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+THOUGHT_TAG = re.compile(r"</?think>")
 MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{NO-BREAK SPACE}": " "})
 
 # what TeX writes without meaning
@@ -36,6 +38,27 @@ FRACTION = re.compile(
     r"(?P<sign>[-+]?)\s*(?:\\[dt]?frac\s*(?:\{\s*(?P<a>-?[0-9]+)\s*\}\s*\{\s*(?P<b>[0-9]+)\s*\}|(?P<c>[0-9])\s*(?P<d>[0-9]))"
     r"|(?P<e>[0-9]+)\.?\s*/\s*(?P<f>[0-9]+))"
 )
+
+
+class Said(NamedTuple):
+    """What a completion says outside of its thoughts."""
+
+    text: str
+    whole: bool
+    """Whether it ended by itself, and not in a thought. Only then is its last number an answer."""
+
+
+def said(text: str, finish: str = "stop", in_thought: bool = False) -> Said:
+    """Leave out the thoughts of a text, also one that is still open.
+
+    `in_thought` says that the prompt opened a thought. A text whose first tag is `</think>` shows the same.
+    """
+    tag = THOUGHT_TAG.search(text)
+    if in_thought or (tag and tag.group() == "</think>"):
+        text = "<think>" + text
+    is_open = any(not thought.endswith("</think>") for thought in THOUGHT.findall(text))
+    parts = [part for part in THOUGHT.split(text) if part.strip()]
+    return Said("<think></think>".join(parts), finish == "stop" and not is_open)  # the tags keep two boxes apart
 
 
 def boxed(text: str) -> str | None:

@@ -1,6 +1,8 @@
 """The built-in rewards, in TRL's convention: one float per completion, None where there is no verdict.
 
-A completion is a text, or a list of messages where the prompt is one. `answer` is the data's column of that name.
+A completion is a text, or a list of messages where the prompt is one. `answer` is the data's column of that name. `finish`
+says how each completion ended (stop, length, repetition) and `in_thought` whether its prompt opened a thought; a caller
+without them grades finished texts.
 """
 
 import re
@@ -8,6 +10,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from ..data.arithmetic import grade
+from .answers import Said, said
 
 __all__ = ["arithmetic", "exact", "last_number"]  # the names a user may give
 
@@ -29,13 +32,29 @@ def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -
     return [float(text_of(completion).strip() == right.strip()) for completion, right in zip(completions, answer, strict=True)]
 
 
-def last_number(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
-    """The last number in the text is the answer's, however spelt: 1,234.50 is 1234.5. An answer without one: no verdict."""
+def last_number(
+    prompts: list,
+    completions: list,
+    answer: list[str],
+    finish: list[str] | None = None,
+    in_thought: list[bool] | None = None,
+    **columns: Any,
+) -> list[float | None]:
+    """The last number in the text is the answer's, however spelt: 1,234.50 is 1234.5. A text that was cut off is wrong.
+
+    No verdict where the data's answer has no number.
+    """
     verdicts: list[float | None] = []
-    for completion, right in zip(completions, answer, strict=True):
+    for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True):
         wanted = number_in(right)
-        verdicts.append(None if wanted is None else float(number_in(text_of(completion)) == wanted))
+        verdicts.append(None if wanted is None else float(speech.whole and number_in(speech.text) == wanted))
     return verdicts
+
+
+def spoken(completions: list, finish: list[str] | None, in_thought: list[bool] | None) -> list[Said]:
+    """What each completion says outside of its thoughts."""
+    ends, starts = finish or ["stop"] * len(completions), in_thought or [False] * len(completions)
+    return [said(text_of(each), end, start) for each, end, start in zip(completions, ends, starts, strict=True)]
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:

@@ -5,8 +5,8 @@ from collections import deque
 from decimal import Decimal
 from typing import Any
 
-from .answers import ANNOUNCED, boxed, integer, tidy
-from .functions import NUMBER, number_in, text_of
+from .answers import ANNOUNCED, Said, boxed, integer, tidy
+from .functions import NUMBER, number_in, spoken
 
 __all__ = ["integer_answer"]
 
@@ -14,24 +14,35 @@ PART_OF_MORE = re.compile(r"\s*(?:_|\^(?!\s*\{?\s*\\circ)|/\s*\d)")
 """What follows a number that is only the start of a power, a name or a fraction."""
 
 
-def integer_answer(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
+def integer_answer(
+    prompts: list,
+    completions: list,
+    answer: list[str],
+    finish: list[str] | None = None,
+    in_thought: list[bool] | None = None,
+    **columns: Any,
+) -> list[float | None]:
     r"""The last `\boxed{…}` is the answer's integer; without a box the number announced by "answer is" or ####, else the last.
 
-    Dollars, commas between thousands, `.0` and a unit are forgiven; an equation, a sum, a power or two numbers are not. No
-    verdict where the data's answer is no integer.
+    Dollars, commas between thousands, `.0` and a unit are forgiven; an equation, a sum, a power or two numbers are not. A text
+    that was cut off needs a box. No verdict where the data's answer is no integer.
     """
     verdicts: list[float | None] = []
-    for completion, right in zip(completions, answer, strict=True):
+    for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True):
         wanted = integer(right)
-        verdicts.append(None if wanted is None else float(integer_in(text_of(completion)) == wanted))
+        verdicts.append(None if wanted is None else float(integer_in(speech) == wanted))
     return verdicts
 
 
-def integer_in(text: str) -> str | None:
-    content = boxed(text)
+def integer_in(speech: Said) -> str | None:
+    content = boxed(speech.text)
     if content is not None:
         return integer(content)
-    text = tidy(text)
+    return unboxed(tidy(speech.text)) if speech.whole else None
+
+
+def unboxed(text: str) -> str | None:
+    """The number that a text announces, else its last."""
     announcements = list(ANNOUNCED.finditer(text))
     number = NUMBER.search(text, announcements[-1].end()) if announcements else None
     if number is None:

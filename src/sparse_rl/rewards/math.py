@@ -41,8 +41,8 @@ from sympy import (
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from .answers import Plain, boxed, depth, plain, same, tidy
-from .functions import text_of
+from .answers import Plain, Said, boxed, depth, plain, same, tidy
+from .functions import spoken
 
 __all__ = ["math_answer"]
 
@@ -77,25 +77,34 @@ POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])")
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
 
 
-def math_answer(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
+def math_answer(
+    prompts: list,
+    completions: list,
+    answer: list[str],
+    finish: list[str] | None = None,
+    in_thought: list[bool] | None = None,
+    **columns: Any,
+) -> list[float | None]:
     r"""The last `\boxed{…}`, or without one what math-verify finds at the end of the text, equals the data's answer.
 
-    No verdict where the data's answer is empty.
+    A text that was cut off needs a box. No verdict where the data's answer is empty.
     """
     return [
-        None if not right.strip() else float(is_right(text_of(completion), right))
-        for completion, right in zip(completions, answer, strict=True)
+        None if not right.strip() else float(is_right(speech, right))
+        for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True)
     ]
 
 
 math_answer.memory_bytes = 2 << 30  # type: ignore[attr-defined]  # of a worker: sympy must not take the machine's
 
 
-def is_right(text: str, right: str) -> bool:
-    gold = gold_of(right)
+def is_right(speech: Said, right: str) -> bool:
+    gold, text = gold_of(right), speech.text
     content = boxed(text)
     if content is not None:
         return bool(content) and equals(gold, content)
+    if not speech.whole:
+        return False
     if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # nothing but the answer
         return True
     tail = text[-TAIL_CHARS:]
