@@ -19,8 +19,9 @@ import torch
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.bench.lengths import drawn_lengths, live_tokens, mean_response_tokens_held
 from sparse_rl.bench.record import environment
-from sparse_rl.bench.rollout import Meter, decode_step_s, mean_held, share_of_roofline
+from sparse_rl.bench.rollout import Meter, decode_step_s, share_of_roofline
 from sparse_rl.models.shapes import random_model
+from sparse_rl.plan.roofline import mean_held
 
 PROMPT_TOKENS = 256
 LENGTHS = (1024, 4096, 16384, 32768)
@@ -73,7 +74,7 @@ def sweep(model, kv: KV, slots: int) -> list[dict]:
     meter = Meter(engine, slots)
     engine.generate(prompts(model, slots), sampling=Sampling(max_tokens=steps, stop=()), progress=meter)
     sparse = meter.tokens_per_s()
-    stats, held = engine.stats, mean_held(kv, PROMPT_TOKENS, [steps], evicts=True)
+    stats, held = engine.stats, mean_held(kv, PROMPT_TOKENS, steps, steps / 2)
     row = {
         "slots": slots,
         "kv_bytes": stats.peak_kv_bytes,

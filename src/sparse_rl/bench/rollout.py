@@ -23,7 +23,7 @@ from ..models.load import DTYPES, load_model, place
 from ..models.shapes import SHAPES, random_model
 from ..plan.command import wide_console
 from ..plan.dimensions import from_config
-from ..plan.roofline import decode_s, find_gpu
+from ..plan.roofline import decode_s, find_gpu, mean_held
 from ..rollout.clock import Clock
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
@@ -198,22 +198,12 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     arm = Arm("", slots, rollouts, sum(len(rollout.response) for rollout in done), seconds, stats.peak_kv_bytes)
     arm.side_bytes = stats.side_bytes
     arm.decode_tokens_per_s = meter.tokens_per_s()
-    arm.held_tokens = mean_held(kv, args.prompt_tokens, lengths, evicts=engine.policy.evicts)
+    arm.held_tokens = mean_held(kv, args.prompt_tokens, max(lengths), mean_response_tokens_held(lengths))
     arm.seconds_by_part = {name: getattr(stats, f"{name}_s") for name in ("prefill", "decode", "compaction", "host")}
     if engine.use_graphs:
         arm.roofline_share = share_of_roofline(model, slots, arm.held_tokens, arm.decode_tokens_per_s)
         arm.decode_by_part = profile(engine, int(arm.held_tokens))
     return arm
-
-
-def mean_held(kv: KV, prompt_tokens: int, lengths: Sequence[int], *, evicts: bool) -> float:
-    """Return the mean tokens a slot of ours holds in decode steps, its own copy of the prompt included.
-
-    A sparse slot that has been compacted goes from budget + 1 to budget + interval and back.
-    """
-    if evicts and prompt_tokens + max(lengths) > kv.capacity:
-        return kv.budget + (kv.interval + 1) / 2
-    return prompt_tokens + mean_response_tokens_held(lengths)
 
 
 def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, uniform: bool) -> None:

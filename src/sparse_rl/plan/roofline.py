@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from ..errors import UserError
+from ..kv.settings import KV
 from ..train.settings import SHADOW_METHODS, Config
 from .dimensions import Dimensions
 from .memory import GIB, Plan, itemsize, rollouts_of_rank, sharded
@@ -85,10 +86,21 @@ def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> 
     return weights + slots * 2 * dims.layers * dims.kv_width * size * held / bandwidth
 
 
+def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:
+    """Return the mean tokens a slot of ours holds in decode steps, its own copy of the prompt included.
+
+    A sparse slot that has been compacted goes from budget + 1 to budget + interval and back. A dense one, or one that never
+    fills, holds its prompt and on average `response_held` tokens of responses of at most `longest`.
+    """
+    if kv.policy != "full" and prompt_tokens + longest > kv.capacity:
+        return kv.budget + (kv.interval + 1) / 2
+    return prompt_tokens + response_held
+
+
 def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None) -> float:
-    """Of all slots, or of so many. On the way from the prompt to the end a dense cache is half full."""
-    kv, rollout = plan.config.sampler_kv, plan.config.rollout
-    held = kv.capacity if kv.policy != "full" else plan.prompt_tokens + rollout.max_tokens // 2
+    """Return the seconds of a decode step of all slots, or of so many, at their mean held length."""
+    longest = plan.config.rollout.max_tokens
+    held = mean_held(plan.config.sampler_kv, plan.prompt_tokens, longest, longest / 2)
     return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu)
 
 
