@@ -27,9 +27,10 @@ budget = 256
 ```
 
 in a recipe is `--kv.budget 256` on the command line. Flags win over the recipe, the recipe wins over the one it `extends`,
-and what nobody names has its default. In a flag, dashes and underscores are the same, lists and tables are written as JSON,
-and `none` unsets what has no default, where it is not itself a value. An unknown key is refused and the nearest known one is
-named. `sparse-rl train … --dry-run` shows all values as they would be used.
+and what nobody names has its default. In a flag, dashes and underscores are the same, a list is written with commas
+(`--log.to wandb,tensorboard`) or as JSON, a table as JSON (`--kv.options '{"mix": 0.2}'`), and `none` unsets what has no
+default, where it is not itself a value. An unknown key is refused and the nearest known one is named. Numbers are finite,
+unless an option says that it takes `inf`. `sparse-rl train … --dry-run` shows all values as they would be used.
 """
 GENERATE = """\
 ## `sparse-rl generate`

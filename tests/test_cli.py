@@ -94,15 +94,42 @@ def test_a_full_gpu_is_not_a_device_that_cannot_be_used(arguments, lower, capsys
     assert end.value.code == 2 and err == f"sparse-rl: The GPU's memory ran out: {lower}, or take a smaller model.\n"
 
 
-def test_other_errors_are_not_taken_for_a_full_gpu(monkeypatch):
+def test_an_unexpected_error_is_one_sentence_with_a_log_file(monkeypatch, tmp_path, capsys):
     from sparse_rl.rollout import console
 
     def broken(*args):
-        raise RuntimeError("a bug")
+        raise RuntimeError(f"a bug \x1b[2J{'x' * 70_000}\nand more")
 
     monkeypatch.setattr(console, "stream", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as end:
         main(["generate", "tiny", "1+1="])
+    err = capsys.readouterr().err
+    [log] = tmp_path.iterdir()
+    assert end.value.code == 1 and err.count("\n") == 1 and len(err) < 1000
+    assert err.startswith("sparse-rl: Unexpected error (RuntimeError: a bug \\x1b[2J") and str(log) in err
+    assert "Traceback" in log.read_text() and "in broken" in log.read_text()
+
+
+def test_no_message_drives_the_terminal_or_fills_it(capsys):
+    for arguments in (
+        ["train", "--\x1b[2Jx" + "y" * 70_000],
+        ["train", "\x1b[2J" + "y" * 70_000 + ".toml"],
+        ["train", "--steps", "\x1b[2J\n" + "9" * 70_000],
+        ["train", "--kv.options", "\x9b2J" + "y" * 70_000],
+        ["eval", "tiny", "--benchmarks", "arithmetic", "--problems", "9" * 70_000],
+        ["eval", "tiny", "--benchmarks", "arithmetic", "--problems", "²"],
+        ["report", "\udcff\u202e" + "y" * 70_000],
+        ["export", "\x00", "out"],
+        ["plan", "\x1b[2J" + "y" * 70_000],
+        ["recipes", "\x1b[2J" + "y" * 70_000],
+        ["\x1b[2J" + "y" * 70_000],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and err.startswith("sparse-rl: ") and err.endswith("\n")
+        assert len(err) <= 1020 and err[:-1].isprintable(), err[:300]
 
 
 def test_module_runs_as_a_command():

@@ -1,5 +1,6 @@
 """One schema for recipes and flags: what a run was told is what its config.toml says, and a slip is named."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -34,6 +35,14 @@ def parsed(*flags, base=None):
         (["--compare", '["dense", "smd"]'], lambda config: config.compare == ("dense", "smd")),
         (["--optimizer.gradient-checkpointing"], lambda config: config.optimizer.gradient_checkpointing is True),
         (["--model.lora.merge", "false"], lambda config: config.model.lora.merge is False),
+        (["--compare", "dense, smd"], lambda config: config.compare == ("dense", "smd")),
+        (["--compare", "dense"], lambda config: config.compare == ("dense",)),
+        (["--compare", ""], lambda config: config.compare == ()),
+        (["--log.to", "wandb"], lambda config: config.log.to == ("wandb",)),
+        (["--log.to", '"wandb",trackio'], lambda config: config.log.to == ("wandb", "trackio")),
+        (["--optimizer.betas", "0.9,0.95"], lambda config: config.optimizer.betas == (0.9, 0.95)),
+        (["--rollout.repetition", "4,32"], lambda config: config.rollout.repetition == (4, 32)),
+        (["--correction.high", "inf"], lambda config: config.correction.high == float("inf")),
         (["--log.to", '["tensorboard"]'], lambda config: config.log.to == ("tensorboard",)),
         (["--model.lora.alpha", "3"], lambda config: config.model.lora.alpha == 3),
     ],
@@ -82,6 +91,24 @@ RECIPES = {
     "number for a section": ("kv = 3\n", "kv = 3 is refused: input should be a valid dictionary"),
     "not toml": ("steps = \n", "is not TOML: Invalid value (at line 1, column 9)."),
     "not text": (b"\xff\xfe", "cannot be read ('utf-8' codec"),
+    "self": ("self = 1\n", "Unknown option self: known are method"),
+    "nested self": ("[kv]\nself = 1\n", "Unknown option kv.self: known are policy"),
+    "5,000 digits": (f"steps = {'9' * 5000}\n", "cannot be read (Exceeds the limit"),
+    "5,000 hex digits": (f"steps = 0x{'f' * 5000}\n", "steps = a number of thousands of digits is refused"),
+    "deep lists": (f"steps = {'[' * 5000}{']' * 5000}\n", "cannot be read (maximum recursion depth exceeded"),
+    "deep tables": (f"[kv.options{'.a' * 5000}]\n", "lists and tables must not be deeper than 8"),
+    "long text": (f"steps = '{'x' * 70_000}'\n", "xxx' is refused: input should be a valid integer"),
+    "long key": (f"{'x' * 70_000} = 1\n", "x: known are method"),
+    "escapes": ('"\\u001b[2J" = 1\n', "Unknown option \\x1b[2J: known are"),
+    "NUL": ('run_dir = "a\\u0000b"\n', "a text must not hold a NUL character"),
+    "not finite": ("[loss]\nentropy_coef = nan\n", "loss.entropy_coef = nan is refused: input should be a finite number."),
+    "extends a device": (
+        'extends = "/dev/zero"\n',
+        "The recipe /dev/zero cannot be read (it is a device or a pipe): give a TOML file.",
+    ),
+    "extends a pipe": ('extends = "pipe"\n', "pipe cannot be read (it is a device or a pipe): give a TOML file."),
+    "extends a NUL": ('extends = "a\\u0000b"\n', "cannot be read (embedded null byte): give a TOML file."),
+    "too large": ("#" * (2**20 + 1), "cannot be read (it has 1,048,577 bytes, more than 1,048,576): give a TOML file."),
     "loop": ('extends = "./x/../recipe.toml"\n', "extends itself"),
     "extends a number": ("extends = 3\n", "extends = 3 in"),
     "extends nothing": ('extends = "quickstrat"\n', "did you mean quickstart?"),
@@ -93,7 +120,9 @@ def test_a_slip_in_a_recipe_is_named(tmp_path, name, capsys):
     content, sentence = RECIPES[name]
     path = tmp_path / "recipe.toml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert sentence in refused(capsys, "train", str(path), "--dry-run")
+    os.mkfifo(tmp_path / "pipe")
+    said = refused(capsys, "train", str(path), "--dry-run")
+    assert sentence in said and len(said) <= 1000 and said.isprintable()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +132,18 @@ def test_a_slip_in_a_recipe_is_named(tmp_path, name, capsys):
         (["--steps", "many"], "steps = 'many' is refused: input should be a valid integer"),
         (["--steps", "0"], "steps = '0' is refused: input should be greater than or equal to 1."),
         (["--kv.budget"], "argument --kv.budget: expected one argument; see sparse-rl train --help."),
-        (["--optimizer.betas", "0.9 0.95"], "optimizer.betas = 0.9 0.95 is not JSON"),
+        (["--optimizer.betas", "0.9 0.95"], "optimizer.betas.0 = '0.9 0.95' is refused: input should be a valid number"),
+        (["--optimizer.betas", "[0.9"], "optimizer.betas = [0.9 is not JSON"),
+        (["--log.to", "wandbb"], "log.to.0 = 'wandbb' is refused: input should be 'tensorboard', 'wandb' or 'trackio'."),
+        (["--kv.options", '{"mix": NaN}'], "kv.options = {'mix': nan} is refused"),
+        (["--kv.options", "[" * 9999], "cannot be read"),
+        (["--optimizer.betas", f"[{'9' * 5000}, 0]"], "cannot be read"),
+        (["--loss.entropy-coef", "nan"], "loss.entropy_coef = 'nan' is refused: input should be a finite number."),
+        (["--rollout.temperature", "inf"], "rollout.temperature = 'inf' is refused: input should be a finite number."),
+        (["--optimizer.weight-decay", "inf"], "optimizer.weight_decay = 'inf' is refused: input should be a finite number."),
+        (["--optimizer.weight-decay", "1e39"], "optimizer.weight_decay = 1e+39 is refused: a number must be between"),
+        (["--steps", str(2**63)], "a whole number must fit into 64 bits."),
+        (["--run-dir", "a\0b"], "run_dir = 'a\\x00b' is refused: a text must not hold a NUL character."),
         (["--optimizer.betas", "[0.9, 2]"], "optimizer.betas.1 = 2 is refused: input should be less than 1."),
         (["--optimizer.lr", "inf"], "optimizer.lr = 'inf' is refused: input should be a finite number."),
         (["--method", "dens"], "method = 'dens' is refused: input should be 'dense', 'naive', 'sparse_rl'"),

@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import errno
+import io
 import os
 import re
 import sys
@@ -13,7 +15,7 @@ from . import __version__
 from .config import add_flags, flags_given, from_flags, recipe, recipe_names
 from .data.settings import Data
 from .data.tasks import TASKS
-from .errors import UserError, without_torchaos_warnings
+from .errors import UserError, say, say_unexpected, without_torchaos_warnings
 from .kv.settings import KV
 from .rewards.settings import Reward
 from .rollout.settings import Sampling
@@ -28,27 +30,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         # Sampler and learner take turns in blocks of all sizes: in fixed segments 1.4 of 22 GiB were lost to gaps
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    parser = build_parser()
-    args = _parse(parser, list(sys.argv[1:] if argv is None else argv))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no error, as for stderr
+    args = argparse.Namespace()
     try:
+        args = _parse(build_parser(), list(sys.argv[1:] if argv is None else argv))
         args.command(args)
         sys.stdout.flush()
-    except BrokenPipeError:
-        if not _reader_has_gone():
-            raise
-        sys.exit(1)
     except UserError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        sys.stderr.write(f"sparse-rl{f', rank {rank}' if rank else ''}: {error}\n")
-        sys.exit(2)
-    except RuntimeError as error:
-        if not _ran_out_of_memory(error):
-            raise
-        sys.stderr.write(f"sparse-rl: The GPU's memory ran out: lower {args.lower}, or take a smaller model.\n")
+        say(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.stderr.write("sparse-rl: stopped.\n")
+        say("stopped.")
         sys.exit(130)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            sys.exit(1)
+        if whose := _memory_ran_out(error):
+            say(f"The {whose} memory ran out: lower {getattr(args, 'lower', LOWER)}, or take a smaller model.")
+            sys.exit(2)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            say(f"{error.filename} is too long for the name of a file or a folder: give a shorter one.")
+            sys.exit(2)
+        say_unexpected(error)
+        sys.exit(1)
 
 
 def _reader_has_gone() -> bool:
@@ -61,16 +66,20 @@ def _reader_has_gone() -> bool:
     return False
 
 
-def _ran_out_of_memory(error: RuntimeError) -> bool:
+def _memory_ran_out(error: Exception) -> str | None:
+    """Whose, if that is what went wrong."""
     torch = sys.modules.get("torch")  # who never imported it has no GPU's memory to run out of
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return "GPU's"
+    return "machine's" if isinstance(error, MemoryError) else None
 
 
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line."""
 
     def error(self, message: str):
-        self.exit(2, f"sparse-rl: {message}; see {self.prog} --help.\n")
+        say(f"{message}; see {self.prog} --help.")
+        self.exit(2)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,7 +105,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
         flags = sorted(set(re.findall(r"--[\w.-]+", args.parser.format_help())))
         close = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
         hint = f"did you mean {close[0]}?" if close else f"see {args.parser.prog} --help."
-        parser.exit(2, f"sparse-rl: unknown argument {unknown[0]}: {hint}\n")
+        raise UserError(f"unknown argument {unknown[0]}: {hint}")
     return args
 
 
@@ -154,7 +163,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 

@@ -12,10 +12,14 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from .errors import UserError
+from .errors import UserError, first_line
+from .reading import read_file
 from .settings import Section
+from .text import printable, quoted
 
 S = TypeVar("S", bound=Section)
+LARGEST_RECIPE = 2**20
+"""Bytes."""
 
 
 # Flags
@@ -35,7 +39,7 @@ def add_flags(
             continue
         default = field.get_default(call_default_factory=True)
         shown = "" if default in (None, PydanticUndefined, ()) or default == {} else f" [{default}]"
-        how: dict[str, Any] = {"metavar": "JSON" if _is_container(field.annotation) else name.upper()}
+        how: dict[str, Any] = {"metavar": _metavar(name, field.annotation)}
         if field.annotation is bool:
             how = {"nargs": "?", "const": "true", "metavar": "true|false"}
         dest, dashed = _dotted(section) + key, key.replace("_", "-")
@@ -72,25 +76,36 @@ def _fields(section: type[Section]):
         yield name, field.alias or name, field
 
 
+def _metavar(name: str, annotation: Any) -> str:
+    return "LIST" if _is_container(annotation, tuple) else "JSON" if _is_container(annotation) else name.upper()
+
+
 def _section_of(annotation: Any) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def _parsed(text: str, key: str, annotation: Any) -> Any:
-    """Containers are written as JSON (`[2, 50256]`, `{"mix": 0.2}`); the section converts and checks the rest."""
+    """A list is written with commas (`2,50256`) or as JSON, a table as JSON (`{"mix": 0.2}`); the section converts and checks
+    the rest."""
     kinds = get_args(annotation)
     if type(None) in kinds and text.lower() in ("none", "null") and not any(text in get_args(kind) for kind in kinds):
         return None  # but `--correction.preset none` is a preset
     if not _is_container(annotation):
         return text
+    is_list = _is_container(annotation, tuple)
+    if is_list and not text.lstrip().startswith("["):
+        return [part.strip().strip("\"'") for part in text.split(",")] if text.strip() else []
+    example = "dense,sparse_rl or '[1, 2]'" if is_list else "'{\"mix\": 0.2}'"
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{key} = {text} is not JSON ({error.msg}): write it like '[1, 2]' or '{{\"mix\": 0.2}}'.") from error
+        raise UserError(f"{key} = {printable(text)} is not JSON ({error.msg}): write it like {example}.") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of brackets
+        raise UserError(f"{key} = {printable(text)} cannot be read ({first_line(error)}): write it like {example}.") from error
 
 
-def _is_container(annotation: Any) -> bool:
-    return bool({get_origin(kind) for kind in (annotation, *get_args(annotation))} & {tuple, dict})
+def _is_container(annotation: Any, *kinds: type) -> bool:
+    return bool({get_origin(kind) for kind in (annotation, *get_args(annotation))} & set(kinds or (tuple, dict)))
 
 
 # TOML
@@ -137,16 +152,17 @@ def _find_beside(data: dict[str, Any]) -> None:
 def _read_toml(name: str) -> dict[str, Any]:
     shipped = _shipped() / f"{name}.toml"
     try:
-        file = shipped if name in recipe_names() else Path(name)
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        content = shipped.read_bytes() if name in recipe_names() else read_file(name, LARGEST_RECIPE)
+        return tomllib.loads(content.decode())
     except (FileNotFoundError, IsADirectoryError) as error:
         close = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
         hint = f"did you mean {close[0]}?" if close else f"give a path or one of {', '.join(recipe_names())}."
-        raise UserError(f"There is no recipe {name!r}: {hint}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The recipe {name} cannot be read ({error}): give a TOML file.") from error
+        raise UserError(f"There is no recipe {quoted(name)}: {hint}") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"The recipe {name} is not TOML: {error}.") from error
+    except (OSError, ValueError, RecursionError) as error:  # not text, a NUL in its name, too many digits or brackets
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"The recipe {printable(name)} cannot be read ({why}): give a TOML file.") from error
 
 
 def _shipped():

@@ -2,7 +2,12 @@
 
 import functools
 import logging
+import os
 import sys
+import tempfile
+import traceback
+
+from .text import message, printable
 
 
 class UserError(ValueError):
@@ -37,7 +42,25 @@ def without_torchaos_warnings() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
+def say(text: str) -> None:
+    """One line on the terminal, whatever the text holds: everything we write to stderr comes through here."""
+    rank = os.environ.get("RANK", "0")
+    sys.stderr.write(f"sparse-rl{f', rank {rank}' if rank.isdecimal() and int(rank) else ''}: {message(text)}\n")
+
+
 @functools.cache
 def notice(text: str) -> None:
     """One line on the terminal, once."""
-    sys.stderr.write(f"sparse-rl: {text}\n")
+    say(text)
+
+
+def say_unexpected(error: Exception) -> None:
+    """What no one foresaw, in one sentence; the traceback goes to a file for whoever mends it."""
+    what = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="sparse-rl-", suffix=".log", delete=False, errors="replace") as file:
+            file.write("".join(traceback.format_exception(error)))
+        where = f"Details are in {file.name}: please report it with that file"
+    except OSError as failed:
+        where = f"Its details could not be written ({first_line(failed)}): set TMPDIR to a folder with space and try again"
+    say(f"Unexpected error ({printable(what)}). {where}.")

@@ -1,33 +1,53 @@
 """How a section of options is defined: typed, bounded, refused in one sentence. Imports no torch, so that help is quick."""
 
 import difflib
+import math
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from .errors import UserError
+from .text import quoted
+
+LARGEST_FLOAT = 3.4e38
+"""Beyond it a number is not finite in float32, in which weights and losses are computed."""
+LARGEST_INT = 2**63 - 1
+DEEPEST = 8
+"""Lists and tables in one another."""
 
 
 class Section(BaseModel):
     """Options that belong together. Unknown keys and values out of bounds raise `UserError` with the remedy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     section: ClassVar[str] = ""
     """The name the section has in TOML and in flags."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise UserError(self._sentence(error)) from None
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_computed_with(cls, value: Any, info: ValidationInfo) -> Any:
+        if why := _unusable(value):
+            name = info.field_name or ""
+            raise ValueError(f"{cls._key(cls.model_fields[name].alias or name)} = {quoted(value)} is refused: {why}.")
+        return value
+
+    @classmethod
+    def _key(cls, name: str) -> str:
+        return f"{cls.section}.{name}" if cls.section else name
 
     @classmethod
     def _sentence(cls, error: ValidationError) -> str:
         first = error.errors()[0]
         # of a place inside the field only an index helps: the others are pydantic's names for the kinds it tried
         place = [str(part) for index, part in enumerate(first["loc"]) if index == 0 or isinstance(part, int)]
-        key = ".".join([*([cls.section] if cls.section else []), *place])
+        key = cls._key(".".join(place))
         if first["type"] == "extra_forbidden":
             known = [field.alias or name for name, field in cls.model_fields.items()]
             close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
@@ -35,4 +55,20 @@ class Section(BaseModel):
             return f"Unknown option {key}: {hint}"
         if first["type"] == "value_error":  # raised by our own validators: a whole sentence already
             return str(first["ctx"]["error"])
-        return f"{key} = {first['input']!r} is refused: {first['msg'][0].lower()}{first['msg'][1:]}."
+        return f"{key} = {quoted(first['input'])} is refused: {first['msg'][0].lower()}{first['msg'][1:]}."
+
+
+def _unusable(value: Any, depth: int = 0) -> str | None:
+    """Why no part of a run could work with this value, whatever the option."""
+    if isinstance(value, str) and "\0" in value:
+        return "a text must not hold a NUL character"
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return "a whole number must fit into 64 bits"
+    if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT and not (depth == 0 and math.isinf(value)):
+        return f"a number must be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}"  # infinite only where the option allows it
+    if isinstance(value, list | tuple | dict):
+        if depth == DEEPEST:
+            return f"lists and tables must not be deeper than {DEEPEST}"
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((why for part in parts if (why := _unusable(part, depth + 1))), None)
+    return None

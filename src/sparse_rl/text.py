@@ -1,6 +1,9 @@
 """Text that others wrote, made safe to show: a model's, a folder's name, a file's."""
 
+import re
+import reprlib
 import unicodedata
+from collections.abc import Iterable
 
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode's control, format (right-to-left marks among them), surrogate, private and unassigned characters, and odd line ends."""
@@ -9,7 +12,38 @@ HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 def printable(text: str, most: int = 400, keep: str = "") -> str:
     """One line that drives no terminal and is legal in XML: what would not be seen is written as an escape, but for `keep`."""
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+    if cut.isprintable():
+        return cut
     return "".join(character if character in keep else _escaped(character) for character in cut)
+
+
+LONGEST_MESSAGE = 1000
+"""Characters of a message on the terminal, at most."""
+
+
+def message(text: str) -> str:
+    """One printable line of at most `LONGEST_MESSAGE` characters. A long text loses its middle: the remedy is at its end."""
+    text = re.sub(r"\s*[\r\n]\s*", " ", _without_middle(text.strip(), 4 * LONGEST_MESSAGE))
+    return _without_middle(printable(text, most=len(text)), LONGEST_MESSAGE)
+
+
+def _without_middle(text: str, most: int) -> str:
+    tail = most // 4
+    return text if len(text) <= most else f"{text[: most - tail - 3]} … {text[-tail:]}"
+
+
+def listed(names: Iterable[object], most: int = 20) -> str:
+    """The first of many names, with commas."""
+    found = [printable(str(name), most=80) for name in names]
+    return ", ".join(found[:most]) + (f" and {len(found) - most:,} more" if len(found) > most else "")
+
+
+def quoted(value: object, most: int = 80) -> str:
+    """A value as Python writes it, however long, deep or large it is."""
+    try:
+        return printable(_SHORT.repr(value), most=most)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
 
 
 def _escaped(character: str) -> str:
@@ -17,3 +51,7 @@ def _escaped(character: str) -> str:
         return character
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 4, 80, 80

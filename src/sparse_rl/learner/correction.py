@@ -90,7 +90,9 @@ class Correction(Section):
     weight: Weight | None = Field(
         None, description="What a token's term is multiplied by: one, or the ratio of its token, sequence or (geometric) mean."
     )
-    cap: float | None = Field(None, gt=0, description="Weights are truncated to at most this; inf is never.")
+    cap: float | None = Field(
+        None, gt=0, allow_inf_nan=True, description="Weights are truncated to at most this; inf is never."
+    )
     normalize: bool | None = Field(None, description="Whether weights are divided by their mean over the update's tokens.")
     veto: float | None = Field(None, ge=0, lt=1, description="Drop a sequence with any token's ratio below this; 0 is never.")
     drop: Drop | None = Field(
@@ -99,7 +101,7 @@ class Correction(Section):
         "or geometric mean (mean).",
     )
     low: float | None = Field(None, ge=0, description="Ratios below this are dropped; 0 is none.")
-    high: float | None = Field(None, gt=0, description="Ratios above this are dropped; inf is none.")
+    high: float | None = Field(None, gt=0, allow_inf_nan=True, description="Ratios above this are dropped; inf is none.")
     divisor: Divisor | None = Field(
         None, description="What a sequence is averaged over, its KL term included: all its tokens, or those kept."
     )

@@ -14,7 +14,7 @@ class OptimizerSettings(Section):
 
     section: ClassVar[str] = "optimizer"
 
-    lr: float = Field(1e-6, gt=0, allow_inf_nan=False, description="Learning rate after the warm-up.")
+    lr: float = Field(1e-6, gt=0, description="Learning rate after the warm-up.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="Of AdamW, such as [0.9, 0.98].")
     weight_decay: float = Field(0.1, ge=0, description="Of matrices; vectors are not decayed.")
     schedule: Literal["constant", "cosine"] = Field("constant", description="After the warm-up: constant, or cosine to 0.")

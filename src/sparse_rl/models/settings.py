@@ -52,5 +52,8 @@ class Ranks(Section):
         "over ranks once; false takes less memory and sums after each.",
     )
     timeout_s: float = Field(
-        1800, gt=0, description="Seconds that ranks wait for one another, the slowest rollout of a step included."
+        1800,
+        gt=0,
+        le=86400,
+        description="Seconds that ranks wait for one another, the slowest rollout of a step included.",
     )
