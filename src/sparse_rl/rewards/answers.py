@@ -4,11 +4,11 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BOX = re.compile(r"\\+(?:boxed|fbox)\s*\{")  # some write two backslashes
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;.*]|\\[,;: \\()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*", re.IGNORECASE)
 """What may stand between two boxes that are one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
-MAX_BOXES = 20
-"""The last ones of a text, which are looked at."""
+BRACE = re.compile(rf"(?P<box>{BOX.pattern})|\\.|[{{}}]", re.DOTALL)
+BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
 ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))\W{0,3}", re.IGNORECASE)
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 THOUGHT_TAG = re.compile(r"</?think>")
@@ -62,30 +62,71 @@ def said(text: str, finish: str = "stop", in_thought: bool = False) -> Said:
 
 
 def boxed(text: str) -> str | None:
-    r"""What is in the last `\boxed{…}` whose braces balance; nothing where none does, None where there is no box.
+    r"""Return the content of the last `\boxed{…}`, empty where it never closes; None where there is no box.
 
-    Boxes side by side, as in `\boxed{2} and \boxed{3}`, are one answer of several parts.
+    Boxes side by side, as in `\boxed{2} and \boxed{3}`, are one answer of several parts. A box within another is a part of it:
+    `\boxed{\boxed{5}+1000}` is 1005.
     """
-    boxes = list(BOX.finditer(text))[-MAX_BOXES:]
+    boxes = outer_boxes(text)
+    if boxes is None:
+        return None
     found: list[str] = []
     after = 0
     for box in reversed(boxes):
-        end = closing(text, box.end())
-        if end is None or (found and after <= end):  # open, or around the box that was found
-            if found:
-                break
-            continue
-        if found and not BETWEEN_BOXES.fullmatch(text, end + 1, after):
+        if found and not BETWEEN_BOXES.fullmatch(text, box.end + 1, after):
             break
-        content = text[box.end() : end].strip()
-        if not found or content not in found:  # the same answer twice is one
-            found.insert(0, content)
-        after = box.start()
-    return ", ".join(found) if boxes else None
+        found.append(without_boxes(text[box.content : box.end]))
+        after = box.start
+    return ", ".join(dict.fromkeys(reversed(found)))  # the same answer twice is one
+
+
+class Box(NamedTuple):
+    """Where its command starts, its content starts and its brace closes."""
+
+    start: int
+    content: int
+    end: int
+
+
+def outer_boxes(text: str) -> list[Box] | None:
+    """Return the boxes that are in no other, without those before the last one that never closes; None where there is no box.
+
+    As in TeX, an open box ends at a blank line: boxes below it are read as usual.
+    """
+    if not BOX.search(text):
+        return None
+    boxes: list[Box] = []
+    opened: list[tuple[int, int, bool]] = []
+    for brace in BRACE.finditer(text):
+        if brace["box"] or brace.group() == "{":
+            opened.append((brace.start(), brace.end(), bool(brace["box"])))
+        elif brace.group() == "}" and opened:
+            start, content, is_box = opened.pop()
+            if is_box:
+                boxes.append(Box(start, content, brace.start()))
+    never_closed = [start for start, _, is_box in opened if is_box]
+    if never_closed:
+        blank = BLANK_LINE.search(text, never_closed[-1])
+        boxes = [box for box in boxes if blank and box.start > blank.start()]
+    outer: list[Box] = []
+    for box in boxes:  # in the order in which they close: an outer one after those within
+        while outer and outer[-1].start > box.start:
+            outer.pop()
+        outer.append(box)
+    return outer
+
+
+def without_boxes(content: str) -> str:
+    """Drop the commands of boxes, and braces around the whole."""
+    content = BOX.sub("{", content).strip()
+    for _ in range(MAX_STYLES):
+        if content.startswith("{") and closing(content, 1) == len(content) - 1:
+            content = content[1:-1].strip()
+    return content
 
 
 def closing(text: str, start: int) -> int | None:
-    """The index of the brace that closes the one before `start`."""
+    """Return the index of the brace that closes the one before `start`."""
     depth = 1
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
