@@ -95,7 +95,6 @@ def test_hostile_answers_to_integer_problems_are_wrong():
 @pytest.mark.parametrize(
     ("gold", "answer"),
     [
-        ("5", "x=5"),
         ("5", "9=5"),
         ("5", "\\{5\\}"),
         ("5", "[5,5]"),
@@ -104,7 +103,6 @@ def test_hostile_answers_to_integer_problems_are_wrong():
         ("[2,5)", "2 < x < 5"),
         ("2x+3", "x=2x+3"),
         ("2", "1<x<3"),
-        ("\\sqrt{2}", "x=\\sqrt{2}"),
         ("\\sqrt{2}", "\\{\\sqrt{2}\\}"),
         ("(1,2)", "\\{1,2\\}"),
         ("\\{1,2\\}", "(1,2)"),
@@ -172,6 +170,77 @@ def test_the_same_answer_in_other_words_is_right(gold, answer):
 
 
 @pytest.mark.parametrize(
+    ("answer", "integers", "mathematics"),
+    [
+        ("x = 25", 1.0, 1.0),
+        ("m+n = 25", 1.0, 1.0),
+        ("25 = m + n", 1.0, 1.0),
+        ("100m + n = 25", 1.0, 1.0),
+        ("\\frac{m}{n} = 25", 1.0, 1.0),
+        ("x = y = 25", 1.0, 1.0),
+        ("f(2) = 25", 1.0, 1.0),
+        ("P(X = 3) = 25", 1.0, 1.0),
+        ("a_{10} = 25", 1.0, 1.0),
+        ("\\angle ABC = 25^\\circ", 1.0, 1.0),
+        ("\\text{Area} = 25\\text{ cm}^2", 1.0, 1.0),
+        ("x = \\boxed{25}", 1.0, 1.0),
+        ("m+n = 12+13 = 25", 0.0, 1.0),  # a sum is no integer, and a value to mathematics
+        ("12+13 = 25", 0.0, 1.0),
+        ("x = 5^2", 0.0, 1.0),
+        ("9 = 25", 0.0, 0.0),
+        ("x = 24 = 25", 0.0, 0.0),
+        ("x = 25 = 26", 0.0, 0.0),
+        ("x = 25, y = 3", 0.0, 0.0),
+        ("x = 25, y = 25", 0.0, 0.0),
+        ("x = 25 \\text{ and } y = 25", 0.0, 0.0),
+        ("x = 25; x = 7", 0.0, 0.0),
+        ("x = 25, 26", 0.0, 0.0),
+        ("x = 25 \\text{ or } 26", 0.0, 0.0),
+        ("x = \\pm 25", 0.0, 0.0),
+        ("x = -25", 0.0, 0.0),
+        ("x = \\{25\\}", 0.0, 0.0),
+        ("(x, y) = 25", 0.0, 0.0),
+        ("2x = 25", 0.0, 0.0),  # these have yet to be solved
+        ("x + 1 = 25", 0.0, 0.0),
+        ("x^2 = 25", 0.0, 0.0),
+        ("-x = 25", 0.0, 0.0),
+        ("x = 25x", 0.0, 0.0),
+        ("x = y", 0.0, 0.0),
+        ("\\pi = 25", 0.0, 0.0),
+        ("x \\neq 25", 0.0, 0.0),
+        ("x != 25", 0.0, 0.0),
+        ("x \\le 25", 0.0, 0.0),
+        ("x <= 25", 0.0, 0.0),
+        ("x > 24 = 25", 0.0, 0.0),
+        ("x = 25 > 24", 0.0, 0.0),
+        ("25 = " * 200 + "25", 0.0, 0.0),
+    ],
+)
+def test_an_equation_counts_where_it_only_names_the_number(answer, integers, mathematics):
+    assert integer_verdict(answer, "25") == integers
+    assert math_verdict(answer, "25") == mathematics
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("\\sqrt{2}", "x=\\sqrt{2}", 1.0),
+        ("\\frac{1}{2}", "e = 0.5", 1.0),
+        ("\\frac{1}{2}", "e = 0.6", 0.0),
+        ("x=25", "x=25", 1.0),  # a gold with a symbol is compared with it
+        ("x=25", "y=25", 0.0),
+        ("2x+3", "y=2x+3", 1.0),
+        ("2x+3", "x=2x+3", 0.0),
+        ("\\{1,2\\}", "x=1", 0.0),
+        ("1, 2", "x=1, 2", 1.0),
+        ("1, 2", "x=1", 0.0),
+    ],
+)
+def test_equations_beside_golds_that_are_no_integers(gold, answer, verdict):
+    assert math_verdict(answer, gold) == verdict
+
+
+@pytest.mark.parametrize(
     ("answer", "verdict"),
     [
         ("1234", 1.0),
@@ -193,7 +262,8 @@ def test_the_same_answer_in_other_words_is_right(gold, answer):
         ("1234.5", 0.0),
         ("-1234", 0.0),
         ("12,34", 0.0),
-        ("x=1234", 0.0),
+        ("x=1234", 1.0),
+        ("1234 or more", 0.0),
         ("1234, 1235", 0.0),
         ("1234+0", 0.0),
         ("1234^{9^{9}}", 0.0),
@@ -255,6 +325,7 @@ def test_the_last_box_that_closes_is_the_answer(text, content):
         ("It costs $\\mathbf{5}$/day", 1.0, None),
         ("an angle of 5^\\circ", 1.0, None),
         ("5", 1.0, 1.0),
+        ("So $x = 5$.", 1.0, 1.0),
         ("It is 7", 0.0, 0.0),
         ("", 0.0, 0.0),
         ("no idea", 0.0, 0.0),

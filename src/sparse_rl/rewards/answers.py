@@ -26,7 +26,7 @@ DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 INTEGER = re.compile(
     rf"(?:\\?[$£€¥]\s*)?(?P<sign>[-+]?)\s*(?:\\?[$£€¥])?\s*(?P<digits>{DIGITS})(?:\.0*)?"  # $-1,234.00
     r"\s*(?:\\?[%°]|\^\s*\{?\s*\\circ\s*\}?)?"
-    r"(?:\s*(?:\\?[$£€]|(?![abefi-kn-rt-z]\Z)[A-Za-z°][A-Za-z°'\-/. ]*(?:\^\s*\{?[23]\}?)?))?\s*\.?"  # cm^2, km/h, not x
+    r"(?:\s*(?:\\?[$£€]|(?![abefi-kn-rt-z]\Z|(?:and|or)\b)[A-Za-z°][A-Za-z°'\-/. ]*(?:\^\s*\{?[23]\}?)?))?\s*\.?"  # cm^2, not x
 )
 DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(
@@ -75,7 +75,7 @@ def boxed(text: str) -> str | None:
     for box in reversed(boxes):
         if found and not BETWEEN_BOXES.fullmatch(text, box.end + 1, after):
             break
-        found.append(without_boxes(text[box.content : box.end]))
+        found.append(bare(text[box.content : box.end]))
         after = box.start
     return ", ".join(dict.fromkeys(reversed(found)))  # the same answer twice is one
 
@@ -116,7 +116,7 @@ def outer_boxes(text: str) -> list[Box] | None:
     return outer
 
 
-def without_boxes(content: str) -> str:
+def bare(content: str) -> str:
     """Drop the commands of boxes, and braces around the whole."""
     content = BOX.sub("{", content).strip()
     for _ in range(MAX_STYLES):

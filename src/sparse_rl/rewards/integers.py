@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 from .answers import ANNOUNCED, Said, boxed, integer, tidy
+from .equations import values_in
 from .functions import NUMBER, number_in, spoken
 
 __all__ = ["integer_answer"]
@@ -24,8 +25,8 @@ def integer_answer(
 ) -> list[float | None]:
     r"""The last `\boxed{…}` is the answer's integer; without a box the number announced by "answer is" or ####, else the last.
 
-    Dollars, commas between thousands, `.0` and a unit are forgiven; an equation, a sum, a power or two numbers are not. A text
-    that was cut off needs a box. No verdict where the data's answer is no integer.
+    Dollars, commas between thousands, `.0`, a unit and a name, as in `m + n = 25`, are forgiven; a sum, a power or two numbers
+    are not. A text that was cut off needs a box. No verdict where the data's answer is no integer.
     """
     verdicts: list[float | None] = []
     for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True):
@@ -37,7 +38,8 @@ def integer_answer(
 def integer_in(speech: Said) -> str | None:
     content = boxed(speech.text)
     if content is not None:
-        return integer(content)
+        values = {integer(value) for value in values_in(content)}
+        return values.pop() if len(values) == 1 else None
     return unboxed(tidy(speech.text)) if speech.whole else None
 
 

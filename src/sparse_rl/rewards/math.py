@@ -42,6 +42,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from .answers import Plain, Said, boxed, depth, plain, same, tidy
+from .equations import sides_of, values_in
 from .functions import spoken
 
 __all__ = ["math_answer"]
@@ -149,6 +150,9 @@ def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
     if WORD.fullmatch(wanted) and WORD.fullmatch(said):
         return wanted.casefold() == said.casefold()
     golds = gold_values(gold.text)
+    if is_number(gold) and sides_of(answer):
+        sides = values_in(answer)
+        return bool(sides) and all(equals(gold, side) for side in sides)
     if not golds or not values:
         return wanted == said
     if other_base(gold.text, answer):
@@ -161,6 +165,12 @@ def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
         for one in golds
         for other in (defined(value, one) for value in values)
     )
+
+
+def is_number(gold: Gold) -> bool:
+    """Whether it has no symbol, so that `x = 5` only names it."""
+    values = gold_values(gold.text)
+    return "=" not in gold.text and bool(values) and all(isinstance(each, Expr) and not each.free_symbols for each in values)
 
 
 def other_base(gold: str, answer: str) -> bool:
