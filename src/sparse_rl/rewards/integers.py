@@ -1,4 +1,4 @@
-"""The reward of tasks whose answers are integers (AIME, AMC, GSM8K): compared figure by figure, nothing is evaluated."""
+"""The reward of tasks whose answers are integers (AIME, AMC, GSM8K): compared figure by figure, and no more than sums are evaluated."""
 
 import re
 from collections import deque
@@ -13,6 +13,8 @@ __all__ = ["integer_answer"]
 
 PART_OF_MORE = re.compile(r"\s*(?:_|\^(?!\s*\{?\s*\\circ)|/\s*\d)")
 """What follows a number that is only the start of a power, a name or a fraction."""
+TERM = re.compile(r"[-+]? *[0-9]{1,18}")
+SUM = re.compile(rf"{TERM.pattern}(?: *[-+] *[0-9]{{1,18}})+")
 
 
 def integer_answer(
@@ -38,9 +40,19 @@ def integer_answer(
 def integer_in(speech: Said) -> str | None:
     content = boxed(speech.text)
     if content is not None:
-        values = {integer(value) for value in values_in(content)}
-        return values.pop() if len(values) == 1 else None
+        return the_one(values_in(content))
     return unboxed(tidy(speech.text)) if speech.whole else None
+
+
+def the_one(sides: list[str]) -> str | None:
+    """The integer that all sides are. A sum counts only beside its result: `m + n = 12 + 13 = 25`."""
+    integers = [integer(side) for side in sides]
+    values = {value or total(side) for value, side in zip(integers, sides, strict=True)}
+    return values.pop() if len(values) == 1 and any(integers) else None
+
+
+def total(side: str) -> str | None:
+    return str(sum(int(term.replace(" ", "")) for term in TERM.findall(side))) if SUM.fullmatch(side) else None
 
 
 def unboxed(text: str) -> str | None:
