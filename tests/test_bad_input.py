@@ -230,8 +230,8 @@ def test_a_damaged_checkpoint_is_named(world, tmp_path, file, size, capsys):
     sentence = refused(capsys, *arguments(world, run, *QUICK, "--resume"))
     sentences = [sentence, refused(capsys, "export", str(run), out)] if file == "__0_0.distcp" else [sentence]
     for each in sentences:
-        assert each.startswith(f"{run / 'checkpoints/step-1'} cannot be read (")
-        assert each.endswith("): remove it to use the one before.")
+        assert each.startswith(f"{run / 'checkpoints/step-1'} is damaged: {file} ")
+    assert sentence.endswith("No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
 
 
 def test_a_checkpoint_of_an_older_version_is_named(world, tmp_path, capsys):

@@ -1,31 +1,42 @@
 """Checkpoints: weights, optimizer and counters of one step, written whole or not at all.
 
 Weights and moments go through torch.distributed.checkpoint, each rank its part, and are read again by any number of ranks.
+A manifest has the checksum of every file; nothing is read that does not match it, and nothing is unpickled.
 Everything random in a run is drawn by counter, so the step and the data cursor are all there is to save of randomness.
 """
 
 import json
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ..errors import RankLost, Unanswered, UserError, first_line
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..plan.memory import gib
 from ..world import ALONE, LOST, World
+from . import manifest, metadata, storage
 from .folder import write_whole
-from .storage import Place, answering, names_in, opened, remove, within
+from .manifest import Damaged, Entry, HashingFileSystem
+from .storage import Place, names_in, opened, remove, within
 
 STATE = "state.json"
+MOST_STATE_BYTES = 2**20
+MOST_COUNT = 2**48
+"""Above any step or prompt of a run."""
+UNVERIFIED = "The checkpoint of step {step} has no checksums, so nobody can tell whether it is as it was written."
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,6 +58,18 @@ class State:
     silent_steps: int = 0
     """Steps in a row without any verdict."""
 
+    def check(self, step: int) -> None:
+        """Raise ValueError where a value cannot be that of a run after `step`."""
+        lowest = {"best_step": -1, "ranks": 1}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (type(value) is not int or not lowest.get(field.name, 0) <= value < MOST_COUNT):
+                raise ValueError(f"{field.name} is {value!r:.40}")
+        if type(self.best_value) not in (int, float) or math.isnan(self.best_value) or self.best_value == math.inf:
+            raise ValueError(f"best_value is {self.best_value!r:.40}")
+        if self.step != step or self.best_step > step:
+            raise ValueError(f"it is that of step {self.step}")
+
 
 def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE) -> Place:
     """`folder`/step-N. state.json comes last and makes it a checkpoint; a write that fails leaves nothing behind."""
@@ -56,12 +79,16 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
     world.meet()
     try:
         parts = {"weights": optimizer.weights, "moments": optimizer.moments}
-        writer = None if isinstance(target, Path) else FsspecWriter(target, sync_files=False)  # which would sync every disk
+        writer = dcp.FileSystemWriter(target) if isinstance(target, Path) else FsspecWriter(target, sync_files=False)
+        writer.fs = written = HashingFileSystem(writer.fs)  # type: ignore[assignment]
         with _one_process_is_meant():
             dcp.save(parts, checkpoint_id=target, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
-        world.meet()  # every rank has written its part
+        files = {name: each for part in world.gather(written.written) for name, each in part.items()}  # all ranks have written
         if world.leads:
-            _write_last(within(target, STATE), json.dumps(asdict(state), indent=1))
+            text = json.dumps(asdict(state) | {"manifest": True}, indent=1)
+            files[STATE] = manifest.entry_of(text.encode())
+            _write_last(within(target, manifest.FILE), json.dumps({"step": state.step, "files": files}, indent=1))
+            _write_last(within(target, STATE), text)
     except (Exception, dcp.api.CheckpointException) as error:  # whatever a disk and the libraries above it raise
         last = None
         with suppress(Exception):
@@ -106,64 +133,155 @@ def lack_of_room(folder: Place, each: int, model: int, to_come: int, keep: int) 
     )
 
 
-def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> State:
-    try:
-        fs, path = opened(checkpoint)
-        with answering(checkpoint, "read"):
-            text = fs.cat_file(f"{path}/{STATE}")
-        state = State(**json.loads(text))
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError) as error:
-        raise _unreadable(checkpoint, error) from error
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint that a run goes on from."""
+
+    state: State
+    damaged: list[Damaged]
+    """Later ones, which could not be used."""
+    verified: bool
+    """False where it was written without a manifest."""
+
+
+def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> Loaded | None:
+    """The last checkpoint that is sound, into model and optimizer; None where there is none yet."""
+    damaged: list[Damaged] = []
+    for step in reversed(world.gather(_agreed(world, lambda: steps_in(folder)))[0]):  # a shared disk may be slow to tell all
+        checkpoint = within(folder, f"step-{step}")
+        try:
+            state, verified = load(checkpoint, actor, optimizer, world)
+        except Damaged as error:
+            damaged.append(error)
+        else:
+            return Loaded(state, damaged, verified)
+    if damaged:
+        raise UserError(f"{damaged[0]} No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
+    return None
+
+
+def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, bool]:
+    """(the state, whether every file was verified), after weights and moments were read in place."""
+    state, files = examined(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
             f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be cut for {world.size}: resume with "
             f"{state.ranks}."
         )
-    _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, world)
+    _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, files, world)
     state.ranks = world.size
     optimizer.was_loaded()
     actor.sync()
-    return state
+    return state, files is not None
 
 
-def load_weights(checkpoint: Place, actor: Actor) -> None:
-    """Into the tensors of the learner that are trained, in their dtype."""
+def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: Callable[[str], None]) -> int:
+    """The weights of the last of `steps` that is sound, into the tensors that are trained, in their dtype. Returns its step."""
     trained = {name: weight.detach() for name, weight in actor.learner.named_parameters() if weight.requires_grad}
-    _read(checkpoint, {"weights": trained}, ALONE)
-    actor.sync()
+    damaged: list[Damaged] = []
+    for step in reversed(steps):
+        checkpoint = within(folder, f"step-{step}")
+        try:
+            _, files = examined(checkpoint)
+            _read(checkpoint, {"weights": trained}, files, ALONE)
+        except Damaged as error:
+            damaged.append(error)
+            continue
+        for each in damaged:
+            warn(f"warning: {each} The checkpoint of step {step} is used.")
+        if files is None:
+            warn(f"warning: {UNVERIFIED.format(step=step)}")
+        actor.sync()
+        return step
+    others = "There is no other" if len(steps) == 1 else "None of the others is sound"
+    raise UserError(f"{damaged[0]} {others}.")
 
 
-def _read(checkpoint: Place, into: dict[str, Any], world: World) -> None:
-    """In place."""
+def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
+    """(the state, the entries of its manifest, None where it was written without one), each checked."""
+    step = step_of(checkpoint)
+    content = manifest.read_small(checkpoint, STATE, MOST_STATE_BYTES)
+    try:
+        values = json.loads(content)
+        if not isinstance(values, dict):
+            raise ValueError("it is no table")
+        files = manifest.read_manifest(checkpoint, step) if values.pop("manifest", False) is True else None
+        state = State(**values)
+        state.check(step)
+    except Damaged:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Damaged(checkpoint, f"{STATE} cannot be used ({first_line(error):.120})") from error
+    if files is not None and files.pop(STATE, None) != manifest.entry_of(content):
+        raise Damaged(checkpoint, f"{STATE} is not what was written (its checksum differs)")
+    return state, files
+
+
+def examined(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, Entry] | None]:
+    """The first rank reads the state; all verify the files, each its share."""
     if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
         raise UserError(f"{checkpoint} was written by an older sparse-rl, which has to continue it: start anew with this one.")
+    found = world.gather(_agreed(world, lambda: read_state(checkpoint) if world.leads else None))[0]
+    assert found is not None
+    state, files = found
+    mine = {name: files[name] for name in sorted(files)[world.rank :: world.size]} if files else {}
+    _agreed(world, lambda: manifest.verify(checkpoint, mine))
+    return state, files
+
+
+def _agreed(world: World, work: Callable[[], T]) -> T:
+    """What this rank has found; an error of one rank is raised on all."""
+    found, failed = None, None
     try:
-        reader = dcp.FileSystemReader if isinstance(checkpoint, Path) else FsspecReader
-        saved = reader(checkpoint).read_metadata().state_dict_metadata
-        for name, tensor in into["weights"].items():
-            if getattr(saved.get(f"weights.{name}"), "size", None) != tensor.shape:
-                raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
+        found = work()
+    except UserError as error:
+        failed = error
+    for each in world.gather(failed):
+        if each is not None:
+            raise each
+    return found  # type: ignore[return-value]
+
+
+def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | None, world: World) -> None:
+    """In place."""
+    index = _agreed(world, lambda: _index(checkpoint, files))
+    for name, tensor in into["weights"].items():
+        if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
+            raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
+    reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, Path) else FsspecReader(checkpoint)
+    reader.read_metadata = lambda: index  # type: ignore[method-assign]  # torch's own would unpickle it
+    try:
         with _one_process_is_meant():
-            dcp.load(into, checkpoint_id=checkpoint, process_group=world.control, no_dist=world.size == 1)
-    except UserError:
-        raise
+            dcp.load(into, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
     except (Exception, dcp.api.CheckpointException) as error:  # every library has its own kinds for a damaged file
         if LOST.search(_reason(error)):
             raise RuntimeError(_reason(error)) from error
-        raise _unreadable(checkpoint, error) from error
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        if files is None:  # nothing else would tell
+            raise Damaged(checkpoint, f"it cannot be read ({_reason(error)})") from error
+        raise UserError(f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the one before.") from error
+
+
+def _index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
+    try:
+        index = metadata.read_index(manifest.read_small(checkpoint, metadata.FILE))
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise Damaged(checkpoint, f"{metadata.FILE} cannot be used: {first_line(error)}") from error
+    named = {place.relative_path for place in index.storage_data.values()}
+    if files is not None and not named | {metadata.FILE} <= files.keys():
+        raise Damaged(checkpoint, f"{manifest.FILE} does not have all of its files")
+    return index
 
 
 @contextmanager
 def _one_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "Detected pickle protocol")  # where a file is none of torch's
         yield
-
-
-def _unreadable(checkpoint: Place, error: BaseException) -> UserError:
-    return UserError(f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the one before.")
 
 
 def _reason(error: BaseException) -> str:
@@ -180,6 +298,17 @@ def steps_in(folder: Place) -> list[int]:
 def _begun(folder: Place) -> list[int]:
     names = (name.removeprefix("step-") for name in names_in(folder))
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def step_of(checkpoint: Place) -> int:
+    return int(str(checkpoint).rstrip("/").rpartition("step-")[2])
+
+
+def set_aside(damaged: Iterable[Damaged]) -> None:
+    """Rename checkpoints that could not be used, so that no later start takes them for those of the run that goes on."""
+    for each in damaged:
+        folder, _, name = str(each.checkpoint).rpartition("/")
+        storage.move(each.checkpoint, storage.place(f"{folder}/damaged-{name}"))
 
 
 def latest(folder: Place) -> Place | None:

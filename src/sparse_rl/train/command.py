@@ -28,7 +28,7 @@ from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
 from .folder import RunFolder
 from .settings import Config
-from .storage import is_address, within
+from .storage import is_address
 
 if TYPE_CHECKING:
     from ..world import World
@@ -318,12 +318,13 @@ def export(run: str, out: Path, *, step: int | None, merge: bool) -> None:
     model, lora = config.model, config.model.lora
     if merge and not lora.rank:
         raise UserError("There is nothing to merge: the run trained every weight; leave --merge out.")
+    console = Console(soft_wrap=True, highlight=False)
     with no_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
         actor = Actor(base, lora.model_copy(update={"merge": True}))
-        checkpoint.load_weights(within(folder.checkpoints, f"step-{step or steps[-1]}"), actor)
+        done = checkpoint.load_last_weights(
+            folder.checkpoints, [step] if step else steps, actor, partial(console.print, markup=False)
+        )
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
-    Console().print(
-        f"Step {step or steps[-1]} of {escape(str(run))} is in {escape(str(out))}.", soft_wrap=True, highlight=False
-    )
+    console.print(f"Step {done} of {escape(str(run))} is in {escape(str(out))}.")

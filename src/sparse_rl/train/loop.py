@@ -100,19 +100,28 @@ class Trainer:
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.compared = False
         self.state = checkpoint.State(ranks=world.size)
-        latest = checkpoint.latest(folder.checkpoints) if resume else None
-        last = world.gather(latest)[0]  # a shared disk may be slow to tell all
+        last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world) if resume else None
         if last is not None:
-            self.state = checkpoint.load(last, self.actor, self.optimizer, world)
-            view.resume_at(self.state.step)
-            if self.state.step > config.steps:
-                raise UserError(
-                    f"{folder.name} is at step {self.state.step} already, past steps = {config.steps}: raise --steps."
-                )
-            view.note(f"Continuing after step {self.state.step}.")
+            self._go_on_from(last)
         folder.forget_after(self.state.step if last else -1)
         if last is not None:
             view.recall(folder.read_metrics())
+
+    def _go_on_from(self, last: checkpoint.Loaded) -> None:
+        self.state = last.state
+        step, steps = self.state.step, self.config.steps
+        self.view.resume_at(step)
+        if step > steps:
+            raise UserError(f"{self.folder.name} is at step {step} already, past steps = {steps}: raise --steps.")
+        for damaged in last.damaged:
+            self.view.warn(f"{damaged} The run goes on from step {step}; the damaged one is set aside as damaged-step-N.")
+        if not last.verified:
+            self.view.warn(
+                f"The checkpoint of step {step} has no checksums, so nobody can tell whether it is as it was written."
+            )
+        if self.world.leads:
+            checkpoint.set_aside(last.damaged)
+        self.view.note(f"Continuing after step {step}.")
 
     # The run
 

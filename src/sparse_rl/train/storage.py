@@ -4,6 +4,7 @@ Checkpoints go straight there, each rank its part. All else is written to a work
 when it has changed, for what object stores hold cannot be appended to.
 """
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -82,8 +83,14 @@ def names_in(place: Place) -> set[str]:
         fs.invalidate_cache()
         try:
             found = fs.ls(path, detail=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return set()
+        except OSError as error:
+            if not isinstance(place, Path):
+                raise
+            if error.errno == errno.ELOOP:
+                return set()
+            raise UserError(f"{place} cannot be read ({error.strerror}): see to its permissions and the disk.") from error
     return {each.rstrip("/").rsplit("/", 1)[-1] for each in found if each.rstrip("/") != path.rstrip("/")}
 
 
@@ -92,6 +99,14 @@ def remove(place: Place) -> None:
     if names_in(place):
         with answering(place, "written"):
             fs.rm(path, recursive=True)
+
+
+def move(place: Place, to: Place) -> None:
+    """In place of what was there."""
+    fs, path = opened(place)
+    remove(to)
+    with answering(place, "written"):
+        fs.mv(path, opened(to)[1], recursive=True)
 
 
 class WorkingCopy:

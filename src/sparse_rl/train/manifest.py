@@ -1,0 +1,167 @@
+"""The manifest of a checkpoint: step, sizes and checksums of its files. Hashed while they are written, verified before they are
+read."""
+
+import errno
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import PurePath
+from threading import Thread
+from typing import Any
+
+from ..errors import UserError
+from .storage import Place, answering, opened, within
+
+FILE = "manifest.json"
+MOST_BYTES = 2**28
+"""Of a file that is read as a whole; the index of 100,000 tensors has 50 MB."""
+LARGE_BYTES = 2**20
+"""Writes from this size on are hashed in a thread of their own, while the disk is written."""
+READERS = 4
+"""Files that are verified at a time."""
+Entry = dict[str, Any]
+"""Of one file: `bytes` and `blake2b`, in hex."""
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what was written: the one before may be used."""
+
+    def __init__(self, checkpoint: Place, why: str):
+        super().__init__(f"{checkpoint} is damaged: {why}.")
+        self.args = (checkpoint, why)  # for a copy on another rank
+        self.checkpoint, self.why = checkpoint, why
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} is damaged: {self.why}."
+
+
+def new_hash() -> Any:
+    return hashlib.blake2b(digest_size=32)
+
+
+def entry_of(content: bytes) -> Entry:
+    digest = new_hash()
+    digest.update(content)
+    return {"bytes": len(content), "blake2b": digest.hexdigest()}
+
+
+# Writing
+
+
+class HashingFileSystem:
+    """A file system of torch.distributed.checkpoint, and an entry of each file that was written through it."""
+
+    def __init__(self, fs: Any):
+        self.fs = fs
+        self.written: dict[str, Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with self.fs.create_stream(path, mode) as stream:
+            hashing = _HashingStream(stream)
+            yield hashing
+        self.written[PurePath(path).name] = {"bytes": hashing.size, "blake2b": hashing.digest.hexdigest()}
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        self.fs.rename(path, new_path)
+        self.written[PurePath(new_path).name] = self.written.pop(PurePath(path).name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fs, name)
+
+
+class _HashingStream:
+    def __init__(self, stream: Any):
+        self.stream, self.digest, self.size = stream, new_hash(), 0
+
+    def write(self, data: Any) -> int:
+        content = memoryview(data).cast("B")
+        if content.nbytes < LARGE_BYTES:
+            self.digest.update(content)
+            self.stream.write(content)
+        else:
+            hashing = Thread(target=self.digest.update, args=(content,))
+            hashing.start()
+            try:
+                self.stream.write(content)
+            finally:
+                hashing.join()  # the memory is the caller's
+        self.size += content.nbytes
+        return content.nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+# Reading
+
+
+def read_small(checkpoint: Place, name: str, most: int = MOST_BYTES) -> bytes:
+    """The whole of one file."""
+    fs, path = opened(checkpoint)
+    with _reading(checkpoint, name):
+        if _size(fs, f"{path}/{name}", checkpoint, name) > most:
+            raise Damaged(checkpoint, f"{name} is larger than {most:,} bytes")
+        return fs.cat_file(f"{path}/{name}")
+
+
+def read_manifest(checkpoint: Place, step: int) -> dict[str, Entry]:
+    """The entries of its files by name."""
+    try:
+        stored = json.loads(read_small(checkpoint, FILE))
+        files = {
+            str(name): {"bytes": int(each["bytes"]), "blake2b": str(each["blake2b"])} for name, each in stored["files"].items()
+        }
+        if stored["step"] != step or any("/" in name for name in files):
+            raise Damaged(checkpoint, f"{FILE} is that of step {stored['step']!r:.40}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise Damaged(checkpoint, f"{FILE} cannot be read ({type(error).__name__})") from error
+    return files
+
+
+def verify(checkpoint: Place, files: dict[str, Entry]) -> None:
+    """Raise Damaged where a file is not what was written."""
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(lambda name: _verify(checkpoint, name, files[name]), files))
+
+
+def _verify(checkpoint: Place, name: str, entry: Entry) -> None:
+    fs, path = opened(checkpoint)
+    with _reading(checkpoint, name):
+        size = _size(fs, f"{path}/{name}", checkpoint, name)
+        if size != entry["bytes"]:
+            raise Damaged(checkpoint, f"{name} has {size:,} bytes, and {entry['bytes']:,} were written")
+        with fs.open(f"{path}/{name}", "rb") as file:
+            digest = hashlib.file_digest(file, new_hash)
+    if digest.hexdigest() != entry["blake2b"]:
+        raise Damaged(checkpoint, f"{name} is not what was written (its checksum differs)")
+
+
+def _size(fs: Any, path: str, checkpoint: Place, name: str) -> int:
+    fs.invalidate_cache()
+    info = fs.info(path)
+    if info["type"] != "file":
+        raise Damaged(checkpoint, f"{name} is no file")
+    return info["size"]
+
+
+@contextmanager
+def _reading(checkpoint: Place, name: str) -> Iterator[None]:
+    """A file that is not there is damage. One that cannot be read may be sound: then nothing is decided."""
+    try:
+        with answering(checkpoint, "read"):
+            try:
+                yield
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+                raise Damaged(checkpoint, f"{name} is missing") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged(checkpoint, f"{name} is a link to itself") from error
+        raise UserError(
+            f"{within(checkpoint, name)} cannot be read ({error.strerror or error}): see to its permissions and the disk, or remove "
+            f"{checkpoint} to use the one before."
+        ) from error

@@ -1,0 +1,180 @@
+"""Damaged run folders: what is damaged is named and not used, and nothing in a checkpoint is ever run."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from small_runs import metrics, one_thread, refused, train, without_clock
+from sparse_rl.cli import main
+from sparse_rl.train import checkpoint
+from sparse_rl.train.metadata import read_index
+
+FLAGS = ["--method", "dense", "--rollout.max-tokens", "8", "--checkpoint.every", "1", "--checkpoint.keep", "3"]
+
+
+class Payload:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """A run of three steps, to be copied and damaged, and its fourth step in another folder."""
+    run, longer = (tmp_path_factory.mktemp("whole") / name for name in ("run", "longer"))
+    train(world, run, *FLAGS, "--steps", "3")
+    shutil.copytree(run, longer)
+    resume(longer)
+    return run, longer
+
+
+def resume(run, steps=4):
+    with one_thread():
+        main(["train", "--resume", "--run-dir", str(run), "--steps", str(steps)])
+
+
+def copied(whole, tmp_path):
+    return Path(shutil.copytree(whole[0], tmp_path / "run"))
+
+
+def same_weights(left, right):
+    mine, theirs = (load_file(each / "model.safetensors") for each in (left, right))
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def flip(path, at=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "of another step"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path, capsys, kind):
+    """And the run ends in the weights and metrics of one that was never damaged."""
+    run = copied(whole, tmp_path)
+    flip(run / "checkpoints/step-3/__0_0.distcp")
+    if kind == "of another step":
+        shutil.copytree(run / "checkpoints/step-2", run / "checkpoints/step-3", dirs_exist_ok=True)
+    resume(run)
+    out = capsys.readouterr().out
+    assert f"warning: {run / 'checkpoints/step-3'} is damaged: " in out and "Continuing after step 2." in out
+    assert ("__0_0.distcp is not what was written" if kind == "flipped" else "manifest.json is that of step 2") in out
+    assert same_weights(run / "model", whole[1] / "model")
+    assert without_clock(metrics(run)) == without_clock(metrics(whole[1]))
+    assert (run / "checkpoints/damaged-step-3").is_dir()
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        lambda path: flip(path, 0.9),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+        lambda path: path.write_bytes((path.parent.with_name("step-2") / path.name).read_bytes()),
+        Path.unlink,
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: (path.unlink(), path.symlink_to(path.name)),
+        lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: os.truncate(path, 2**40),
+    ],
+    ids=["bit", "late bit", "empty", "cut", "longer", "swapped", "deleted", "folder", "loop", "device", "pipe", "huge"],
+)
+def test_all_damage_to_a_file_is_seen(whole, tmp_path, file, damage):
+    step = Path(shutil.copytree(whole[0] / "checkpoints", tmp_path / "checkpoints")) / "step-3"
+    checkpoint.examined(step)
+    damage(step / file)
+    with pytest.raises(checkpoint.Damaged, match="step-3 is damaged: " + ("" if file == "manifest.json" else file)):
+        checkpoint.examined(step)
+
+
+def test_an_export_names_the_damage_and_uses_the_checkpoint_before(whole, tmp_path, capsys):
+    run = copied(whole, tmp_path)
+    flip(run / "checkpoints/step-3/__0_0.distcp")
+    assert "step-3 is damaged: __0_0.distcp" in refused(capsys, "export", str(run), str(tmp_path / "third"), "--step", "3")
+    main(["export", str(run), str(tmp_path / "out")])
+    out = capsys.readouterr().out
+    assert "step-3 is damaged: __0_0.distcp" in out and "Step 2 of" in out
+    main(["export", str(whole[0]), str(tmp_path / "second"), "--step", "2"])
+    assert same_weights(tmp_path / "out", tmp_path / "second")
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["with checksums", "without"])
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "state.json"])
+def test_nothing_in_a_checkpoint_is_run(whole, tmp_path, capsys, file, verified):
+    run, mark = copied(whole, tmp_path), tmp_path / "ran"
+    step = run / "checkpoints/step-3"
+    if not verified:
+        without_checksums(step)
+    (step / file).write_bytes(pickle.dumps(Payload(mark)))
+    main(["export", str(run), str(tmp_path / "out")])
+    assert "step-3 is damaged" in capsys.readouterr().out and not mark.exists()
+    (step / file).unlink()
+    pickle.loads(pickle.dumps(Payload(mark)))
+    assert mark.exists(), "the payload would have told"
+
+
+def test_an_index_cannot_have_a_tensor_unpickled():
+    """torch unpickles what an index says is no tensor."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+    for names in ({"weights.a": BytesStorageMetadata()}, {"weights.a": 1}, {1: None}):
+        with pytest.raises(ValueError, match="it names torch.distributed|in place of|no text"):
+            read_index(pickle.dumps(Metadata(names, None, {})))
+
+
+def without_checksums(step):
+    """As it was written before there were any."""
+    state = json.loads((step / "state.json").read_text())
+    del state["manifest"]
+    (step / "state.json").write_text(json.dumps(state))
+    (step / "manifest.json").unlink()
+
+
+def test_a_checkpoint_without_checksums_is_read_and_that_is_said(whole, tmp_path, capsys):
+    run = copied(whole, tmp_path)
+    without_checksums(run / "checkpoints/step-3")
+    resume(run)
+    assert "The checkpoint of step 3 has no checksums" in capsys.readouterr().out
+    assert same_weights(run / "model", whole[1] / "model")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({"cursor": odd} for odd in (-1, "4", 4.0, True, None, [], 1e300, 2**60, float("nan"))),
+        *({"best_value": odd} for odd in (float("nan"), float("inf"), "1", None)),
+        *({"step": 2}, {"ranks": 0}, {"best_step": 4}, {"best_step": -2}, {"odd": 1}),
+    ],
+    ids=str,
+)
+def test_odd_values_of_a_state_are_refused(whole, tmp_path, value):
+    step = Path(shutil.copytree(whole[0] / "checkpoints/step-3", tmp_path / "step-3"))
+    without_checksums(step)
+    state = json.loads((step / "state.json").read_text())
+    (step / "state.json").write_text(json.dumps(state | value))
+    with pytest.raises(checkpoint.Damaged, match=r"state.json cannot be used \("):
+        checkpoint.examined(step)
+
+
+def test_where_no_checkpoint_is_sound_nothing_is_changed(whole, tmp_path, capsys):
+    run = copied(whole, tmp_path)
+    for step in (1, 2, 3):
+        flip(run / f"checkpoints/step-{step}/.metadata")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
+    assert "step-3 is damaged" in sentence and "start again with --overwrite" in sentence
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
