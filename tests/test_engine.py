@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparse_rl import KV, Engine, Sampling, UserError
+from sparse_rl import KV, Engine, Sampling, UserError, replay
 from sparse_rl.rollout.guard import RepetitionGuard
 
 SMALL = KV(budget=24, interval=6, window=4, sinks=2)
@@ -169,9 +169,14 @@ def test_wrong_requests_are_refused_in_one_sentence(model, prompts, options, sen
 
 
 def test_beyond_the_context_is_allowed_when_asked_for(model):
-    engine = Engine(model, SMALL, slots=1)
-    sampling = Sampling(max_tokens=8190, stop=(), repetition=(2, 3))
-    engine.generate([[5] * 40], sampling=sampling, allow_beyond_context=True)
+    engine, sampling = Engine(model, SMALL, slots=1), Sampling(max_tokens=90, stop=())
+    whole = engine.generate([[5] * 40], sampling=sampling)
+    engine.limits = replace(engine.limits, context=64)
+    with pytest.raises(UserError, match="passes the model's context of 64: max_tokens = 24 fits"):
+        engine.generate([[5] * 40], sampling=sampling)
+    beyond = engine.generate([[5] * 40], sampling=sampling, allow_beyond_context=True)
+    assert len(beyond[0].response) == 90 and beyond[0].response == whole[0].response
+    torch.testing.assert_close(replay(model, beyond, "sparse")[0].detach(), beyond[0].logprobs, atol=1e-4, rtol=0)
 
 
 def test_a_protected_prompt_that_leaves_no_room_is_refused(model):

@@ -63,8 +63,21 @@ def test_a_step_of_attention_appends_and_attends(q_heads, kv_heads, dim, splits,
     assert int((places != 0).sum()) == slots * kv_heads
 
 
-def test_few_slots_share_rows_only_where_rows_are_long():
-    assert splits_for(256, 2, 640, torch.device("cpu")) == 1
+@pytest.mark.parametrize(
+    ("slots", "kv_heads", "capacity", "splits"),
+    [
+        (256, 2, 640, 1),  # 512 programs nearly fill 4 on each of 132 processors
+        (1000, 8, 32768, 1),  # more than fill them
+        (16, 8, 32768, 4),  # 128 programs fill a quarter
+        (8, 2, 2048, 16),  # would fill with 33, but each has two blocks of 64 keys
+        (1, 2, 200, 1),
+        (1, 2, 255, 1),
+        (1, 2, 256, 2),
+        (1, 2, 32768, 64),  # the most that one launch combines
+    ],
+)
+def test_few_slots_share_rows_only_where_rows_are_long(slots, kv_heads, capacity, splits):
+    assert splits_for(slots, kv_heads, capacity, processors=132) == splits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

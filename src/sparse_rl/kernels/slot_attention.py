@@ -78,9 +78,8 @@ def attend_and_append(
     return out
 
 
-def splits_for(slots: int, kv_heads: int, capacity: int, device: torch.device) -> int:
+def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int:
     """Programs that share a row, so that few slots fill the device, too; each has at least two blocks of a full row."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = PROGRAMS_PER_SM * processors // (slots * kv_heads)
     return max(1, min(wanted, capacity // (2 * BLOCK), 64))
 

@@ -30,7 +30,8 @@ class DecodeView:
         self.longest, self.even = longest, even
         self.fused = usable(cache.shape.device)
         if self.fused:
-            self.splits = splits_for(len(positions_S), cache.shape.kv_heads, cache.capacity, cache.shape.device)
+            processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
+            self.splits = splits_for(len(positions_S), cache.shape.kv_heads, cache.capacity, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
 
