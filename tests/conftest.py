@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from small_runs import make_world
-from sparse_rl import load_model
+from sparse_rl import KV, Engine, Sampling, load_model, replay
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
 
@@ -46,6 +46,17 @@ def random_model(name, *, vocab=61, seed=0):
             if parameter.dim() > 1:
                 parameter.mul_(4)
     return model
+
+
+def noise_early_and_late(model, *, samples, tokens):
+    """Mean distance of sampler and replay before the first eviction and in the last third of the rollouts.
+
+    The log-probs of a random model are alike at every length, so the two differ only where noise gathers."""
+    engine = Engine(model, KV(budget=32, interval=8, window=4, sinks=2), slots=samples)
+    rollouts = engine.generate([[7, 8, 9]], samples, Sampling(max_tokens=tokens, stop=()))
+    pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
+    noise = torch.stack([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
+    return float(noise[:, :30].mean()), float(noise[:, -tokens // 3 :].mean())
 
 
 LONGEST = ("test_wheel.py", "test_distributed.py", "test_ray.py", "test_train.py", "test_resume.py")

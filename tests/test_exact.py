@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from conftest import ARCHITECTURES
+from conftest import ARCHITECTURES, noise_early_and_late
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.kernels.counter_rng import derive
 from sparse_rl.kv.policies import POLICIES, get
@@ -105,6 +105,11 @@ def test_sparse_replay_is_differentiable(model):
         scale = float(other.grad.abs().max())
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-4 * scale, rtol=0, msg=name)
     model.zero_grad()
+
+
+def test_bfloat16_noise_does_not_grow_with_length(model):
+    early, late = noise_early_and_late(copy.deepcopy(model).to(torch.bfloat16), samples=24, tokens=200)
+    assert 0 < late < 1.2 * early < 0.1
 
 
 def test_packing_does_not_change_the_replay(model):
