@@ -114,6 +114,8 @@ def test_unicode_line_separators_do_not_end_a_line(path):
         ('{"prompt": NaN}', "NaN is not a number of JSON"),
         ('{"prompt": "?", "level": ' + "9" * 5000 + "}", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
+        ('{"prompt": "?", "answer": 1e999}', "cannot be read (1e999 is larger than any number here)"),
+        ('{"prompt": "?", "prompt": "!"}', "cannot be read (an object names prompt twice)"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         ('{"prompt": "\\ud83d"}', "half of a character"),
         ('"?"', "this is a text: write an object"),

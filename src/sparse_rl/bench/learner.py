@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from ..learner.update import Batch, accumulate, make_batch, response_mask
 from ..models.attention import prepare
 from ..models.head import head_of
 from ..rollout.rollout import Rollout
+from ..terminal import Terminal
 from .record import environment
 from .rollout import bench_model
 
@@ -63,7 +63,7 @@ def bench(args: argparse.Namespace) -> None:
         raise UserError("prompt-tokens and microbatches must be at least 1, and tokens at least 2.")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
-    console = Console()
+    console = Terminal()
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
     rollouts = made_up(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)

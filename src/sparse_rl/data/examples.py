@@ -5,6 +5,7 @@ counted where the others have one.
 """
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..text import listed
 from .arithmetic import Split, make_problems
 from .hub import read_hub
 from .rows import SUFFIXES, Row, kind_of, read_rows
@@ -148,7 +150,7 @@ def _as_task_row(row: Row, data: HubData) -> Row:
     columns = {"problem": data.prompt_column, "answer": data.answer_column}
     for name in columns.values():
         if name not in row.values:
-            row.refuse(f"there is no {name}, only {', '.join(row.values)}: the data set has changed, use --data.dir.")
+            row.refuse(f"there is no {name}, only {listed(row.values)}: the data set has changed, use --data.dir.")
     others = {name: value for name, value in row.values.items() if name not in (*columns.values(), *PROMPT_COLUMNS)}
     answer = row.values[data.answer_column]
     if isinstance(answer, list) and len(answer) == 1:
@@ -170,7 +172,7 @@ def _gather(
     prompt_column = prompt_column or _prompt_column(rows[0])
     answer_column = answer_column or "answer"
     if answer_column != "answer" and answer_column not in names:
-        rows[0].refuse(f"there is no {answer_column}, only {', '.join(names)}: name the right --data.answer-column.")
+        rows[0].refuse(f"there is no {answer_column}, only {listed(names)}: name the right --data.answer-column.")
     if reserved := sorted(RESERVED & set(names)):
         place = next(row for row in rows if reserved[0] in row.values)
         place.refuse(f"the column {reserved[0]} is named like an argument of every reward: rename it.")
@@ -224,14 +226,14 @@ def _prompt_column(row: Row) -> str:
     if given:
         row.refuse(f"there is {' and '.join(given)}: say which is the problem, with --data.prompt-column {given[0]}.")
     row.refuse(
-        f"there is no {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}, only {', '.join(row.values) or 'nothing'}: "
+        f"there is no {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}, only {listed(row.values) or 'nothing'}: "
         "name the column of the problem with --data.prompt-column."
     )
 
 
 def _prompt(row: Row, name: str) -> Prompt:
     if name not in row.values:
-        row.refuse(f"there is no {name}, only {', '.join(row.values) or 'nothing'}: give every row its problem in one column.")
+        row.refuse(f"there is no {name}, only {listed(row.values) or 'nothing'}: give every row its problem in one column.")
     prompt = row.values[name]
     if isinstance(prompt, list):
         return _messages(row, name, prompt)
@@ -266,13 +268,17 @@ def _answer(row: Row, name: str) -> str | None:
     answer = row.values.get(name)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):
         row.refuse(f"{name} is {kind_of(answer)}: write a text or a number, or leave the column out of all rows.")
-    empty = answer is None or answer != answer or not str(answer).strip()  # tables write NaN for nothing
-    return None if empty else str(answer)
+    if answer is None or answer != answer:  # tables write NaN for nothing
+        return None
+    if isinstance(answer, float | Decimal) and not math.isfinite(answer):
+        row.refuse(f"{name} is {answer}: write a finite number, or a text.")
+    return str(answer) if str(answer).strip() else None
 
 
 def _integer(answer: str) -> str | None:
-    """`1,234`, `27.0` and `025` as 1234, 27 and 25; None for what is no integer."""
-    return str(int(answer.partition(".")[0].replace(",", ""))) if INTEGER.fullmatch(answer.strip()) else None
+    """`1,234`, `27.0` and `025` as 1234, 27 and 25; None for what is no integer, or has more digits than Python reads."""
+    whole = len(answer) < 1000 and INTEGER.fullmatch(answer.strip())
+    return str(int(answer.partition(".")[0].replace(",", ""))) if whole else None
 
 
 # From examples to tokens

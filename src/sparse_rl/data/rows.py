@@ -8,13 +8,19 @@ import csv
 import gzip
 import io
 import json
+import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import UserError, first_line
+from ..reading import read_file
+from ..text import listed, printable
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".csv.gz")
 LONGEST_CELL = 2**27
@@ -38,7 +44,7 @@ def refuse(place: str, sentence: str) -> NoReturn:
 def read_rows(source: str) -> list[Row]:
     """All rows of a file, in its order; a file whose name ends in neither .csv nor .parquet is JSON lines."""
     try:
-        content = Path(source).read_bytes()
+        content = read_file(source)
     except OSError as error:
         raise UserError(f"{source} cannot be read ({error.strerror}): {WHAT_TO_GIVE}") from error
     name = source.lower()
@@ -71,13 +77,13 @@ def _json_lines(source: str, content: bytes) -> Iterator[Row]:
 def _json_object(place: str, line: bytes) -> dict[str, Any]:
     try:
         text = line.decode()
-        row = json.loads(text, parse_constant=_refuse_constant)
+        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_named_once)
     except UnicodeDecodeError:
         refuse(place, "this is not UTF-8 text: unpack or convert the file.")
     except json.JSONDecodeError as error:
         refuse(place, f"this is not JSON ({error.msg}, column {error.colno}): write one object per line.")
-    except (ValueError, RecursionError) as error:  # NaN, an integer of thousands of digits, thousands of brackets
-        refuse(place, f"this JSON cannot be read ({error}): write it in another way.")
+    except (ValueError, RecursionError) as error:  # NaN, a name twice, thousands of digits or brackets
+        refuse(place, f"this JSON cannot be read ({first_line(error)}): write it in another way.")
     if not isinstance(row, dict):
         refuse(place, f'this is {kind_of(row)}: write an object such as {{"prompt": "1+1=", "answer": "2"}}.')
     if "\\u" in text and not _encodable(row):
@@ -87,6 +93,21 @@ def _json_object(place: str, line: bytes) -> dict[str, Any]:
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{printable(digits, 40)} is larger than any number here")
+    return number
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(
+            f"an object names {listed(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)} twice"
+        )
+    return found
 
 
 def _encodable(row: dict[str, Any]) -> bool:
@@ -104,6 +125,9 @@ def _csv(source: str, content: bytes) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         refuse(f"{source}:{line}", "this is not UTF-8 text: convert the file.")
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        refuse(f"{source}:{line}", "there is a NUL character: write the file again, as UTF-8 text.")
     before = csv.field_size_limit(LONGEST_CELL)
     reader, first = csv.reader(io.StringIO(text, newline=""), strict=True), 1
     names: list[str] | None = None
@@ -125,9 +149,9 @@ def _csv(source: str, content: bytes) -> Iterator[Row]:
         csv.field_size_limit(before)
 
 
-def _check_names(place: str, names: list[str]) -> None:
+def _check_names(place: str, names: list[str], where: str = " in the first line") -> None:
     if len(set(names)) < len(names) or not all(name.strip() for name in names):
-        refuse(place, f"the columns are {', '.join(names)}: give each a name of its own in the first line.")
+        refuse(place, f"the columns are {listed(names)}: give each a name of its own{where}.")
 
 
 def _parquet(source: str, content: bytes) -> Iterator[Row]:
@@ -135,11 +159,29 @@ def _parquet(source: str, content: bytes) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        rows = pq.read_table(pa.BufferReader(content)).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
+        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+        table.validate(full=True)
+    except Exception as error:  # pyarrow raises a dozen kinds for a damaged file
         raise UserError(f"{source} is not a whole Parquet file ({first_line(error)}): write it again.") from error
-    for number, values in enumerate(rows, 1):
-        yield Row(f"{source}, row {number}", values)
+    _check_names(source, table.column_names, "")
+    columns = [_python_values(source, name, column) for name, column in zip(table.column_names, table.columns, strict=True)]
+    for number, cells in enumerate(zip(*columns, strict=True), 1):
+        yield Row(f"{source}, row {number}", dict(zip(table.column_names, cells, strict=True)))
+
+
+def _python_values(source: str, name: str, column: "ChunkedArray") -> list[Any]:
+    try:
+        return column.to_pylist()
+    except Exception:  # somewhere is a value that Python has no type for: a duration of 10^15 days
+        for number, value in enumerate(column, 1):
+            try:
+                value.as_py()
+            except Exception as error:
+                sentence = (
+                    f"{printable(name, 80)} is a {value.type} that cannot be read ({first_line(error)}): write it as a text."
+                )
+                refuse(f"{source}, row {number}", sentence)
+        raise
 
 
 def kind_of(value: Any) -> str:

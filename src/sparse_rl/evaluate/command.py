@@ -27,6 +27,7 @@ from ..rewards.settings import Reward
 from ..rewards.several import refuse_without_answers, terms
 from ..rollout.engine import Engine
 from ..rollout.settings import Sampling
+from ..terminal import Terminal
 from .benchmark import Benchmark, run
 from .compare import Setting
 from .mismatch import measure
@@ -60,9 +61,9 @@ class Source:
 
 
 def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, reward: Reward) -> None:
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+        console = Terminal(highlight=False, width=PLAIN_WIDTH)
     if args.json and not args.json.parent.is_dir():  # it is written last
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
     for setting in settings:  # a misspelt policy shows before anything is loaded

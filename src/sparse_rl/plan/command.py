@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import UserError
+from ..terminal import Terminal
 from ..train.settings import Config
 from .dimensions import dimensions
 from .memory import (
@@ -75,8 +76,8 @@ def command(config: Config, *, gpu_memory: str | None, gpu_name: str | None, pro
 
 
 def wide_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    console = Terminal(highlight=False)
+    return console if console.is_terminal else Terminal(highlight=False, width=PLAIN_WIDTH)
 
 
 def headline(plan: Plan, total: int) -> str:

@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections import Counter
 
-from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from ..errors import UserError
 from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.load import load_model, load_tokenizer
+from ..terminal import Terminal
 from ..text import printable as escaped
 from .engine import Engine
 from .rollout import Rollout
@@ -34,7 +34,7 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling) -> None:
     printer = Printer(tokenizer, len(prompts), args.samples_per_prompt)
     rollouts = engine.generate(prompts, args.samples_per_prompt, sampling, record=False, progress=printer)
     printer.close()
-    Console().print(cost_table(engine, rollouts))
+    Terminal().print(cost_table(engine, rollouts))
 
 
 class Printer:

@@ -26,6 +26,8 @@ from ..plan.recipe_table import duration, run_s, smallest_card
 from ..plan.roofline import step_time
 from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
+from ..terminal import Terminal
+from ..text import message
 from .folder import RunFolder
 from .settings import Config
 from .storage import is_address
@@ -39,7 +41,7 @@ def dry_run(config: Config) -> None:
 
     What is not here but could be had (a hub that does not answer, a package to install) is said, and no mistake.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     console.print(to_toml(config) + config.unset, markup=False)
     console.print(config.arithmetic, markup=False)
     if line := planned(config):
@@ -93,7 +95,7 @@ def told_if_absent(console: Console) -> Iterator[None]:
     except UserError as error:
         if not isinstance(error, Absent):
             raise
-        console.print(f"not checked: {error}", markup=False)
+        console.print(f"not checked: {message(str(error))}", markup=False)
 
 
 def planned(config: Config) -> str:
@@ -120,7 +122,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
 
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
-        console = wide_console() if world.leads else Console(file=StringIO(), width=160, highlight=False)
+        console = wide_console() if world.leads else Terminal(file=StringIO(), width=160, highlight=False)
         again = world.leads and RunFolder(config.run_dir).launched_by(launch())  # after a rank was lost
         if world.gather(again)[0]:
             resume, overwrite = True, False
@@ -318,7 +320,7 @@ def export(run: str, out: Path, *, step: int | None, merge: bool) -> None:
     model, lora = config.model, config.model.lora
     if merge and not lora.rank:
         raise UserError("There is nothing to merge: the run trained every weight; leave --merge out.")
-    console = Console(soft_wrap=True, highlight=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     with no_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
         actor = Actor(base, lora.model_copy(update={"merge": True}))
