@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import hostile_answers
 from hostile import ENDLESS, wrong
 from sparse_rl.data.tasks import TASKS
 from sparse_rl.rewards import answers
@@ -87,6 +88,22 @@ def test_hostile_answers_do_not_hang_crash_or_count_as_right():
         assert value == (None if answer in ENDLESS else 0.0), (answer[0][:200], answer[1], value)
 
 
+@pytest.mark.parametrize("grader", ["integer_answer", "math_answer", "last_number"])
+def test_answers_known_to_be_right_or_wrong(grader, tmp_path, monkeypatch):
+    """A slice of experiments/faults/answers.py, without what may run out of time."""
+    monkeypatch.chdir(tmp_path)
+    drawn = [each for each in hostile_answers.answers(200, seed=1) if each.grader == grader and not each.endless]
+    columns = {name: [getattr(each, name) for each in drawn] for name in ("finish", "in_thought")}
+    with RewardPool(grader, workers=2, timeout_s=20) as pool:
+        graded = pool.grade(
+            ["?"] * len(drawn), [each.text for each in drawn], columns | {"answer": [each.gold for each in drawn]}
+        )
+    for each, value in zip(drawn, graded.values, strict=True):
+        assert value == float(each.right), (each.kind, each.text[:200], each.gold)
+    assert len(drawn) >= 10 and {each.right for each in drawn} == {True, False}
+    assert not (tmp_path / hostile_answers.RAN).exists()
+
+
 def test_hostile_answers_to_integer_problems_are_wrong():
     texts = [text for text, gold in wrong() if gold == "5"]
     assert set(integer_answer(["?"] * len(texts), texts, answer=["5"] * len(texts))) == {0.0}
@@ -118,6 +135,8 @@ def test_hostile_answers_to_integer_problems_are_wrong():
         ("11/2", "1 1/2"),
         ("\\frac{1}{3}", "0.33"),
         ("1000000", "1000000.5"),
+        ("5", "\\gcd(9^{9^9},5)"),
+        ("5", "\\binom{9^{9^9}}{5}"),
     ],
 )
 def test_loose_matches_are_refused(gold, answer):
@@ -318,6 +337,10 @@ def test_the_last_box_that_closes_is_the_answer(text, content):
     [
         ("The answer is 5.", 1.0, 1.0),
         ("#### 5", 1.0, 1.0),
+        ("The answer is -5.", 0.0, 0.0),
+        ("#### -5", 0.0, 0.0),
+        ("Answer: $-5$", 0.0, 0.0),
+        ("answer is **5**", 1.0, None),
         ("The answer is 5 dollars for 3 days.", 1.0, None),
         ("so $\\frac{10}{2}$", None, 1.0),
         ("is the weight of \\(\\frac{3}{5}\\) of", 0.0, None),

@@ -9,7 +9,7 @@ BETWEEN_BOXES = re.compile(r"(?:[\s$,;.*]|\\[,;: \\()\[\]]|\\q?quad|\\text\s*\{\
 """What may stand between two boxes that are one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
 BRACE = re.compile(rf"(?P<box>{BOX.pattern})|\\.|[{{}}]", re.DOTALL)
 BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
-ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))\W{0,3}", re.IGNORECASE)
+ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))", re.IGNORECASE)
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 THOUGHT_TAG = re.compile(r"</?think>")
 MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{NO-BREAK SPACE}": " "})
@@ -19,6 +19,8 @@ SPACING = re.compile(r"\\[!,]|(\\[;:> ]|\\q?quad\b|~)|(\{,\}(?=\d))")
 STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mbox|bm)\s*\{([^{}]*)\}")
 MAX_STYLES = 3
 """In each other."""
+MAX_BRACES = 10
+"""Around a whole answer."""
 MAX_DIGITS = 1000
 """Of a number and of its power of ten; longer ones are no plain numbers."""
 
@@ -119,7 +121,7 @@ def outer_boxes(text: str) -> list[Box] | None:
 def bare(content: str) -> str:
     """Drop the commands of boxes, and braces around the whole."""
     content = BOX.sub("{", content).strip()
-    for _ in range(MAX_STYLES):
+    for _ in range(MAX_BRACES):
         if content.startswith("{") and closing(content, 1) == len(content) - 1:
             content = content[1:-1].strip()
     return content

@@ -21,7 +21,7 @@ MARKS = (
 )
 TOKEN = re.compile(
     r"(?<=[A-Za-z'}])\s*\((?:[^()]|\([^()]*\))*\)"  # the arguments of f(x) or P(X = 3)
-    rf"|(?P<symbol>(?:\\(?:{LETTERS})(?![A-Za-z])|[A-Za-z]+)'*(?:_(?:\{{[^{{}}]*\}}|\w))?)"
+    rf"|(?P<symbol>(?:\\(?:{LETTERS})(?![A-Za-z])|[A-Za-z]+)'*(?:_(?:\{{[^{{}}]*\}}|\w))?'*)"
     r"|(?P<work>[-+*/]|\\(?:cdot|times|[dt]?frac|sqrt)(?![A-Za-z])|[0-9]+(?:\.[0-9]+)?|\^\s*(?:\{\s*[0-9]+\s*\}|[0-9]))"
     rf"|[\s{{}}()\[\]|]|\\(?:{MARKS})(?![A-Za-z])"
 )

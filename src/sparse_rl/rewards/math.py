@@ -67,6 +67,8 @@ ROUNDING = 1e-13
 UNDONE = (Derivative, Integral, Limit, Product, Sum)
 """Work that an answer leaves to the grader; right only where the gold leaves it, too."""
 UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")  # binomials too large
+AT_ONCE = re.compile(r"gcd|lcm|binom")  # the parser works these out
+HUGE = re.compile(r"\^[\s{(]*\w+\s*\^|\^[\s{(]*\d{5}|\d{5}[\s)]*!")
 IGNORED = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\d)\s+|\s+(?!\d)")  # a space between figures counts: 1 1/2 is not 11/2
 DISPLAY_FRACTION = re.compile(r"\\[dt]frac")
 DEGREES = re.compile(r"\s*(?:°|\\degree(?![a-z]))")
@@ -218,6 +220,8 @@ def compact(text: str) -> str:
 
 
 def leaves_work(answer: str, gold: Gold) -> bool:
+    if AT_ONCE.search(answer) and HUGE.search(answer) and not HUGE.search(gold.text):
+        return True
     return bool(UNDONE_TEXT.search(answer)) and not UNDONE_TEXT.search(gold.text)
 
 
