@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
@@ -33,7 +34,6 @@ from sparse_rl.errors import UNREACHABLE
 from sparse_rl.models import gguf as gguf_files
 from sparse_rl.models import load as loading
 from sparse_rl.models.stored_kv import stored_kv
-from sparse_rl.rollout import selfcheck
 
 SIZE = {
     "vocab_size": 61,
@@ -53,6 +53,14 @@ SMALL = KV(budget=24, interval=6, window=4, sinks=2)
 def build(config):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def scaled(model, scale):
+    """Fresh weights hardly mix tokens at all."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale if parameter.dim() > 1 else 1)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -87,28 +95,12 @@ def build(config):
     ids=["gemma2", "deepseek-mla", "jamba-hybrid", "falcon-h1-hybrid", "doge", "bloom-alibi", "gpt-oss", "phi3-longrope"],
 )  # fmt: skip
 def test_attention_we_do_not_get_right_is_refused(config, sentence):
-    model = build(config)
-    with torch.no_grad():
-        for parameter in model.parameters():  # fresh weights hardly mix tokens at all
-            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    model = scaled(build(config), 4)
     before = model.config._attn_implementation
     with pytest.raises(UserError, match=sentence) as error:
         Engine(model, SMALL, slots=1)
     assert "\n" not in str(error.value)
     assert model.config._attn_implementation == before  # left as it was
-
-
-def test_rounding_that_a_model_magnifies_is_not_held_against_it(monkeypatch):
-    """As in Qwen2.5, whose keys have biases of hundreds: no bound on log-probs would do for every model."""
-    model = build(Qwen2Config(**{**SIZE, "num_hidden_layers": 8}))
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.normal_(0, 1000)
-    monkeypatch.setattr(selfcheck, "FAR_FLOAT32", 0.0)
-    Engine(model, SMALL, slots=1)
-    monkeypatch.setattr(selfcheck, "ROUNDING", 0.0)
-    with pytest.raises(UserError, match="when sampled step by step"):
-        Engine(model, SMALL, slots=1)
 
 
 def test_encoder_decoders_are_refused():
@@ -163,6 +155,48 @@ def test_learned_positions_are_never_passed_by_idle_steps():
     engine = Engine(model, SMALL, slots=2)
     rollouts = engine.generate([[5] * 7], samples=12, sampling=Sampling(max_tokens=57))
     assert "length" in {rollout.finish for rollout in rollouts}
+
+
+def test_learned_positions_end_with_the_context_also_beyond_it():
+    model = build(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2))
+    engine, sampling = Engine(model, SMALL, slots=2), Sampling(max_tokens=60, stop=())
+    with pytest.raises(UserError, match="passes the model's context of 64: max_tokens = 57 fits"):
+        engine.generate([[5] * 7], sampling=sampling, allow_beyond_context=True)
+    (rollout,) = engine.generate([[5] * 7], sampling=Sampling(max_tokens=57, stop=()))
+    with pytest.raises(UserError, match="A rollout feeds 66 tokens, and the model has positions for 64"):
+        replay(model, [replace(rollout, prompt=[5] * 10)], "dense")
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),  # counted in already
+        ({"rope_type": "default"}, 512),
+    ],
+)
+def test_yarn_widens_the_context(rope, context):
+    engine = Engine(build(Qwen2Config(**SIZE, rope_parameters={"rope_theta": 1e4, **rope})), SMALL, slots=1)
+    assert engine.limits.context == context
+    engine.check_prompt([5] * 10, Sampling(max_tokens=context - 10))
+    with pytest.raises(UserError, match=f"context of {context}"):
+        engine.check_prompt([5] * 10, Sampling(max_tokens=context - 9))
+
+
+@pytest.mark.parametrize("view", ["sparse", "dense"])
+def test_replay_has_no_dropout_in_training_mode(view):
+    """Whoever trains calls model.train(): the log-probs are still those of the policy that sampled."""
+    config = GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2, resid_pdrop=0.5
+    )
+    model = build(config)
+    rollouts = Engine(model, SMALL, slots=2).generate([[5, 6, 7]], 2, Sampling(max_tokens=50, stop=()))
+    expected = replay(model, rollouts, view)
+    model.train()
+    for ours, theirs in zip(replay(model, rollouts, view), expected, strict=True):
+        assert torch.equal(ours, theirs) and ours.requires_grad
+    assert all(module.training for module in model.modules())
 
 
 def test_an_engine_survives_a_change_of_attention_and_notices_a_change_of_dtype():
@@ -321,11 +355,7 @@ def write_gguf(path, model, *, matrices="F32", embedding=None, head=None, freqs=
 @pytest.fixture
 def small_llama():
     def make(tied):
-        model = build(LlamaConfig(**GGUF_SIZE, tie_word_embeddings=tied))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(4 if parameter.dim() > 1 else 1)
-        return model
+        return scaled(build(LlamaConfig(**GGUF_SIZE, tie_word_embeddings=tied)), 4)
 
     return make
 

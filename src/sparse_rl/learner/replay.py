@@ -16,7 +16,7 @@ from ..kernels import shadow
 from ..kernels.attention import causal_attention, packed_causal_attention, shadow_attention
 from ..kernels.shadow import Shadow
 from ..kv.trace import NEVER
-from ..models.attention import prepare
+from ..models.attention import eval_mode, prepare
 from ..models.head import head_of, hidden_states
 from ..rollout.rollout import Rollout
 from ..world import World
@@ -38,6 +38,7 @@ def replay(
 
     `sparse` rebuilds what the sampler saw from `evicted_at`; `dense` sees every key. `temperature` is the rollouts' own
     unless given (0 is greedy: log-probs at 1). Rollouts are packed without padding, `tokens_per_pass` of them at a time (at least one rollout).
+    The model runs in eval mode, as it did when it sampled: no dropout, and no gradient checkpointing.
     """
     if view not in ("sparse", "dense"):
         raise UserError(f"view = {view!r} is unknown: it is 'sparse' or 'dense'.")
@@ -45,13 +46,23 @@ def replay(
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
     if temperature is not None and temperature < 0:
         raise UserError(f"temperature = {temperature} must not be negative.")
+    _refuse_beyond_table(model, rollouts)
     results: list[Tensor] = []
-    with fused_layers(model):
+    with fused_layers(model), eval_mode(model):
         for indices in packs(rollouts, tokens_per_pass):
             pack = [rollouts[index] for index in indices]
             logprobs_n, _ = logprobs_of(model, pack, view, temperature)
             results += logprobs_n.split([len(rollout.response) for rollout in pack])
     return results
+
+
+def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
+    limits = prepare(model)
+    longest = max((len(rollout.prompt) + len(rollout.response) - 1 for rollout in rollouts), default=0)  # the last is not fed
+    if limits.hard and limits.context is not None and longest > limits.context:
+        raise UserError(
+            f"A rollout feeds {longest} tokens, and the model has positions for {limits.context}: replay shorter rollouts."
+        )
 
 
 def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[int]]:

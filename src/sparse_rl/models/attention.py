@@ -5,12 +5,14 @@ slots being decoded, a rollout being replayed. It travels as an argument of the 
 cache returns. Without a view the function is transformers' own SDPA, so a prepared model behaves as before.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -47,7 +49,8 @@ class BoundKeys:
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, sparse_view=None, **kwargs):
-    if isinstance(key, BoundKeys):
+    bound = isinstance(key, BoundKeys)
+    if bound:
         window, tokens = kwargs.get("sliding_window"), key.seen + query.shape[2]
         if window and tokens > window:
             raise UserError(f"A BoundedCache does not slide: {tokens} tokens pass the model's sliding window of {window}.")
@@ -57,14 +60,25 @@ def attention(module, query, key, value, attention_mask, scaling=None, sparse_vi
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} uses {meaning}, which is not supported: use another model.")
+    if not bound and (attention_mask is None or attention_mask.dtype != torch.bool or attention_mask.shape != NO_MASK):
+        raise UserError(
+            f"{type(module).__name__} masks attention in a way of its own, which is not supported: use another model."
+        )
     if isinstance(sparse_view, _Probe):
-        sparse_view.note(query, key, value, attention_mask, kwargs)
+        sparse_view.note(module, query, key, value, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out_BQTD = sparse_view.attend(module.layer_idx, query, key, value, scale, attention_mask)
     return out_BQTD.transpose(1, 2).contiguous(), None
 
 
-UNSUPPORTED = {"softcap": "soft-capped logits", "s_aux": "learned sinks", "position_bias": "a position bias"}
+UNSUPPORTED = {
+    "softcap": "soft-capped logits",
+    "s_aux": "learned sinks",
+    "position_bias": "a position bias",
+    "block_indices": "sparse attention of its own",
+}
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Entries of layer_types: attention over all keys of a sequence, as long as it fits the window."""
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -77,6 +91,8 @@ class AttentionLimits:
     shape: CacheShape
     context: int | None
     """Positions the model was made for, None if its configuration does not say."""
+    hard: bool
+    """Whether no position beyond the context exists: they come from a table."""
     sliding_window: int | None
     """The shortest sliding window of any layer: sequences within it never notice."""
     vocab: int
@@ -106,6 +122,7 @@ def attend_to_itself(queries_BQTD: Tensor, values_BHTD: Tensor) -> Tensor:
 
 
 NO_MASK = (1, 1, 1, 1)  # four dimensions: transformers takes it for a finished mask and builds none of its own
+SPARE_ROWS = 8  # of a table of positions: OPT's has 2
 
 _prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
 
@@ -130,21 +147,33 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     probe = _Probe()
     try:
         model.set_attn_implementation(NAME)
-        with torch.no_grad():
+        with torch.no_grad(), eval_mode(model):
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             run(model, token, token, probe, keep=1)
         shape = probe.shape(kind, config.num_hidden_layers)
+        _refuse_by_layers(config, kind)
     except Exception as error:
         model.set_attn_implementation(before)
         if isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         raise UserError(f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model.") from error
-    windows = [*probe.sliding_windows, *_windows_of_the_mask(config)]
-    limits = AttentionLimits(
-        shape, getattr(config, "max_position_embeddings", None), min(windows, default=None), config.vocab_size
-    )
+    windows, context = [*probe.sliding_windows, *_windows_of_the_mask(config)], _context(config)
+    hard = context is not None and _has_table(model, context)
+    limits = AttentionLimits(shape, context, hard, min(windows, default=None), config.vocab_size)
     _prepared[model] = limits
     return limits
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside it no module is in training mode; afterwards those are that were."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def prepared_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
@@ -167,6 +196,32 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(f"{kind} shares keys between layers, which a cache per layer cannot hold: use another model.")
 
 
+def _refuse_by_layers(config, kind: str) -> None:
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if other:
+        raise UserError(
+            f"{kind} does more than attention over cached keys: it has layers of type {other[0]}, which is not supported. "
+            "Use another model."
+        )
+
+
+def _context(config) -> int | None:
+    """Positions that the configuration promises. YaRN multiplies those of the original training."""
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if positions is None or rope.get("rope_type") != "yarn" or not rope.get("factor"):
+        return positions
+    return max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)))
+
+
+def _has_table(model: PreTrainedModel, context: int) -> bool:
+    """Whether positions are looked up: in an embedding beside that of the tokens, or in a buffer, with some rows to spare."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = [table for table in tables if table is not model.get_input_embeddings().weight]
+    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
+    return any(context <= len(table) <= context + SPARE_ROWS for table in tables)
+
+
 def _windows_of_the_mask(config) -> list[int]:
     """Windows that some models apply only through the mask, which our views do without."""
     layer_types = getattr(config, "layer_types", None)
@@ -182,14 +237,17 @@ class _Probe:
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple] = field(default_factory=set)
     sliding_windows: list[int] = field(default_factory=list)
-    own_mask: bool = False
     last: Tensor | None = None
 
-    def note(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
+    def note(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict) -> None:
+        if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+            raise UserError(
+                f"{type(module).__name__} is not causal (is_causal = False): it looks ahead, so it cannot sample. Use a causal "
+                "language model, or set is_decoder where its config.json has that."
+            )
         self.shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
         if kwargs.get("sliding_window"):
             self.sliding_windows.append(kwargs["sliding_window"])
-        self.own_mask |= mask is None or mask.dtype != torch.bool or mask.shape != NO_MASK
         self.last = key
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
@@ -215,6 +273,4 @@ class _Probe:
                 f"{kind} calls attention {len(self.layers)} times in {layers} layers, as hybrid models do: "
                 "use a model with attention once in every layer."
             )
-        if self.own_mask:
-            raise UserError(f"{kind} masks attention in a way of its own, which is not supported: use another model.")
         return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)

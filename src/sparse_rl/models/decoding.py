@@ -92,11 +92,16 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks of the decoder: all of one type, as many as the configuration says."""
+    return list(layer_list(model) or [])
+
+
+def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The module that holds the decoder's blocks."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    return []
+            return module
+    return None
 
 
 @functools.cache

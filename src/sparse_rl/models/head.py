@@ -2,16 +2,22 @@
 
 # n kept tokens, D hidden dimension, V vocabulary
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from .attention import View, attend_to_itself, inputs, prepare, run
+from .attention import View, attend_to_itself, eval_mode, inputs, prepare, run
+
+LARGE_LOGIT = 256.0
+"""At least this much reaches the head's check: soft caps are 15 to 50."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ def head_of(model: PreTrainedModel) -> Head:
     bias = getattr(layer, "bias", None)
     scale = _scales.get(model)
     if scale is None:
-        scale = _scales[model] = _scale(model, Head(layer.weight, bias, 1.0))
+        with eval_mode(model):
+            scale = _scales[model] = _scale(model, Head(layer.weight, bias, 1.0))
     return Head(layer.weight, bias, scale)
 
 
@@ -55,22 +62,42 @@ def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tenso
 
 @torch.no_grad()
 def _scale(model: PreTrainedModel, head: Head) -> float:
+    """The factor between the model's logits and the product with its head.
+
+    Asked again with hidden states so large that a soft cap on the logits would show.
+    """
     prepare(model)
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
     view, first = _OneToken(), torch.zeros(1, dtype=torch.long, device=model.device)
     position = torch.zeros_like(token)
     own_V = run(model, token, position, view, keep=1)[0, -1].float()
-    plain_V = head(hidden_states(model, token, position, view, first))[0].float()
+    hidden_1D = hidden_states(model, token, position, view, first)
+    plain_V = head(hidden_1D)[0].float()
     if not bool(own_V.isfinite().all()):
         raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
     scale = float(own_V @ plain_V / (plain_V @ plain_V))
     scale = 1.0 if abs(scale - 1) < 1e-3 else scale
-    if not torch.allclose(own_V, scale * plain_V, rtol=1e-2, atol=1e-3 * float(own_V.abs().max())):
-        raise UserError(
-            f"{type(model).__name__} does more to its logits than a product with its head, which the learner cannot do in "
-            "chunks: use another model."
-        )
+    factor = 2.0 ** math.ceil(math.log2(LARGE_LOGIT / max(float(own_V.abs().max()), 1e-6)))
+    with _scaled_input(model.get_output_embeddings(), factor):
+        large_V = run(model, token, position, view, keep=1)[0, -1].float()
+    scaled_V = head(hidden_1D * factor)[0].float()
+    for own, plain in ((own_V, plain_V), (large_V, scaled_V)):
+        if not torch.allclose(own, scale * plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
+            raise UserError(
+                f"{type(model).__name__} does more to its logits than a product with its head (a soft cap, perhaps), which the "
+                "learner cannot do in chunks: use another model."
+            )
     return scale
+
+
+@contextmanager
+def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
+    """Inside it the layer reads `factor` times what it is given."""
+    hook = layer.register_forward_pre_hook(lambda module, args: (args[0] * factor, *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class _OneToken:

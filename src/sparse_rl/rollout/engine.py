@@ -12,13 +12,13 @@ from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
 from ..kv.settings import KV
-from ..models.attention import prepare
+from ..models.attention import eval_mode, prepare
 from ..models.settings import WORTH_COMPILING
 from .generation import Generation
 from .graph import DecodeGraphs, graphs_work_on
 from .rollout import Rollout
 from .scheduler import Request
-from .selfcheck import check_attention
+from .selfcheck import check_model
 from .settings import Sampling
 from .stats import Progress, Stats
 
@@ -58,7 +58,7 @@ class Engine:
         self.limits = prepare(model)
         try:
             with on(self.limits.shape.device):
-                check_attention(model, self.limits)
+                check_model(model, self.limits)
         except UserError:
             model.set_attn_implementation(before)
             raise
@@ -129,18 +129,14 @@ class Engine:
             graphs=self._graphs(),
         )
         self.stats = generation.stats
-        was_training = self.model.training
-        self.model.eval()
         try:
-            with torch.no_grad(), on(self.limits.shape.device):
+            with torch.no_grad(), eval_mode(self.model), on(self.limits.shape.device):
                 rollouts = generation.run()
             self.use_graphs = generation.steps.overlaps
             return rollouts
         except BaseException:
             self.cache.clear()  # what a failed call left, NaNs perhaps, must not reach the next one
             raise
-        finally:
-            self.model.train(was_training)
 
     def reserve(self, tokens: int) -> None:
         """Take the memory for sequences of this many tokens now, not when the first of them comes. A sparse cache has its own."""
@@ -220,7 +216,7 @@ class Engine:
                 "encode it with this model's tokenizer."
             )
         room = [(limits.sliding_window, "sliding attention window, beyond which its layers forget on their own,")]
-        if not allow_beyond_context:
+        if limits.hard or not allow_beyond_context:
             room.append((limits.context, "context"))
         for limit, name in room:
             if limit is not None and tokens + sampling.max_tokens > limit:

@@ -1,0 +1,104 @@
+"""A small float32 stand-in for a model: one decoder layer of each kind and the first rows of the vocabulary.
+
+It computes what the model computes, with less memory than one more layer of each kind, and float32 weights are shared.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .decoding import layer_list
+
+ROWS = 1024
+"""Of the vocabulary, at most."""
+
+
+def reduced(model: PreTrainedModel) -> PreTrainedModel:
+    """The stand-in. Raises any error where the model's modules cannot be taken apart."""
+    layers = layer_list(model)
+    if layers is None:
+        raise ValueError("the decoder's layers were not found")
+    numbered = _numbered(layers)
+    kept = _one_of_each_kind(layers, model.config.get_text_config(), numbered)
+    memo: dict[int, Any] = {id(layers): nn.ModuleList()}
+    _share_in_float32(model, layers, [layers[index] for index in kept], memo)
+    small = copy.deepcopy(model, memo)
+    small.get_input_embeddings().padding_idx = None  # may lie beyond the rows; it matters to gradients only
+    memo[id(layers)].extend(copy.deepcopy(layers[index], memo) for index in kept)
+    _renumber(small, memo[id(layers)], kept, len(layers), numbered)
+    return small.requires_grad_(False).eval()
+
+
+def _one_of_each_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[str, str]]) -> list[int]:
+    """The first layer of every kind. Layers are of one kind if modules, shapes and settings agree, their numbers aside."""
+    first: dict[Any, int] = {}
+    per_layer = [values for _, values in _lists(config, len(layers))]
+    for index, layer in enumerate(layers):
+        modules = []
+        for path, module in layer.named_modules():
+            settings = [(name, value) for name, value in _settings(module) if (path, name) not in numbered]
+            shapes = [(name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)]
+            modules.append((path, type(module), tuple(settings), tuple(shapes)))
+        first.setdefault((tuple(modules), tuple(repr(values[index]) for values in per_layer)), index)
+    return sorted(first.values())
+
+
+def _numbered(layers: nn.ModuleList) -> set[tuple[str, str]]:
+    """(module, attribute) pairs that hold the number of the layer in every layer, such as layer_idx."""
+    found: set[tuple[str, str]] | None = None
+    for index, layer in enumerate(layers):
+        here = {
+            (path, name)
+            for path, module in layer.named_modules()
+            for name, value in _settings(module)
+            if type(value) is int and value == index
+        }
+        found = here if found is None else found & here
+    return (found or set()) if len(layers) > 1 else set()
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, bool | int | str | None]]:
+    """Numbers in floating point are left out: they may differ by depth and change no structure."""
+    for name, value in vars(module).items():
+        if value is None or type(value) in (bool, int, str):
+            yield name, value
+
+
+def _lists(config: Any, layers: int) -> list[tuple[str, list]]:
+    """What the configuration says layer by layer, such as layer_types."""
+    return [
+        (name, list(value)) for name, value in vars(config).items() if type(value) in (list, tuple) and len(value) == layers
+    ]
+
+
+def _share_in_float32(model: PreTrainedModel, layers: nn.ModuleList, kept: list[nn.Module], memo: dict[int, Any]) -> None:
+    dropped = {id(weight) for layer in layers for weight in layer.parameters()}
+    dropped -= {id(weight) for layer in kept for weight in layer.parameters()}
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for weight in embedding.parameters(recurse=False):
+            memo[id(weight)] = nn.Parameter(_float32(weight[:ROWS]), requires_grad=False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in dropped and id(tensor) not in memo:
+            memo[id(tensor)] = _float32(tensor)
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
+    return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
+
+
+def _renumber(
+    small: PreTrainedModel, layers: nn.ModuleList, kept: list[int], total: int, numbered: set[tuple[str, str]]
+) -> None:
+    if len(kept) == total:
+        return
+    config = small.config.get_text_config()
+    for name, values in _lists(config, total):
+        vars(config)[name] = [values[index] for index in kept]
+    vars(config)[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    for number, layer in enumerate(layers):
+        for path, name in numbered:
+            setattr(layer.get_submodule(path), name, number)
