@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -104,6 +105,14 @@ def make_world(folder: Path, hidden_size: int = 32) -> Path:
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(REWARDS)
     return folder
+
+
+def one_package_missing(world: Path, folder: Path) -> Path:
+    """The same world, but the reward needs a package that the second rank does not have."""
+    shutil.copytree(world, folder / "world")
+    missing = 'import os\nif os.environ.get("RANK") == "1":\n    import there_is_no_such_package\n'
+    (folder / "world/rewards.py").write_text(missing + REWARDS)
+    return folder / "world"
 
 
 def arguments(world: Path, run: Path, *flags: str, reward: str = "sums") -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from small_runs import arguments, metrics, train
+from small_runs import arguments, metrics, one_package_missing, train
 from sparse_rl.cli import main
 from sparse_rl.errors import UserError
 from sparse_rl.integrations.ray import refuse_if_it_lacks, what_is_busy
@@ -30,13 +30,13 @@ def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(w
         with output.open("w") as file:
             process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
-            ends = time.monotonic() + 120
+            ends = time.monotonic() + 300
             while not fs.exists("shared/run/checkpoints/step-3/state.json"):
                 assert time.monotonic() < ends and process.poll() is None, output.read_text()
                 time.sleep(0.05)
             log = fs.cat_file("shared/run/logs/rank-1.log").decode()
             os.kill(int(re.search(r"rank 1 of 2, process (\d+)", log)[1]), signal.SIGKILL)
-            assert process.wait(180) == 0, output.read_text()
+            assert process.wait(400) == 0, output.read_text()
         finally:
             process.kill()
         fs.get("shared/run", str(run), recursive=True)
@@ -46,6 +46,18 @@ def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(w
     mine, theirs = load_file(one / "model/model.safetensors"), load_file(run / "model/model.safetensors")
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-5
     assert any(not torch.equal(load_file(world / "model/model.safetensors")[name], theirs[name]) for name in theirs)
+
+
+def test_what_one_worker_is_refused_with_ends_all_of_them_and_is_told(world, tmp_path):
+    command = arguments(one_package_missing(world, tmp_path), tmp_path / "run", *STEPS)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-m", "sparse_rl", *command, "--ray.workers", "2"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2, ended.stderr
+    assert (ended.stdout + ended.stderr).count("Started training worker group") == 1, "started again"
+    assert ended.stderr.splitlines()[-1].startswith("sparse-rl, rank 1: ")
+    assert "there_is_no_such_package" in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_cluster_that_lacks_something_says_what():

@@ -15,7 +15,7 @@ from . import __version__
 from .config import add_flags, flags_given, from_flags, recipe, recipe_names
 from .data.settings import Data
 from .data.tasks import TASKS
-from .errors import UserError, say, say_unexpected, without_torchaos_warnings
+from .errors import Refused, UserError, say, say_error, say_unexpected, without_torchaos_warnings
 from .kv.settings import KV
 from .rewards.settings import Reward
 from .rollout.settings import Sampling
@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.command(args)
         sys.stdout.flush()
     except UserError as error:
-        say(str(error))
+        say_error(error)
+        if isinstance(error, Refused) and "RANK" in os.environ:
+            sys.stdout.flush()
+            os._exit(2)  # a thread may still wait for the rank that has refused
         sys.exit(2)
     except KeyboardInterrupt:
         say("stopped.")
@@ -333,6 +336,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
+    from .train.refusal import refused_for_good
+
+    with refused_for_good():
+        _train(args)
+
+
+def _train(args: argparse.Namespace) -> None:
     base = recipe(args.recipe) if args.recipe else {}
     if args.resume and not args.recipe:
         from .train.folder import RunFolder

@@ -23,6 +23,14 @@ class RankLost(UserError):
     """Another rank is gone: who started the ranks may start them again."""
 
 
+class Refused(UserError):
+    """What another rank was refused with. Another start would end the same way."""
+
+    def __init__(self, rank: int, sentence: str):
+        super().__init__(sentence)
+        self.rank = rank
+
+
 class Unanswered(UserError):
     """Storage that does not answer: it may, the next time."""
 
@@ -42,10 +50,19 @@ def without_torchaos_warnings() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
-def say(text: str) -> None:
+def say(text: str, rank: int | None = None) -> None:
     """One line on the terminal, whatever the text holds: everything we write to stderr comes through here."""
-    rank = os.environ.get("RANK", "0")
-    sys.stderr.write(f"sparse-rl{f', rank {rank}' if rank.isdecimal() and int(rank) else ''}: {message(text)}\n")
+    mine = os.environ.get("RANK", "0")
+    who = rank if rank is not None else int(mine) if mine.isdecimal() else 0
+    sys.stderr.write(f"sparse-rl{f', rank {who}' if who else ''}: {message(text)}\n")
+
+
+def say_error(error: UserError) -> None:
+    """What ends a command; what another rank has said, once on every machine."""
+    if not isinstance(error, Refused):
+        say(str(error))
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        say(str(error), error.rank)
 
 
 @functools.cache

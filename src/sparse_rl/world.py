@@ -9,6 +9,7 @@ import heapq
 import itertools
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,12 +53,22 @@ class World:
         """Wait for all ranks, for as long as the timeout allows."""
         if self.size == 1:
             return
-        try:
-            dist.monitored_barrier(self.control, self.timeout, wait_all_ranks=True)
-        except RuntimeError as error:
+        failed: list[RuntimeError] = []
+
+        def barrier() -> None:
+            try:
+                dist.monitored_barrier(self.control, self.timeout, wait_all_ranks=True)
+            except RuntimeError as error:
+                failed.append(error)
+
+        waiting = threading.Thread(target=barrier, name="barrier", daemon=True)
+        waiting.start()
+        while waiting.is_alive():
+            waiting.join(0.2)  # so that this thread can be interrupted: gloo cannot
+        if failed:
             raise RankLost(
-                f"{missing(error)} (ranks.timeout_s = {self.timeout.total_seconds():g}): see what that rank says."
-            ) from error
+                f"{missing(failed[0])} (ranks.timeout_s = {self.timeout.total_seconds():g}): see what that rank says."
+            ) from failed[0]
 
     def any(self, flag: bool) -> bool:
         return any(self.gather(flag))

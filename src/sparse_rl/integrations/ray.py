@@ -3,15 +3,17 @@
 The driver checks the run folder once; every start of the workers, the first one too, then continues what is there.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from ..errors import RankLost, Unanswered, UserError, first_line, notice, without_torchaos_warnings
+from ..errors import RankLost, Refused, UserError, first_line, notice, without_torchaos_warnings
 from ..train.command import refuse_folders
 from ..train.folder import RunFolder
+from ..train.refusal import is_final
 from ..train.settings import Config
 from ..train.storage import opened
 
@@ -67,7 +69,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
             raise _sentence(error) from error
         fs.invalidate_cache()
         if fs.exists(refusal):
-            raise UserError(fs.cat_file(refusal).decode())
+            raise Refused(**json.loads(fs.cat_file(refusal)))
     finally:
         if started:
             ray.shutdown()
@@ -116,14 +118,15 @@ def _rank(values: dict[str, Any]) -> None:
         os.chdir(values["cwd"])
     config = Config(**values["config"])
     fs, _ = opened(RunFolder(config.run_dir, writes=False).name)
-    if ray.train.get_context().get_world_rank() == 0 and fs.exists(values["refusal"]):
-        fs.rm_file(values["refusal"])  # of an earlier start
+    if fs.exists(values["refusal"]):  # by an earlier start, in which a worker could not be ended otherwise
+        return
     try:
         command.train(config, resume=RunFolder(config.run_dir, writes=False).exists, overwrite=False)
-    except (RankLost, Unanswered):
-        raise
-    except UserError as error:  # which would be no other the next time: not for Ray to try again
-        fs.pipe_file(values["refusal"], str(error).encode())
+    except UserError as error:
+        if not is_final(error):
+            raise
+        rank = error.rank if isinstance(error, Refused) else ray.train.get_context().get_world_rank()
+        fs.pipe_file(values["refusal"], json.dumps({"rank": rank, "sentence": str(error)}).encode())  # no failure to Ray
 
 
 def _sentence(error: BaseException) -> UserError:

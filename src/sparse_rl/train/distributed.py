@@ -1,13 +1,12 @@
 """Joining the ranks that torchrun or Ray has started, and refusing what they cannot do together."""
 
+import itertools
 import os
 import socket
 import time
 import tomllib
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -21,6 +20,7 @@ from ..plan.memory import gib
 from ..plan.remedies import TOO_LARGE
 from ..world import ALONE, LOST, World
 from .folder import flat
+from .refusal import Watch, refuse_again
 from .settings import Config
 
 
@@ -31,23 +31,36 @@ def joined(config: Config) -> Iterator[World]:
     if size == 1:
         yield ALONE
         return
-    on_gpu = torch.cuda.is_available() and config.model.device in (None, "cuda")
+    rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available() and config.model.device in (None, "cuda")
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=config.ranks.timeout_s)
     started = not dist.is_initialized()  # Ray has done it
-    if started:
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(
-            backend, store=fresh_store(timeout), rank=int(os.environ["RANK"]), world_size=size, timeout=timeout
-        )
+    whole, _launcher = fresh_store(rank, size, timeout) if started else (dist.distributed_c10d._get_default_store(), None)
+    store = dist.PrefixStore(f"run-{next(RUNS)}", whole)
+    with Watch(store, rank, size) as watch:
+        if started:
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, store=whole, rank=rank, world_size=size, timeout=timeout)
+        try:
+            with watch.telling(), lost_ranks_named():
+                world = World(rank, size, dist.new_group(backend="gloo", timeout=timeout), store, timeout)
+                refuse_differences(world, config)
+                refuse_what_does_not_divide(world, config)
+                yield world
+        finally:
+            if started:
+                dist.destroy_process_group()
+
+
+RUNS = itertools.count()
+"""Of this process: all ranks have as many."""
+
+
+@contextmanager
+def lost_ranks_named() -> Iterator[None]:
     try:
-        alone = World(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=timeout), timeout=timeout)
-        ours = alone.gather(uuid.uuid4().hex)[0]
-        world = replace(alone, store=dist.PrefixStore(ours, dist.distributed_c10d._get_default_store()))
-        refuse_differences(world, config)
-        refuse_what_does_not_divide(world, config)
-        yield world
+        yield
     except RuntimeError as error:
         if not LOST.search(str(error)):  # by what they say: gloo raises no kind of its own
             raise
@@ -55,29 +68,37 @@ def joined(config: Config) -> Iterator[World]:
             f"Another rank was lost in the middle of a step ({first_line(error)}): see what it says; --max-restarts of "
             "torchrun continues from the last checkpoint."
         ) from error
-    finally:
-        if started:
-            dist.destroy_process_group()
 
 
-def fresh_store(timeout: timedelta) -> dist.Store:
-    """A store of this start. torchrun keeps its own over restarts, with what the lost ranks have left there, and nodes count
-    restarts apart: so the first rank opens one and says where in torchrun's, and what no longer answers is an old one."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def fresh_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+    """(a store of this start, once all ranks are there; the launcher's, to be kept while the other is used).
+
+    torchrun keeps its own over restarts, with what the lost ranks have left there, and nodes count restarts apart: so the first
+    rank opens one and says where in torchrun's. One that does not answer, or that all ranks are in, is of an earlier start.
+    """
     known = next(dist.rendezvous("env://", timeout=timeout))[0]
+    refuse_again(known)
+    ends = time.monotonic() + timeout.total_seconds()
+    store: dist.TCPStore | None = None
     if rank == 0:
         store = dist.TCPStore("0.0.0.0", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store.add("here", 1)
         known.set("sparse_rl_store", f"{address()} {store.port}")
-        return store
-    ends = time.monotonic() + timeout.total_seconds()
     while True:
-        host, port = known.get("sparse_rl_store").decode().split()
         try:
-            return dist.TCPStore(host, int(port), size, timeout=SOON, wait_for_workers=False)
+            if store is None and known.check(["sparse_rl_store"]):
+                host, port = known.get("sparse_rl_store").decode().split()
+                found = dist.TCPStore(host, int(port), size, timeout=SOON, wait_for_workers=False)
+                store = found if found.add("here", 1) <= size else None
+            if store is not None and store.add("here", 0) >= size:
+                store.set_timeout(timeout)
+                return store, known
         except RuntimeError:
-            if time.monotonic() > ends:
-                raise
-            time.sleep(1)
+            store = None
+        refuse_again(known)
+        if time.monotonic() > ends:
+            raise RankLost(f"Not all of the {size} ranks have started (ranks.timeout_s = {timeout.total_seconds():g}).")
+        time.sleep(0.1)
 
 
 def address() -> str:
