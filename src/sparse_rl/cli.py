@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         # Sampler and learner take turns in blocks of all sizes: in fixed segments 1.4 of 22 GiB were lost to gaps
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no error, as for stderr
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no error, as for stderr
     args = argparse.Namespace()
     try:
         args = _parse(build_parser(), list(sys.argv[1:] if argv is None else argv))
