@@ -249,8 +249,8 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path)
     code, output = Command(arguments(world, run, *QUICK, "--resume"), file_bytes=largest // 2).end()
     assert code == 2 and "Traceback" not in output
     last = output.strip().splitlines()[-1]
-    assert last.startswith("sparse-rl: The checkpoint of step 2 could not be written")
-    assert last.endswith(f"free some space and continue from {run / 'checkpoints/step-1'} with --resume.")
+    assert last.startswith("sparse-rl: The checkpoint of step 2 could not be written (File too large): allow larger files")
+    assert last.endswith(f"(ulimit -f) and continue from {run / 'checkpoints/step-1'} with --resume.")
     assert contents(run / "checkpoints") == before and os.listdir(run / "checkpoints") == ["step-1"]
     train(world, run, *QUICK, "--resume")
     assert (run / "checkpoints/step-2").is_dir()
@@ -261,7 +261,7 @@ def test_a_last_checkpoint_that_does_not_fit_does_not_cost_the_model(world, tmp_
     train(world, whole, *QUICK, "--steps", "1")
     largest = max(map(len, contents(whole / "checkpoints").values()))
     code, output = Command(arguments(world, run, *QUICK, "--steps", "1"), file_bytes=largest - 1).end()
-    assert code == 2 and output.strip().splitlines()[-1].endswith("free some space and start again.")
+    assert code == 2 and output.strip().splitlines()[-1].endswith("(ulimit -f) and start again.")
     assert contents(run / "model") == contents(whole / "model") and not os.listdir(run / "checkpoints")
 
 

@@ -360,7 +360,7 @@ def test_ctrl_c_leaves_what_is_done(eval_world, tmp_path):
 def test_a_full_disk_ends_in_a_sentence_and_costs_one_chunk(eval_world, tmp_path):
     flags = arguments(eval_world, tmp_path / "out", "--slots", "2")
     code, text = Command(["eval", *map(str, flags)], file_bytes=1500).end()
-    assert code == 2 and "cannot be written (File too large): free some space and run the same command again" in text
+    assert code == 2 and "cannot be written (File too large): allow larger files (ulimit -f) and run the same" in text
     evaluate(*flags)
     evaluate(*arguments(eval_world, tmp_path / "whole", "--slots", "2"))
     assert rows(tmp_path / "out") == rows(tmp_path / "whole")

@@ -1,32 +1,103 @@
-"""What `--overwrite` replaces: set aside in its own folder until a successor has begun, and back in place if none could start."""
+"""Replace what a folder holds in steps that a kill cannot tear: the old stays whole until the new has begun.
+
+Everything happens inside the folder, which may be a link or a mounted disk:
+
+| there is | meaning | the next command |
+|---|---|---|
+| `.replaced.partial/` | the old entries are on their way out or back | moves them back |
+| `.replaced/` | all old entries are in it; the others belong to a successor that has not begun | removes those, moves the old back |
+| `.replaced.removed-…/` | the successor has begun | deletes it |
+
+A start in an empty folder does the same; its `.replaced/` is empty.
+"""
 
 import shutil
+import uuid
 from collections.abc import Collection
 from pathlib import Path
 
+from .errors import first_line, notice
+
 NAME = ".replaced"
+MOVING = f"{NAME}.partial"
+REMOVED = f"{NAME}.removed"
+LOCK = "lock"
+"""The file that locks a folder."""
 
 
 def set_aside(folder: Path, names: Collection[str] | None = None) -> None:
-    """These of the folder's entries, or all. The folder itself stays where it is: it may be a link or a mounted disk."""
-    forget(folder)
+    """Move these of the folder's entries, or all, out of the way. `recover` comes first."""
+    if (folder / NAME).exists():  # of a start that was killed and had nothing to replace
+        remove(folder, names)
+        return
+    (folder / MOVING).mkdir(exist_ok=True)
     for entry in _entries(folder, names):
-        (folder / NAME).mkdir(exist_ok=True)
-        entry.rename(folder / NAME / entry.name)
+        entry.rename(folder / MOVING / entry.name)
+    (folder / MOVING).rename(folder / NAME)
+
+
+def begin(folder: Path) -> None:
+    """The successor has begun: what it replaces can go."""
+    if (folder / NAME).exists():
+        (folder / NAME).rename(folder / f"{REMOVED}-{uuid.uuid4().hex[:8]}")  # one before it may be undeletable
+    sweep(folder)
 
 
 def bring_back(folder: Path, names: Collection[str] | None = None) -> None:
-    """In place of what has been written since."""
-    remove(folder, names)
+    """Put the old entries back in place of what has been written since."""
     if (folder / NAME).exists():
-        for entry in (folder / NAME).iterdir():
+        remove(folder, names)
+        (folder / NAME).rename(folder / MOVING)
+    if (folder / MOVING).exists():
+        for entry in (folder / MOVING).iterdir():
             entry.rename(folder / entry.name)
-        (folder / NAME).rmdir()
+        (folder / MOVING).rmdir()
 
 
-def forget(folder: Path) -> None:
-    if (folder / NAME).exists():
-        shutil.rmtree(folder / NAME)
+def recover(folder: Path, names: Collection[str] | None = None) -> bool:
+    """Mend what a kill has left; True where old entries came back. A successor that had nothing to replace stays as it is."""
+    found = waiting(folder)
+    if found or (folder / MOVING).exists():
+        bring_back(folder, names)
+    sweep(folder)
+    return found
+
+
+def waiting(folder: Path) -> bool:
+    """Whether old entries are out of place."""
+    return any((folder / name).is_dir() and any((folder / name).iterdir()) for name in (NAME, MOVING))
+
+
+def unborn(folder: Path) -> bool:
+    """Whether all the folder holds is a start that has not begun, which replaces nothing."""
+    return (folder / NAME).is_dir() and not waiting(folder)
+
+
+def current(folder: Path, name: str) -> Path:
+    """Where the entry is that `recover` would leave in place."""
+    places = (folder / MOVING / name, folder / NAME / name)
+    return next((place for place in places if place.exists()), folder / name)
+
+
+def sweep(folder: Path) -> None:
+    for left in folder.glob(f"{REMOVED}*"):
+        delete_or_warn(left)
+
+
+def is_own(name: str) -> bool:
+    """Whether the entry is the lock or one of the above."""
+    return name == LOCK or name.startswith(NAME)
+
+
+def delete_or_warn(path: Path) -> None:
+    """A leftover that cannot be deleted is no reason to stop."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        notice(f"{path} is left over and could not be deleted ({error.strerror or first_line(error)}): delete it yourself.")
 
 
 def remove(folder: Path, names: Collection[str] | None = None) -> None:
@@ -36,4 +107,4 @@ def remove(folder: Path, names: Collection[str] | None = None) -> None:
 
 def _entries(folder: Path, names: Collection[str] | None) -> list[Path]:
     found = list(folder.iterdir()) if folder.exists() else []
-    return [entry for entry in found if entry.name != NAME and (names is None or entry.name in names)]
+    return [entry for entry in found if not is_own(entry.name) and (names is None or entry.name in names)]

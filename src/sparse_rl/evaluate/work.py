@@ -14,11 +14,13 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ..aside import NAME, bring_back, forget, set_aside
-from ..errors import UserError
+from .. import aside
+from ..disk import refusal
+from ..errors import UserError, notice
 from .benchmark import Chunk, Cost, Sample
 
 FILES = ("asked.json", "samples.jsonl", "chunks.jsonl", "log_xi", "results.json")
+PARTIAL = ".asked.json.partial"
 GROWS = ("benchmarks", "settings")
 """What a later run may add to; all else must be as it was."""
 
@@ -46,7 +48,7 @@ class Work:
     @contextmanager
     def opened(self, asked: dict[str, Any], *, overwrite: bool) -> Iterator[None]:
         """The folder, for this process alone; refused where it holds an evaluation of something else."""
-        if self.path.exists() and not (self.path.is_dir() and (self.asked.is_file() or self._is_empty())):
+        if self.path.exists() and not (self.path.is_dir() and (self._is_evaluation() or self._is_empty())):
             raise UserError(f"{self.path} exists and is not an evaluation: name another folder with --out.")
         was_there = self.path.exists()
         with self.writing():
@@ -55,18 +57,20 @@ class Work:
         with lock:
             self._lock(lock)
             with self.writing():
+                if aside.recover(self.path, FILES):
+                    notice(f"A killed --overwrite had done no problem yet: the evaluation before it is back in {self.path}.")
                 if overwrite:
-                    set_aside(self.path, FILES)
-                self._refuse_another(asked)
-                self._read()
+                    aside.set_aside(self.path, FILES)
             try:
+                with self.writing():
+                    self._refuse_another(asked)
+                    self._read()
                 yield
             finally:
                 if not self.written and not was_there:  # what could not start leaves nothing behind
                     shutil.rmtree(self.path, ignore_errors=True)
                 elif overwrite and not self.written:
-                    bring_back(self.path, FILES)
-                forget(self.path)
+                    aside.bring_back(self.path, FILES)
 
     def of(self, benchmark: str, setting: str) -> Done:
         return self.done.setdefault((benchmark, setting), Done())
@@ -94,6 +98,7 @@ class Work:
             }
             with self.chunks.open("a") as out:  # last: without its line a chunk has not happened
                 out.write(json.dumps(line) + "\n")
+            aside.begin(self.path)
         self.written += 1
         done.samples += chunk.samples
         done.cost += chunk.cost
@@ -104,9 +109,10 @@ class Work:
         try:
             yield
         except OSError as error:
+            reason, remedy = refusal(error, self.path)
             raise UserError(
-                f"The folder {self.path} cannot be written ({error.strerror or error}): free some space and run the same "
-                "command again, or name another with --out."
+                f"The folder {self.path} cannot be written ({reason}): {remedy} and run the same command again, or name another "
+                "with --out."
             ) from error
 
     def _lock(self, file: TextIO) -> None:
@@ -116,7 +122,12 @@ class Work:
             raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
 
     def _is_empty(self) -> bool:
-        return {file.name for file in self.path.iterdir()} <= {"lock", NAME}  # killed before it asked anything
+        """Killed before it asked anything."""
+        names = {file.name for file in self.path.iterdir()}
+        return all(aside.is_own(name) or name == PARTIAL for name in names)
+
+    def _is_evaluation(self) -> bool:
+        return aside.current(self.path, self.asked.name).is_file()
 
     def _refuse_another(self, asked: dict[str, Any]) -> None:
         before = json.loads(self.asked.read_text()) if self.asked.exists() else {}
@@ -128,7 +139,7 @@ class Work:
                 for key, value in values.items() if name in before.get(group, {}) else ():
                     self._refuse_if_changed(f"{key} of {name}", before[group][name].get(key), value)
         grown = {group: before.get(group, {}) | asked[group] for group in GROWS}
-        partial = self.asked.with_name(".asked.json.partial")
+        partial = self.asked.with_name(PARTIAL)
         partial.write_text(json.dumps(asked | grown, indent=1) + "\n")
         os.replace(partial, self.asked)
 

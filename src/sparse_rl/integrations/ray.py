@@ -1,10 +1,12 @@
 """`sparse-rl train RECIPE --ray.workers N`: the same program on Ray Train, which places the ranks and starts them again.
 
-The driver checks the run folder once; every start of the workers, the first one too, then continues what is there.
+The driver checks the run folder once. The first start of the workers makes, replaces or continues the run; every later one
+continues it, once it has begun.
 """
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,6 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         refuse_if_it_lacks(nodes, settings.workers, needs)
         if busy := what_is_busy(ray.available_resources(), settings.workers, needs):
             notice(busy)
-        if overwrite:
-            folder.empty()
         run = folder.name.absolute() if isinstance(folder.name, Path) else folder.name
         values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(run)}
         fs, path = opened(run)
@@ -53,7 +53,12 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
             fs.rm_file(refusal)
         trainer = TorchTrainer(
             _rank,
-            train_loop_config={"config": values, "cwd": os.getcwd(), "refusal": refusal},
+            train_loop_config={
+                "config": values,
+                "cwd": os.getcwd(),
+                "refusal": refusal,
+                "start": {"resume": resume, "overwrite": overwrite, "launch": uuid.uuid4().hex},
+            },
             torch_config=TorchConfig(backend="nccl" if gpus else "gloo", timeout_s=int(config.ranks.timeout_s)),
             scaling_config=ScalingConfig(num_workers=settings.workers, use_gpu=bool(gpus), resources_per_worker=needs),
             run_config=RunConfig(
@@ -121,7 +126,7 @@ def _rank(values: dict[str, Any]) -> None:
     if fs.exists(values["refusal"]):  # by an earlier start, in which a worker could not be ended otherwise
         return
     try:
-        command.train(config, resume=RunFolder(config.run_dir, writes=False).exists, overwrite=False)
+        command.train(config, **values["start"])
     except UserError as error:
         if not is_final(error):
             raise

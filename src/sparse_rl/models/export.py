@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..disk import refusal
 from ..errors import UserError
 from ..kv.settings import KV
 from .actor import Actor
@@ -31,7 +32,6 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     except Exception as error:  # safetensors raises its own kind for a full disk
+        reason, remedy = refusal(error, folder)
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"The model could not be written to {folder} ({error}): free some space or name another folder."
-        ) from error
+        raise UserError(f"The model could not be written to {folder} ({reason}): {remedy} or name another folder.") from error

@@ -39,11 +39,13 @@ def command(args: argparse.Namespace) -> None:
 def local(run: str, args: argparse.Namespace) -> Path:
     """The folder to read: of a run on shared storage, a copy as it is now."""
     if not is_address(run):
+        RunFolder(run, writes=False).recover_if_abandoned()
         return Path(run)
     if args.serve or not (args.out or args.figures):
         raise UserError(f"{run} is not on this machine: name a file for the page with --out, or a folder with --figures.")
     folder = RunFolder(run)
     folder.stored_config()
+    folder.pull()
     return folder.path
 
 

@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..errors import RankLost, Unanswered, UserError, first_line
+from ..disk import refusal
+from ..errors import RankLost, Unanswered, UserError, first_line, notice
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..plan.memory import gib
@@ -90,6 +91,7 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
             _write_last(within(target, manifest.FILE), json.dumps({"step": state.step, "files": files}, indent=1))
             _write_last(within(target, STATE), text)
     except (Exception, dcp.api.CheckpointException) as error:  # whatever a disk and the libraries above it raise
+        reason, remedy = refusal(error, target) if isinstance(target, Path) else (_reason(error), "")
         last = None
         with suppress(Exception):
             if world.leads:
@@ -99,11 +101,11 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
             raise
         if LOST.search(_reason(error)):
             raise RuntimeError(_reason(error)) from error
-        remedy = f"free some space and continue from {last} with --resume" if last else "free some space and start again"
+        remedy += f" and continue from {last} with --resume" if last else " and start again"
         if not isinstance(target, Path):
             remedy = "see to the storage and what gives access to it, and continue with --resume"
         kind = UserError if isinstance(target, Path) else Unanswered
-        raise kind(f"The checkpoint of step {state.step} could not be written ({_reason(error)}): {remedy}.") from error
+        raise kind(f"The checkpoint of step {state.step} could not be written ({reason}): {remedy}.") from error
     world.meet()
     return target
 
@@ -316,13 +318,16 @@ def latest(folder: Place) -> Place | None:
     return within(folder, f"step-{steps[-1]}") if steps else None
 
 
-def prune(folder: Place, keep: int, best_step: int) -> None:
-    """Keep the last `keep` and the best. What a run left half-written goes, too."""
+def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] = notice) -> None:
+    """Keep the last `keep` and the best. What a run left half-written goes, too. One that cannot be removed stays."""
     whole = steps_in(folder)
     kept = {*whole[-keep:], *({best_step} & set(whole))}
     for step in _begun(folder) if whole else ():
         if step not in kept:
-            remove(within(folder, f"step-{step}"))
+            try:
+                remove(within(folder, f"step-{step}"))
+            except (OSError, UserError) as error:
+                warn(f"The old checkpoint {within(folder, f'step-{step}')} could not be removed ({first_line(error)}).")
 
 
 def _write_last(place: Place, text: str) -> None:

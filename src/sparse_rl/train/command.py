@@ -116,21 +116,25 @@ def planned(config: Config) -> str:
     )
 
 
-def train(config: Config, *, resume: bool, overwrite: bool) -> None:
-    """As one process, or as one rank of those a launcher has started."""
-    from .distributed import joined, launch
+def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None = None) -> None:
+    """As one process, or as one rank of those a launcher has started. `launch` is a name that all starts of one launch share
+    and no other has: once the run has begun, a later start continues it, whatever the first was asked to do. Until then the
+    run that `overwrite` replaces is kept, and a later start replaces it again. torchrun's name is known."""
+    from .distributed import joined
+    from .distributed import launch as torchruns
 
+    launch = torchruns() if launch is None else launch
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
         console = wide_console() if world.leads else Terminal(file=StringIO(), width=160, highlight=False)
-        again = world.leads and RunFolder(config.run_dir).launched_by(launch())  # after a rank was lost
+        again = world.leads and RunFolder(config.run_dir).launched_by(launch)  # after a rank was lost
         if world.gather(again)[0]:
             resume, overwrite = True, False
-        train_all(config, console, world, resume=resume, overwrite=overwrite)
+        train_all(config, console, world, resume=resume, overwrite=overwrite, launch=launch)
         world.meet()  # the first rank still writes when the others are done
 
 
-def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool) -> None:
+def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool, launch: str = "") -> None:
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
@@ -143,9 +147,19 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
 
     for each in configs:  # so does a misspelt policy
         from_settings(each.sampler_kv)
-    for each in configs:
-        if not train_one(each, console, resume=resume, overwrite=overwrite, again=again, world=world):
-            sys.exit(130)
+    with ExitStack() as locks:
+        folders = [RunFolder(each.run_dir, writes=world.leads) for each in configs]
+        for folder in folders:
+            locks.enter_context(folder.locked(launch))
+        for each, folder in zip(configs, folders, strict=True):
+            if not train_one(
+                each, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch
+            ):
+                sys.exit(130)
+        tell_end(config, configs, console, world)
+
+
+def tell_end(config: Config, configs: list[Config], console: Console, world: "World") -> None:
     if not world.leads:
         return
     console.print(closing_table(configs))
@@ -179,11 +193,20 @@ def arm(config: Config, method: str) -> Config:
     return Config(**values)
 
 
-def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool, again: str, world: "World") -> bool:
+def train_one(
+    config: Config,
+    folder: RunFolder,
+    console: Console,
+    *,
+    resume: bool,
+    overwrite: bool,
+    again: str,
+    world: "World",
+    launch: str = "",
+) -> bool:
     """Whether the run came to its last step; `again` is what to say to continue it."""
-    folder = RunFolder(config.run_dir, writes=world.leads)
     try:
-        done = _train_one(config, folder, console, resume=resume, overwrite=overwrite, again=again, world=world)
+        done = _train_one(config, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch)
     except BaseException:
         with suppress(UserError):  # what went wrong first is what matters
             if folder.begun:
@@ -194,13 +217,20 @@ def train_one(config: Config, console: Console, *, resume: bool, overwrite: bool
 
 
 def _train_one(
-    config: Config, folder: RunFolder, console: Console, *, resume: bool, overwrite: bool, again: str, world: "World"
+    config: Config,
+    folder: RunFolder,
+    console: Console,
+    *,
+    resume: bool,
+    overwrite: bool,
+    again: str,
+    world: "World",
+    launch: str,
 ) -> bool:
     from torch import OutOfMemoryError
 
     from ..models.load import no_bar, place
     from . import checkpoint
-    from .distributed import launch
     from .loggers import opened_loggers
     from .loop import Trainer
     from .memory import out_of_memory
@@ -214,7 +244,7 @@ def _train_one(
     with ExitStack() as log, View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
         try:
             with folder.opening(config, resume=resume, overwrite=overwrite):
-                folder.note_launch(launch())
+                folder.note_launch(launch)
                 world.meet()  # the folder is there
                 if not world.leads:
                     console.file = log.enter_context(rank_log(folder, world))
@@ -309,6 +339,7 @@ def export(run: str, out: Path, *, step: int | None, merge: bool) -> None:
     from . import checkpoint
 
     folder = RunFolder(run, writes=False)
+    folder.recover_if_abandoned()
     config = Config(**folder.stored_config())
     steps = checkpoint.steps_in(folder.checkpoints)
     if not steps:

@@ -8,10 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..aside import bring_back, forget, remove, set_aside
+from .. import aside
 from ..config import to_toml
-from ..errors import UserError
+from ..disk import refusal
+from ..errors import UserError, notice
 from . import storage
+from .lock import RunLock
 from .settings import Config
 
 MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts", "ranks", "ray")
@@ -23,11 +25,10 @@ class RunFolder:
         """`writes=False` is for a rank that leaves writing to another. On shared storage `path` is a working copy."""
         self.name, self.writes = storage.place(path), writes
         self.remote = None if isinstance(self.name, Path) else storage.working_copy(self.name)
-        if self.remote and writes:
-            self.remote.pull()
         self.path = self.remote.path if self.remote else Path(path)
         self.begun = False
         """Whether a run was set up in it: what a start that failed has written, is not kept."""
+        self.lock: RunLock | None = None
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -36,12 +37,13 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        return (self.path / "config.toml").exists() or bool(self.remote and self.remote.has("config.toml"))
+        """Also where a start with --overwrite was killed: the run that it was to replace."""
+        return self.remote.exists if self.remote else aside.current(self.path, "config.toml").exists()
 
     def stored_config(self) -> dict[str, Any]:
         try:
-            here = self.path / "config.toml"
-            return tomllib.loads(self.remote.read_text(here.name) if self.remote else here.read_text())
+            here = aside.current(self.path, "config.toml")
+            return tomllib.loads(self.remote.config() if self.remote else here.read_text())
         except (FileNotFoundError, NotADirectoryError) as error:
             runs = sorted(self.path.glob("*/config.toml"))
             example = f", such as {runs[0].parent}" if runs else ""
@@ -51,37 +53,89 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name}/config.toml cannot be read ({error}): mend it, or name another run.") from error
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is there but what a start that was killed has left."""
+        if self.remote:
+            return storage.names_in(self.name) <= {"logs", aside.LOCK}  # of ranks whose start failed
+        if not self.path.is_dir():
+            return not self.path.exists()
+        if aside.waiting(self.path):
+            return False
+        return aside.unborn(self.path) or all(map(aside.is_own, os.listdir(self.path)))
+
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
         """An existing run is neither mixed into nor lost by accident."""
-        if self.remote:
-            empty = storage.names_in(self.name) <= {"logs"}  # of ranks whose start failed
-        else:
-            empty = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
-        if empty:
+        if self.is_free:
             return
         if not self.exists:
             raise UserError(f"{self.name} exists and is not a run: name another folder with --run-dir.")
         if not (resume or overwrite):
             raise UserError(f"{self.name} is a run already: use --resume, --overwrite or another --run-dir.")
 
+    @contextmanager
+    def locked(self, launch: str = "") -> Iterator[None]:
+        """Nobody else writes the folder in the block. `launch` is the name that all starts of one launcher share. What a kill has
+        left is mended first. For a rank that leaves writing to another this does nothing."""
+        if not self.writes:
+            yield
+            return
+        was_there = self.remote is not None or self.path.exists()
+        lock = RunLock(self.name, launch)
+        try:
+            with self.writing():
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+            self.lock = lock
+            self._recover()
+            yield
+        finally:
+            lock.release()
+            self.lock = None
+            if not was_there:
+                with suppress(OSError):  # it is a run now
+                    self.path.rmdir()
+
+    def _recover(self) -> None:
+        if self.remote:
+            self.remote.recover()
+            self.remote.pull()
+            return
+        with self.writing():
+            if aside.recover(self.path):
+                notice(
+                    f"A start with --overwrite was killed before its run had begun: the run before it is back in {self.name}."
+                )
+        for pattern in (".*.partial", "rollouts/.*.partial", "checkpoints/.*.removed"):
+            for left in self.path.glob(pattern):
+                aside.delete_or_warn(left)
+
+    def recover_if_abandoned(self) -> None:
+        """For commands that only read: bring back the run that a killed start with --overwrite was to replace."""
+        if self.remote is None and aside.waiting(self.path):
+            # a start that is under way, or a folder that cannot be written, stays as it is
+            with suppress(UserError), RunFolder(self.path).locked():
+                pass
+
     def note_launch(self, launch: str) -> None:
         if self.writes and launch:
             with self.writing():
                 (self.path / "logs").mkdir(exist_ok=True)
-                (self.path / "logs" / "launch").write_text(launch)
-        if self.writes:
-            self.push()
+                write_whole(self.path / "logs" / "launch", launch)
 
     def launched_by(self, launch: str) -> bool:
         """Whether it was this launch, in an earlier start, that made or continued the run."""
-        noted = self.path / "logs" / "launch"
-        return bool(launch) and self.exists and noted.is_file() and noted.read_text() == launch
-
-    def empty(self) -> None:
-        with self.writing():
-            remove(self.path)
+        if not launch or not self.exists or aside.unborn(self.path) or aside.waiting(self.path):
+            return False
         if self.remote:
-            self.remote.empty()
+            self.remote.fetch("logs/launch")
+        noted = self.path / "logs" / "launch"
+        return noted.is_file() and noted.read_text() == launch
+
+    def pull(self) -> None:
+        """From shared storage, where the run is there."""
+        if self.remote:
+            self.remote.pull()
 
     def push(self) -> None:
         """To shared storage, where the run is there: what this process has written since the last time."""
@@ -101,8 +155,8 @@ class RunFolder:
 
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
-        """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind, and on a disk
-        what it was to replace is there as before."""
+        """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind, and what it
+        was to replace is there as before."""
         if not self.writes:
             yield
             self.begun = True
@@ -112,43 +166,55 @@ class RunFolder:
             self._refuse_another_config(config)
             yield
             self._write_config(config)
+            with self.writing():
+                aside.begin(self.path)  # a start that was killed before it had begun
             self.begun = True
-            forget(self.path)
+            self.push()
             return
         was_there = self.path.exists()
         try:
-            if self.remote:  # where nothing can be renamed
-                self.empty()
-            else:
-                with self.writing():
-                    set_aside(self.path)
+            with self.writing():
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.remote.clear() if self.remote else aside.set_aside(self.path)
             self._write_config(config)
             yield
-            self.begun = True
+            self._begin(config)
         except BaseException:
             with suppress(OSError, UserError):  # why the run could not start is what matters
-                self.empty() if self.remote else bring_back(self.path)
+                self.remote.clear() if self.remote else aside.bring_back(self.path)
                 if not was_there:
                     self.path.rmdir()
             raise
+
+    def _begin(self, config: Config) -> None:
+        """From here on the run is the one that a kill leaves."""
         with self.writing():
-            forget(self.path)
+            self.remote.replace(_text(config)) if self.remote else aside.begin(self.path)
+        self.begun = True
+        self.push()
 
     def _write_config(self, config: Config) -> None:
         with self.writing():
             self.rollouts.mkdir(parents=True, exist_ok=True)
             if isinstance(self.checkpoints, Path):
                 self.checkpoints.mkdir(exist_ok=True)
-            write_whole(self.path / "config.toml", to_toml(config) + config.unset)
+            write_whole(self.path / "config.toml", _text(config))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A write that fails is the disk's fault and ends in a sentence."""
+        """A write that fails is the disk's fault and ends in a sentence. A run that has lost its folder to another one ends."""
+        if self.lock and self.lock.lost:
+            raise UserError(
+                f"{self.name} was taken over by another run, because this one gave no sign of life for too long: see its lock, "
+                "and continue only one of them with --resume."
+            )
         try:
             yield
         except OSError as error:
-            remedy = "free some space and continue with --resume" if self.metrics.exists() else "name another with --run-dir"
-            raise UserError(f"The run folder {self.name} cannot be written ({error.strerror or error}): {remedy}.") from error
+            reason, remedy = refusal(error, self.path)
+            then = "continue with --resume" if self.metrics.exists() else "name another with --run-dir"
+            joint = "and" if self.metrics.exists() else "or"
+            raise UserError(f"The run folder {self.name} cannot be written ({reason}): {remedy} {joint} {then}.") from error
 
     def _refuse_another_config(self, config: Config) -> None:
         before, now = (flat(values) for values in (self.stored_config(), tomllib.loads(to_toml(config))))
@@ -187,6 +253,10 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, float]]:
         return _read_lines(self.metrics) if self.metrics.exists() else []
+
+
+def _text(config: Config) -> str:
+    return to_toml(config) + config.unset
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import UserError
+from .folder import write_whole
 from .settings import Config
 
 
@@ -68,7 +69,7 @@ def run_id(folder: Path) -> str:
     """The run's own, drawn when it starts and kept in its folder, so that a resumed run goes on where it was."""
     file = folder / "run-id"
     if not file.exists():
-        file.write_text(uuid.uuid4().hex)
+        write_whole(file, uuid.uuid4().hex)
     return file.read_text()
 
 

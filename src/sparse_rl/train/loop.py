@@ -489,7 +489,10 @@ class Trainer:
                     self.view.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
             raise
         if self.world.leads:
-            checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step)
+            try:
+                checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.view.warn)
+            except UserError as error:  # storage that does not answer for a while
+                self.view.warn(str(error))
 
 
 def now(device: torch.device) -> float:

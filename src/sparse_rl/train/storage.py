@@ -19,12 +19,15 @@ from typing import Any
 
 import fsspec
 
+from ..aside import LOCK
 from ..errors import Absent, Unanswered, UserError, first_line
 
 Place = Path | str
 """A folder on a disk, or the address of one."""
 STAYS = ("checkpoints", "model")
 """What is not copied from storage to go on with a run."""
+SUCCESSOR = ".replaced"
+"""The config.toml of a run that has begun in place of another, while files of that one may still be there."""
 EVERY_S = 60.0
 """Between copies of what grows with every step."""
 
@@ -95,6 +98,14 @@ def names_in(place: Place) -> set[str]:
 
 
 def remove(place: Place) -> None:
+    """Of a folder on a disk, a kill leaves all or nothing under its name."""
+    if isinstance(place, Path):
+        if place.exists():
+            hidden = place.with_name(f".{place.name}.removed")
+            shutil.rmtree(hidden, ignore_errors=True)
+            place.rename(hidden)
+            shutil.rmtree(hidden)
+        return
     fs, path = opened(place)
     if names_in(place):
         with answering(place, "written"):
@@ -126,12 +137,12 @@ class WorkingCopy:
         if self._pulled:
             return
         self._pulled = True
-        if "config.toml" not in names_in(self.address):
+        if not self.exists:
             return
         with answering(self.address, "read"):
             for file in self.fs.find(self.root):
                 name = file.removeprefix(self.root).lstrip("/")
-                if name.split("/")[0] not in STAYS:
+                if name.split("/")[0] not in (*STAYS, LOCK):
                     self._get(name)
 
     def fetch(self, name: str) -> None:
@@ -162,9 +173,7 @@ class WorkingCopy:
                 del self._copied[name]
 
     def _put(self, name: str) -> None:
-        target = f"{self.root}/{name}"
-        if target.startswith("/"):  # object stores have no folders, and would make a bucket of a misspelt name
-            self.fs.makedirs(os.path.dirname(target), exist_ok=True)
+        target = self._target(name)
         try:
             self.fs.put_file(str(self.path / name), target)
         except FileNotFoundError:
@@ -175,19 +184,48 @@ class WorkingCopy:
     def due(self) -> bool:
         return time.monotonic() >= self._due
 
-    def read_text(self, name: str) -> str:
+    @property
+    def exists(self) -> bool:
+        return not names_in(self.address).isdisjoint(("config.toml", SUCCESSOR))
+
+    def config(self) -> str:
+        """The run's config.toml."""
         with answering(self.address, "read"):
-            try:
-                return self.fs.cat_file(f"{self.root}/{name}").decode()
-            except FileNotFoundError as error:
-                raise UserError(f"{self.address} is not a run, for it has no {name}: name the folder of one.") from error
+            for name in (SUCCESSOR, "config.toml"):
+                with suppress(FileNotFoundError):
+                    return self.fs.cat_file(f"{self.root}/{name}").decode()
+        raise UserError(f"{self.address} is not a run, for it has no config.toml: name the folder of one.")
 
-    def has(self, name: str) -> bool:
-        return name in names_in(self.address)
-
-    def empty(self) -> None:
-        remove(self.address)
+    def replace(self, config: str) -> None:
+        """Make what is there the start of the run with this config.toml. One file decides, and a kill after it is mended by
+        `recover`: storage renames nothing."""
+        with answering(self.address, "written"):
+            self._write(SUCCESSOR, config)
+            for name in names_in(self.address) - {LOCK, SUCCESSOR}:
+                self.fs.rm(f"{self.root}/{name}", recursive=True)
+            self._write("config.toml", config)
+            self.fs.rm_file(f"{self.root}/{SUCCESSOR}")
         self._copied.clear()
+
+    def recover(self) -> None:
+        if SUCCESSOR in names_in(self.address):
+            self.replace(self.config())
+
+    def clear(self) -> None:
+        """Forget the run in the working copy; storage keeps it."""
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        self._copied.clear()
+        self._pulled = True
+
+    def _write(self, name: str, text: str) -> None:
+        self.fs.pipe_file(self._target(name), text.encode())
+
+    def _target(self, name: str) -> str:
+        target = f"{self.root}/{name}"
+        if target.startswith("/"):  # object stores have no folders, and would make a bucket of a misspelt name
+            self.fs.makedirs(os.path.dirname(target), exist_ok=True)
+        return target
 
 
 @functools.cache

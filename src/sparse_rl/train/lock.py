@@ -1,0 +1,311 @@
+"""One writer per run folder: the file `lock` in it names the process that writes.
+
+On one machine flock decides, and a process that is gone. A process of another machine, or one behind storage without flock,
+lives as long as its sign of life changes; whoever waits compares no clocks. A run that is started again by its own launcher
+takes the lock over.
+"""
+
+import fcntl
+import getpass
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..aside import LOCK
+from ..errors import UserError, notice
+from .storage import Place, answering, opened
+
+BEAT_S = 15.0
+"""Between two signs of life."""
+EXPIRES_S = 90.0
+"""Without a sign of life for so long, a process of another machine is gone."""
+SETTLE_S = 1.0
+"""Where there is no flock: after this the lock is read again, for two may have written it."""
+ATTEMPTS = 20
+"""To take a lock that changes hands at the same moment."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    host: str = "?"
+    pid: int = 0
+    user: str = "?"
+    since: str = "?"
+    launch: str = ""
+    """The name that all starts of one launcher share."""
+    boot: str = ""
+    """The machine since it was booted."""
+    namespace: str = ""
+    """In which the pid counts: a container has its own."""
+    ticks: str = ""
+    """When the process started, since boot: a pid may be used again."""
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.user} on {self.host}, since {self.since}"
+
+    @property
+    def same_machine(self) -> bool:
+        return bool(self.boot) and self.boot == _boot()
+
+    @property
+    def lives(self) -> bool | None:
+        """None where it cannot be seen from here."""
+        if not (self.same_machine and self.namespace and self.namespace == _namespace()):
+            return None
+        return _ticks(self.pid) == self.ticks
+
+
+def this_process(launch: str) -> Holder:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container that has no name for it
+        user = f"user {os.getuid()}"
+    since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    ticks = _ticks(os.getpid()) or ""
+    return Holder(socket.gethostname(), os.getpid(), user, since, launch, _boot(), _namespace(), ticks)
+
+
+class RunLock:
+    def __init__(self, run: Place, launch: str = ""):
+        self.run, self.holder = run, this_process(launch)
+        self.lost = False
+        """Whether another process has taken it, because this one showed no sign of life for too long."""
+        self._file: _OnDisk | _OnStorage = _OnDisk(run) if isinstance(run, Path) else _OnStorage(run)
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, or raise a sentence that names its holder."""
+        for _ in range(ATTEMPTS):
+            if self._taken():
+                break
+        else:
+            raise self._refusal(self._file.read()[0])
+        self._thread = threading.Thread(target=self._show_life, name="run lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+        if not self.lost:
+            with suppress(OSError, UserError):  # it expires
+                self._file.remove(self.holder)
+        self._file.close()
+
+    def _taken(self) -> bool:
+        """False to try again."""
+        exclusive = self._file.open()
+        holder, _ = self._file.read()
+        if exclusive is False and holder and holder.lives is False:  # a child of the dead process has flock still
+            self._file.remove(holder)
+            return False
+        if not self._is_free(exclusive, holder):
+            if exclusive is False:
+                self._file.close()
+                if holder is None or (holder.launch and holder.launch == self.holder.launch):
+                    self._wait_for_flock(holder)
+                    return False
+                raise self._refusal(holder)
+            if holder and holder.lives:
+                self._file.close()
+                raise self._refusal(holder)
+            self._wait_for_life(holder)
+        self._file.write(self.holder)
+        if not exclusive:
+            time.sleep(SETTLE_S)
+        return self._is_mine()
+
+    def _is_free(self, exclusive: bool | None, holder: Holder | None) -> bool:
+        if exclusive is False:
+            return False
+        if holder is None:
+            return True
+        again = bool(holder.launch) and holder.launch == self.holder.launch
+        return again or holder.lives is False or (bool(exclusive) and holder.same_machine)
+
+    def _wait_for_flock(self, holder: Holder | None) -> None:
+        """A process that starts has not yet said who it is; one of an earlier start of this launch is about to end."""
+        ends = time.monotonic() + (EXPIRES_S if holder else 2 * SETTLE_S)
+        while time.monotonic() < ends:
+            time.sleep(SETTLE_S / 10)
+            free = self._file.open() is not False
+            now, _ = self._file.read()
+            self._file.close()
+            if free or now != holder:
+                return
+        raise self._refusal(holder)
+
+    def _wait_for_life(self, holder: Holder | None) -> None:
+        notice(f"{self.run} may be in use ({holder}): waiting {EXPIRES_S:g} s for a sign of life.")
+        before = self._file.read()
+        ends = time.monotonic() + EXPIRES_S
+        while time.monotonic() < ends:
+            time.sleep(min(SETTLE_S, EXPIRES_S / 10))
+            now = self._file.read()
+            if now[0] is None:  # it has ended
+                return
+            if now != before:
+                self._file.close()
+                raise self._refusal(now[0])
+        notice(f"{self.run} was in use by {holder}, which gave no sign of life; this run takes over.")
+
+    def _is_mine(self) -> bool:
+        holder, _ = self._file.read()
+        if holder is not None and holder.token == self.holder.token:
+            return True
+        self._file.close()
+        return False
+
+    def _refusal(self, holder: Holder | None) -> UserError:
+        return UserError(
+            f"{self.run} is in use by {holder or 'a process that is about to start'}: wait for it, stop it, or name another "
+            "--run-dir."
+        )
+
+    def _show_life(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with suppress(Exception):  # storage that does not answer for a while
+                holder, _ = self._file.read()
+                if holder is not None and holder.token != self.holder.token:
+                    self.lost = True
+                    return
+                self._file.beat(self.holder, missing=holder is None)
+
+
+class _OnDisk:
+    def __init__(self, run: Path):
+        self.path = run / LOCK
+        self._fd: int | None = None
+
+    def open(self) -> bool | None:
+        """Whether this process has it alone on this machine; None where there is no flock."""
+        self.close()
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                return True
+        except FileNotFoundError:
+            pass
+        return self.open()  # it was deleted in between
+
+    def read(self) -> tuple[Holder | None, Any]:
+        """(the holder, the sign of life) in the folder now, whatever file this process has open."""
+        try:
+            with self.path.open() as file:
+                return _parsed(file.read()), os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None, None
+
+    def write(self, holder: Holder) -> None:
+        assert self._fd is not None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(asdict(holder)).encode(), 0)
+
+    def beat(self, holder: Holder, *, missing: bool) -> None:
+        if missing and self.open() is False:
+            return
+        if missing:
+            self.write(holder)
+        assert self._fd is not None
+        os.utime(self._fd)
+
+    def remove(self, holder: Holder) -> None:
+        now, _ = self.read()
+        if now == holder:
+            self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class _OnStorage:
+    """No flock, no rename: the last one to write it has it."""
+
+    def __init__(self, run: str):
+        self.run = run
+        self.fs, path = opened(run)
+        self.file = f"{path.rstrip('/')}/{LOCK}"
+
+    def open(self) -> None:
+        return None
+
+    def read(self) -> tuple[Holder | None, Any]:
+        with answering(self.run, "read"):
+            self.fs.invalidate_cache()
+            try:
+                text = self.fs.cat_file(self.file).decode()
+            except FileNotFoundError:
+                return None, None
+        return _parsed(text), text
+
+    def write(self, holder: Holder, beat: int = 0) -> None:
+        with answering(self.run, "written"):
+            if self.file.startswith("/"):  # object stores have no folders
+                self.fs.makedirs(os.path.dirname(self.file), exist_ok=True)
+            self.fs.pipe_file(self.file, json.dumps(asdict(holder) | {"beat": beat}).encode())
+
+    def beat(self, holder: Holder, *, missing: bool) -> None:
+        self.write(holder, time.monotonic_ns())
+
+    def remove(self, holder: Holder) -> None:
+        now, _ = self.read()
+        if now == holder:
+            with answering(self.run, "written"):
+                self.fs.rm_file(self.file)
+
+    def close(self) -> None:
+        pass
+
+
+def _parsed(text: str) -> Holder | None:
+    """None of a file that was cut by a kill."""
+    try:
+        values = json.loads(text)
+        return Holder(**{each.name: values[each.name] for each in fields(Holder) if each.name in values})
+    except (ValueError, TypeError):
+        return None
+
+
+def _boot() -> str:
+    return _text("/proc/sys/kernel/random/boot_id") or socket.gethostname()
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _ticks(pid: int) -> str | None:
+    """When the process started; None where there is none."""
+    stat = _text(f"/proc/{pid}/stat")
+    if stat is None:
+        return None
+    state, *rest = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else rest[18]
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
