@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,8 @@ from safetensors.torch import load_file
 
 from small_runs import arguments, metrics, one_thread, train
 from sparse_rl.cli import main
-from sparse_rl.errors import Unanswered
-from sparse_rl.train import checkpoint, storage
+from sparse_rl.errors import Unanswered, UserError
+from sparse_rl.train import checkpoint, lock, storage
 from sparse_rl.train.folder import RunFolder
 from storage import s3_bucket
 
@@ -189,3 +192,65 @@ def test_working_copies_of_killed_processes_are_removed(bucket):
     mine = storage.WorkingCopy(address)
     assert left.name == "left" and not left.exists() and mine.path.exists()
     assert storage.WorkingCopy(address).path != mine.path and mine.path.exists()  # that of one who lives stays
+
+
+def test_a_run_on_storage_has_one_writer(world, bucket, monkeypatch, capsys):
+    """While another machine shows life; and it is taken over when that one is gone."""
+    monkeypatch.setattr(lock, "EXPIRES_S", 1.0)
+    monkeypatch.setattr(lock, "SETTLE_S", 0.1)
+    address, fs = bucket
+    run, stored = f"{address}/runs/locked", "shared/runs/locked/lock"
+    holder = asdict(lock.this_process("")) | {"host": "node7", "boot": "another machine"}
+    ended = threading.Event()
+
+    def live():
+        while not ended.wait(0.1):
+            fs.pipe_file(stored, json.dumps(holder | {"beat": time.monotonic_ns()}).encode())
+
+    fs.pipe_file(stored, json.dumps(holder).encode())
+    thread = threading.Thread(target=live)
+    thread.start()
+    with pytest.raises(SystemExit):
+        command(*arguments(world, run, *FLAGS, "--steps", "1"))
+    ended.set()
+    thread.join()
+    assert f"{run} is in use by process" in capsys.readouterr().err
+    command(*arguments(world, run, *FLAGS, "--steps", "1"))
+    assert checkpoint.steps_in(f"{run}/checkpoints") == [1] and not fs.exists(stored)
+
+
+@pytest.mark.parametrize("killed_at", range(4))
+def test_a_replacement_on_storage_that_is_killed_is_finished_by_the_next_command(bucket, tmp_path, killed_at):
+    """The old run is whole, or the new one has begun and nothing of the old is left."""
+    address, fs = bucket
+    root = f"shared/runs/killed-{killed_at}"
+    old = {"config.toml": b"steps = 1", "metrics.jsonl": b"{}", "checkpoints/step-1/state.json": b"{}"}
+    for name, content in old.items():
+        fs.pipe_file(f"{root}/{name}", content)
+    copy = storage.WorkingCopy(f"{address}/runs/killed-{killed_at}")
+    left = iter(range(killed_at))
+
+    class Killed(Exception):
+        pass
+
+    def until_killed(what):
+        def call(*args, **options):
+            if next(left, None) is None:
+                raise Killed
+            return what(*args, **options)
+
+        return call
+
+    class Dying:
+        def __getattr__(self, name):
+            what = getattr(fs, name)
+            return until_killed(what) if name in ("rm", "rm_file", "pipe_file") else what
+
+    copy.fs = Dying()
+    with pytest.raises(UserError):
+        copy.replace("steps = 2")
+    after = storage.WorkingCopy(f"{address}/runs/killed-{killed_at}")
+    assert after.exists and after.config() == ("steps = 2" if killed_at else "steps = 1")
+    after.recover()
+    now = {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
+    assert now == ({"config.toml": b"steps = 2"} if killed_at else old)

@@ -1,0 +1,238 @@
+"""One writer per run folder, and a sentence for everything a disk refuses."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from small_runs import CONTEXT, Command, arguments, metrics, refused, train
+from sparse_rl import disk
+from sparse_rl.cli import main
+from sparse_rl.errors import UserError
+from sparse_rl.train import checkpoint, lock
+from sparse_rl.train.folder import RunFolder
+from sparse_rl.train.lock import Holder, RunLock, this_process
+
+QUICK = ["--method", "dense", "--rollout.max-tokens", "8", "--reward.workers", "0", "--checkpoint.every", "1"]
+ELSEWHERE = {"host": "node7", "pid": 4321, "user": "ana", "boot": "another machine"}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    monkeypatch.setattr(lock, "EXPIRES_S", 0.5)
+    monkeypatch.setattr(lock, "SETTLE_S", 0.05)
+
+
+def held_by(folder: Path, **who) -> Holder:
+    """A lock that such a process has left."""
+    folder.mkdir(exist_ok=True)
+    holder = replace(this_process(""), **who)
+    (folder / "lock").write_text(json.dumps(asdict(holder)))
+    return holder
+
+
+def test_a_run_that_is_live_is_read_and_not_written(world, tmp_path, capsys):
+    """Neither --overwrite nor --resume; killed, it is resumed without a word."""
+    run = tmp_path / "run"
+    live = Command(arguments(world, run, *QUICK, "--steps", "500"))
+    live.read_to("step 2/500")
+    live.signal(signal.SIGSTOP)  # which saves this test's time and changes nothing
+    for flag in ("--overwrite", "--resume"):
+        sentence = refused(capsys, *arguments(world, run, *QUICK, "--steps", "500", flag))
+        holder = json.loads((run / "lock").read_text())
+        assert sentence.startswith(
+            f"{run} is in use by process {live.process.pid} of {holder['user']} on {socket.gethostname()}"
+        )
+        assert sentence.endswith("wait for it, stop it, or name another --run-dir.")
+    main([*arguments(world, run, *QUICK, "--steps", "500"), "--dry-run"])
+    main(["report", str(run), "--out", str(tmp_path / "page.html")])
+    main(["export", str(run), str(tmp_path / "model"), "--step", str(checkpoint.steps_in(run / "checkpoints")[0])])
+    live.signal(signal.SIGKILL)
+    live.end()
+    done = checkpoint.steps_in(run / "checkpoints")[-1]
+    train(world, run, *QUICK, "--steps", str(done + 1), "--resume")
+    assert [row["step"] for row in metrics(run)] == [*range(done + 2)]
+    assert not (run / "lock").exists() and "may be in use" not in capsys.readouterr().err
+
+
+def test_every_arm_of_a_comparison_is_locked_before_any_work(world, tmp_path, capsys):
+    both = tmp_path / "both"
+    both.mkdir()
+    held_by(both / "naive")
+    with (both / "naive/lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        sentence = refused(capsys, *arguments(world, both, *QUICK, "--compare", '["dense", "naive"]'))
+    assert sentence.startswith(f"{both / 'naive'} is in use by process {os.getpid()}")
+    assert not (both / "dense").exists()
+
+
+def test_a_process_that_is_gone_holds_nothing(tmp_path):
+    """Also where a child of it still has the file open, or its pid is another's now."""
+    held_by(tmp_path, ticks="1")
+    with (tmp_path / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        mine = RunLock(tmp_path)
+        mine.acquire()
+        mine.release()
+    assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_process_of_another_machine_holds_it_while_it_shows_life(tmp_path, flock, monkeypatch, capsys):
+    if not flock:
+
+        def unsupported(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", unsupported)
+    holder = held_by(tmp_path, **ELSEWHERE)
+    ended = threading.Event()
+
+    def live():
+        while not ended.wait(0.05):
+            os.utime(tmp_path / "lock")
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    with pytest.raises(UserError, match=f"in use by process 4321 of ana on node7, since {holder.since.replace('+', '.')}"):
+        RunLock(tmp_path).acquire()
+    ended.set()
+    thread.join()
+    mine = RunLock(tmp_path)
+    mine.acquire()
+    assert json.loads((tmp_path / "lock").read_text())["token"] == mine.holder.token
+    mine.release()
+    assert "gave no sign of life; this run takes over" in capsys.readouterr().err
+
+
+def test_a_start_of_the_same_launch_takes_over_at_once(tmp_path, capsys):
+    held_by(tmp_path, **ELSEWHERE, launch="job 7")
+    mine = RunLock(tmp_path, "job 7")
+    mine.acquire()
+    mine.release()
+    assert "sign of life" not in capsys.readouterr().err
+
+
+def test_a_run_that_has_lost_its_folder_ends(tmp_path):
+    """It was stopped for so long that another machine took over."""
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        folder.append_metrics(1, {})
+        (tmp_path / "lock").unlink()
+        held_by(tmp_path, **ELSEWHERE)
+        thread = folder.lock._thread
+        thread.join(5)
+        with pytest.raises(UserError, match="was taken over by another run"):
+            folder.append_metrics(2, {})
+    assert json.loads((tmp_path / "lock").read_text())["host"] == "node7"
+
+
+def test_a_lock_that_was_deleted_is_there_again(tmp_path):
+    mine = RunLock(tmp_path)
+    mine.acquire()
+    (tmp_path / "lock").unlink()
+    for _ in range(200):
+        if (tmp_path / "lock").exists() and (tmp_path / "lock").read_text():
+            break
+        threading.Event().wait(0.02)
+    with pytest.raises(UserError, match="is in use by process"):
+        RunLock(tmp_path).acquire()
+    mine.release()
+
+
+def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path):
+    held_by(tmp_path, ticks="1")  # a stale one, which all of them want to replace
+    start, ended, results = CONTEXT.Barrier(4), CONTEXT.Barrier(4), CONTEXT.Queue()
+    starters = [CONTEXT.Process(target=start_at_once, args=(tmp_path, start, ended, results)) for _ in range(4)]
+    for each in starters:
+        each.start()
+    assert sorted(results.get(timeout=60) for _ in starters) == ["refused"] * 3 + ["taken"]
+    for each in starters:
+        each.join()
+
+
+def start_at_once(folder, start, ended, results) -> None:
+    mine = RunLock(folder)
+    start.wait()
+    try:
+        mine.acquire()
+        results.put("taken")
+    except UserError:
+        results.put("refused")
+    ended.wait()
+    mine.release()
+
+
+# What a disk refuses
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (errno.ENOSPC, "(No space left on device): free some space or name another"),
+        (errno.EDQUOT, "(Disk quota exceeded): free some of your quota or"),
+        (errno.EACCES, "(Permission denied): get permission to write there or"),
+        (errno.EPERM, "(Operation not permitted): get permission to write there or"),
+        (errno.EROFS, "(Read-only file system): mount it for writing or"),
+    ],
+)
+def test_every_refusal_of_a_disk_has_its_own_sentence(tmp_path, number, sentence):
+    with pytest.raises(UserError) as error, RunFolder(tmp_path).writing():
+        raise OSError(number, os.strerror(number))
+    assert sentence in str(error.value)
+
+
+def test_a_reason_that_a_library_hides_is_found(tmp_path):
+    """torch says "unexpected pos" of a full disk, safetensors prints a Rust struct."""
+    with pytest.raises((RuntimeError, OSError)) as error, open("/dev/full", "wb", buffering=0) as full:
+        torch.save(torch.zeros(1000), full)
+    assert disk.refusal(error.value, tmp_path) == ("No space left on device", "free some space")
+    rust = RuntimeError('I/O error: Os { code: 122, kind: QuotaExceeded, message: "Disk quota exceeded" }')
+    assert disk.refusal(rust, tmp_path) == ("Disk quota exceeded", "free some of your quota")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """600 KiB: one checkpoint fits."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_disk_that_is_really_full_is_called_so_and_costs_only_the_last_checkpoint(world, small_disk):
+    run = small_disk / "run"
+    code, output = Command(arguments(world, run, *QUICK)).end()
+    last = output.strip().splitlines()[-1]
+    assert code == 2 and "Traceback" not in output
+    assert "could not be written (No space left on device): free some space and" in last
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    train(world, run, *QUICK, "--resume")
+    assert [row["step"] for row in metrics(run)] == [0, 1, 2]
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    code, output = Command(arguments(world, run, *QUICK, "--resume", "--steps", "3")).end()
+    assert code == 2 and "(Read-only file system): mount it for writing and continue with --resume" in output
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_end_of_a_run(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(world, run, *QUICK, "--checkpoint.keep", "1", "--checkpoint.best", "eval/none", "--steps", "1")
+    kept = run / "checkpoints/step-1"
+    if subprocess.run(["chattr", "+i", kept], capture_output=True).returncode:
+        pytest.skip("making a folder immutable needs root and a file system that can")
+    try:
+        train(world, run, *QUICK, "--checkpoint.keep", "1", "--checkpoint.best", "eval/none", "--steps", "3", "--resume")
+    finally:
+        subprocess.run(["chattr", "-i", kept], check=True)
+    assert checkpoint.steps_in(run / "checkpoints") == [1, 3]
+    assert f"The old checkpoint {kept} could not be removed" in capsys.readouterr().out
