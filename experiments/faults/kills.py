@@ -235,7 +235,9 @@ class Campaign:
         shutil.copytree(run, copy)
         ended = forked(lambda: RunFolder(copy, writes=False).recover_if_abandoned())
         before, now = (_contents(each) for each in (self.folder / "old", copy))
-        gone = [name for name in before if before[name] != now.get(name) and not name.startswith(("report.html", "reward.log"))]
+        gone = [
+            name for name in before if before[name] != now.get(name) and not name.startswith(("report.html", "reward.log"))
+        ]
         shutil.rmtree(copy)
         return [f"lost: {', '.join(gone)}"] * bool(gone) + [f"not brought back: {ended.output}"] * bool(ended.status)
 
