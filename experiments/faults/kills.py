@@ -83,6 +83,7 @@ def _child(work: Callable[[], None], output: int, notes: int, watched: Path | No
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
         if watched:
             sys.addaudithook(_hook(watched, notes, kill_at, way))
         work()

@@ -215,7 +215,9 @@ class _OnDisk:
     def write(self, holder: Holder) -> None:
         assert self._fd is not None
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(asdict(holder)).encode(), 0)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        with os.fdopen(self._fd, "wb", closefd=False) as file:  # which writes all or raises
+            file.write(json.dumps(asdict(holder)).encode())
 
     def beat(self, holder: Holder, *, missing: bool) -> None:
         if missing and self.open() is False:
