@@ -248,6 +248,8 @@ def test_an_equation_counts_where_it_only_names_the_number(answer, integers, mat
         ("\\sqrt{2}", "x=\\sqrt{2}", 1.0),
         ("\\frac{1}{2}", "e = 0.5", 1.0),
         ("\\frac{1}{2}", "e = 0.6", 0.0),
+        ("-1./3", "x = -1./3", 1.0),
+        ("-1./3", "x = 1/3", 0.0),
         ("x=25", "x=25", 1.0),  # a gold with a symbol is compared with it
         ("x=25", "y=25", 0.0),
         ("2x+3", "y=2x+3", 1.0),

@@ -61,8 +61,11 @@ def main():
         "timeout_s": args.timeout_s,
         "total": dict(total),
         "code_ran": Path(RAN).exists(),
-        "verdict_s": {"median": times[len(times) // 2], "p99": times[len(times) * 99 // 100], "max": times[-1]},
-        "seconds": time.perf_counter() - started,
+        "verdict_s": {
+            name: round(times[place], 4)
+            for name, place in (("median", len(times) // 2), ("p99", len(times) * 99 // 100), ("max", -1))
+        },
+        "seconds": round(time.perf_counter() - started, 1),
         "kinds": {name: dict(counts) for name, counts in kinds.items()},
         "failures": failures,
     }

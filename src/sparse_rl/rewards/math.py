@@ -172,7 +172,8 @@ def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
 def is_number(gold: Gold) -> bool:
     """Whether it has no symbol, so that `x = 5` only names it."""
     values = gold_values(gold.text)
-    return "=" not in gold.text and bool(values) and all(isinstance(each, Expr) and not each.free_symbols for each in values)
+    symbols = [each for each in values if not isinstance(each, Expr) or each.free_symbols]
+    return gold.number is not None or ("=" not in gold.text and bool(values) and not symbols)
 
 
 def other_base(gold: str, answer: str) -> bool:
