@@ -48,16 +48,19 @@ def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(w
     assert any(not torch.equal(load_file(world / "model/model.safetensors")[name], theirs[name]) for name in theirs)
 
 
-def test_what_one_worker_is_refused_with_ends_all_of_them_and_is_told(world, tmp_path):
-    command = arguments(one_package_missing(world, tmp_path), tmp_path / "run", *STEPS)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+def test_what_one_worker_is_refused_with_ends_all_of_them_and_keeps_the_run_that_was_to_be_replaced(world, tmp_path):
+    run = tmp_path / "run"
+    train(world, run, "--steps", "1")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    command = arguments(one_package_missing(world, tmp_path), run, *STEPS, "--overwrite")
     command = [sys.executable, "-m", "sparse_rl", *command, "--ray.workers", "2"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 2, ended.stderr
     assert (ended.stdout + ended.stderr).count("Started training worker group") == 1, "started again"
     assert ended.stderr.splitlines()[-1].startswith("sparse-rl, rank 1: ")
     assert "there_is_no_such_package" in ended.stderr.splitlines()[-1]
-    assert not (tmp_path / "run").exists()
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
 def test_a_cluster_that_lacks_something_says_what():
