@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -27,6 +28,10 @@ def sums(prompts, completions, **columns):
 def some(prompts, completions, **columns):
     """Tells apart only the answers to every second prompt."""
     return sums(prompts, completions) if int(prompts[0][0]) % 2 else [1.0]
+
+def distinct(prompts, completions, **columns):
+    """A model whose weights are destroyed says one thing only."""
+    return [float(len(set(text))) for text in completions]
 
 def same(prompts, completions, **columns):
     return [1.0]
@@ -207,6 +212,7 @@ def _command(arguments: list[str], output: Connection, file_bytes: int | None) -
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))  # those before may be a file's
     if file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """What a run leaves is a Hugging Face folder: plain transformers gives the logits that were trained, and vLLM can read it."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -115,6 +116,15 @@ def test_the_layout_is_the_one_others_read(world, runs, tmp_path, run, flags, fi
             names = set(file.keys())
         layer = "base_model.model.model.layers.0.self_attn.q_proj"
         assert {f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"} <= names and len(names) == 2 * 2 * 7
+
+
+def test_whoever_may_read_other_files_may_read_the_model(runs, tmp_path):
+    before = os.umask(0o027)
+    try:
+        out = export(runs[0] / "full", tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in out.iterdir()} == dict.fromkeys(os.listdir(out), "0o640")
 
 
 @pytest.mark.parametrize("run", ["full", "lora"])

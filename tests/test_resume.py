@@ -126,14 +126,98 @@ def test_a_comparison_goes_on_with_what_is_missing(world, tmp_path, capsys):
 
 
 def test_the_last_checkpoints_and_the_best_are_kept(world, tmp_path):
-    run = tmp_path / "run"
+    """A checkpoint has earned what the rollouts of the next step got: they come from its weights."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
     flags = [*DENSE, "--checkpoint.every", "1", "--checkpoint.keep", "2"]
     train(world, run, *flags, "--steps", "3")
     train(world, run, *flags, "--steps", "6", "--resume")
-    rewards = {row["step"]: row["reward/mean"] for row in metrics(run)[1:]}
-    best = max(rewards, key=rewards.__getitem__)
+    train(world, whole, *flags, "--steps", "6")
+    earned = {row["step"] - 1: row["reward/mean"] for row in metrics(run)[2:]}
+    best = max(earned, key=earned.__getitem__)
     assert best < 5, "choose a seed whose best step is not among the last"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step-{best}", "step-5", "step-6"}
+    for each in (run, whole):
+        state = state_of(each, 6)[1]
+        assert (state["best_step"], state["best_value"]) == (best, earned[best])
+
+
+def test_the_best_checkpoint_is_not_one_that_an_update_has_destroyed(world, tmp_path, capsys):
+    """The second update is far too large: its rollouts were the best, and its weights are the worst."""
+    run, flags = tmp_path / "run", [*DENSE, "--checkpoint.every", "1", "--checkpoint.keep", "1", "--seed", "5"]
+    train(world, run, *flags, "--steps", "1", "--optimizer.lr", "1e-5", reward="distinct")
+    train(world, run, *flags, "--steps", "4", "--optimizer.lr", "100", "--resume", reward="distinct")
+    rewards = [row["reward/mean"] for row in metrics(run)[1:]]
+    assert rewards[1] == max(rewards) > rewards[0] > 2 * max(rewards[2:]), "choose a seed whose second step is the best"
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-1", "step-4"}
+    told = f"The best checkpoint by reward/mean is step 1 ({rewards[1]:.3g}). The last, step 4, has no score yet"
+    assert told in capsys.readouterr().out
+    main(["export", str(run), str(tmp_path / "best"), "--step", "best"])
+    assert "Step 1 of" in capsys.readouterr().out
+
+
+def test_a_held_out_score_belongs_to_the_weights_it_was_measured_with(world, tmp_path):
+    run, metric = tmp_path / "run", "eval/problems/pass@1"
+    flags = [*DENSE, "--checkpoint.every", "1", "--checkpoint.keep", "1", "--checkpoint.best", metric]
+    train(world, run, *flags, "--steps", "4", "--data.test", str(world / "problems.jsonl"), *SCORED)
+    earned = {row["step"]: row[metric] for row in metrics(run)[1:]}
+    best = max(earned, key=earned.__getitem__)
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step-{best}", "step-4"}
+
+
+# What may change
+
+
+def test_the_learning_rate_may_change_and_that_is_written_down(world, tmp_path, capsys):
+    run, flags = tmp_path / "run", [*DENSE, "--checkpoint.every", "1"]
+    train(world, run, *flags, "--steps", "1")
+    train(world, run, *flags, "--steps", "2", "--resume", "--optimizer.lr", "0.001", "--rollout.slots", "2")
+    out = capsys.readouterr().out
+    assert "warning: optimizer.lr is 0.001 from step 2 on, and was 0.01." in out
+    assert "warning: rollout.slots is 2 from step 2 on, and was auto." in out
+    assert [row["policy/lr"] for row in metrics(run)[1:]] == [0.01, 0.001]
+    train(world, run, *flags, "--steps", "3", "--resume", "--optimizer.lr", "0.001", "--rollout.slots", "2")
+    assert "optimizer.lr is" not in capsys.readouterr().out
+    stored = (run / "config.toml").read_text()
+    assert "lr = 0.001\n" in stored and "# until step 1: optimizer.lr = 0.01\n" in stored
+    (run / "config.toml").write_text(stored.replace("weight_decay = 0.1", "weight_decay = 0.5"))
+    sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
+    assert "weight_decay is 0.5 now and was 0.1 in the checkpoint of step 3" in sentence
+
+
+def test_a_schedule_that_is_stretched_is_told(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(world, run, *DENSE, "--steps", "2", "--optimizer.schedule", "cosine")
+    train(world, run, *DENSE, "--steps", "4", "--optimizer.schedule", "cosine", "--resume")
+    sentence = "steps is 4 now and was 2: the cosine schedule is stretched. Step 3 has the learning rate 0.005"
+    assert sentence in capsys.readouterr().out
+    assert metrics(run)[3]["policy/lr"] == pytest.approx(0.005)
+
+
+def test_other_problems_are_refused_and_other_rewards_are_told(world, tmp_path, capsys):
+    run, data = tmp_path / "run", tmp_path / "problems.jsonl"
+    rows = (world / "problems.jsonl").read_text().splitlines(keepends=True)
+    data.write_text("".join(rows))
+    flags = [*DENSE, "--checkpoint.every", "1", "--data.train", str(data)]
+    train(world, run, *flags, "--steps", "2")
+    best = state_of(run, 2)[1]["best_step"]
+    again = arguments(world, run, *flags, "--steps", "3", "--resume")
+    data.write_text("".join(rows[:5]))
+    assert f"{data} has 5 problems now and had 8 at step 2" in refused(capsys, *again)
+    data.write_text("".join(reversed(rows)))
+    assert f"The prompts of {data} are not those of step 2" in refused(capsys, *again)
+    data.write_text("".join(rows))
+    capsys.readouterr()
+    train(world, run, *flags, "--steps", "3", "--resume", reward="distinct")
+    out = capsys.readouterr().out
+    assert (
+        f"rewards.py:distinct now and was {world / 'rewards.py'}:sums: scores before and after step 2 cannot be compared"
+        in out
+    )
+    state = state_of(run, 3)[1]
+    assert best == 1 and (state["best_step"], state["best_value"]) == (2, metrics(run)[3]["reward/mean"])
+    data.write_text("".join(rows).replace('"1"}', '"2"}'))
+    train(world, run, *flags, "--steps", "4", "--resume", reward="distinct")
+    assert f"The answers of {data} or their columns are not those of step 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

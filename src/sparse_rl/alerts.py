@@ -267,7 +267,7 @@ RULES = {
     "reward": Rule(
         ("reward/mean", "reward/std", *COUNTED),
         _reward,
-        "the best checkpoint with a lower optimizer.lr; a larger kv.budget where the mismatch grew; read rollouts first",
+        "the best checkpoint (export --step best) with a lower optimizer.lr; a larger kv.budget where the mismatch grew; read rollouts first",
     ),
     "entropy": Rule(
         ("policy/entropy",),

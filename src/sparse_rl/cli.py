@@ -209,12 +209,16 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write the main plots there as SVG and PNG")
 
 
+def _step(text: str) -> int | str:
+    return text if text == "best" else int(text)
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=export, parser=parser)
     parser.description = "Write the weights of a run as a folder that transformers and vLLM read."
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step [the last]")
+    parser.add_argument("--step", type=_step, metavar="N|best", help="the checkpoint of this step [the last]")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the weights")
 
 

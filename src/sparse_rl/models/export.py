@@ -29,6 +29,9 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
+        mode = (partial / FILE).stat().st_mode  # as the umask has it; safetensors makes files that only their owner reads
+        for file in partial.iterdir():
+            file.chmod(mode)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     except Exception as error:  # safetensors raises its own kind for a full disk

@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,16 +58,30 @@ class State:
     """Of the run when it was saved."""
     silent_steps: int = 0
     """Steps in a row without any verdict."""
+    problems: dict[str, Any] = field(default_factory=dict)
+    """Those the run is trained on, see `resume.problems_of`."""
+    scored_by: dict[str, str] = field(default_factory=dict)
+    """What `best_value` depends on, see `resume.scored_by`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Options by their dotted keys, see `resume.kept_options`."""
 
     def check(self, step: int) -> None:
         """Raise ValueError where a value cannot be that of a run after `step`."""
         lowest = {"best_step": -1, "ranks": 1}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or not lowest.get(field.name, 0) <= value < MOST_COUNT):
-                raise ValueError(f"{field.name} is {value!r:.40}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type is int and (type(value) is not int or not lowest.get(each.name, 0) <= value < MOST_COUNT):
+                raise ValueError(f"{each.name} is {value!r:.40}")
         if type(self.best_value) not in (int, float) or math.isnan(self.best_value) or self.best_value == math.inf:
             raise ValueError(f"best_value is {self.best_value!r:.40}")
+        if not isinstance(self.problems, dict) or not set(self.problems) <= {"count", "prompts"}:
+            raise ValueError("problems is no digest")
+        if type(self.problems.get("count", 0)) is not int:
+            raise ValueError("problems has no count")
+        if not isinstance(self.config, dict):
+            raise ValueError("config is no table")
+        if not isinstance(self.scored_by, dict) or not all(isinstance(each, str) for each in self.scored_by.values()):
+            raise ValueError("scored_by is no table of texts")
         if self.step != step or self.best_step > step:
             raise ValueError(f"it is that of step {self.step}")
 
@@ -304,6 +318,17 @@ def _begun(folder: Place) -> list[int]:
 
 def step_of(checkpoint: Place) -> int:
     return int(str(checkpoint).rstrip("/").rpartition("step-")[2])
+
+
+def best_step(folder: Place) -> int:
+    """The step of the best checkpoint, as the last sound state has it."""
+    for step in reversed(steps_in(folder)):
+        with suppress(Damaged):
+            best = read_state(within(folder, f"step-{step}"))[0].best_step
+            if best >= 0:
+                return best
+            break
+    raise UserError(f"{folder} has no checkpoint with a score yet: name one with --step N.")
 
 
 def set_aside(damaged: Iterable[Damaged]) -> None:

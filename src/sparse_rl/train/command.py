@@ -332,7 +332,8 @@ def _size(count: float) -> str:
     return size(count)
 
 
-def export(run: str, out: Path, *, step: int | None, merge: bool) -> None:
+def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
+    """`step` is a number, `best`, or None for the last."""
     from ..models.actor import Actor
     from ..models.export import write_model
     from ..models.load import load_model, load_tokenizer, no_bar
@@ -340,10 +341,12 @@ def export(run: str, out: Path, *, step: int | None, merge: bool) -> None:
 
     folder = RunFolder(run, writes=False)
     folder.recover_if_abandoned()
-    config = Config(**folder.stored_config())
+    config = folder.config()
     steps = checkpoint.steps_in(folder.checkpoints)
     if not steps:
         raise UserError(f"{run} has no checkpoint to export: let it reach one, or lower checkpoint.every.")
+    if step == "best":
+        step = checkpoint.best_step(folder.checkpoints)
     if step is not None and step not in steps:
         raise UserError(f"{run} has no checkpoint of step {step}: there are {', '.join(map(str, steps))}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -356,7 +359,7 @@ def export(run: str, out: Path, *, step: int | None, merge: bool) -> None:
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
         actor = Actor(base, lora.model_copy(update={"merge": True}))
         done = checkpoint.load_last_weights(
-            folder.checkpoints, [step] if step else steps, actor, partial(console.print, markup=False)
+            folder.checkpoints, [step] if isinstance(step, int) else steps, actor, partial(console.print, markup=False)
         )
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)

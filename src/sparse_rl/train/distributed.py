@@ -4,7 +4,6 @@ import itertools
 import os
 import socket
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..config import to_toml
 from ..errors import RankLost, UserError, first_line
 from ..plan.dimensions import dimensions
 from ..plan.memory import gib
 from ..plan.remedies import TOO_LARGE
 from ..world import ALONE, LOST, World
-from .folder import flat
 from .refusal import Watch, refuse_again
+from .resume import options_of
 from .settings import Config
 
 
@@ -135,7 +133,7 @@ def refuse_too_large(config: Config, memory_bytes: int) -> None:
 
 def refuse_differences(world: World, config: Config) -> None:
     mine = {"the version of sparse-rl": __version__, "the version of torch": torch.__version__}
-    mine |= flat(tomllib.loads(to_toml(config)))
+    mine |= options_of(config)
     first, *others = world.gather(mine)
     for rank, theirs in enumerate(others, 1):
         for key in sorted(first.keys() | theirs.keys()):

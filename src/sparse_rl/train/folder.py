@@ -11,13 +11,12 @@ from typing import Any
 from .. import aside
 from ..config import to_toml
 from ..disk import refusal
-from ..errors import UserError, notice
-from . import storage
+from ..errors import UserError, first_line, notice
+from . import resume, storage
 from .lock import RunLock
+from .rows import missing_steps, read_rows
 from .settings import Config
-
-MAY_CHANGE = ("steps", "run_dir", "compare", "checkpoint", "log", "eval", "reward", "alerts", "ranks", "ray")
-"""What a resumed run may have otherwise than the run it continues."""
+from .storage import read_plain
 
 
 class RunFolder:
@@ -29,6 +28,8 @@ class RunFolder:
         self.begun = False
         """Whether a run was set up in it: what a start that failed has written, is not kept."""
         self.lock: RunLock | None = None
+        self.history: list[str] = []
+        """Comments of config.toml on what was otherwise before."""
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -43,15 +44,25 @@ class RunFolder:
     def stored_config(self) -> dict[str, Any]:
         try:
             here = aside.current(self.path, "config.toml")
-            return tomllib.loads(self.remote.config() if self.remote else here.read_text())
+            return tomllib.loads(self.remote.config() if self.remote else read_plain(here).decode())
         except (FileNotFoundError, NotADirectoryError) as error:
             runs = sorted(self.path.glob("*/config.toml"))
             example = f", such as {runs[0].parent}" if runs else ""
             raise UserError(
                 f"{self.name} is not a run, for it has no config.toml: name the folder of one{example}."
             ) from error
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.name}/config.toml cannot be read ({error}): mend it, or name another run.") from error
+        except UserError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            why = first_line(error)
+            raise UserError(f"{self.name}/config.toml cannot be read ({why}): mend it, or name another run.") from error
+
+    def config(self) -> Config:
+        """The configuration that the run was told."""
+        try:
+            return Config(**self.stored_config())
+        except TypeError as error:
+            raise UserError(f"{self.name}/config.toml is no configuration: mend it, or name another run.") from error
 
     @property
     def is_free(self) -> bool:
@@ -198,7 +209,7 @@ class RunFolder:
             self.rollouts.mkdir(parents=True, exist_ok=True)
             if isinstance(self.checkpoints, Path):
                 self.checkpoints.mkdir(exist_ok=True)
-            write_whole(self.path / "config.toml", _text(config))
+            write_whole(self.path / "config.toml", _text(config) + "".join(self.history))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -217,25 +228,32 @@ class RunFolder:
             raise UserError(f"The run folder {self.name} cannot be written ({reason}): {remedy} {joint} {then}.") from error
 
     def _refuse_another_config(self, config: Config) -> None:
-        before, now = (flat(values) for values in (self.stored_config(), tomllib.loads(to_toml(config))))
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
-                raise UserError(
-                    f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')} in {self.name}: resume with the "
-                    "same, or start anew with another --run-dir."
-                )
+        resume.changes(self.name, resume.options_of(self.config()), resume.options_of(config))
+        lines = (self.path / "config.toml").read_text().splitlines(keepends=True)
+        self.history = [line for line in lines if line.startswith(resume.UNTIL)]
 
-    def forget_after(self, step: int) -> None:
+    def note_changes(self, comments: list[str]) -> None:
+        """For config.toml, once each."""
+        self.history += [each for each in comments if each not in self.history]
+
+    def forget_after(self, step: int, warn: Callable[[str], None]) -> None:
         """Drop what was written after the checkpoint that a run continues from, and what was left half-written."""
         if not self.writes:
             return
         with self.writing():
-            for lines in (self.metrics, self.xi):
-                if lines.exists():
-                    kept = [row for row in _read_lines(lines) if row["step"] <= step]
-                    write_whole(lines, "".join(json.dumps(row) + "\n" for row in kept))
+            for file in (self.metrics, self.xi):
+                found = read_rows(file)
+                kept = [row for row in found.rows if row["step"] <= step]
+                if file.exists():
+                    write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
+                if found.unreadable:
+                    warn(f"{file.name}: {found.unreadable} of its lines cannot be read, and are dropped.")
+                if file == self.metrics and (missing := missing_steps(kept, step)):
+                    shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+                    warn(f"{file.name} has no line of {len(missing)} steps ({shown}); the run goes on without them.")
             for file in self.rollouts.glob("step-*.parquet"):
-                if int(file.stem.removeprefix("step-")) > step:
+                number = file.stem.removeprefix("step-")
+                if number.isdecimal() and int(number) > step and not file.is_dir():
                     file.unlink()
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -252,7 +270,7 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
-        return _read_lines(self.metrics) if self.metrics.exists() else []
+        return read_rows(self.metrics).rows
 
 
 def _text(config: Config) -> str:
@@ -267,24 +285,3 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe's values by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines: the last of a killed run may be torn."""
-    return [json.loads(line) for line in path.read_text().splitlines() if _is_json(line)]
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True

@@ -39,6 +39,8 @@ from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
 from . import checkpoint, rollout_log, xi
+from . import resume as resuming
+from .best import Best
 from .folder import RunFolder
 from .given import Given, load_all
 from .groups import Dealer, Drawn, Group, Sample
@@ -99,26 +101,37 @@ class Trainer:
             self._longest(self.held_out_prompts, f"the test problems, {config.data.held_out},")
         self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
         self.compared = False
-        self.state = checkpoint.State(ranks=world.size)
+        self.best = Best(config.checkpoint, view.warn)
+        problems, scored_by = resuming.problems_of(given.prompts), resuming.scored_by(config, given.examples, self.held_out)
+        options = resuming.kept_options(config)
+        self.state = checkpoint.State(ranks=world.size, problems=problems, scored_by=scored_by, config=options)
         last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world) if resume else None
         if last is not None:
             self._go_on_from(last)
-        folder.forget_after(self.state.step if last else -1)
+        folder.forget_after(self.state.step if last else -1, view.warn)
         if last is not None:
             view.recall(folder.read_metrics())
 
     def _go_on_from(self, last: checkpoint.Loaded) -> None:
-        self.state = last.state
+        fresh, self.state = self.state, last.state
         step, steps = self.state.step, self.config.steps
+        resuming.refuse_other_problems(self.config.data.train, self.state.problems, fresh.problems, step)
+        self.best.saved(step)
         self.view.resume_at(step)
         if step > steps:
             raise UserError(f"{self.folder.name} is at step {step} already, past steps = {steps}: raise --steps.")
         for damaged in last.damaged:
             self.view.warn(f"{damaged} The run goes on from step {step}; the damaged one is set aside as damaged-step-N.")
         if not last.verified:
-            self.view.warn(
-                f"The checkpoint of step {step} has no checksums, so nobody can tell whether it is as it was written."
-            )
+            self.view.warn(checkpoint.UNVERIFIED.format(step=step))
+        if other := resuming.other_score(self.state.scored_by, fresh.scored_by, step):
+            self.view.warn(other)
+            self.state.best_step, self.state.best_value = fresh.best_step, fresh.best_value
+        changed = resuming.changes_since(f"the checkpoint of step {step}", self.state.config, fresh.config)
+        for line in resuming.told(changed, step, self.config, self.optimizer.lr_at(step)):
+            self.view.warn(line)
+        self.folder.note_changes([each.until(step) for each in changed])
+        self.state.problems, self.state.scored_by, self.state.config = fresh.problems, fresh.scored_by, fresh.config
         if self.world.leads:
             checkpoint.set_aside(last.damaged)
         self.view.note(f"Continuing after step {step}.")
@@ -134,6 +147,7 @@ class Trainer:
         stopping = self.world.any(stop.asked)
         while self.state.step < self.config.steps and not stopping:
             metrics = self.step()
+            self.best.after_step(self.state, metrics)
             step, last = self.state.step, self.state.step == self.config.steps
             if last or (self.config.eval.every and step % self.config.eval.every == 0):
                 try:
@@ -153,6 +167,8 @@ class Trainer:
                 self._save(metrics, last=last)
         if self.state.step >= self.config.steps:
             self._write_model()
+        if line := self.best.told(self.state):
+            self.view.note(line)
 
     def _warn_of_a_small_disk(self) -> None:
         step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint
@@ -470,12 +486,7 @@ class Trainer:
             write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
-        best = self.config.checkpoint.best
-        value = metrics.get(best)
-        if value is None and not best.startswith("eval/"):
-            self.view.warn(f"checkpoint.best = {best} is no metric of a step: only the last checkpoints are kept.")
-        if value is not None and math.isfinite(value) and value > self.state.best_value:
-            self.state.best_step, self.state.best_value = self.state.step, value
+        self.best.before_save(self.state, metrics, last=last)
         self.folder.push_or_warn(
             self.view.warn
         )  # first: what comes after a checkpoint is dropped when a run continues from it
@@ -488,6 +499,7 @@ class Trainer:
                     self._write_model()
                     self.view.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
             raise
+        self.best.saved(self.state.step)
         if self.world.leads:
             try:
                 checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.view.warn)

@@ -109,7 +109,11 @@ class Checkpoint(Section):
 
     every: int = Field(10, ge=1, description="Steps between checkpoints; the last step is always one.")
     keep: int = Field(2, ge=1, description="Latest checkpoints that are kept.")
-    best: str = Field("reward/mean", description="The metric whose highest value marks the checkpoint that is kept besides.")
+    best: str = Field(
+        "reward/mean",
+        description="The metric whose highest value marks the checkpoint that is kept besides. What rollouts earn counts for the "
+        "checkpoint they were sampled from, one of eval/ for the step it was measured after.",
+    )
 
 
 class Log(Section):

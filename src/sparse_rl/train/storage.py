@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ STAYS = ("checkpoints", "model")
 """What is not copied from storage to go on with a run."""
 SUCCESSOR = ".replaced"
 """The config.toml of a run that has begun in place of another, while files of that one may still be there."""
+MOST_BYTES = 2**31
+"""Of metrics and the like, which are read as a whole."""
 EVERY_S = 60.0
 """Between copies of what grows with every step."""
 
@@ -95,6 +98,16 @@ def names_in(place: Place) -> set[str]:
                 return set()
             raise UserError(f"{place} cannot be read ({error.strerror}): see to its permissions and the disk.") from error
     return {each.rstrip("/").rsplit("/", 1)[-1] for each in found if each.rstrip("/") != path.rstrip("/")}
+
+
+def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A file of a run on a disk. One that no run writes (a device, a pipe, one without an end) is refused."""
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise UserError(f"{path} is no file: restore it, or remove it.")
+    if info.st_size > most:
+        raise UserError(f"{path} has {info.st_size:,} bytes, more than a run writes: restore it, or remove it.")
+    return path.read_bytes()
 
 
 def remove(place: Place) -> None:
@@ -252,5 +265,5 @@ _held: list[Any] = []
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_mtime_ns, stat.st_size
+    info = file.stat()
+    return info.st_mtime_ns, info.st_size

@@ -1,0 +1,51 @@
+"""Which checkpoint is the best: each is scored by what its own weights have earned."""
+
+import math
+from collections.abc import Callable
+
+from .checkpoint import State
+from .settings import Checkpoint
+
+
+class Best:
+    """Notes the best checkpoint in the state of a run, by `checkpoint.best`.
+
+    The rollouts of a step come from the weights before its update: what they earned belongs to the checkpoint before, and the last
+    one has no score. A metric of `eval/` is measured after the update.
+    """
+
+    def __init__(self, settings: Checkpoint, warn: Callable[[str], None]):
+        self.metric, self.every, self.warn = settings.best, settings.every, warn
+        self.held_out = self.metric.startswith("eval/")
+        self.candidate = -1
+        """The step of the checkpoint whose weights the next step samples from; -1 where there is none."""
+
+    def saved(self, step: int) -> None:
+        """A checkpoint that was saved only because the run ended is no candidate: a run in parts has the best one of a whole run."""
+        self.candidate = step if step % self.every == 0 else -1
+
+    def after_step(self, state: State, metrics: dict[str, float]) -> None:
+        if not self.held_out and 0 <= self.candidate == state.step - 1:
+            self._score(state, self.candidate, metrics, missing=True)
+
+    def before_save(self, state: State, metrics: dict[str, float], *, last: bool) -> None:
+        if self.held_out:
+            self._score(state, state.step, metrics, missing=last)
+
+    def _score(self, state: State, step: int, metrics: dict[str, float], *, missing: bool) -> None:
+        value = metrics.get(self.metric)
+        if value is None and missing:
+            self.warn(
+                f"checkpoint.best = {self.metric} is no metric of step {state.step}: only the last checkpoints are kept."
+            )
+        if value is not None and math.isfinite(value) and value > state.best_value:
+            state.best_step, state.best_value = step, value
+
+    def told(self, state: State) -> str:
+        """A sentence at the end of a run; empty where no checkpoint has a score."""
+        if state.best_step < 0:
+            return ""
+        line = f"The best checkpoint by {self.metric} is step {state.best_step} ({state.best_value:.3g})."
+        if not self.held_out:
+            line += f" The last, step {state.step}, has no score yet: no rollouts came after it."
+        return line

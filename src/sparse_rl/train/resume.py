@@ -1,0 +1,156 @@
+"""What stays the same when a run goes on, what may change, and what is told of it.
+
+A checkpoint knows the problems it was trained on and what its best score was given by. A run goes on with the same problems;
+where the score is another, the best checkpoint is chosen anew.
+"""
+
+import hashlib
+import json
+import tomllib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import to_toml
+from ..data.examples import Example
+from ..errors import UserError
+from ..rewards.settings import TASK_REWARDS
+from .settings import Config
+
+FREE = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
+"""May change; of `reward` and `checkpoint.best` the checkpoint knows what it needs."""
+TOLD = (
+    "steps",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "optimizer.tokens_per_microbatch",
+    "optimizer.gradient_checkpointing",
+    "optimizer.max_skipped_updates",
+    "rollout.slots",
+)
+"""May change, and is noted in the run and in its config.toml."""
+UNTIL = "# until step"
+"""How a comment of config.toml starts that tells what was otherwise before."""
+SPEED = ("workers", "timeout_s")
+"""Options of `reward` that decide how fast an answer is graded."""
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    now: Any
+
+    def until(self, step: int) -> str:
+        """A comment of the stored recipe."""
+        return f"{UNTIL} {step}: {self.key} = {self.before}\n"
+
+
+def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """Options that are told; one that may not change is refused. Both are values by their dotted keys."""
+    differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    for key in differ:
+        if key not in TOLD and not key.startswith(FREE):
+            raise UserError(
+                f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')} in {name}: resume with the "
+                "same, or start anew with another --run-dir."
+            )
+    return [Change(key, before.get(key), now.get(key)) for key in differ if key in TOLD]
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """Every option that is set, by its dotted key."""
+    return _flat(tomllib.loads(to_toml(config)))
+
+
+def kept_options(config: Config) -> dict[str, Any]:
+    """Those that a checkpoint keeps: all but the free ones."""
+    return {key: value for key, value in options_of(config).items() if not key.startswith(FREE)}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def changes_since(checkpoint: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """The same against what a checkpoint was trained with. Options that it does not know are those of a later version."""
+    return changes(checkpoint, before, {key: value for key, value in now.items() if key in before})
+
+
+def told(changed: Sequence[Change], step: int, config: Config, lr: float) -> list[str]:
+    """Sentences about what is otherwise after `step`; `lr` is that of the next step."""
+    lines = [
+        f"{each.key} is {each.now} from step {step + 1} on, and was {each.before}." for each in changed if each.key != "steps"
+    ]
+    steps = next((each for each in changed if each.key == "steps"), None)
+    if steps and config.optimizer.schedule == "cosine":
+        lines.append(
+            f"steps is {steps.now} now and was {steps.before}: the cosine schedule is stretched. Step {step + 1} has the learning "
+            f"rate {lr:.3g}, and the whole is not one run of {steps.now} steps."
+        )
+    return lines
+
+
+def problems_of(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The number of problems and a digest of their token ids, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for ids in prompts:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(array("q", ids).tobytes())
+    return {"count": len(prompts), "prompts": digest.hexdigest()}
+
+
+def answers_of(examples: Sequence[Example]) -> str:
+    """A digest of what rewards are told beside the prompt."""
+    digest = hashlib.blake2b(digest_size=16)
+    for example in examples:
+        digest.update(
+            json.dumps([example.answer, example.columns], sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+        )
+    return digest.hexdigest()
+
+
+def scored_by(config: Config, examples: Sequence[Example], held_out: Sequence[Example]) -> dict[str, str]:
+    """All that a value of `checkpoint.best` depends on beside the weights, by the option that names it."""
+    best, data = config.checkpoint.best, config.data
+    found = {"checkpoint.best": best}
+    for key, value in config.reward.model_dump(mode="json").items():
+        if key not in SPEED:
+            found[f"reward.{key}"] = str(value)
+    source = data.held_out or "" if best.startswith("eval/") else data.train
+    found["reward.function"] = config.reward.function or TASK_REWARDS.get(source, "")
+    found[f"the answers of {source}"] = answers_of(held_out if best.startswith("eval/") else examples)
+    return found
+
+
+def refuse_other_problems(source: str, before: dict[str, Any], now: dict[str, Any], step: int) -> None:
+    if not before or before == now:
+        return
+    remedy = "Restore the file, or start anew with another --run-dir."
+    if before.get("count") != now["count"]:
+        had = f"{now['count']:,} problems now and had {before.get('count'):,} at step {step}"
+        raise UserError(f"{source} has {had}: the run would go on with others, in another order. {remedy}")
+    raise UserError(
+        f"The prompts of {source} are not those of step {step}: its rows, their order or the chat template changed. {remedy}"
+    )
+
+
+def other_score(before: dict[str, str], now: dict[str, str], step: int) -> str:
+    """A sentence where the best checkpoint so far was chosen by another score; empty where it was not."""
+    differ = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
+    differ += sorted(before.keys() ^ now.keys())
+    if not before or not differ:
+        return ""
+    key = differ[0]
+    what = f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
+    if key.startswith("the answers of"):
+        what = (
+            f"{key} or their columns are not those of step {step}"
+            if key in now and key in before
+            else "the problems of the score are others"
+        )
+    return f"{what[0].upper() + what[1:]}: scores before and after step {step} cannot be compared, and the best checkpoint is chosen anew."

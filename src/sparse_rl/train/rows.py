@@ -1,0 +1,50 @@
+"""Lines of JSON with a step in each, as runs write them: metrics.jsonl and xi.jsonl."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .storage import read_plain
+
+MOST_STEPS = 2**48
+
+
+@dataclass(frozen=True)
+class Rows:
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: int = 0
+    """Lines that are no row; the last line does not count where it has no end, for a killed run may have torn it."""
+
+
+def read_rows(path: Path) -> Rows:
+    """All rows of a file, which may be damaged; none where there is no file."""
+    if not path.exists():
+        return Rows()
+    *lines, last = read_plain(path).split(b"\n")
+    found = [_row(line) for line in lines if line.strip()]
+    torn = _row(last)
+    rows = [row for row in (*found, torn) if row is not None]
+    return Rows(rows, found.count(None))
+
+
+def missing_steps(rows: list[dict[str, Any]], step: int) -> list[int]:
+    """Steps up to `step` that have no row."""
+    return sorted(set(range(step + 1)) - {row["step"] for row in rows})
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
+        return None
+    return row if all(map(_is_value, row.values())) else None
+
+
+def _is_value(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(type(each) is int for each in value)
+    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
