@@ -130,7 +130,7 @@ def test_without_verdicts_there_is_no_score():
     assert all(math.isnan(number) for number in (*mean_interval([]), *paired_difference([], [])))
     scored = score([Sample(0, 0, None, 3, "length", False, 1, "")], Cost(no_verdict=1), 1)
     assert math.isnan(scored.mean.mean) and scored.pass_at == {} and scored.ungraded == 1
-    assert shown(scored.mean) == "-" and latex_rows([]) == ["cache \\\\"]
+    assert shown(scored.mean, share=True) == "-" and latex_rows([]) == ["cache \\\\"]
 
 
 def test_the_interval_of_an_average_is_narrower_than_its_parts():

@@ -262,7 +262,7 @@ def test_a_held_out_score_that_is_lost_is_a_collapse(tmp_path):
     """Also where the reward fell at the first update, and has been flat since."""
     rows = curve([0.3] + [0.0] * 13, policy__entropy=[0.04] + [0.14] * 13)
     for row, mean in ((rows[0], 0.4), (rows[-1], 0.0)):
-        row |= {"eval/sums/pass@1": mean, "eval/sums/pass@1_low": mean - 0.1, "eval/sums/pass@1_high": mean + 0.1}
+        row |= {"eval/sums/pass@1": mean, "eval/sums/pass@1_low": max(mean - 0.1, 0), "eval/sums/pass@1_high": mean + 0.1}
     shown = document(write_run(tmp_path / "run", rows))
     assert shown["runs"][0]["sentences"][0].startswith("Collapse: yes. The held-out score fell from 40.0% [30.0%, 50.0%] to ")
     assert shown["summary"].endswith("run: collapsed, answers became noise (entropy 0.04 → 0.14).")
@@ -340,7 +340,7 @@ def test_noise_alone_is_no_collapse(tmp_path):
 def test_held_out_scores_are_told_with_their_intervals(tmp_path):
     rows = curve([0.3, 0.35] * 10, policy__entropy=np.linspace(0.04, 0.12, 20))
     for row, mean in ((rows[0], 0.2), (rows[-1], 0.6)):
-        row |= {"eval/sums/pass@1": mean, "eval/sums/pass@1_low": mean - 0.1, "eval/sums/pass@1_high": mean + 0.1}
+        row |= {"eval/sums/pass@1": mean, "eval/sums/pass@1_low": max(mean - 0.1, 0), "eval/sums/pass@1_high": mean + 0.1}
     shown = document(write_run(tmp_path / "run", rows))
     assert shown["summary"].endswith("run: learned.")  # and its answers are not called noise
     (run,) = shown["runs"]

@@ -26,13 +26,14 @@ from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
 from sparse_rl.rewards.pool import RewardPool
 from sparse_rl.rollout.stats import Progress
+from sparse_rl.scores import score_text
 from sparse_rl.train import loggers, loop
 from sparse_rl.train.command import arm
 from sparse_rl.train.loop import now
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.settings import Config
-from sparse_rl.train.view import View, score
+from sparse_rl.train.view import View
 
 METRICS = {
     "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess effective engine_noise",
@@ -126,7 +127,7 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine(world, tmp_path):
 def test_held_out_problems_are_scored_before_and_after(world, tmp_path):
     train(world, tmp_path / "run", "--eval.problems", "3", "--data.test", str(world / "problems.jsonl"))
     keys = {f"eval/problems/pass@1{cache}{bound}" for cache in ("", "_sparse") for bound in ("", "_low", "_high")}
-    keys |= {"eval/problems/no_verdict", "eval/problems/no_verdict_sparse"}
+    keys |= {"eval/problems/no_verdict", "eval/problems/no_verdict_sparse", "eval/problems/graded"}
     scored = [{key for key in row if key.startswith("eval/")} for row in metrics(tmp_path / "run")]
     assert scored == [keys, set(), keys]
 
@@ -223,7 +224,7 @@ def test_methods_are_compared_in_one_table(world, tmp_path, capsys):
     lines = [line for line in out.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     assert [row[:2] for row in cells] == [["dense", "dense"], ["sparse_rl", "dense"], ["", "rkv 20+4"]]
-    assert "held-out pass@1 before and after" in out and "KV allocated" in out
+    assert "held-out mean reward before and after" in out and "KV allocated" in out
     rewards = [value for row in cells for value in re.findall(r"[-\d.e+]+", " ".join(row[2:4]))]
     assert len(rewards) == 3 * 2 * 3 and max(map(float, rewards)) > 1 and "%" not in cells[0][2]  # these are no shares
     assert cells[0][6] == "0%" and cells[1][6] != "0%"  # tokens saved
@@ -527,6 +528,6 @@ def test_wandb_gets_every_metric_under_the_runs_own_id(world, tmp_path, monkeypa
 
 def test_a_score_without_an_interval_is_shown_alone():
     """One held-out problem with a reward of its own scale has none."""
-    assert score(0.5, 0.4, 0.6) == "50.0% [40.0%, 60.0%]"
-    assert score(2.5, 2.0, 3.0) == "2.5 [2, 3]"
-    assert score(2.5, None, None) == score(2.5, math.nan, math.nan) == "2.5"
+    assert score_text(0.5, 0.4, 0.6, share=True) == "50.0% [40.0%, 60.0%]"
+    assert score_text(2.5, 2.0, 3.0, share=False) == "2.5 [2, 3]"
+    assert score_text(2.5, None, None, share=False) == score_text(2.5, math.nan, math.nan, share=False) == "2.5"

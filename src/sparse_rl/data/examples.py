@@ -105,14 +105,23 @@ def name_of(source: str) -> str:
 # Where the rows are
 
 
+def check_source(source: str) -> None:
+    """Raise where a source is neither a task nor a file nor the name of a data set on the hub. Reads nothing."""
+    if source not in TASKS and not os.path.exists(source):
+        _on_the_hub(source, "train")
+
+
 def _own_rows(source: str, split: Split) -> list[Row]:
     if os.path.exists(source):
         return read_rows(source)
+    return read_hub(_on_the_hub(source, split), "give a file instead (--data.dir has those of the tasks)")
+
+
+def _on_the_hub(source: str, split: Split) -> HubData:
     in_a_folder = "/" in source and os.path.exists(os.path.dirname(source))
     hub_id = HUB_ID.fullmatch(source)
     if hub_id and not in_a_folder and not source.lower().endswith(SUFFIXES):
-        data = HubData(hub_id["id"], hub_id["config"] or None, hub_id["split"] or split)
-        return read_hub(data, "give a file instead (--data.dir has those of the tasks)")
+        return HubData(hub_id["id"], hub_id["config"] or None, hub_id["split"] or split)
     folder = f" in {os.getcwd()}" if "/" in source and not os.path.isabs(source) else ""
     raise UserError(f"There is no task or file {source}{folder}: {_nearest(Path(source))}")
 
@@ -212,6 +221,16 @@ def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | Non
         return places, None
     left_out = f"{len(prompts) - len(places):,} of {len(prompts):,} problems of {source} are left out"
     return places, f"{left_out}: their prompts have more than data.max_prompt_tokens = {limit} tokens."
+
+
+def too_few(source: str, problems: int, prompts_per_step: int) -> str | None:
+    """A sentence on a step that has to sample problems more than once."""
+    if problems >= prompts_per_step:
+        return None
+    return (
+        f"{source} has {problems:,} problems and a step takes rollout.prompts_per_step = {prompts_per_step:,}: it samples some of them "
+        f"more than once. Lower it to at most {problems:,}, or add problems."
+    )
 
 
 def _note(source: str, total: int, skipped: list[Row], answer_column: str) -> str:

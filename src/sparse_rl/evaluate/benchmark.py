@@ -188,6 +188,11 @@ class Score:
     cost: Cost
 
     @property
+    def graded(self) -> bool:
+        """Whether a reward was neither 0 nor 1: then the mean is no share of right answers."""
+        return self.problems > 0 and not self.pass_at
+
+    @property
     def ungraded(self) -> int:
         """Rollouts that got no verdict, for whatever reason."""
         return self.cost.no_verdict + self.cost.timeouts + self.cost.errors

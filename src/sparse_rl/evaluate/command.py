@@ -34,7 +34,7 @@ from .mismatch import measure
 from .result import Result, as_json, results
 from .slots import auto_slots
 from .sources import encoded, evaluated_as, loaded
-from .table import benchmark_tables, latex_rows, score_name, summary_table
+from .table import are_shares, benchmark_tables, latex_rows, score_name, summary_table
 from .watch import Watch
 from .work import Work
 
@@ -314,7 +314,7 @@ def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], co
                 cost = row.score.cost
                 line = (
                     f"warning: {title}, {row.setting}: {row.score.ungraded} rollouts got no verdict and are not in "
-                    f"{score_name(row.score.samples)} ({cost.no_verdict} None, {cost.timeouts} over time, {cost.errors} failed"
+                    f"{score_name(row.score.samples, are_shares(rows))} ({cost.no_verdict} None, {cost.timeouts} over time, {cost.errors} failed"
                     f"{f': {cost.first_error}' if cost.first_error else ''})."
                 )
                 console.print(Text(line, style="yellow"), soft_wrap=True)

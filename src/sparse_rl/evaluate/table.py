@@ -24,32 +24,38 @@ MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
 """Heading, form."""
 
 
-def shown(estimate: Estimate, signed: bool = False) -> str:
-    """With its interval; as a share where it is one."""
+def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
+    """With its interval; a share in percent."""
     if math.isnan(estimate.mean):
         return "-"
-    numbers = [number for number in estimate if not math.isnan(number)]
-    share = all(-1 <= number <= 1 for number in numbers)
-    texts = [
-        (f"{number:{'+' if signed else ''}.1%}" if share else f"{number:{'+' if signed else ''}.3g}") for number in numbers
-    ]
+    form = f"{{:{'+' if signed else ''}{'.1%' if share else '.3g'}}}"
+    texts = [form.format(number) for number in estimate if not math.isnan(number)]
     return f"{texts[0]} [{texts[1]}, {texts[2]}]" if len(texts) == 3 else texts[0]
 
 
-def score_name(samples: int) -> str:
-    return "Pass@1" if samples == 1 else f"Avg@{samples}"
+def are_shares(results: Sequence[Result]) -> bool:
+    """Whether every reward is 0 or 1. It is decided for a whole benchmark: units do not change between rows."""
+    return not any(each.score.graded for each in results)
+
+
+def score_name(samples: int, share: bool) -> str:
+    return f"Avg@{samples}" if samples > 1 else "Pass@1" if share else "mean reward"
+
+
+def _named(results: Sequence[Result]) -> str:
+    return score_name(results[0].score.samples, are_shares(results))
 
 
 def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
     """One benchmark under all settings: scores and costs, pass@k where there are several samples, the mismatch if measured."""
-    first = results[0].score
-    title = f"{escape(title)}: {first.problems:,} problems, {score_name(first.samples)}, 95 % intervals"
-    main = table(title, ["cache", score_name(first.samples), *([f"against {results[0].setting}"] if len(results) > 1 else ()),
+    first, name, share = results[0].score, _named(results), are_shares(results)
+    title = f"{escape(title)}: {first.problems:,} problems, {name}, 95 % intervals"
+    main = table(title, ["cache", name, *([f"against {results[0].setting}"] if len(results) > 1 else ()),
                          "tokens", "cut off", "repeating", "KV saved", "KV held", "no verdict", "tokens/s"])  # fmt: skip
     for each in results:
-        score, cells = each.score, [escape(each.setting), shown(each.score.mean)]
+        score, cells = each.score, [escape(each.setting), shown(each.score.mean, share)]
         if len(results) > 1:
-            cells.append("" if each.difference is None else shown(each.difference, signed=True))
+            cells.append("" if each.difference is None else shown(each.difference, share, signed=True))
         cells += [f"{score.mean_tokens:,.0f}", f"{score.truncated:.1%}", f"{score.repetition:.1%}"]
         cells += [f"{score.token_savings:.1%}", size(score.cost.peak_kv_bytes), str(score.ungraded or "")]
         main.add_row(*cells, f"{score.tokens_per_s:,.0f}")
@@ -57,7 +63,8 @@ def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
     if ks := [k for k in first.pass_at if k > 1]:
         chances = table("", ["cache", *(f"pass@{k}" for k in ks)])
         for each in results:
-            chances.add_row(escape(each.setting), *(shown(each.score.pass_at[k]) if each.score.pass_at else "-" for k in ks))
+            pass_at = each.score.pass_at
+            chances.add_row(escape(each.setting), *(shown(pass_at[k], share=True) if pass_at else "-" for k in ks))
         found.append(chances)
     if all(each.mismatch is not None for each in results):
         found.append(mismatch_table(results))
@@ -74,37 +81,39 @@ def mismatch_table(results: Sequence[Result]) -> Table:
 
 def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
     """Settings by benchmarks, and their plain average."""
-    headings = [f"{escape(title)} {score_name(results[0].score.samples)}" for title, results in columns]
+    headings = [f"{escape(title)} {_named(results)}" for title, results in columns]
+    shares = [are_shares(results) for _, results in columns]
     found = table("All benchmarks, 95 % intervals", ["cache", *headings, "average", "KV saved"])
     for row in zip(*(results for _, results in columns), strict=True):
         means, costs = [each.score.mean for each in row], [each.score.cost for each in row]
         dense = sum(cost.dense_tokens for cost in costs)
         saved = 1 - sum(cost.kept_tokens for cost in costs) / dense if dense else 0.0
-        found.add_row(escape(row[0].setting), *map(shown, means), shown(average(means)), f"{saved:.1%}")
+        found.add_row(escape(row[0].setting), *map(shown, means, shares), shown(average(means), all(shares)), f"{saved:.1%}")
     return found
 
 
 def latex_rows(columns: Sequence[tuple[str, Sequence[Result]]]) -> list[str]:
     """`name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, shares in percent; the average comes last where there are several."""
-    several = len(columns) > 1
+    several, shares = len(columns) > 1, [are_shares(results) for _, results in columns]
     titles = [
-        *(f"{title} {score_name(results[0].score.samples)}" for title, results in columns),
+        *(f"{title} {_named(results)}" for title, results in columns),
         *(["Average"] if several else []),
     ]
     rows = [["cache", *titles]]
     for row in zip(*(results for _, results in columns), strict=True):
         means = [each.score.mean for each in row]
-        rows.append([row[0].setting, *map(_latex, means + ([average(means)] if several else []))])
+        cells = [_latex(mean, share) for mean, share in zip(means, shares, strict=True)]
+        rows.append([row[0].setting, *cells, *([_latex(average(means), all(shares))] if several else [])])
     return [" & ".join(map(_escaped, row)) + r" \\" for row in rows]
 
 
-def _latex(estimate: Estimate) -> str:
+def _latex(estimate: Estimate, share: bool) -> str:
     if math.isnan(estimate.mean):
         return "--"
-    scale = 100 if -1 <= estimate.mean <= 1 else 1
+    scale, form = (100, ".1f") if share else (1, ".3g")
     mean, low, high = (scale * number for number in estimate)
-    ends = "" if math.isnan(low) else f"^{{+{high - mean:.1f}}}_{{-{mean - low:.1f}}}"
-    return f"${mean:.1f}{ends}$"
+    ends = "" if math.isnan(low) else f"^{{+{high - mean:{form}}}}_{{-{mean - low:{form}}}}"
+    return f"${mean:{form}}{ends}$"
 
 
 def _escaped(cell: str) -> str:

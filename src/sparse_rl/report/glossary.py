@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-ANY_BENCHMARK = re.compile(r"^eval/.+/(?=pass@1|no_verdict)")
+ANY_BENCHMARK = re.compile(r"^eval/.+/(?=pass@1|no_verdict|graded)")
 ANY_PART = re.compile(r"^reward/.+/(?=mean$)")
 OTHER = "Other"
 """Where keys stand that no section has: of another version, or of a logger of your own."""
@@ -19,6 +19,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "eval/<benchmark>/pass@1": "The mean reward on held-out problems with a dense cache; the band of a single run is its 95 % interval.",
         "eval/<benchmark>/pass@1_low": INTERVAL,
         "eval/<benchmark>/pass@1_high": INTERVAL,
+        "eval/<benchmark>/graded": "It is 1 where a held-out reward was neither 0 nor 1: the scores are then mean rewards, not shares.",
         "eval/<benchmark>/pass@1_sparse": "The same weights on the same problems with the sampler's cache: the gap to the dense score is what the cache costs.",
         "eval/<benchmark>/no_verdict": "Evaluated rollouts without a verdict, which the dense score leaves out.",
         "eval/<benchmark>/no_verdict_sparse": "Evaluated rollouts without a verdict, which the sampler's score leaves out.",

@@ -7,6 +7,7 @@ from itertools import accumulate, takewhile
 from typing import Literal
 
 from ..alerts import Alerts, check
+from ..scores import are_shares, score_keys, score_text
 from ..text import printable
 from .runs import Run
 
@@ -202,23 +203,20 @@ class Score:
     low: float | None
     high: float | None
 
+    share: bool = True
+
     def __str__(self) -> str:
-        bounded = self.low is not None and self.high is not None
-        if not bounded:
-            return f"{self.mean:.3g}"
-        share = self.low >= 0 and self.high <= 1  # type: ignore[operator]
-        form = "{:.1%} [{:.1%}, {:.1%}]" if share else "{:.3g} [{:.3g}, {:.3g}]"
-        return form.format(self.mean, self.low, self.high)
+        return score_text(self.mean, self.low, self.high, share=self.share)
 
 
 def scores(run: Run) -> dict[str, list[Score]]:
     """The evaluations of each `eval/<benchmark>/pass@1…`, by key."""
     found: dict[str, list[Score]] = {}
+    share = are_shares(run.rows)
     for row in run.rows:
-        for key, value in row.items():
-            if key.startswith("eval/") and key.endswith(("pass@1", "pass@1_sparse")):
-                score = Score(int(row["step"]), value, row.get(f"{key}_low"), row.get(f"{key}_high"))
-                found.setdefault(key, []).append(score)
+        for key in score_keys(row):
+            score = Score(int(row["step"]), row[key], row.get(f"{key}_low"), row.get(f"{key}_high"), share)
+            found.setdefault(key, []).append(score)
     return found
 
 

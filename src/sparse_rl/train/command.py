@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..config import to_toml
-from ..data.examples import TASK_PROBLEMS, load, short_enough
+from ..data.examples import TASK_PROBLEMS, check_source, load, short_enough, too_few
 from ..errors import Absent, UserError
 from ..plan.command import wide_console
 from ..plan.dimensions import HUB_SHAPES
@@ -28,6 +27,7 @@ from ..report.live import LiveReport
 from ..rewards.pool import RewardPool
 from ..terminal import Terminal
 from ..text import message
+from .closing import print_closing
 from .folder import RunFolder
 from .settings import Config
 from .storage import is_address
@@ -74,7 +74,8 @@ def dry_run(config: Config) -> None:
             prompts = encoded(tokenizer, examples, config.data)
             places, left_out = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
             prompts = [prompts[place] for place in places]
-            for told in filter(None, (left_out, config.sampler_kv.remark(prompts, config.rollout.max_tokens))):
+            few = too_few(config.data.train, len(prompts), config.rollout.prompts_per_step)
+            for told in filter(None, (left_out, few, config.sampler_kv.remark(prompts, config.rollout.max_tokens))):
                 console.print(told, markup=False)
             lengths = sorted(map(len, prompts))
             console.print(f"prompts: {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}", markup=False)
@@ -141,6 +142,8 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
             raise UserError("compare writes folders of a disk: with --run-dir on shared storage name one --method.")
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
+    for source in filter(None, (config.data.train, config.data.held_out if config.eval.problems else None)):
+        check_source(source)  # a misspelt name shows before anything else is asked for
     if world.leads:
         refuse_folders(configs, config.run_dir, resume=resume, overwrite=overwrite)
     from ..kv.policies import from_settings
@@ -162,7 +165,7 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
 def tell_end(config: Config, configs: list[Config], console: Console, world: "World") -> None:
     if not world.leads:
         return
-    console.print(closing_table(configs))
+    print_closing(configs, console)
     for each in configs:
         console.print(
             f"{each.method}: {escape(each.run_dir)} (report.html, metrics.jsonl, rollouts/, checkpoints/, model/)",
@@ -281,55 +284,6 @@ def rank_log(folder: RunFolder, world: "World") -> TextIO:
     if folder.remote:
         folder.remote.fetch(name)  # that of an earlier start
     return (folder.path / name).open("a", buffering=1)
-
-
-def closing_table(configs: list[Config]) -> Table:
-    """Held-out accuracy before and after, and what the rollouts cost, from the run folders alone."""
-    tested = any(config.data.held_out and config.eval.problems for config in configs)
-    what = "held-out pass@1 before and after, 95 % intervals" if tested else "no held-out problems (data.test): no pass@1"
-    table = Table(title=f"{what}; KV of all rollouts at a time; saved and rejected are means over steps", title_justify="left")
-    headings = ("method", "cache", "before", "after", "KV allocated", "dense KV", "saved", "rejected")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("method", "cache") else "right", overflow="fold")
-    for config in configs:
-        rows = RunFolder(config.run_dir).read_metrics()
-        steps = [row for row in rows if "reward/mean" in row]
-        keys = sorted({key for row in rows for key in row if key.startswith("eval/") and "pass@1" in key})
-        plain = [key for key in keys if not key.endswith(("_low", "_high"))] or [""]
-
-        def mean(key: str, steps=steps) -> float:
-            return sum(row[key] for row in steps) / len(steps)
-
-        for number, key in enumerate(plain):
-            scored = [row for row in rows if key in row]
-            before, after = (_score(scored[end], key) if scored else "" for end in (0, -1))
-            costs = [""] * 4
-            if number == 0:
-                costs = [
-                    _size(max(row["kv/peak_bytes"] for row in steps)),
-                    _size(max(row["kv/dense_bytes"] for row in steps)),
-                    f"{mean('kv/token_savings'):.0%}",
-                    f"{mean('sparse/rejection_rate'):.0%}",
-                ]
-            cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else _cache(config)
-            table.add_row(config.method if number == 0 else "", cache, before, after, *costs)
-    return table
-
-
-def _score(row: dict[str, float], key: str) -> str:
-    from .view import score
-
-    return score(row[key], row.get(f"{key}_low"), row.get(f"{key}_high"))
-
-
-def _cache(config: Config) -> str:
-    return f"{config.kv.policy} {config.kv.budget}+{config.kv.interval}"
-
-
-def _size(count: float) -> str:
-    from ..rollout.console import size
-
-    return size(count)
 
 
 def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:

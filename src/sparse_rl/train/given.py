@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.examples import TASK_PROBLEMS, Example, load, short_enough
+from ..data.examples import TASK_PROBLEMS, Example, load, short_enough, too_few
 from ..evaluate.sources import encoded
 from ..models.load import load_model, load_tokenizer
 from ..rewards.several import refuse_without_answers
@@ -36,6 +36,7 @@ def load_all(config: Config) -> Given:
     refuse_without_answers(config.data.train, loaded.examples[0], config.reward.function_for(config.data.train))
     prompts = encoded(tokenizer, loaded.examples, config.data)
     places, note = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
+    few = too_few(config.data.train, len(places), config.rollout.prompts_per_step)
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )
@@ -44,6 +45,6 @@ def load_all(config: Config) -> Given:
         tokenizer,
         [loaded.examples[place] for place in places],
         [prompts[place] for place in places],
-        notes=[told for told in (loaded.note, note) if told],
+        notes=[told for told in (loaded.note, note, few) if told],
         places=places,
     )

@@ -452,6 +452,8 @@ class Trainer:
             key = f"eval/{self.benchmark}/pass@1{suffix}"
             metrics |= {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
             metrics[f"eval/{self.benchmark}/no_verdict{suffix}"] = float(result.ungraded)
+            if result.graded:
+                metrics[f"eval/{self.benchmark}/graded"] = 1.0
             if result.ungraded:
                 self.view.warn(
                     f"{result.ungraded} of {len(self.held_out)} evaluated rollouts got no verdict and are not in {key}."

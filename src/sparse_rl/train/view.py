@@ -1,6 +1,5 @@
 """What a person sees of a run: a live table on a terminal, plain lines elsewhere."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from rich.text import Text
 from ..alerts import Alert, Row, Watch
 from ..rollout.console import printable
 from ..rollout.stats import Progress
+from ..scores import are_shares, score_keys, score_text
 from .settings import Config
 
 SHOWN_STEPS = 12
@@ -30,14 +30,6 @@ COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
     ("s/step", "perf/step_s", "{:.1f}".format),
 ]
 """Heading, metric, form."""
-
-
-def score(mean: float, low: float | None, high: float | None) -> str:
-    """With its interval, where there is one; rewards beyond 0 and 1 are no shares."""
-    if low is None or high is None or not math.isfinite(high - low):
-        return f"{mean:.3g}"
-    form = "{:.1%} [{:.1%}, {:.1%}]" if low >= 0 and high <= 1 else "{:.3g} [{:.3g}, {:.3g}]"
-    return form.format(mean, low, high)
 
 
 def summary(alerts: Sequence[Alert]) -> list[str]:
@@ -60,6 +52,8 @@ class View:
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.drawn_at = 0.0
         self.watch = Watch(config.alerts)
+        self.shares = True
+        """Whether all held-out scores so far are shares of right answers."""
 
     def __enter__(self) -> "View":
         if self.live:
@@ -82,6 +76,7 @@ class View:
 
     def recall(self, rows: Sequence[Row]) -> None:
         """What a resumed run has behind it: alerts that hold are told again, for this may be another terminal."""
+        self.shares = are_shares(rows)
         for row in rows:
             self.watch.see(row)
         for alert in self.watch.holding:
@@ -110,9 +105,10 @@ class View:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.done = step
-        for key, value in metrics.items():
-            if key.startswith("eval/") and "pass@1" in key and not key.endswith(("_low", "_high")):
-                self.note(f"step {step}: {key} {score(value, metrics[f'{key}_low'], metrics[f'{key}_high'])}")
+        self.shares = self.shares and are_shares([metrics])
+        for key in score_keys(metrics):
+            text = score_text(metrics[key], metrics[f"{key}_low"], metrics[f"{key}_high"], share=self.shares)
+            self.note(f"step {step}: {key}{'' if self.shares else ' (mean reward)'} {text}")
         if "reward/mean" not in metrics:
             return
         row = [form(metrics[key]) if key in metrics else "" for _, key, form in COLUMNS]

@@ -93,7 +93,7 @@ function evalSection() {
     el("th", { scope: "col" }, name),
   );
   const how =
-    "These are held-out pass@1 with 95 % intervals: better or worse is said only where those before and after do not overlap, and more eval.problems tell closer runs apart.";
+    "These are mean rewards on held-out problems (pass@1 where every reward is 0 or 1) with 95 % intervals: better or worse is said only where those before and after do not overlap, and more eval.problems tell closer runs apart.";
   return el(
     "section",
     { id: "evaluations" },

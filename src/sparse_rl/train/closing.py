@@ -1,0 +1,77 @@
+"""The table at the end of training: held-out scores before and after, and what the rollouts cost, from the run folders alone."""
+
+from rich.console import Console
+from rich.table import Table
+
+from ..scores import are_shares, score_keys, score_name, score_text
+from .folder import RunFolder
+from .settings import Config
+
+HEADINGS = ("method", "cache", "before", "after", "KV allocated", "dense KV", "tokens not held", "rejected")
+PEAKS = ("kv/peak_bytes", "kv/dense_bytes")
+"""Bytes that were allocated, and that a dense cache would have held."""
+
+
+def print_closing(configs: list[Config], console: Console) -> None:
+    runs = [RunFolder(config.run_dir).read_metrics() for config in configs]
+    console.print(closing_table(configs, runs))
+    for config, rows in zip(configs, runs, strict=True):
+        if told := more_than_dense(config, rows):
+            console.print(told, soft_wrap=True, markup=False)
+
+
+def closing_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> Table:
+    share = are_shares(row for rows in runs for row in rows)
+    title = f"{_held_out(configs, share)}; KV of all rollouts at a time; the rest: means over steps"
+    table = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("method", "cache") else "right", overflow="fold")
+    for config, rows in zip(configs, runs, strict=True):
+        for number, key in enumerate(sorted({key for row in rows for key in score_keys(row)}) or [""]):
+            scored = [row for row in rows if key in row]
+            before, after = (_score(scored[end], key, share) if scored else "" for end in (0, -1))
+            cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else _cache(config)
+            costs = _costs(rows) if number == 0 else [""] * 4
+            table.add_row(config.method if number == 0 else "", cache, before, after, *costs)
+    return table
+
+
+def more_than_dense(config: Config, rows: list[dict[str, float]]) -> str | None:
+    """A sentence on a bounded cache that took more memory than a dense one would have held."""
+    allocated, dense = (_peak(rows, key) for key in PEAKS)
+    if config.method == "dense" or allocated <= dense:
+        return None
+    return (
+        f"{config.method}: no memory was saved. Each slot has room for kv.budget + kv.interval = {config.kv.capacity:,} tokens, more "
+        "than the sequences held at a time. Lower kv.budget (docs/choosing-a-budget.md)."
+    )
+
+
+def _held_out(configs: list[Config], share: bool) -> str:
+    if not any(config.data.held_out for config in configs):
+        return "not evaluated, for there are no held-out problems (data.test)"
+    if not any(config.eval.problems for config in configs):
+        return "not evaluated (eval.problems = 0)"
+    return f"held-out {score_name(share)} before and after, 95 % intervals"
+
+
+def _costs(rows: list[dict[str, float]]) -> list[str]:
+    from ..rollout.console import size  # here, because it imports torch
+
+    means = []
+    for key in ("kv/token_savings", "sparse/rejection_rate"):
+        values = [row[key] for row in rows if key in row]
+        means.append(f"{sum(values) / len(values):.0%}" if values else "")
+    return [*(size(_peak(rows, key)) for key in PEAKS), *means]
+
+
+def _peak(rows: list[dict[str, float]], key: str) -> float:
+    return max((row[key] for row in rows if key in row), default=0.0)
+
+
+def _score(row: dict[str, float], key: str, share: bool) -> str:
+    return score_text(row[key], row.get(f"{key}_low"), row.get(f"{key}_high"), share=share)
+
+
+def _cache(config: Config) -> str:
+    return f"{config.kv.policy} {config.kv.budget}+{config.kv.interval}"
