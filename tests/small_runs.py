@@ -48,6 +48,14 @@ def raises(prompts, completions, **columns):
 def hangs(prompts, completions, **columns):
     time.sleep(60)
 
+def only_gold(prompts, completions, **columns):
+    if completions != columns["answer"]:
+        raise RuntimeError("no gold")
+    return [1.0]
+
+def hangs_on_texts(prompts, completions, **columns):
+    return [1.0] if completions == columns["answer"] else time.sleep(60)
+
 def returns_none(prompts, completions, **columns):
     return [None]
 
@@ -59,17 +67,11 @@ def returns_two(prompts, completions, **columns):
 
 calls = 0
 
-def explodes(prompts, completions, **columns):
-    """From the second step on its values are too large for a float32."""
-    global calls
-    calls += 1
-    return sums(prompts, completions) if calls <= 4 else [1e300 * (calls % 2)]
-
 def silent_once(prompts, completions, **columns):
-    """Fails on every rollout of the second step."""
+    """Fails on every rollout of the second step. The first call of all is the try on a gold."""
     global calls
     calls += 1
-    if 4 < calls <= 8:
+    if 5 < calls <= 9:
         raise RuntimeError("the judge is down")
     return sums(prompts, completions)
 
@@ -78,7 +80,9 @@ def tells_its_pid(prompts, completions, **columns):
     return sums(prompts, completions)
 
 def kills_the_trainer(prompts, completions, **columns):
-    os.kill(os.getppid(), signal.SIGKILL)
+    keeper = os.getppid()
+    with open(f"/proc/{keeper}/stat") as file:
+        os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
     return [0.0]
 '''
 
@@ -129,6 +133,7 @@ def arguments(world: Path, run: Path, *flags: str, reward: str = "sums") -> list
         "data.train": world / "problems.jsonl",
         "reward.function": f"{world / 'rewards.py'}:{reward}",
         "reward.workers": 1,
+        "reward.truncated": "grade",  # the model is random, and nearly all of its answers are cut off
         "kv.budget": 20,
         "kv.interval": 4,
         "kv.window": 4,

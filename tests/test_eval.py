@@ -230,6 +230,7 @@ def arguments(world, out, *flags, reward="parity"):
         "max-tokens": 24,
         "reward.function": f"{world / 'eval_rewards.py'}:{reward}",
         "reward.workers": 1,
+        "reward.truncated": "grade",  # the model is random, and nearly all of its answers are cut off
         "out": out,
     }
     return [world / "model", *(text for key, value in base.items() for text in (f"--{key}", value)), *flags]
@@ -240,6 +241,10 @@ def eval_world(world):
     (world / "eval_rewards.py").write_text(
         f"""
 import os, signal
+
+def trainer():
+    with open(f"/proc/{{os.getppid()}}/stat") as file:  # our parent is our keeper
+        return int(file.read().rpartition(")")[2].split()[1])
 
 def parity(prompts, completions, **columns):
     return [float(sum(map(ord, text)) % 2) for text in completions]
@@ -253,7 +258,7 @@ def some(prompts, completions, **columns):
 def interrupts_once(prompts, completions, **columns):
     if prompts[0].startswith("5") and not os.path.exists({str(world / "interrupted")!r}):
         open({str(world / "interrupted")!r}, "w").close()
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(trainer(), signal.SIGINT)
     return parity(prompts, completions)
 
 def kills_once(prompts, completions, **columns):
@@ -262,7 +267,7 @@ def kills_once(prompts, completions, **columns):
         file.write(prompts[0] + chr(10))
     if prompts[0].startswith("5") and not os.path.exists({str(world / "killed")!r}):
         open({str(world / "killed")!r}, "w").close()
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(trainer(), signal.SIGKILL)
     return parity(prompts, completions)
 """
     )

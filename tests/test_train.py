@@ -24,7 +24,7 @@ from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.learner.update import make_batch
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.settings import Lora
-from sparse_rl.rewards.pool import RewardPool
+from sparse_rl.rewards.pool import pool_for
 from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
 from sparse_rl.train import loggers, loop
@@ -403,7 +403,7 @@ def test_a_held_out_task_is_graded_by_its_own_reward(tmp_path, monkeypatch):
     (tmp_path / "gsm8k-train.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n' * 2)
     opened = []
     monkeypatch.setattr(
-        loop, "RewardPool", lambda function, *rest, **more: opened.append(function) or RewardPool(function, *rest, **more)
+        loop, "pool_for", lambda reward, function, **more: opened.append(function) or pool_for(reward, function, **more)
     )
     flags = {"data.dir": tmp_path, "data.train": "gsm8k", "data.test": "arithmetic", "eval.problems": 2, "method": "dense",
              "rollout.max-tokens": 4, "rollout.prompts-per-step": 2, "rollout.samples-per-prompt": 2, "steps": 1,

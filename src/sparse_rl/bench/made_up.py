@@ -17,7 +17,7 @@ from ..models.load import DTYPES, load_model, load_tokenizer, place
 from ..models.shapes import SHAPES, random_model
 from ..plan.command import parse_size
 from ..plan.dimensions import HUB_SHAPES
-from ..rewards.pool import RewardPool
+from ..rewards.pool import pool_for
 from ..train.folder import RunFolder
 from ..train.given import Given
 from ..train.loop import Trainer
@@ -28,7 +28,7 @@ from .lengths import drawn_lengths
 BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
 """256 rollouts of up to 4,096 tokens, unless a recipe or flags say otherwise."""
 FIXED: dict[str, Any] = {
-    "reward": {"function": "sparse_rl.bench.reward:parity"},
+    "reward": {"function": "sparse_rl.bench.reward:parity", "truncated": "grade"},  # no rollout ends by itself
     "data": {"train": "arithmetic"},
     "eval": {"problems": 0},
     "log": {"rollouts_per_step": 0, "traces_per_step": 0},
@@ -84,7 +84,7 @@ def made_up_trainer(config: Config, console: Console, prompt_tokens: int, *, uni
         workers = min(config.reward.workers, os.cpu_count() or 1)
         function = config.reward.function_for(config.data.train)
         with (
-            RewardPool(function, workers, config.reward.timeout_s) as pool,
+            pool_for(config.reward, function, workers=workers) as pool,
             run.opening(config, resume=False, overwrite=False),
         ):
             yield Trainer(config, run, view, pool, given=given(config, prompt_tokens, uniform_lengths=uniform_lengths))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.examples import Example
 from ..kernels.counter_rng import derive_all
-from ..rewards.pool import RewardPool
+from ..rewards.pool import RewardPool, about
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.settings import Sampling
@@ -125,7 +125,7 @@ def run(
     places = [(number, sample) for number in numbers for sample in range(samples)]
     examples = [benchmark.examples[number] for number, _ in places]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    graded = pool.grade([example.prompt for example in examples], texts, columns)
+    graded = pool.grade([example.prompt for example in examples], texts, columns | about(rollouts))
     done = [
         Sample(
             number,
@@ -186,16 +186,13 @@ class Score:
     token_savings: float
     tokens_per_s: float
     cost: Cost
+    ungraded: int
+    """Rollouts that got no verdict, for whatever reason."""
 
     @property
     def graded(self) -> bool:
         """Whether a reward was neither 0 nor 1: then the mean is no share of right answers."""
         return self.problems > 0 and not self.pass_at
-
-    @property
-    def ungraded(self) -> int:
-        """Rollouts that got no verdict, for whatever reason."""
-        return self.cost.no_verdict + self.cost.timeouts + self.cost.errors
 
 
 def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[int] = (1,)) -> Score:
@@ -214,6 +211,7 @@ def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[
         token_savings=1 - cost.kept_tokens / cost.dense_tokens if cost.dense_tokens else 0.0,
         tokens_per_s=cost.tokens / cost.seconds if cost.seconds else 0.0,
         cost=cost,
+        ungraded=sum(sample.reward is None for sample in samples),
     )
 
 

@@ -22,7 +22,8 @@ from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_bar, place
-from ..rewards.pool import RewardPool
+from ..rewards.find import refuse_inside_a_reward
+from ..rewards.pool import RewardPool, pool_for
 from ..rewards.settings import Reward
 from ..rewards.several import refuse_without_answers, terms
 from ..rollout.engine import Engine
@@ -61,6 +62,7 @@ class Source:
 
 
 def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, reward: Reward) -> None:
+    refuse_inside_a_reward()
     console = Terminal(highlight=False)
     if not console.is_terminal:
         console = Terminal(highlight=False, width=PLAIN_WIDTH)
@@ -72,7 +74,7 @@ def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, r
     for note in filter(None, (source.note for source in sources)):
         console.print(Text(note), soft_wrap=True)
     dtype, _ = place(args.dtype, args.device)
-    asked = identity(args, settings, sources, data, dtype)
+    asked = identity(args, settings, sources, data, reward, dtype)
     work = Work(args.out or default_folder(args.model, asked))
     with work.opened(asked, overwrite=args.overwrite):
         runner = Runner(args, settings, sources, data, reward, work, console)
@@ -119,7 +121,9 @@ def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
     return tuple(ks)
 
 
-def identity(args, settings: Sequence[Setting], sources: Sequence[Source], data: Data, dtype: str) -> dict[str, Any]:
+def identity(
+    args, settings: Sequence[Setting], sources: Sequence[Source], data: Data, reward: Reward, dtype: str
+) -> dict[str, Any]:
     """All that what is written depends on; what only decides how fast it comes is left out."""
     return {
         "model": args.model,
@@ -131,6 +135,8 @@ def identity(args, settings: Sequence[Setting], sources: Sequence[Source], data:
         "mismatch": args.mismatch,
         "template": data.template,
         "raw": data.raw,
+        "reward.truncated": reward.truncated,
+        "reward.timeout": reward.timeout,
         "settings": {setting.name: setting.kv.model_dump(mode="json") for setting in settings},
         "benchmarks": {
             source.name: {
@@ -195,9 +201,7 @@ class Runner:
             pools = {}
             for function in dict.fromkeys(source.reward for _, source, _ in self.left):
                 log = self.work.path / "reward.log"
-                pools[function] = opened.enter_context(
-                    RewardPool(function, self.reward.workers, self.reward.timeout_s, log=log)
-                )
+                pools[function] = opened.enter_context(pool_for(self.reward, function, log=log))
             watch = opened.enter_context(Watch(self.console, rollouts))
             opened.enter_context(no_bar())
             self._load()
@@ -317,6 +321,9 @@ def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], co
                     f"{score_name(row.score.samples, are_shares(rows))} ({cost.no_verdict} None, {cost.timeouts} over time, {cost.errors} failed"
                     f"{f': {cost.first_error}' if cost.first_error else ''})."
                 )
+                console.print(Text(line, style="yellow"), soft_wrap=True)
+            elif row.score.cost.timeouts:
+                line = f"warning: {title}, {row.setting}: {row.score.cost.timeouts} rollouts were over reward.timeout_s and count 0."
                 console.print(Text(line, style="yellow"), soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from ..errors import RankLost, Refused, UserError, first_line, notice, without_torchaos_warnings
+from ..rewards.find import refuse_inside_a_reward
 from ..train.command import refuse_folders
 from ..train.folder import RunFolder
 from ..train.refusal import is_final
@@ -21,6 +22,7 @@ from ..train.storage import opened
 
 
 def train(config: Config, *, resume: bool, overwrite: bool) -> None:
+    refuse_inside_a_reward()
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig

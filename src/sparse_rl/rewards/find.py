@@ -3,10 +3,12 @@
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,29 @@ BUILT_IN = {
     "math_answer": "math",  # the only one that imports sympy
 }
 """The names a user may give, and the modules they are in."""
+INSIDE = "SPARSE_RL_REWARD_WORKER"
+"""Set in the environment of reward workers and of what they start, and while the trainer imports a reward."""
+
+
+class InsideAReward(UserError):
+    """A run that a reward's module starts when it is imported: its worker would import it again, and so on without end."""
+
+
+def refuse_inside_a_reward() -> None:
+    if INSIDE in os.environ:
+        raise InsideAReward(
+            "A reward cannot start a run or an evaluation, and its module does: put what starts one under "
+            'if __name__ == "__main__".'
+        )
+
+
+@contextmanager
+def inside_a_reward() -> Iterator[None]:
+    os.environ[INSIDE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[INSIDE]
 
 
 def find(spec: str) -> Callable[..., Any]:
@@ -63,6 +88,8 @@ def imported(where: str, spec: str) -> ModuleType:
         raise UserError(cannot_import(spec, error)) from error
     except BaseException as error:  # a module may even call sys.exit
         traceback.print_exc()
+        if refused := refusal_behind(error):
+            raise refused from None
         raise UserError(cannot_import(spec, error)) from error
 
 
@@ -91,6 +118,13 @@ def public_functions(module: ModuleType) -> list[str]:
 def nearest(name: str, known: list[str], otherwise: str = "") -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise or f"known are {', '.join(sorted(known)) or 'none'}."
+
+
+def refusal_behind(error: BaseException | None) -> InsideAReward | None:
+    """The refusal that a command line has turned into an exit, if that is what happened."""
+    while error and not isinstance(error, InsideAReward):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def cannot_import(spec: str, error: BaseException) -> str:

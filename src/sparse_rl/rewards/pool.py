@@ -1,7 +1,8 @@
 """Calls a reward function in processes of its own, one sample per call, each with a limit on the clock.
 
 A function that hangs, raises or crashes costs its sample the verdict and is counted; its process is killed and replaced, and
-the other samples go on. Grading takes at most samples / workers x (timeout_s + the time a process takes to start).
+the other samples go on. Grading takes at most samples / workers x (timeout_s + the time a process takes to start); of an
+async function twice that, because samples whose process had to be killed while it graded several are asked again, alone.
 
 A process is a fresh interpreter: a fork would inherit CUDA, and multiprocessing's spawn imports the trainer's main module,
 and torch with it.
@@ -10,64 +11,91 @@ With no workers the function is called here instead, once with all samples and w
 wants the GPU and a batch.
 """
 
-import json
 import math
 import os
 import pickle
 import selectors
-import signal
-import socket
-import subprocess
 import sys
 import time
 import traceback
+from asyncio import CancelledError
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..data.examples import Example
 from ..errors import UserError
-from .find import one_line
-from .several import part_names, reward_of
-from .worker import LENGTH_BYTES, START_S
+from .find import inside_a_reward, one_line, refuse_inside_a_reward
+from .log import trim
+from .process import START, Worker
+from .settings import Reward as Settings
+from .settings import Timeout, Truncated
+from .several import Reward, fault_of, part_names
+from .worker import START_S
 
-GRACE_S = 0.5
-"""A worker ends itself at its limit and leaves a traceback in the log; one that cannot is killed this much later."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..rollout.rollout import Rollout
+
+LOOK_S = 1.0
+"""How often the log's size is looked at while something is graded."""
 
 Messages = list[dict[str, str]]
 
 
+def about(rollouts: Sequence["Rollout"]) -> dict[str, list[Any]]:
+    """The columns that tell a reward how each rollout ended and which tokens it has."""
+    return {"finish": [each.finish for each in rollouts], "completion_ids": [each.response for each in rollouts]}
+
+
 @dataclass(frozen=True)
 class Graded:
-    """The verdicts of a batch; a value is None for any of three reasons, which are counted apart."""
+    """The verdicts of a batch; a value is None where there is none. What the reward failed to grade is counted by reason."""
 
     values: list[float | None]
     no_verdict: int
     """The function returned None."""
     timeouts: int
     errors: int
-    """It raised, ended its process, or returned anything but one finite number."""
+    """It raised, ended its process, or returned anything but one finite number of at most `MAX_REWARD`."""
     first_error: str | None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
     """Of a sum of several functions, what each returned; a sample that got no verdict has none."""
+    truncated: int = 0
+    """Cut off, and so not decided by the function."""
+    strays: int = 0
+    """Lines on the workers' channels that answered no request."""
 
 
 class RewardPool:
     """`with RewardPool("my_rewards:graded") as pool: pool.grade(…)`. For one caller at a time."""
 
-    def __init__(self, function: str, workers: int = 2, timeout_s: float = 10.0, *, log: Path | None = None):
+    def __init__(
+        self,
+        function: str,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        *,
+        log: Path | None = None,
+        truncated: Truncated = "grade",
+        timeout: Timeout = "none",
+    ):
         """Waits until every worker has imported the function. What they print goes to `log`, or nowhere."""
+        refuse_inside_a_reward()
         self.function, self.timeout_s, self.log = function, timeout_s, log
+        self.truncated, self.timeout = truncated, timeout
         self._parts = part_names(function)  # a sum that cannot be read is refused before anything starts
-        self._size = workers
-        self._workers: list[_Worker] = []
+        self._size, self._strays = workers, 0
+        self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._here = None if workers else _Here(function, log)
         failure = self._fill()
-        for worker in list(self._workers):
-            failure = failure or self._start(worker, worker.read())
+        while not failure and not all(worker.ready for worker in self._workers):
+            for worker in self._wait(math.inf):
+                failure = failure or self._hear(worker, _Batch([], []))
         if failure:
             self.close()
             raise UserError(failure)
@@ -80,6 +108,8 @@ class RewardPool:
 
     def close(self) -> None:
         self._size, self._here = 0, None
+        for worker in self._workers:
+            worker.hang_up()
         for worker in list(self._workers):
             self._discard(worker)
         self._selector.close()
@@ -87,51 +117,61 @@ class RewardPool:
     def grade(
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], columns: dict[str, list[Any]]
     ) -> Graded:
-        """Completions may all be texts: where a prompt is messages, the function gets its completion as messages, too."""
+        """Completions may all be texts: where a prompt is messages, the function gets its completion as messages, too.
+
+        The column `finish`, where there is one, says which completions were cut off.
+        """
         assert self._size or self._here, "the pool is closed"
-        if self._here:
-            return self._here.grade(prompts, completions, columns)
-        waiting = deque(enumerate(requests(prompts, completions, columns)))
-        outcomes: list[dict[str, Any]] = [{} for _ in waiting]
-        failure = self._fill()  # why a worker could not start: then no further one is tried in this call
-        try:
-            while waiting or any(worker.sample is not None for worker in self._workers):
-                for worker in self._wait(0 if waiting and any(worker.idle for worker in self._workers) else math.inf):
-                    sample, late, message = worker.sample, worker.late, worker.read()
-                    if not worker.ready:
-                        failure = self._start(worker, message) or failure
-                    elif message and sample is not None:
-                        outcomes[sample] = message
-                        worker.rest()
-                    else:
-                        ended = self._discard(worker)
-                        failure = failure or self._fill()
-                        if sample is not None:
-                            outcomes[sample] = {"late": True} if late else {"error": f"the reward ended its process ({ended})"}
-                for worker in self._workers:
-                    if worker.idle and waiting:
-                        worker.ask(*waiting.popleft(), self.timeout_s)
-                if not self._workers:
-                    outcomes = [outcome or {"error": failure} for outcome in outcomes]
-                    break
-        finally:  # when interrupted: an answer to this batch must not be taken for one to the next
-            for worker in [worker for worker in self._workers if worker.sample is not None]:
-                self._discard(worker)
-        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+        trim(self.log)
+        packed = requests(prompts, completions, columns)
+        finish = columns.get("finish", ["stop"] * len(packed))
+        cut = [self.truncated != "grade" and each != "stop" for each in finish]
+        outcomes = self._here.grade(packed) if self._here else self._asked(_Batch(packed, cut))
+        return self._graded(outcomes, cut)
+
+    def _graded(self, outcomes: list[dict[str, Any]], cut: list[bool]) -> Graded:
+        instead = {"value": 0.0 if self.truncated == "zero" else None}
+        asked = [outcome for outcome, each in zip(outcomes, cut, strict=True) if not each]
+        outcomes = [instead if each else outcome for outcome, each in zip(outcomes, cut, strict=True)]
+        late = 0.0 if self.timeout == "zero" else None
+        errors = [outcome["error"] for outcome in asked if "error" in outcome]
+        strays, self._strays = self._strays, 0
         return Graded(
-            values=[outcome.get("value") for outcome in outcomes],
-            no_verdict=sum("value" in outcome and outcome["value"] is None for outcome in outcomes),
-            timeouts=sum("late" in outcome for outcome in outcomes),
+            values=[late if "late" in outcome else outcome.get("value") for outcome in outcomes],
+            no_verdict=sum("value" in outcome and outcome["value"] is None for outcome in asked),
+            timeouts=sum("late" in outcome for outcome in asked),
             errors=len(errors),
             first_error=errors[0] if errors else None,
             parts=by_name(self._parts, [outcome.get("parts") for outcome in outcomes]),
+            truncated=sum(cut),
+            strays=strays,
         )
+
+    def _asked(self, batch: "_Batch") -> list[dict[str, Any]]:
+        """The outcome of every sample that is not cut off."""
+        failure = self._fill()  # why a worker could not start: then no further one is tried in this call
+        try:
+            while batch.unasked or any(worker.ready and worker.in_flight for worker in self._workers):
+                for worker in self._wait(0 if batch.unasked and any(worker.idle for worker in self._workers) else LOOK_S):
+                    failure = self._hear(worker, batch) or failure
+                failure = failure or self._fill()
+                self._deal(batch)
+                trim(self.log)
+                if not self._workers:
+                    batch.give_up(failure)
+        finally:  # when interrupted: no worker goes on with this batch
+            for worker in [worker for worker in self._workers if worker.ready and worker.in_flight]:
+                self._discard(worker)
+            self._strays += sum(worker.strays for worker in self._workers)
+            for worker in self._workers:
+                worker.strays = 0
+        return batch.outcomes
 
     def _fill(self) -> str | None:
         """Start the workers that are missing; the reason, if that cannot be done."""
         while len(self._workers) < self._size:
             try:
-                worker = _Worker(self.function, self.timeout_s, self.log)
+                worker = Worker(self.function, self.timeout_s, self.log)
             except OSError as error:
                 return (
                     f"A process for the reward could not be started ({error}): close other programs or lower reward.workers."
@@ -140,30 +180,121 @@ class RewardPool:
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         return None
 
-    def _start(self, worker: "_Worker", message: dict[str, Any] | None) -> str | None:
-        """Take in a worker's first message; the reason, if it could not import the function."""
-        if message and "refused" not in message:
-            worker.ready = True
-            worker.rest()
-            return None
-        late, ended = worker.late, self._discard(worker)
-        if message:
-            return str(message["refused"])
+    def _deal(self, batch: "_Batch") -> None:
+        """Hand out samples, the next one to the worker that has fewest."""
+        for worker in self._workers:
+            if batch.alone and worker.idle:
+                sample = batch.alone.popleft()
+                worker.ask(sample, batch.requests[sample], alone=True)
+        while batch.waiting and (free := [worker for worker in self._workers if worker.has_room]):
+            sample = batch.waiting.popleft()
+            min(free, key=lambda worker: len(worker.in_flight)).ask(sample, batch.requests[sample])
+
+    def _hear(self, worker: Worker, batch: "_Batch") -> str | None:
+        """Take in what a worker has said, or that it has ended or is overdue; the reason, if it could not start."""
+        for sample, message in worker.read():
+            if "refused" in message:
+                self._discard(worker)
+                return str(message["refused"])
+            if sample == START:
+                worker.at_once = message["ready"]
+            elif "late" in message:
+                worker.retiring = True
+                batch.settle([sample], {"late": True}, sure=worker.alone or not message["blocked"])
+            elif "started" not in message:
+                batch.settle([sample], message)
+        if worker.ended or time.monotonic() >= worker.overdue_at:
+            late, lost, ready = worker.late, list(worker.in_flight.values()), worker.ready
+            ended = self._discard(worker)
+            if not ready:
+                return self._no_start(late, ended)
+            outcome = {"late": True} if late else {"error": f"the reward ended its process ({ended})"}
+            batch.settle(lost, outcome, sure=len(lost) < 2)
+        elif worker.retiring and not worker.in_flight:
+            self._discard(worker)
+        return None
+
+    def _no_start(self, late: bool, ended: str) -> str:
         if late:
             return f"reward.function = {self.function} takes over {START_S:.0f} s to import: move slow work into the function."
         return f"reward.function = {self.function} ends its process ({ended}) when imported: mend its module."
 
-    def _wait(self, timeout_s: float) -> list["_Worker"]:
+    def _wait(self, timeout_s: float) -> list[Worker]:
         """The workers that have said something, have ended or are overdue."""
         first = min((worker.overdue_at for worker in self._workers), default=0.0)
         said = [key.data for key, _ in self._selector.select(max(0.0, min(timeout_s, first - time.monotonic())))]
         now = time.monotonic()
         return said + [worker for worker in self._workers if worker.overdue_at <= now and worker not in said]
 
-    def _discard(self, worker: "_Worker") -> str:
+    def _discard(self, worker: Worker) -> str:
         self._workers.remove(worker)
         self._selector.unregister(worker.socket)
+        self._strays += worker.strays
         return worker.kill()
+
+
+def pool_for(settings: Settings, function: str, *, log: Path | None = None, workers: int | None = None) -> RewardPool:
+    """A pool of this function, as the configuration has it but for the number of workers where one is named."""
+    return RewardPool(
+        function,
+        settings.workers if workers is None else workers,
+        settings.timeout_s,
+        log=log,
+        truncated=settings.truncated,
+        timeout=settings.timeout,
+    )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a reward made of the answer of a problem, given as the whole text; of an empty one where there is no answer."""
+
+    gold: str | None
+    value: float | None
+    fault: str
+    """Empty if there is none."""
+
+    @property
+    def sentence(self) -> str:
+        what = "the first gold" if self.gold is not None else "an empty text, for the data have no answer"
+        return f"The reward fails on {what} ({self.fault}): mend reward.function."
+
+
+def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Tried:
+    """Grade one gold before anything is sampled. Without a tokenizer the text's bytes stand in for token ids."""
+    text = example.answer or ""
+    ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else list(text.encode())
+    columns = {name: [value] for name, value in example.columns.items()} | {"finish": ["stop"], "completion_ids": [ids]}
+    graded = pool.grade([example.prompt], [text], columns)
+    fault = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
+    return Tried(example.answer, graded.values[0], fault)
+
+
+class _Batch:
+    """Samples that are asked for, and what became of each: a value, an error, or late."""
+
+    def __init__(self, requests: list[bytes], cut: list[bool]):
+        self.requests = requests
+        self.outcomes: list[dict[str, Any]] = [{} for _ in requests]
+        self.waiting = deque(sample for sample, each in enumerate(cut) if not each)
+        self.alone: deque[int] = deque()
+        """Asked again, in a worker that has no other: in company it was not clear who was to blame."""
+
+    @property
+    def unasked(self) -> bool:
+        return bool(self.waiting or self.alone)
+
+    def settle(self, samples: list[int], outcome: dict[str, Any], *, sure: bool = True) -> None:
+        if not sure:
+            self.alone.extend(samples)
+            return
+        for sample in samples:
+            self.outcomes[sample] = outcome
+
+    def give_up(self, why: str | None) -> None:
+        self.settle([*self.waiting, *self.alone], {"error": why})
+        self.waiting.clear()
+        self.alone.clear()
 
 
 class _Here:
@@ -173,23 +304,25 @@ class _Here:
         self.log = log
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
-        self.reward, self.parts = reward_of(function), part_names(function)
+        with inside_a_reward():
+            self.reward = Reward(function)
 
-    def grade(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> Graded:
-        samples = [pickle.loads(request) for request in requests(prompts, completions, columns)]  # copies, as a worker has
-        rows = {name: [row[name] for _, _, row in samples] for name in columns}
+    def grade(self, packed: list[bytes]) -> list[dict[str, Any]]:
+        if not packed:
+            return []
+        prompts, completions, rows = zip(*map(pickle.loads, packed), strict=True)  # copies, as a worker has
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
         try:
-            verdicts = self.reward([each[0] for each in samples], [each[1] for each in samples], **rows) if samples else []
-        except Exception as error:
+            verdicts = self.reward(list(prompts), list(completions), columns)
+        except (Exception, SystemExit, CancelledError) as error:  # what is meant for the trainer passes, such as Ctrl-C
             with open(self.log or os.devnull, "a") as output:
                 traceback.print_exc(file=output)
-            return Graded([None] * len(samples), 0, 0, len(samples), one_line(error))
-        totals = [verdict.total for verdict in verdicts]
-        broken = [total for total in totals if total is not None and not math.isfinite(total)]
-        values = [None if total is None or not math.isfinite(total) else total for total in totals]
-        parts = [None if value is None else verdict.parts for value, verdict in zip(values, verdicts, strict=True)]
-        first = f"the reward returned {broken[0]}" if broken else None
-        return Graded(values, totals.count(None), 0, len(broken), first, by_name(self.parts, parts))
+            return [{"error": one_line(error)}] * len(packed)
+        faults = [fault_of(verdict) for verdict in verdicts]
+        return [
+            {"error": fault} if fault else {"value": verdict.total, "parts": verdict.parts}
+            for verdict, fault in zip(verdicts, faults, strict=True)
+        ]
 
 
 def by_name(names: list[str], parts: Sequence[list[float | None] | None]) -> dict[str, list[float | None]]:
@@ -197,70 +330,6 @@ def by_name(names: list[str], parts: Sequence[list[float | None] | None]) -> dic
     if len(names) < 2:
         return {}
     return {name: [each[place] if each else None for each in parts] for place, name in enumerate(names)}
-
-
-class _Worker:
-    """A process, its socket, and what it is at: importing until `ready`, then grading `sample` or idle."""
-
-    def __init__(self, function: str, timeout_s: float, log: Path | None):
-        self.socket, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]}; from {__package__}.worker import main; "
-        code += f"main({theirs.fileno()}, {function!r}, {timeout_s!r})"
-        with theirs, open(log or os.devnull, "ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],  # -u: what was printed before a kill is in the log
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # away from the terminal's Ctrl-C, and one group to kill with all its children
-            )
-        self.replies = self.socket.makefile("rb")
-        self.sample: int | None = None
-        self.ready = False
-        self.late_at = time.monotonic() + START_S
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and self.sample is None
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() >= self.late_at
-
-    @property
-    def overdue_at(self) -> float:
-        return self.late_at + GRACE_S
-
-    def rest(self) -> None:
-        self.sample, self.late_at = None, math.inf
-
-    def ask(self, sample: int, request: bytes, timeout_s: float) -> None:
-        self.sample, self.late_at = sample, time.monotonic() + timeout_s
-        self.socket.settimeout(timeout_s)
-        with suppress(OSError):  # it ended or does not read: the reply that fails to come will tell
-            self.socket.sendall(len(request).to_bytes(LENGTH_BYTES, "big") + request)
-
-    def read(self) -> dict[str, Any] | None:
-        """Its message; None if it has ended, or says nothing before it is overdue."""
-        self.socket.settimeout(min(max(self.overdue_at - time.monotonic(), 0.001), START_S + GRACE_S))
-        try:
-            line = self.replies.readline()
-        except OSError:
-            return None
-        return json.loads(line) if line.endswith(b"\n") else None
-
-    def kill(self) -> str:
-        """End the process and its children, if it has not ended by itself; how it ended."""
-        self.replies.close()
-        self.socket.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        try:
-            status = self.process.wait(timeout=1)
-        except subprocess.TimeoutExpired:  # in the middle of a system call that nothing can end: leave it behind
-            return "it cannot be killed"
-        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
 def requests(prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> list[bytes]:

@@ -1,6 +1,6 @@
 """`Reward`: which function grades a response, and how long it may take."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,9 @@ from ..settings import Section
 KIND_REWARDS = {"math": "math_answer", "integer": "integer_answer", "arithmetic": "arithmetic"}
 TASK_REWARDS = {task.name: KIND_REWARDS[task.kind] for task in TASKS.values()}
 """The built-in function that grades each task."""
+
+Truncated = Literal["zero", "none", "grade"]
+Timeout = Literal["zero", "none"]
 
 
 class Reward(Section):
@@ -23,7 +26,15 @@ class Reward(Section):
         description="math_answer, integer_answer, last_number, exact, arithmetic, or yours: my_rewards:graded, "
         "my/rewards.py:graded; several with weights: math_answer + 0.2 * my/rewards.py:brief; default: the task's.",
     )
-    timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds after which one sample is left without a verdict.")
+    truncated: Truncated = Field(
+        "zero",
+        description="What an answer earns that was cut off, at max_tokens or for repeating itself: zero, 0; none, no verdict; "
+        "grade, what the function says.",
+    )
+    timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds after which the grading of one sample is ended.")
+    timeout: Timeout = Field(
+        "zero", description="What an answer earns whose grading took longer than timeout_s: zero, 0; none, no verdict."
+    )
     workers: int = Field(
         2,
         ge=0,

@@ -1,6 +1,7 @@
 """One reward or a weighted sum of several, called on a batch: `math_answer + 0.2 * my_rewards.py:brief`."""
 
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -14,7 +15,10 @@ PLUS = re.compile(r"\s\+\s")
 LISTED = re.compile(r"\[|.*:\w+\s*,")
 WEIGHT = re.compile(r"\s*([^*]*?)\s*\*\s*(\S.*)")
 
-Reward = Callable[..., list["Verdict"]]
+ABOUT_THE_ROLLOUT = ("finish", "completion_ids")
+"""Columns that come from the sampler and not from the data. A function that does not take them is called without."""
+MAX_REWARD = 1e9
+"""A larger reward is an error, so that sums, means and deviations of rewards stay finite."""
 
 
 class Term(NamedTuple):
@@ -66,32 +70,57 @@ def refuse_without_answers(path: str, example: Example, function: str) -> None:
         )
 
 
-def reward_of(spec: str) -> Reward:
-    """A function from a batch to a verdict per completion, which raises where a part returns anything but floats and None; NaN
-    and infinity come back as they are."""
-    parts = [(term.weight, find(term.function)) for term in terms(spec)]
+class Reward:
+    """A function from a batch to a verdict per completion, which raises where a part returns anything but floats and None."""
 
-    def reward(prompts: list, completions: list, **columns: Any) -> list[Verdict]:
-        called = [returned(part, prompts, completions, columns) for _, part in parts]
-        weights = [weight for weight, _ in parts]
-        return [Verdict(total(list(zip(weights, each, strict=True))), list(each)) for each in zip(*called, strict=True)]
+    def __init__(self, spec: str):
+        self.weights = [term.weight for term in terms(spec)]
+        self.parts = [find(term.function) for term in terms(spec)]
+        self.left_out = [{name for name in ABOUT_THE_ROLLOUT if not takes(part, name)} for part in self.parts]
+        limits = [part.memory_bytes for part in self.parts if hasattr(part, "memory_bytes")]
+        self.memory_bytes = sum(limits) if len(limits) == len(self.parts) else None
+        self.is_async = any(map(is_async, self.parts))
 
-    limits = [part.memory_bytes for _, part in parts if hasattr(part, "memory_bytes")]
-    reward.memory_bytes = sum(limits) if len(limits) == len(parts) else None  # type: ignore[attr-defined]
-    return reward
+    def __call__(self, prompts: list, completions: list, columns: dict[str, list]) -> list[Verdict]:
+        results = [wait_for(self._call(place, prompts, completions, columns)) for place in range(len(self.parts))]
+        return self._sum(results, len(completions))
+
+    async def graded(self, prompts: list, completions: list, columns: dict[str, list]) -> list[Verdict]:
+        """The same on a loop that others share."""
+        results = []
+        for place in range(len(self.parts)):
+            result = self._call(place, prompts, completions, columns)
+            results.append(await result if hasattr(result, "__await__") else result)
+        return self._sum(results, len(completions))
+
+    def _call(self, place: int, prompts: list, completions: list, columns: dict[str, list]) -> Any:
+        fitting = {name: values for name, values in columns.items() if name not in self.left_out[place]}
+        return self.parts[place](prompts=prompts, completions=completions, **fitting)
+
+    def _sum(self, results: list, count: int) -> list[Verdict]:
+        called = [verdicts(result, count) for result in results]
+        return [Verdict(total(list(zip(self.weights, each, strict=True))), list(each)) for each in zip(*called, strict=True)]
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with a keyword."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of something built in
+        return True
+    return any(
+        each.kind is each.VAR_KEYWORD or (each.name == name and each.kind is not each.POSITIONAL_ONLY) for each in parameters
+    )
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def total(weighted: list[tuple[float, float | None]]) -> float | None:
     """As in TRL, a part without a verdict is left out of the sum; without any there is none."""
     given = [weight * value for weight, value in weighted if value is not None]
     return sum(given) if given else None
-
-
-def returned(function: Callable[..., Any], prompts: list, completions: list, columns: dict[str, list]) -> list[float | None]:
-    result = function(prompts=prompts, completions=completions, **columns)
-    if hasattr(result, "__await__"):
-        result = event_loop().run(finish(result))
-    return verdicts(result, len(completions))
 
 
 def verdicts(result: Any, count: int) -> list[float | None]:
@@ -111,9 +140,14 @@ def verdict(value: Any) -> float | None:
     return float(value)
 
 
-def refuse_if_not_finite(value: float | None) -> None:
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"the reward returned {value}")
+def fault_of(verdict: Verdict) -> str | None:
+    """What is wrong with the numbers of a verdict, if anything is."""
+    for value in (verdict.total, *verdict.parts):
+        if value is not None and not math.isfinite(value):
+            return f"the reward returned {value}"
+        if value is not None and abs(value) > MAX_REWARD:
+            return f"the reward returned {value:g}, beyond \N{PLUS-MINUS SIGN}{MAX_REWARD:g}"
+    return None
 
 
 @functools.cache
@@ -122,6 +156,11 @@ def event_loop() -> Any:
     import asyncio  # most rewards are not async, and it takes long to import
 
     return asyncio.Runner()
+
+
+def wait_for(result: Any) -> Any:
+    """What a function returned, awaited where it is to be."""
+    return event_loop().run(finish(result)) if hasattr(result, "__await__") else result
 
 
 async def finish(result: Any) -> Any:

@@ -1,7 +1,10 @@
-"""The far end of a `RewardPool`: a process that imports the reward and grades one sample at a time.
+"""The far end of a `RewardPool`: a process that imports the reward and grades, one sample at a time.
+
+An `async def` reward gets up to `AT_ONCE` samples at a time, on one event loop, each with its own limit.
 
 It is started as a fresh interpreter and imports no torch, so it is ready in a few hundredths of a second and a crash in it
-is nobody else's. Requests are pickled and come with their length before them; replies are lines of JSON.
+is nobody else's. A request is its number, its length and a pickle. A reply is a line of JSON with the request's number, which
+is drawn at random: what a reward writes to the channel is taken for no reply.
 """
 
 import faulthandler
@@ -13,21 +16,31 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import UserError
 from .find import one_line
-from .several import Reward, refuse_if_not_finite, reward_of
+from .keeper import fork_worker
+from .several import Reward, Verdict, event_loop, fault_of
 
 START_S = 120.0
 """How long the function's module may take to import."""
-LENGTH_BYTES = 8
+NUMBER_BYTES = LENGTH_BYTES = 8
+AT_ONCE = 16
+"""Samples that an async reward has at a time in one worker."""
+SLACK_S = 0.25
+"""How much later than its samples' limits a worker of an async reward ends itself: by then its loop does not turn."""
+TICK_S = 0.05
+BLOCKED = 0.1
+"""Of a sample's limit: if the loop stood still for more, the sample may be late through the fault of another."""
+
+Reply = Callable[..., None]
 
 
-def main(fd: int, function: str, timeout_s: float) -> None:
-    """Grades until the trainer closes its end or is gone, then ends with what processes the function left in its group."""
-    assert os.getpgrp() == os.getpid(), "killing the group must not reach the trainer"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
+def main(fd: int, function: str, timeout_s: float, trainer: int) -> None:
+    """Grade until the trainer closes its end or is gone. Then the keeper ends this process and all that it has started."""
+    fork_worker(fd, trainer)
     os.set_inheritable(fd, False)
     sys.path.insert(0, os.getcwd())
     try:
@@ -37,53 +50,140 @@ def main(fd: int, function: str, timeout_s: float) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # threads, too
 
 
 def serve(channel: socket.socket, spec: str, timeout_s: float) -> None:
-    def reply(**message: Any) -> None:
-        channel.sendall(json.dumps(message).encode() + b"\n")
+    me = os.getpid()
 
-    requests = channel.makefile("rb")
+    def reply(number: int, **message: Any) -> None:
+        if os.getpid() != me:
+            os._exit(1)  # a fork that the reward has left behind: the verdict is its parent's to give
+        channel.sendall(b"\n" + json.dumps({"number": number, **message}).encode() + b"\n")
+
+    number, _ = read_request(channel)
     with Limit(START_S):
         try:
-            function = reward_of(spec)
+            reward = Reward(spec)
         except UserError as error:
-            return reply(refused=str(error))
-    if memory_bytes := getattr(function, "memory_bytes", None):
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    reply(ready=True)
-    while length := requests.read(LENGTH_BYTES):
-        request = requests.read(int.from_bytes(length, "big"))
+            return reply(number, refused=str(error))
+    if reward.memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (reward.memory_bytes, reward.memory_bytes))
+    reply(number, ready=AT_ONCE if reward.is_async else 1)
+    if reward.is_async:
+        return event_loop().run(serve_together(channel, reward, timeout_s, reply))
+    while True:
+        number, request = read_request(channel)
         with Limit(timeout_s):
-            message = grade(function, request)
-        reply(**message)
-    return None
+            message = grade(reward, request)
+        reply(number, **message)
+
+
+def read_request(channel: socket.socket) -> tuple[int, bytes]:
+    header = exactly(channel, NUMBER_BYTES + LENGTH_BYTES)
+    return int.from_bytes(header[:NUMBER_BYTES], "big"), exactly(channel, int.from_bytes(header[NUMBER_BYTES:], "big"))
+
+
+def exactly(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise ConnectionError
+        data += part
+    return bytes(data)
 
 
 class Limit:
     """Ends this process if the block takes longer, leaving its traceback in the log.
 
-    The clock is a thread in C: it works while the function holds the interpreter's lock, and when the trainer was killed
-    and nobody is left to kill us.
+    The clock is a thread in C: it works while the function holds the interpreter's lock.
     """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
 
     def __enter__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
         faulthandler.dump_traceback_later(self.seconds, exit=True, file=2)
 
     def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def grade(function: Reward, request: bytes) -> dict[str, Any]:
+def grade(reward: Reward, request: bytes) -> dict[str, Any]:
     try:
         prompt, completion, columns = pickle.loads(request)
-        (verdict,) = function([prompt], [completion], **{name: [value] for name, value in columns.items()})
-        refuse_if_not_finite(verdict.total)
-        return {"value": verdict.total, "parts": verdict.parts}
+        (verdict,) = reward([prompt], [completion], {name: [value] for name, value in columns.items()})
+        return told(verdict)
     except BaseException as error:
-        traceback.print_exc(file=sys.__stderr__)
-        return {"error": one_line(error)}
+        return failed(error)
+
+
+def told(verdict: Verdict) -> dict[str, Any]:
+    if fault := fault_of(verdict):
+        raise ValueError(fault)
+    return {"value": verdict.total, "parts": verdict.parts}
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    traceback.print_exception(error, file=sys.__stderr__)
+    return {"error": one_line(error)}
+
+
+async def serve_together(channel: socket.socket, reward: Reward, timeout_s: float, reply: Reply) -> None:
+    """Grade every sample as it comes, and reply as each is done.
+
+    While samples are in flight something is said at least every `timeout_s`. Silence means that one of them blocks the loop:
+    the process then ends, and the pool asks for the others again.
+    """
+    import asyncio
+
+    loop, limit = asyncio.get_running_loop(), Limit(timeout_s + SLACK_S)
+    tasks: set[asyncio.Task] = set()
+    stood_still_s = 0.0
+
+    async def tick() -> None:
+        nonlocal stood_still_s
+        while True:
+            before = loop.time()
+            await asyncio.sleep(TICK_S)
+            stood_still_s += max(0.0, loop.time() - before - 2 * TICK_S)
+
+    async def one(number: int, request: bytes) -> None:
+        limit.restart()
+        reply(number, started=True)  # its clock runs from here: it may have waited while others blocked the loop
+        before = stood_still_s
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                prompt, completion, columns = pickle.loads(request)
+                (verdict,) = await reward.graded([prompt], [completion], {name: [value] for name, value in columns.items()})
+                message = told(verdict)
+        except BaseException as error:
+            message = failed(error)
+        if clock.expired():  # also where the reward has caught its cancellation
+            message = {"late": True, "blocked": stood_still_s - before > BLOCKED * timeout_s}
+        tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
+        limit.restart() if tasks else limit.stop()
+        reply(number, **message)
+
+    ticking = asyncio.create_task(tick())
+    reader, writer = await asyncio.open_unix_connection(
+        sock=channel.dup()
+    )  # the writer is held: without it the loop reads no more
+    channel.settimeout(START_S)  # its descriptor does not block now, and a reply is to be sent whole
+    try:
+        while True:
+            header = await reader.readexactly(NUMBER_BYTES + LENGTH_BYTES)
+            request = await reader.readexactly(int.from_bytes(header[NUMBER_BYTES:], "big"))
+            tasks.add(asyncio.create_task(one(int.from_bytes(header[:NUMBER_BYTES], "big"), request)))
+    except asyncio.IncompleteReadError:
+        raise ConnectionError from None  # the trainer is gone
+    finally:
+        ticking.cancel()
+        writer.close()

@@ -24,7 +24,8 @@ from ..plan.memory import gib
 from ..plan.recipe_table import duration, run_s, smallest_card
 from ..plan.roofline import step_time
 from ..report.live import LiveReport
-from ..rewards.pool import RewardPool
+from ..rewards.find import refuse_inside_a_reward
+from ..rewards.pool import pool_for, try_on_gold
 from ..terminal import Terminal
 from ..text import message
 from .closing import print_closing
@@ -47,22 +48,20 @@ def dry_run(config: Config) -> None:
     if line := planned(config):
         console.print(line, markup=False)
     console.print()
-    examples, example, failed = [], None, ""
+    examples, example, tried = [], None, None
     with told_if_absent(console):
         loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
         examples, example = loaded.examples, loaded.examples[0]
         if loaded.note:
             console.print(f"{loaded.note}\n", markup=False)
     workers = min(config.reward.workers, 1)
-    with RewardPool(config.reward.function_for(config.data.train), workers, config.reward.timeout_s) as pool:
+    with pool_for(config.reward, config.reward.function_for(config.data.train), workers=workers) as pool:
         if example:
-            gold = "" if example.answer is None else example.answer
-            graded = pool.grade([example.prompt], [gold], {name: [value] for name, value in example.columns.items()})
-            failed = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
-            tried = f"first gold: {json.dumps(gold, ensure_ascii=False)}"
-            if example.answer is None:
-                tried = "there is no answer to try the reward with (--data.answer-column names its column): an empty text"
-            console.print(f"{tried}, graded {failed or graded.values[0]}", markup=False)
+            tried = try_on_gold(pool, example)
+            what = f"first gold: {json.dumps(tried.gold, ensure_ascii=False)}"
+            if tried.gold is None:
+                what = "there is no answer to try the reward with (--data.answer-column names its column): an empty text"
+            console.print(f"{what}, graded {tried.fault or tried.value}", markup=False)
     from ..evaluate.sources import encoded  # last, because torch takes seconds to import
     from ..kv.policies import from_settings
     from ..models.load import load_tokenizer
@@ -84,9 +83,8 @@ def dry_run(config: Config) -> None:
             ids = prompts[0]
             shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
             console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
-    if failed:
-        what = "an empty text, for the data have no answer" if example and example.answer is None else "the first gold"
-        raise UserError(f"The reward fails on {what} ({failed}): mend reward.function.")
+    if tried and tried.fault:
+        raise UserError(tried.sentence)
 
 
 @contextmanager
@@ -124,6 +122,7 @@ def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None =
     from .distributed import joined
     from .distributed import launch as torchruns
 
+    refuse_inside_a_reward()
     launch = torchruns() if launch is None else launch
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
@@ -257,7 +256,7 @@ def _train_one(
                 if folder.remote and world.rank:
                     folder.remote.fetch(name)
                 function, reward_log = reward.function_for(config.data.train), folder.path / name
-                pool = opened.enter_context(RewardPool(function, reward.workers, reward.timeout_s, log=reward_log))
+                pool = opened.enter_context(pool_for(reward, function, log=reward_log))
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
                 loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.leads else []
                 trainer = Trainer(config, folder, view, pool, loggers, resume=resume, world=world)

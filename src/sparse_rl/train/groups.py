@@ -13,12 +13,17 @@ from transformers import PreTrainedTokenizerBase
 from ..data.examples import Example
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
-from ..rewards.pool import Graded, RewardPool
+from ..rewards.pool import Graded, RewardPool, about
+from ..rewards.settings import Reward
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
 from .settings import MAX_DRAWS, Config
+
+FAILURES = ("no_verdict", "timeouts", "errors")
+"""Why a reward did not grade what it was asked for; the names are metrics."""
+COUNTED = (*FAILURES, "truncated", "strays")
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Drawn:
     groups: list[Group] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
-    """no_verdict, timeouts, errors of the reward."""
+    """How many rollouts the reward failed to grade, by reason, and how many it was not asked for."""
     first_error: str | None = None
     parts: dict[str, list[float]] = field(default_factory=dict)
     """What each function of a sum returned."""
@@ -77,11 +82,34 @@ class Drawn:
 
     @property
     def silent(self) -> str | None:
-        """Why there is no verdict at all, if there is none."""
-        if any(sample.reward is not None for sample in self.samples):
+        """Why the reward gave no verdict at all, if it was asked and gave none."""
+        asked = len(self.samples) - self.counts["truncated"]
+        if not asked or self.failures < asked:
             return None
         why = f": {self.first_error}" if self.first_error else " (None or over time)"
-        return f"The reward gave no verdict for any of {len(self.samples)} rollouts{why}"
+        return f"The reward gave no verdict for any of {asked} rollouts{why}"
+
+    def remarks(self, reward: Reward) -> list[str]:
+        """What went wrong with the reward of this step."""
+        told = []
+        if failures := self.counts["errors"] + self.counts["timeouts"]:
+            told.append(f"the reward failed on {failures} rollouts (see reward.log): {self.first_error or 'over time'}")
+        if strays := self.counts["strays"]:
+            told.append(f"{strays} lines that a reward wrote to its worker's channel were ignored")
+        zeros = {"truncated": reward.truncated == "zero", "timeout": reward.timeout == "zero"}
+        counts = {"truncated": self.counts["truncated"], "timeout": self.counts["timeouts"]}
+        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
+        for key in [key for key, is_zero in zeros.items() if is_zero and counts[key] and min(rewards) < 0]:
+            told.append(
+                f"reward.{key} = zero paid {counts[key]} rollouts 0, more than the lowest reward, {min(rewards):.3g}: set it to "
+                "none, or have the reward return nothing below 0"
+            )
+        return told
+
+    @property
+    def failures(self) -> int:
+        """Rollouts that the reward was asked for and did not grade."""
+        return sum(self.counts[name] for name in FAILURES)
 
 
 @dataclass(frozen=True)
@@ -162,7 +190,7 @@ class Dealer:
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
         mine = [examples[place] for place in places]
         columns = {name: [example.columns[name] for example in mine] for name in examples[0].columns}
-        graded = self.pool.grade([example.prompt for example in mine], texts, columns)
+        graded = self.pool.grade([example.prompt for example in mine], texts, columns | about(rollouts))
         part = Part(places, rollouts, texts, graded, self.engine.stats, time.perf_counter() - started)
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
@@ -170,7 +198,7 @@ class Dealer:
         for each in parts:
             for place, rollout, text, reward in zip(each.places, each.rollouts, each.texts, each.graded.values, strict=True):
                 samples[place] = Sample(examples[place], rollout, text, reward)
-            drawn.counts.update(no_verdict=each.graded.no_verdict, timeouts=each.graded.timeouts, errors=each.graded.errors)
+            drawn.counts.update({name: getattr(each.graded, name) for name in COUNTED})
             drawn.first_error = drawn.first_error or each.graded.first_error
             for name, values in each.graded.parts.items():
                 drawn.parts.setdefault(name, []).extend(value for value in values if value is not None)

@@ -33,7 +33,7 @@ from ..models.sharded import at_rest, with_weights
 from ..plan.command import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
-from ..rewards.pool import RewardPool
+from ..rewards.pool import RewardPool, pool_for, try_on_gold
 from ..rewards.settings import TASK_REWARDS
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
@@ -141,6 +141,7 @@ class Trainer:
     def run(self, stop: StopAsked) -> None:
         """To the last step, or until asked to stop; either way the last step done is in a checkpoint."""
         self._warn_of_a_small_disk()
+        self._try_reward()
         self.rehearse()
         if self.state.step == 0:
             self._log(self._evaluate())
@@ -178,6 +179,14 @@ class Trainer:
         each = checkpoint.bytes_of(self.optimizer)
         if warning := checkpoint.lack_of_room(self.folder.checkpoints, each, model, to_come, settings.keep):
             self.view.warn(warning)
+
+    def _try_reward(self) -> None:
+        """Before any rollout is sampled for it. A run that continues has seen the reward work, and goes on."""
+        tried = self.world.gather(try_on_gold(self.pool, self.dealer.examples[0], self.tokenizer))
+        if failed := next((each for each in tried if each.fault), None):
+            if self.state.step == 0 and failed.gold is not None:
+                raise UserError(failed.sentence)
+            self.view.warn(failed.sentence)
 
     def rehearse(self) -> None:
         """Say what memory is expected to go where, and try the sampler and the fullest micro-batch."""
@@ -354,8 +363,10 @@ class Trainer:
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
             what = "no group had two different rewards"
             why = "the problems are too easy or too hard, or the reward does not tell answers apart"
-            if missing := drawn.counts.total():
+            if missing := drawn.failures:
                 why = f"{missing} of {len(drawn.samples)} rollouts got no verdict"
+            elif cut := drawn.counts["truncated"]:
+                why = f"{cut} of {len(drawn.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
             elif not all(group.no_signal for group in drawn.groups):
                 what = "every answer that could teach was cut off"
                 why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
@@ -364,10 +375,8 @@ class Trainer:
             self.view.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
             self.view.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
-        if failures := drawn.counts["errors"] + drawn.counts["timeouts"]:
-            self.view.warn(
-                f"Step {step}: the reward failed on {failures} rollouts (see reward.log): {drawn.first_error or 'over time'}."
-            )
+        for remark in drawn.remarks(self.config.reward):
+            self.view.warn(f"Step {step}: {remark}.")
 
     def _end_if_broken(self) -> None:
         skipped = self.state.skipped_in_a_row
@@ -434,7 +443,7 @@ class Trainer:
         if source not in TASK_REWARDS or reward.function_for(source) == self.pool.function:
             yield self.pool
             return
-        with RewardPool(reward.function_for(source), reward.workers, reward.timeout_s, log=self.pool.log) as pool:
+        with pool_for(reward, reward.function_for(source), log=self.pool.log) as pool:
             yield pool
 
     def _evaluate(self) -> dict[str, float]:
@@ -457,6 +466,10 @@ class Trainer:
             if result.ungraded:
                 self.view.warn(
                     f"{result.ungraded} of {len(self.held_out)} evaluated rollouts got no verdict and are not in {key}."
+                )
+            if cost.timeouts and pool.timeout == "zero":
+                self.view.warn(
+                    f"{cost.timeouts} of {len(self.held_out)} evaluated rollouts were over time and count 0 in {key}."
                 )
             del engine  # its cache, before the next one's is allocated
         return metrics

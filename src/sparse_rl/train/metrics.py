@@ -10,7 +10,7 @@ from torch import Tensor
 from ..learner.update import Updated
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
-from .groups import Drawn
+from .groups import FAILURES, Drawn
 
 
 def reward_metrics(drawn: Drawn) -> dict[str, float]:
@@ -20,7 +20,7 @@ def reward_metrics(drawn: Drawn) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/zero_std_groups": sum(group.no_signal for group in drawn.groups) / len(drawn.groups),
         **{f"reward/{name}/mean": statistics.fmean(values) for name, values in drawn.parts.items() if values},
-        **{f"reward/{name}": float(drawn.counts[name]) for name in ("no_verdict", "timeouts", "errors")},
+        **{f"reward/{name}": float(drawn.counts[name]) for name in FAILURES},
     }
 
 

@@ -1,0 +1,124 @@
+"""The process between the trainer and a reward worker: it ends whatever the worker has started, also when the trainer was killed.
+
+The worker is its child. On Linux orphans of the worker become the keeper's children as well, so it finds a daemon that has
+left its process group. Elsewhere it ends the worker's process group.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LOOK_S = 1.0
+"""How often the keeper looks for its trainer, whose end of the channel a process it forked may still hold open."""
+END_S = 1.0
+"""How long the keeper tries to end what is left: a process in a system call that nothing can end stays behind."""
+
+
+def fork_worker(channel: int, trainer: int) -> None:
+    """Return in a child, the worker. This process stays to watch it and never returns."""
+    set_process(PR_SET_CHILD_SUBREAPER, 1)
+    woken, wakes = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    keeper, worker = os.getpid(), os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        os.close(woken)
+        os.close(wakes)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)  # Ctrl-C is the trainer's business
+        os.setpgid(0, 0)
+        set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)
+        return
+    with suppress(OSError):
+        os.setpgid(worker, worker)
+    status = watch(channel, woken, worker, trainer)
+    end_all(worker)
+    end_like(status)
+
+
+def set_process(option: int, value: int) -> None:
+    """prctl(2), where there is one."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def watch(channel: int, woken: int, worker: int, trainer: int) -> int | None:
+    """Wait until the worker has ended and return its status, or None if the trainer has closed its end or is gone."""
+    events = select.poll()
+    events.register(channel, 0)  # a closed end is always told; requests are the worker's to read
+    events.register(woken, select.POLLIN)
+    while True:
+        closed = any(fd == channel for fd, _ in events.poll(LOOK_S * 1000))
+        with suppress(BlockingIOError):
+            os.read(woken, 1 << 16)
+        status = reap(worker)
+        if status is not None or closed or os.getppid() != trainer:
+            return status
+
+
+def reap(worker: int) -> int | None:
+    """Take in all children that have ended; the worker's status if it was one of them."""
+    found = None
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == worker:
+                found = ended[1]
+    return found
+
+
+def end_all(worker: int) -> None:
+    """Kill the worker's group and every descendant, until none is left."""
+    until = time.monotonic() + END_S
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    while time.monotonic() < until:
+        for process in descendants():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def descendants() -> list[int]:
+    """The processes below this one, where /proc tells."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdigit():
+            with suppress(OSError, ValueError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry))
+    found, left = [], children.get(os.getpid(), [])
+    while left:
+        found.append(process := left.pop())
+        left += children.get(process, [])
+    return found
+
+
+def end_like(status: int | None) -> None:
+    """End as the worker did: what it died of is read from this process."""
+    if status is None or not os.WIFSIGNALED(status):
+        os._exit(0 if status is None else os.waitstatus_to_exitcode(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):  # SIGKILL takes no handler
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(1)

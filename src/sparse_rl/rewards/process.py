@@ -1,0 +1,137 @@
+"""One worker of a `RewardPool` as the trainer sees it: a process, its channel, and the samples it has in flight."""
+
+import json
+import math
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .find import INSIDE
+from .worker import LENGTH_BYTES, NUMBER_BYTES, START_S
+
+GRACE_S = 0.5
+"""A worker ends itself at its limit and leaves a traceback in the log; one that cannot is killed this much later."""
+END_S = 5.0
+"""How long a keeper may take to end a worker and what it has started."""
+LINE_BYTES = 2**20
+"""No message is longer."""
+START = -1
+"""Stands for a sample while the worker imports the function."""
+
+
+class Worker:
+    """Importing until `at_once` is known, then grading the samples in `in_flight`, by request number."""
+
+    def __init__(self, function: str, timeout_s: float, log: Path | None):
+        self.timeout_s = timeout_s
+        self.socket, theirs = socket.socketpair()
+        code = f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]}; from {__package__}.worker import main; "
+        code += f"main({theirs.fileno()}, {function!r}, {timeout_s!r}, {os.getpid()})"
+        with theirs, open(log or os.devnull, "ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code],  # -u: what was printed before a kill is in the log
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, INSIDE: "1"},
+                start_new_session=True,  # away from the terminal's Ctrl-C
+            )
+        self.in_flight: dict[int, int] = {}
+        self.at_once = 0
+        self.alone = False
+        """Whether it has one sample that is to have no company."""
+        self.retiring = False
+        """Whether it is replaced once nothing is in flight: a sample that was late may have left something running."""
+        self.ended = False
+        self.strays = 0
+        self._unread = b""
+        self.late_at = math.inf
+        self.ask(START, b"")
+        self.late_at = time.monotonic() + START_S
+
+    @property
+    def ready(self) -> bool:
+        return self.at_once > 0
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.in_flight and not self.retiring
+
+    @property
+    def has_room(self) -> bool:
+        return self.ready and not self.alone and not self.retiring and len(self.in_flight) < self.at_once
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() >= self.late_at
+
+    @property
+    def overdue_at(self) -> float:
+        return self.late_at + GRACE_S
+
+    def ask(self, sample: int, request: bytes, *, alone: bool = False) -> None:
+        if not self.in_flight:
+            self.late_at = time.monotonic() + self.timeout_s
+        number = secrets.randbits(8 * NUMBER_BYTES)
+        self.in_flight[number], self.alone = sample, alone
+        self.socket.settimeout(self.timeout_s)
+        with suppress(OSError):  # it ended or does not read: the reply that fails to come will tell
+            self.socket.sendall(number.to_bytes(NUMBER_BYTES, "big") + len(request).to_bytes(LENGTH_BYTES, "big") + request)
+
+    def read(self) -> list[tuple[int, dict[str, Any]]]:
+        """What it has said of which sample; sets `ended` if it has. Anything that answers no request is counted."""
+        try:
+            data = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            self.ended = not data
+        except BlockingIOError:
+            data = b""
+        except OSError:
+            data, self.ended = b"", True
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        if len(self._unread) > LINE_BYTES:
+            self._unread = b""
+            self.strays += 1
+        return [said for line in lines if line and (said := self._understood(line))]
+
+    def _understood(self, line: bytes) -> tuple[int, dict[str, Any]] | None:
+        message: Any = None
+        with suppress(ValueError, RecursionError):
+            message = json.loads(line)
+        number = message.get("number") if isinstance(message, dict) else None
+        if not isinstance(number, int) or number not in self.in_flight:
+            self.strays += 1
+            return None
+        sample = self.in_flight[number]
+        if "started" not in message:
+            del self.in_flight[number]
+        self.late_at = time.monotonic() + self.timeout_s if self.in_flight else math.inf
+        self.alone = self.alone and bool(self.in_flight)
+        return sample, message
+
+    def hang_up(self) -> None:
+        """Have the keeper end the worker and all that it has started."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> str:
+        """End it, if it has not ended by itself; how it ended."""
+        self.hang_up()
+        self.socket.close()
+        try:
+            status = self.process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # the worker follows its keeper
+            try:
+                status = self.process.wait(timeout=1)
+            except subprocess.TimeoutExpired:  # in the middle of a system call that nothing can end: leave it behind
+                return "it cannot be killed"
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
