@@ -19,7 +19,7 @@ from sparse_rl import load_tokenizer
 from sparse_rl.cli import main
 
 REWARDS = '''
-import math, os, signal, time
+import json, math, os, signal, time
 
 def sums(prompts, completions, **columns):
     """Any text has one, and few have the same."""
@@ -47,6 +47,10 @@ def raises(prompts, completions, **columns):
 
 def hangs(prompts, completions, **columns):
     time.sleep(60)
+
+def tells_the_columns(prompts, completions, finish, completion_ids, **columns):
+    print("columns", json.dumps([completions[0], finish[0], completion_ids[0]]))
+    return sums(prompts, completions)
 
 def only_gold(prompts, completions, **columns):
     if completions != columns["answer"]:

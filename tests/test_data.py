@@ -139,6 +139,8 @@ def test_unicode_line_separators_do_not_end_a_line(path):
         ('{"prompt": "?", "answer": ["2"]}', "answer is a list"),
         ('{"prompt": "?", "completions": 1}', "the column completions is named like an argument"),
         ('{"prompt": "?", "prompts": 1}', "the column prompts is named like an argument"),
+        ('{"prompt": "?", "finish": "stop"}', "the column finish is named like an argument"),
+        ('{"prompt": "?", "completion_ids": [1]}', "the column completion_ids is named like an argument"),
     ],
 )
 def test_a_malformed_row_is_refused_by_file_and_line(path, line, sentence):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from small_runs import metrics, one_thread, train
-from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, replay
+from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.cli import main
 from sparse_rl.learner.correction import Correction
 from sparse_rl.learner.optimizer import Optimizer
@@ -430,6 +430,31 @@ def test_a_reward_that_falls_silent_for_a_step_does_not_end_the_run(world, tmp_p
     assert "no group had two different rewards, so nothing is learned: 4 of 4 rollouts got no verdict." in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_a_reward_is_told_how_a_rollout_ended_and_which_tokens_it_has(world, tmp_path):
+    """In the try on a gold, in training and in the evaluation of held-out problems."""
+    run, test = tmp_path / "run", ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "2"]
+    train(world, run, *test, "--method", "dense", "--steps", "1", "--rollout.max-tokens", "6", reward="tells_the_columns")
+    lines = [line.removeprefix("columns ") for line in (run / "reward.log").read_text().splitlines()]
+    told = [json.loads(line) for line in lines if line.startswith("[")]
+    tokenizer = load_tokenizer("tiny")
+    assert len(told) == 1 + 4 + 2 * 2 and told[0] == ["1", "stop", tokenizer.encode("1", add_special_tokens=False)]
+    for text, finish, ids in told[1:]:
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert (finish == "stop") == (ids[-1] == tokenizer.eos_token_id) and len(ids) <= 6
+    rollouts = pq.read_table(run / "rollouts/step-1.parquet").to_pylist()
+    assert {each["text"] for each in rollouts} <= {text for text, _, _ in told}
+
+
+@pytest.mark.parametrize(("truncated", "reward"), [("zero", 0.0), ("none", None)])
+def test_cut_off_answers_earn_nothing_unless_the_reward_is_asked(world, tmp_path, capsys, truncated, reward):
+    """The default is zero. A step in which all are cut off is told of, and is not the end of the run."""
+    run = tmp_path / "run"
+    train(world, run, "--method", "dense", "--steps", "1", "--rollout.max-tokens", "3", "--reward.truncated", truncated)
+    rollouts = pq.read_table(run / "rollouts/step-1.parquet").to_pylist()
+    assert {each["finish"] for each in rollouts} == {"length"} and {each["reward"] for each in rollouts} == {reward}
+    assert "4 of 4 rollouts were cut off and not graded; raise rollout.max_tokens" in capsys.readouterr().out
 
 
 def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, capsys):

@@ -28,7 +28,7 @@ PLACE = "{prompt}"
 """Stands for the problem in a template."""
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 """Where the problem is looked for."""
-RESERVED = {"prompts", "completions", "finish", "completion_ids"}
+RESERVED = {"prompts", "completions", "finish", "completion_ids", "in_thought"}
 """What a reward function is given under these names is ours."""
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
 INTEGER = re.compile(r"[-+]?[0-9][0-9,]*(\.0*)?")

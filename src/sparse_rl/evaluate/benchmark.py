@@ -125,7 +125,7 @@ def run(
     places = [(number, sample) for number in numbers for sample in range(samples)]
     examples = [benchmark.examples[number] for number, _ in places]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    graded = pool.grade([example.prompt for example in examples], texts, columns | about(rollouts))
+    graded = pool.grade([example.prompt for example in examples], texts, columns | about(rollouts, tokenizer))
     done = [
         Sample(
             number,

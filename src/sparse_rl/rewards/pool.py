@@ -40,15 +40,22 @@ if TYPE_CHECKING:
 
     from ..rollout.rollout import Rollout
 
+PROMPT_END = 8
+"""Tokens in which a prompt that opens a thought ends."""
 LOOK_S = 1.0
 """How often the log's size is looked at while something is graded."""
 
 Messages = list[dict[str, str]]
 
 
-def about(rollouts: Sequence["Rollout"]) -> dict[str, list[Any]]:
-    """The columns that tell a reward how each rollout ended and which tokens it has."""
-    return {"finish": [each.finish for each in rollouts], "completion_ids": [each.response for each in rollouts]}
+def about(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Any]]:
+    """The columns that tell a reward how each rollout ended, which tokens it has and whether its prompt has opened a thought."""
+    ends = tokenizer.batch_decode([each.prompt[-PROMPT_END:] for each in rollouts], skip_special_tokens=False)
+    return {
+        "finish": [each.finish for each in rollouts],
+        "completion_ids": [each.response for each in rollouts],
+        "in_thought": [end.rstrip().endswith("<think>") for end in ends],
+    }
 
 
 @dataclass(frozen=True)
@@ -264,7 +271,8 @@ def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokeni
     """Grade one gold before anything is sampled. Without a tokenizer the text's bytes stand in for token ids."""
     text = example.answer or ""
     ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else list(text.encode())
-    columns = {name: [value] for name, value in example.columns.items()} | {"finish": ["stop"], "completion_ids": [ids]}
+    columns = {name: [value] for name, value in example.columns.items()}
+    columns |= {"finish": ["stop"], "completion_ids": [ids], "in_thought": [False]}
     graded = pool.grade([example.prompt], [text], columns)
     fault = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
     return Tried(example.answer, graded.values[0], fault)

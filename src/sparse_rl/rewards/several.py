@@ -15,7 +15,7 @@ PLUS = re.compile(r"\s\+\s")
 LISTED = re.compile(r"\[|.*:\w+\s*,")
 WEIGHT = re.compile(r"\s*([^*]*?)\s*\*\s*(\S.*)")
 
-ABOUT_THE_ROLLOUT = ("finish", "completion_ids")
+ABOUT_THE_ROLLOUT = ("finish", "completion_ids", "in_thought")
 """Columns that come from the sampler and not from the data. A function that does not take them is called without."""
 MAX_REWARD = 1e9
 """A larger reward is an error, so that sums, means and deviations of rewards stay finite."""

@@ -190,7 +190,7 @@ class Dealer:
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
         mine = [examples[place] for place in places]
         columns = {name: [example.columns[name] for example in mine] for name in examples[0].columns}
-        graded = self.pool.grade([example.prompt for example in mine], texts, columns | about(rollouts))
+        graded = self.pool.grade([example.prompt for example in mine], texts, columns | about(rollouts, self.tokenizer))
         part = Part(places, rollouts, texts, graded, self.engine.stats, time.perf_counter() - started)
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
