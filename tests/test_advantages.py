@@ -57,6 +57,7 @@ def test_the_overlong_penalty_grows_linearly_to_minus_one_at_the_limit():
     lengths = torch.tensor([1, 80, 81, 90, 95, 100])
     assert overlong_penalty(lengths, 100, 20).tolist() == pytest.approx([0, 0, -0.05, -0.5, -0.75, -1])
     assert not overlong_penalty(lengths, 100, 0).any()
+    assert overlong_penalty(lengths, 100, 100).tolist() == pytest.approx([-0.01, -0.8, -0.81, -0.9, -0.95, -1])
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,18 @@ def test_a_loss_is_its_formula_and_so_is_its_gradient(name, seed):
     assert 0 < clipped < metrics["tokens"]
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("row", [0, 7])
+def test_an_update_of_one_sequence_is_its_formula(name, row):
+    """Nine tokens, and one: no divisor is too small to count."""
+    tensors, divisors = batch()
+    one = {key: value[row : row + 1] for key, value in tensors.items()}
+    value, gradient, _ = run(name, one, divisors[row : row + 1])
+    expected, expected_gradient, _ = by_hand(name, one)
+    assert value == pytest.approx(expected, rel=1e-12) and value != 0
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-14)
+
+
 def test_gspo_with_weights_one_is_the_sequence_objective():
     tensors, divisors = batch()
     tensors["weights"] = tensors["mask"].double()
@@ -171,6 +183,9 @@ def test_a_learner_far_from_the_old_policy_breaks_nothing(name):
     far = {key: value.float() if value.is_floating_point() else value for key, value in far.items()}
     value, gradient, _ = run(name, far, divisors.float())
     assert math.isfinite(value) and gradient.isfinite().all()
+    if name != "cispo":  # whose weight is at most 5
+        counted = (inputs_of(name, far, divisors.float()).shares * far["weights"]).sum().item()
+        assert value == pytest.approx(math.exp(20) * counted, rel=1e-4), "a ratio counts as e^20 at most"
 
 
 @pytest.mark.parametrize("name", LOSSES)
