@@ -1,6 +1,7 @@
 """The suite needs nothing but this repository: it reads nothing beside it, and it tests this checkout's code."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,10 @@ def test_the_scan_finds_paths_that_leave(source, lines):
 
 
 def test_only_tests_of_a_gpu_are_skipped():
-    skipping = {path.name for path in TESTS.rglob("*.py") if "pytest.mark.skip" in path.read_text(encoding="utf-8")}
-    assert skipping - {Path(__file__).name} == {"test_gpu.py"}
+    skips = re.compile(r"pytest\.(?:mark\.skip|mark\.xfail|skip\(|importorskip).*")
+    for path in set(TESTS.rglob("*.py")) - {Path(__file__)}:
+        for line in skips.findall(path.read_text(encoding="utf-8")):
+            assert line.startswith("pytest.mark.skipif(not torch.cuda.is_available(), "), f"{path.name}: {line}"
 
 
 def test_the_code_under_test_is_that_of_this_repository():
