@@ -30,10 +30,10 @@ def joined(config: Config) -> Iterator[World]:
         yield ALONE
         return
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available() and config.model.device in (None, "cuda")
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=config.ranks.timeout_s)
-    started = not dist.is_initialized()  # Ray has done it
+    started = not dist.is_initialized()  # Ray has done it, and chosen the GPU
+    if started and on_gpu:
+        torch.cuda.set_device(gpu_of(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
     whole, _launcher = fresh_store(rank, size, timeout) if started else (dist.distributed_c10d._get_default_store(), None)
     store = dist.PrefixStore(f"run-{next(RUNS)}", whole)
     with Watch(store, rank, size) as watch:
@@ -49,6 +49,16 @@ def joined(config: Config) -> Iterator[World]:
         finally:
             if started:
                 dist.destroy_process_group()
+
+
+def gpu_of(local_rank: int, gpus: int) -> int:
+    """Each rank of a machine has a GPU to itself."""
+    if local_rank >= gpus:
+        raise UserError(
+            f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} and at least {local_rank + 1} ranks: start at most one for "
+            f"each, with --nproc-per-node {gpus}."
+        )
+    return local_rank
 
 
 RUNS = itertools.count()

@@ -8,6 +8,7 @@ the reason: so its own store keeps the sentence, and each later start ends with 
 import ctypes
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ from ..errors import RankLost, Refused, Unanswered, UserError, first_line, say_e
 
 LOOK_S = 0.5
 """Between two looks into the store."""
-HEARD_S = 5.0
-"""The longest that the first rank, which holds the store, waits for the others to have looked."""
+TOGETHER_S = 5.0
+"""The longest that a rank which has unwound waits for the others: torchrun signals them as soon as one is gone."""
 GRACE_S = 20.0
 """In which a rank has to unwind, with all that it writes."""
 KEY = "refused"
@@ -52,12 +53,22 @@ class Watch(threading.Thread):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.rank == 0 and self.heard and self.heard["final"]:
-            ends = time.monotonic() + HEARD_S
-            while self.store.add("heard", 0) < self.size and time.monotonic() < ends:
-                time.sleep(0.02)
         self.over.set()
         self.join()
+        if self.heard and self.heard["final"]:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, to ranks that have yet to say why
+            self._leave_together()
+
+    def _leave_together(self) -> None:
+        ends = time.monotonic() + TOGETHER_S
+        with suppress(RuntimeError):  # the first rank, which holds the store, was faster
+            left = self.store.add("left", 1)
+            while left < self.size and time.monotonic() < ends:
+                time.sleep(0.02)
+                left = self.store.add("left", 0)
+        if self.rank == 0:
+            time.sleep(0.2)  # in which the others see it
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -89,13 +100,14 @@ class Watch(threading.Thread):
                 try:
                     if self.store.check([KEY]):
                         self.heard = json.loads(self.store.get(KEY))
-                        self.store.add("heard", 1)
                 except RuntimeError:
                     self.gone = True
             return self.heard is not None
 
     def _told(self) -> UserError:
         assert self.heard is not None
+        if self.heard["rank"] == self.rank:
+            return UserError(self.heard["said"])
         if self.heard["final"]:
             return Refused(self.heard["rank"], self.heard["said"])
         return RankLost(f"Rank {self.heard['rank']} failed ({self.heard['said']}): see what it says.")
@@ -134,6 +146,6 @@ def refused_for_good() -> Iterator[None]:
             with suppress(Exception):  # what is refused is what matters
                 import torch.distributed as dist
 
-                known = next(dist.rendezvous("env://", timeout=timedelta(seconds=HEARD_S)))[0]
+                known = next(dist.rendezvous("env://", timeout=timedelta(seconds=TOGETHER_S)))[0]
                 known.compare_set(KEY, "", json.dumps({"rank": rank, "said": str(error)}))
         raise
