@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -513,6 +514,28 @@ def test_starting_anew_leaves_no_old_figures(tmp_path):
         work.written = 1
     with Work(tmp_path / "out").opened(asked | {"seed": 1}, overwrite=True):
         assert not (work.path / "results.json").exists()
+
+
+def test_a_killed_replacement_costs_no_evaluation(tmp_path, capsys):
+    """Killed before its first problem, the old one is back; killed after it, the new one goes on."""
+    asked, anew = ({"seed": seed, "benchmarks": {"a": {}}, "settings": {"full": {}}} for seed in (0, 1))
+    chunk = Chunk([Sample(0, 0, 1.0, 3, "stop", False, 1, "x")], Cost(tokens=3))
+    work = Work(tmp_path / "out")
+    with work.opened(asked, overwrite=False):
+        work.add("a", "full", chunk, None)
+    for adds in (False, True):
+        child = os.fork()
+        if not child:
+            with Work(work.path).opened(anew, overwrite=True):
+                if adds:
+                    Work(work.path).add("a", "full", chunk, None)
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        after = Work(work.path)
+        with after.opened(anew if adds else asked, overwrite=False):
+            assert len(after.of("a", "full").samples) == 1
+        assert not [*work.path.glob(".replaced*")]
+    assert "the evaluation before it is back" in capsys.readouterr().err
 
 
 def test_a_folder_that_was_only_locked_is_free(tmp_path):

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from small_runs import CONTEXT, Command, arguments, metrics, refused, train
-from sparse_rl import disk
-from sparse_rl.cli import main
+from small_runs import CONTEXT, Command, arguments, metrics, one_thread, refused, train
+from sparse_rl import aside, disk
+from sparse_rl.cli import build_parser, main
+from sparse_rl.config import from_flags
 from sparse_rl.errors import UserError
-from sparse_rl.train import checkpoint, lock
+from sparse_rl.train import checkpoint, command, lock
 from sparse_rl.train.folder import RunFolder
 from sparse_rl.train.lock import Holder, RunLock, this_process
+from sparse_rl.train.settings import Config
 
 QUICK = ["--method", "dense", "--rollout.max-tokens", "8", "--reward.workers", "0", "--checkpoint.every", "1"]
 ELSEWHERE = {"host": "node7", "pid": 4321, "user": "ana", "boot": "another machine"}
@@ -171,6 +173,31 @@ def start_at_once(folder, start, ended, results) -> None:
         results.put("refused")
     ended.wait()
     mine.release()
+
+
+def test_a_launch_that_starts_again_goes_on_with_the_run_it_has_begun(world, tmp_path):
+    """It was asked to replace the run before, and has."""
+    flags = (tmp_path / "run", *QUICK)
+    train(world, *flags, "--seed", "1", "--steps", "1")
+    for steps in ("1", "2"):
+        config = parsed(arguments(world, *flags, "--steps", steps))
+        with one_thread():
+            command.train(config, resume=False, overwrite=True, launch="job 7")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def parsed(words: list[str]) -> Config:
+    return from_flags(build_parser().parse_args(words), Config)
+
+
+def test_a_run_that_a_killed_start_was_to_replace_is_read_as_it_was(world, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(world, run, *QUICK, "--steps", "1")
+    aside.set_aside(run)
+    (run / "config.toml").write_text("seed = 5")
+    main(["export", str(run), str(tmp_path / "model")])
+    assert "the run before it is back" in capsys.readouterr().err
+    assert not [*run.glob(".replaced*")] and checkpoint.steps_in(run / "checkpoints") == [1]
 
 
 # What a disk refuses

@@ -63,8 +63,10 @@ class Ended:
     operations: list[str] = field(default_factory=list)
 
 
-def forked(work: Callable[[], None], watched: Path | None = None, kill_at: int | None = None, way: str = "before") -> Ended:
-    """Run `work` in a child that counts the operations in `watched`, and is killed at number `kill_at`."""
+def forked(
+    work: Callable[[], None], watched: Path | None = None, kill_at: int | str | None = None, way: str = "before"
+) -> Ended:
+    """Run `work` in a child that counts the operations in `watched`, and is killed at the one of this number or name."""
     reader, writer = os.pipe()
     noted, notes = os.pipe()
     child = os.fork()
@@ -78,7 +80,9 @@ def forked(work: Callable[[], None], watched: Path | None = None, kill_at: int |
     return Ended(os.waitstatus_to_exitcode(status), said, seen)
 
 
-def _child(work: Callable[[], None], output: int, notes: int, watched: Path | None, kill_at: int | None, way: str) -> None:
+def _child(
+    work: Callable[[], None], output: int, notes: int, watched: Path | None, kill_at: int | str | None, way: str
+) -> None:
     status = 70
     try:
         os.dup2(output, 1)
@@ -98,7 +102,7 @@ def _child(work: Callable[[], None], output: int, notes: int, watched: Path | No
         os._exit(status)
 
 
-def _hook(watched: Path, notes: int, kill_at: int | None, way: str) -> Callable[[str, tuple], None]:
+def _hook(watched: Path, notes: int, kill_at: int | str | None, way: str) -> Callable[[str, tuple], None]:
     count = 0
     inside = str(watched)
 
@@ -114,10 +118,10 @@ def _hook(watched: Path, notes: int, kill_at: int | None, way: str) -> Callable[
                 return
         else:
             return
+        name = f"{event.removeprefix('os.')} {os.path.relpath(path, inside) if path.startswith(inside) else path}"
         if kill_at is None:
-            name = os.path.relpath(path, inside) if path.startswith(inside) else path
-            os.write(notes, f"{event.removeprefix('os.')} {name}\n".encode())
-        elif count == kill_at:
+            os.write(notes, f"{name}\n".encode())
+        elif kill_at in (count, name):
             if way == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -130,19 +134,19 @@ def _hook(watched: Path, notes: int, kill_at: int | None, way: str) -> Callable[
     return hook
 
 
-@dataclass
+@dataclass(frozen=True)
 class Situation:
     name: str
-    flags: list[str]
+    flags: tuple[str, ...]
     """Of the command that is killed."""
     before: str | None
     """The reference run whose copy is in the folder, if any."""
 
 
 SITUATIONS = (
-    Situation("fresh", [], None),
-    Situation("resume", ["--resume"], "half"),
-    Situation("overwrite", ["--overwrite"], "old"),
+    Situation("fresh", (), None),
+    Situation("resume", ("--resume",), "half"),
+    Situation("overwrite", ("--overwrite",), "old"),
 )
 
 
@@ -151,17 +155,16 @@ class Campaign:
         """Make what runs are compared with: `new` and `old` are whole runs of other seeds, `half` is the first step of `new`."""
         self.folder = folder
         self.world = make_world(folder)
-        self.import_all()
         self.done(self.train("new"))
         self.done(self.train("old", "--seed", "1"))
         self.done(self.train("half", "--steps", "1"))
 
     def import_all(self) -> None:
         """In this process, what a run imports: its children need not."""
-        names = self.folder / "modules"
+        names, place = self.folder / "modules", self.placed(SITUATIONS[0])
 
         def warm() -> None:
-            main(self.arguments(self.folder / "warm"))
+            main(self.arguments(place / "run"))
             names.write_text("\n".join(sys.modules))
 
         self.done(forked(warm))
@@ -189,6 +192,7 @@ class Campaign:
         return place
 
     def operations(self, situation: Situation) -> list[str]:
+        """What the command does to the run folder when nobody kills it."""
         place = self.placed(situation)
         ended = forked(lambda: main(self.arguments(place / "run", *situation.flags)), place)
         self.done(ended)
@@ -196,7 +200,7 @@ class Campaign:
         shutil.rmtree(place)
         return ended.operations
 
-    def kill(self, situation: Situation, at: int, way: str, *, again: bool = False) -> tuple[str, list[str]]:
+    def kill(self, situation: Situation, at: int | str, way: str, *, again: bool = False) -> tuple[str, list[str]]:
         """(what the kill left, what is wrong after the next command). `again` repeats the killed command; else the next command
         is --resume where there is a run, as a requeued job does."""
         place = self.placed(situation)
@@ -218,7 +222,7 @@ class Campaign:
             return ["lost: there is no run"], left
         lost = self.lost(run) if seed == 1 else []
         if again and situation.name != "resume":
-            flags, should = (situation.flags, "new") if exists != (situation.name == "fresh") else (["--overwrite"], "new")
+            flags, should = (situation.flags, "new") if exists != (situation.name == "fresh") else (("--overwrite",), "new")
             ended = forked(lambda: main(self.arguments(run, *flags)))
         elif exists:
             should = "old" if seed == 1 else "new"
@@ -273,6 +277,7 @@ def _differences(run: Path, whole: Path) -> Iterator[str]:
 def campaign(folder: Path, every: int, seed: int, tell: Callable[[str], None]) -> dict:
     torch.set_num_threads(1)
     rng, what = random.Random(seed), Campaign(folder)
+    what.import_all()
     found: dict[str, dict] = {}
     for situation in SITUATIONS:
         operations = what.operations(situation)
