@@ -54,7 +54,7 @@ STARTS = {
         "Every prompt of {tmp}/long.jsonl has more than data.max_prompt_tokens = 2 tokens, the shortest",
     ),
     "device": (["--model.device", "nonsense"], "Device 'nonsense' cannot be used"),
-    "model": (["--model.path", "{tmp}/nowhere"], "could not be loaded"),
+    "model": (["--model.path", "{tmp}/nowhere"], "There is no model folder"),
     "adapter": (["--model.lora.rank", "2", "--model.lora.targets", "qq"], "fits no layer of the model: try all-linear."),
     "logger": (
         ["--log.to", '["tensorboard", "trackio"]'],

@@ -55,7 +55,7 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
         (["generate", "tiny", "1+1=", "--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
         (["generate", "tiny", "1+1=", "--kv.options", "mix=1"], "kv.options = mix=1 is not JSON"),
         (["generate", "tiny", "1+1=", "--max-tokens", "9000"], "passes the model's context of 8192"),
-        (["generate", "/nowhere/at/all", "1+1="], "could not be loaded"),
+        (["generate", "/nowhere/at/all", "1+1="], "There is no model folder"),
         (["generate", "tinny", "1+1="], "did you mean tiny?"),
         (["generate", "tiny", ""], "A prompt is empty"),
         (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),

@@ -7,8 +7,9 @@ import pytest
 
 from sparse_rl import UserError, load_tokenizer
 from sparse_rl.data.arithmetic import grade, make_problems, split_of
-from sparse_rl.data.examples import Example, encode, load
+from sparse_rl.data.examples import Example, load
 from sparse_rl.data.order import Order
+from sparse_rl.data.prompts import encode
 from sparse_rl.data.settings import Data
 
 MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1="}]

@@ -238,6 +238,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=64, metavar="N", help="rollouts that run at a time, at most [64]")
     _add_model_flags(parser)
     add_flags(parser, KV)
+    others = [name for name in Data.model_fields if name != "chat_template_kwargs"]
+    add_flags(parser, Data, without=others)
     add_flags(parser, Sampling, prefix="")
 
 
@@ -422,9 +424,10 @@ def generate(args: argparse.Namespace) -> None:
     from .models.stored_kv import stored_kv
 
     kv, sampling = from_flags(args, KV, stored_kv(args.model)), from_flags(args, Sampling)
+    data = from_flags(args, Data, {"raw": args.raw})
     from .rollout.console import stream
 
-    stream(args, kv, sampling)
+    stream(args, kv, sampling, data)
 
 
 def bench_rollout(args: argparse.Namespace) -> None:

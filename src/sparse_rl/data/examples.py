@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UserError
 from ..text import listed
@@ -20,9 +20,6 @@ from .arithmetic import Split, make_problems
 from .hub import read_hub
 from .rows import SUFFIXES, Row, kind_of, read_rows
 from .tasks import TASKS, HubData, Task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PLACE = "{prompt}"
 """Stands for the problem in a template."""
@@ -298,39 +295,3 @@ def _integer(answer: str) -> str | None:
     """`1,234`, `27.0` and `025` as 1234, 27 and 25; None for what is no integer, or has more digits than Python reads."""
     whole = len(answer) < 1000 and INTEGER.fullmatch(answer.strip())
     return str(int(answer.partition(".")[0].replace(",", ""))) if whole else None
-
-
-# From examples to tokens
-
-
-def encode(
-    tokenizer: "PreTrainedTokenizerBase", example: Example, template: str | None = None, raw: bool = False
-) -> list[int]:
-    """Token ids of a prompt: in the tokenizer's chat template where it has one, as a message of a user unless it is messages.
-
-    The template, by default the example's own, goes around the text, or around the content of the last message.
-    """
-    template = template or example.template
-    chat = bool(tokenizer.chat_template) and not raw
-    if isinstance(example.prompt, str):
-        text = template.replace(PLACE, example.prompt)
-        if not chat:
-            return list(tokenizer(text, verbose=False).input_ids)  # what is too long is refused by us, with a remedy
-        messages = [{"role": "user", "content": text}]
-    elif chat:
-        *before, last = example.prompt
-        messages = [*before, last | {"content": template.replace(PLACE, last["content"])}]
-    else:
-        why = "data.raw is set" if raw else "the tokenizer has no chat template"
-        raise UserError(f"A prompt is a list of messages, but {why}: write prompts as texts, or name another model.")
-    from jinja2 import TemplateError  # here, because tasks and files need no templates
-
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-        )["input_ids"]
-        return list(ids)
-    except TemplateError as error:
-        raise UserError(
-            f"The model's chat template refuses a prompt ({error}): change its messages, or write texts and set --data.raw."
-        ) from error

@@ -1,12 +1,18 @@
 """`Data`: where the problems come from and how they become prompts."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..settings import Section
 from .examples import PLACE
 from .tasks import TASKS
+
+OURS = {
+    "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
+    "padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template",
+}  # fmt: skip
+"""Arguments of apply_chat_template that are not variables of a template."""
 
 
 class Data(Section):
@@ -45,6 +51,16 @@ class Data(Section):
         None, ge=1, description="Training problems with a longer prompt are left out; test problems never are."
     )
     raw: bool = Field(False, description="Encode prompts as they are, without the chat template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="What the chat template is told, such as enable_thinking = false for Qwen3."
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_our_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(OURS & set(value)):
+            raise ValueError(f"data.chat_template_kwargs names {taken[0]}, which is set by sparse-rl: leave it out.")
+        return value
 
     @model_validator(mode="after")
     def _template_shows_the_problem(self) -> "Data":

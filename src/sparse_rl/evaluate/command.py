@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.record import environment
 from ..data.examples import Example, name_of
+from ..data.prompts import encoded
 from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
@@ -34,7 +35,7 @@ from .compare import Setting
 from .mismatch import measure
 from .result import Result, as_json, results
 from .slots import auto_slots
-from .sources import encoded, evaluated_as, loaded
+from .sources import evaluated_as, loaded
 from .table import are_shares, benchmark_tables, latex_rows, score_name, summary_table
 from .watch import Watch
 from .work import Work

@@ -1,10 +1,6 @@
-"""From a benchmark's name to its problems and their token ids: a task, a file of the user's own, or data on the hub."""
+"""From a benchmark's name to its problems: a task, a file of the user's own, or data on the hub."""
 
-from collections.abc import Sequence
-
-from transformers import PreTrainedTokenizerBase
-
-from ..data.examples import Example, Loaded, encode, load
+from ..data.examples import Loaded, load
 from ..data.settings import Data
 from ..data.tasks import TASKS
 
@@ -24,7 +20,3 @@ def loaded(source: str, data: Data, problems: int | None) -> Loaded:
     """The first `problems` held-out ones, or all."""
     found = load(source, "test", n=problems or MADE_UP, seed=0, **data.reading)
     return Loaded(found.examples[:problems], found.skipped, found.note)
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], data: Data) -> list[list[int]]:
-    return [encode(tokenizer, example, data.template, data.raw) for example in examples]

@@ -7,12 +7,14 @@ at the front of its row. The host knows every length (the schedule is fixed), so
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window; T tokens held, K kept
 # R rows of a tile: (layer, slot) pairs that are compacted together; P prompts, m of them that have a sample of some rank
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels.counter_rng import mix
 from ..kernels.gather import keep_in_place
 from ..kernels.jit import usable
@@ -86,9 +88,25 @@ class Packed:
         return cls(starts[which_M] + places_M, slots[which_M], places_M, recent_m, lengths)
 
 
+def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
+    """Refuse a cache that is larger than all memory there is. Of one that may fit, the allocator tells."""
+    needed = 2 * shape.layers * slots * shape.kv_heads * capacity * shape.head_dim * shape.dtype.itemsize
+    if shape.device.type == "cuda":
+        total, whose = torch.cuda.mem_get_info(shape.device)[1], "the GPU"
+    else:
+        total, whose = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    if needed > total:
+        sentence = (
+            f"The KV cache of {slots:,} slots of {capacity:,} tokens takes {needed / 2**30:,.0f} GiB, and {whose} has "
+            f"{total / 2**30:,.0f}: lower kv.budget or max_tokens, or the number of slots."
+        )
+        raise torch.OutOfMemoryError(sentence) if shape.device.type == "cuda" else UserError(sentence)
+
+
 class SlotCache:
     def __init__(self, shape: CacheShape, slots: int, capacity: int, ring: int = 0, first_layer: int = 0):
         self.shape, self.slots, self.capacity, self.ring, self.first_layer = shape, slots, capacity, ring, first_layer
+        _refuse_too_large(shape, slots, capacity)
         rows = (shape.layers, slots, shape.kv_heads, capacity)
         ring_rows = (shape.layers, slots, shape.q_heads, ring)
         # Zeros, not empty: a masked key has weight 0, and 0 times a NaN of fresh memory would be NaN.

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from ..errors import Absent, UserError, first_line, notice
+from .folder import refuse_missing
 
 FORMAT = 1
 """Of what is in the cache; another number makes every conversion anew."""
@@ -92,6 +93,7 @@ def _source(path: str) -> tuple[Path, str]:
     """(the GGUF file, what tells it from others)."""
     if path in PACKAGED:
         return _packaged(path)
+    refuse_missing(path)
     file = Path(path)
     try:
         stat = file.stat()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants
@@ -17,11 +18,12 @@ from transformers.utils import logging as hf_logging
 
 from ..errors import UNREACHABLE, Absent, UserError, first_line, notice
 from ..hub import why_unreachable
+from ..text import listed, printable, quoted
 from . import gguf
+from .folder import check_model_folder, check_tokenizer_folder, refuse_missing
 
 DRIVER = Path("/proc/driver/nvidia/version")
 TINY = Path(__file__).parent / "tiny"
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -33,22 +35,49 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
     folder = str(gguf.model_folder(path)) if gguf.is_gguf(path) else resolve(path)
-    _refuse_pickles(folder)
+    check_model_folder(folder)
     try:
         with no_bar() if folder == str(TINY) else contextlib.nullcontext(), _hub_asked_once(folder):
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, use_safetensors=True
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=DTYPES[dtype],
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
             )
-    except UserError:
+    except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a folder's values reach every line of a model
         raise UserError(_sentence("model", path, error)) from error
+    _refuse_incomplete(path, info)
     try:
-        return model.to(device).eval()
+        model = model.to(device).eval()
     except torch.OutOfMemoryError:
         raise  # the device works: whoever asked knows what would fit
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"Device {device!r} cannot be used ({first_line(error)}): name another, such as cpu.") from error
+    _refuse_broken(path, model)
+    return model
+
+
+def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
+    """transformers draws weights that it does not find: the model would be another."""
+    for key, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
+        names = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
+        if names:
+            raise UserError(
+                f"The weights of {quoted(path, 200)} {what} {listed(sorted(names), 3)}, as config.json wants them: they are damaged, "
+                "or of another model. Copy or download the folder again."
+            )
+
+
+def _refuse_broken(path: str, model: PreTrainedModel) -> None:
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            raise UserError(
+                f"The weights of {quoted(path, 200)} are damaged: {name} holds values that are not finite. Copy or download them "
+                "again, or go back to a checkpoint that samples."
+            )
 
 
 def place(dtype: str | None, device: str | None) -> tuple[str, str]:
@@ -85,13 +114,20 @@ def _cuda_works() -> bool:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     folder = str(gguf.tokenizer_folder(path)) if gguf.is_gguf(path) else resolve(path)
+    check_tokenizer_folder(folder)
     try:
         with _hub_asked_once(folder):
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except UserError:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        words = len(tokenizer.get_vocab()) - len(set(tokenizer.all_special_tokens))
+    except (UserError, MemoryError):
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers has kinds of its own
         raise UserError(_sentence("tokenizer of", path, error)) from error
+    if words < 1:  # transformers makes an empty one where it finds no files
+        raise UserError(
+            f"The model {quoted(path, 200)} has no tokenizer files (tokenizer.json, or tokenizer.model): copy them into its folder."
+        )
+    return tokenizer
 
 
 @contextlib.contextmanager
@@ -113,13 +149,14 @@ def resolve(path: str) -> str:
     close = difflib.get_close_matches(path, ["tiny", *gguf.PACKAGED], n=1, cutoff=0.8)
     if close and not Path(path).is_dir():
         raise UserError(f"There is no model {path!r}: did you mean {close[0]}?")
+    refuse_missing(path)
     return path
 
 
 @contextlib.contextmanager
 def _hub_asked_once(path: str) -> Iterator[None]:
     """Where the hub does not answer, its copy on disk is taken or that is said: transformers would try for most of a minute."""
-    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "~", "/")):
+    if Path(path).exists() or path.count("/") > 1:
         yield
         return
     before = constants.HF_HUB_OFFLINE
@@ -137,20 +174,8 @@ def _hub_asked_once(path: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _refuse_pickles(path: str) -> None:
-    folder = Path(path)
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
-        return
-    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
-    if pickled:
-        raise UserError(
-            f"The model {path!r} has only pickled weights ({pickled[0]}), which may run code when they are read: save it as "
-            "safetensors, in transformers with model.save_pretrained(folder)."
-        )
-
-
 def _sentence(kind: str, path: str, error: Exception) -> str:
     return (
-        f"The {kind} {path!r} could not be loaded ({first_line(error)}): give a hub id, a folder with a Hugging Face model "
+        f"The {kind} {path!r} could not be loaded ({printable(first_line(error), 200)}): give a hub id, a folder with a Hugging Face model "
         "(safetensors), a GGUF file, or tiny."
     )

@@ -1,12 +1,12 @@
 """The numbers of a model that memory and time depend on, from its config.json. No weights are looked at."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..models.folder import checked_config
 from ..models.shapes import SHAPES
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
@@ -147,13 +147,7 @@ def read_config(path: str) -> dict[str, Any]:
         if folder.is_dir():
             raise UserError(f"The folder {path} cannot be planned: it lacks a config.json.")
         file = _from_hub(path)
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}): mend it, or name another model.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not the config of a model: name a folder with one.")
-    return config
+    return checked_config(file.parent)
 
 
 def _from_hub(path: str) -> Path:

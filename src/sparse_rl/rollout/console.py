@@ -7,7 +7,9 @@ from collections import Counter
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from ..data.examples import Example, encode
+from ..data.examples import Example
+from ..data.prompts import encoded
+from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..kv.settings import KV
@@ -20,7 +22,7 @@ from .settings import Sampling
 from .stats import Progress
 
 
-def stream(args: argparse.Namespace, kv: KV, sampling: Sampling) -> None:
+def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: Data) -> None:
     """`sparse-rl generate`."""
     if args.samples_per_prompt < 1 or args.slots < 1:
         raise UserError("samples-per-prompt and slots must both be at least 1.")
@@ -28,7 +30,7 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling) -> None:
         raise UserError("A prompt is empty: say something to continue.")
     from_settings(kv)  # a typo shows before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
-    prompts = [encode(tokenizer, Example(prompt, None, {}), raw=args.raw) for prompt in args.prompts]
+    prompts = encoded(tokenizer, [Example(prompt, None, {}) for prompt in args.prompts], data)
     model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
     engine = Engine(model, kv, slots=min(args.slots, len(prompts) * args.samples_per_prompt))
     printer = Printer(tokenizer, len(prompts), args.samples_per_prompt)

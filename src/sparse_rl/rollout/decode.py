@@ -23,12 +23,21 @@ from .settings import Sampling
 
 class DecodeView:
     """Slots 0 to n - 1 of the cache, each with one new token. `longest` and `even` tell of the lengths after it, where the
-    host knows them; a kernel asks the device."""
+    host knows them; a kernel asks the device. Without `kernels`, none is compiled."""
 
-    def __init__(self, cache: SlotCache, positions_S: Tensor, lengths_S: Tensor, *, longest: int = 0, even: bool = False):
+    def __init__(
+        self,
+        cache: SlotCache,
+        positions_S: Tensor,
+        lengths_S: Tensor,
+        *,
+        longest: int = 0,
+        even: bool = False,
+        kernels: bool = True,
+    ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
         self.longest, self.even = longest, even
-        self.fused = usable(cache.shape.device)
+        self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, cache.capacity, processors)

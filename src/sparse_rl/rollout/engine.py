@@ -14,6 +14,7 @@ from ..kv.policies import from_settings
 from ..kv.settings import KV
 from ..models.attention import eval_mode, prepare
 from ..models.settings import WORTH_COMPILING
+from ..text import quoted
 from .generation import Generation
 from .graph import DecodeGraphs, graphs_work_on
 from .rollout import Rollout
@@ -177,9 +178,10 @@ class Engine:
         ids = self.model.generation_config.eos_token_id
         if ids is None:
             ids = self.model.config.get_text_config().eos_token_id
-        if ids is None:
-            return []
-        return [ids] if isinstance(ids, int) else list(ids)
+        ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if not all(type(token) is int for token in ids):
+            raise UserError(f"The model's eos_token_id = {quoted(ids)} is no token id: mend its generation_config.json.")
+        return ids
 
     def _checked(self, prompts, samples, sampling, seeds, limits, allow_beyond_context) -> list[list[int]]:
         """All that can be wrong with a request, before any work starts."""

@@ -164,7 +164,7 @@ def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int
 
 
 def _decode(model: PreTrainedModel, cache: SlotCache, tokens_S: Tensor, positions_S: Tensor, longest: int) -> Tensor:
-    view = DecodeView(cache, positions_S, cache.lengths_S[: len(tokens_S)], longest=longest)
+    view = DecodeView(cache, positions_S, cache.lengths_S[: len(tokens_S)], longest=longest, kernels=False)
     logits_SV = run(model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
     view.advance()
     return logits_SV

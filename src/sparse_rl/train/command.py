@@ -17,7 +17,9 @@ from rich.markup import escape
 
 from ..config import to_toml
 from ..data.examples import TASK_PROBLEMS, check_source, load, short_enough, too_few
+from ..data.prompts import encoded
 from ..errors import Absent, UserError
+from ..models.folder import check_model_folder, refuse_missing
 from ..plan.command import wide_console
 from ..plan.dimensions import HUB_SHAPES
 from ..plan.memory import gib
@@ -42,6 +44,9 @@ def dry_run(config: Config) -> None:
 
     What is not here but could be had (a hub that does not answer, a package to install) is said, and no mistake.
     """
+    if config.model.path != "tiny" and config.model.path not in HUB_SHAPES:
+        refuse_missing(config.model.path)
+        check_model_folder(config.model.path)
     console = Terminal(highlight=False, soft_wrap=True)
     console.print(to_toml(config) + config.unset, markup=False)
     console.print(config.arithmetic, markup=False)
@@ -62,8 +67,7 @@ def dry_run(config: Config) -> None:
             if tried.gold is None:
                 what = "there is no answer to try the reward with (--data.answer-column names its column): an empty text"
             console.print(f"{what}, graded {tried.fault or tried.value}", markup=False)
-    from ..evaluate.sources import encoded  # last, because torch takes seconds to import
-    from ..kv.policies import from_settings
+    from ..kv.policies import from_settings  # last, because torch takes seconds to import
     from ..models.load import load_tokenizer
 
     from_settings(config.sampler_kv)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.examples import TASK_PROBLEMS, Example, load, short_enough, too_few
-from ..evaluate.sources import encoded
+from ..data.prompts import encoded
 from ..models.load import load_model, load_tokenizer
 from ..rewards.several import refuse_without_answers
 from .settings import Config

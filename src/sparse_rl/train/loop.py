@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from ..data.examples import Example, load, name_of
 from ..data.order import Order
+from ..data.prompts import encoded
 from ..errors import RankLost, Unanswered, UserError
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
 from ..evaluate.benchmark import Sample as Evaluated
-from ..evaluate.sources import encoded
 from ..kv.settings import KV
 from ..learner.correction import correct
 from ..learner.fusion import fused_layers

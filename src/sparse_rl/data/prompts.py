@@ -1,0 +1,129 @@
+"""From a problem to the token ids of its prompt: the one place where a chat template is applied.
+
+A template is code of the model's author. It runs in Jinja's sandbox, and here for a few seconds at most.
+"""
+
+import ctypes
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError, first_line, notice
+from ..text import printable
+from .examples import PLACE, Example
+from .settings import Data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMIT_S = 5.0
+"""For one prompt. Templates take less than a millisecond."""
+CHAT_NAMES = re.compile(r"instruct|chat|assistant|-it\b", re.IGNORECASE)
+CHAT_TOKENS = {"<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>", "<|user|>"}
+"""What a model that was trained on messages has in its name or among its tokens."""
+
+
+def encoded(tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example], data: Data) -> list[list[int]]:
+    """Token ids of each prompt, as train, eval and the dry run all have them."""
+    options = (data.template, data.raw, data.chat_template_kwargs)
+    prompts = [encode(tokenizer, example, *options) for example in examples]
+    if len({str(example.prompt) for example in examples}) > 1 and len(set(map(tuple, prompts))) == 1:
+        raise UserError(
+            "The model's chat template makes the same prompt of every problem: it leaves the message out. Mend it, or set "
+            "--data.raw true."
+        )
+    return prompts
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase",
+    example: Example,
+    template: str | None = None,
+    raw: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a prompt: in the tokenizer's chat template where it has one, as a message of a user unless it is messages.
+
+    The template, by default the example's own, goes around the text, or around the content of the last message. The
+    chat template is given `chat_template_kwargs`, such as Qwen3's enable_thinking.
+    """
+    template = template or example.template
+    chat = bool(tokenizer.chat_template) and not raw
+    if isinstance(example.prompt, str):
+        text = template.replace(PLACE, example.prompt)
+        if not chat:
+            if not raw:
+                _tell_of_missing_template(tokenizer)
+            return _not_empty(
+                list(tokenizer(text, verbose=False).input_ids)
+            )  # what is too long is refused by us, with a remedy
+        messages = [{"role": "user", "content": text}]
+    elif chat:
+        *before, last = example.prompt
+        messages = [*before, last | {"content": template.replace(PLACE, last["content"])}]
+    else:
+        why = "data.raw is set" if raw else "the tokenizer has no chat template"
+        raise UserError(f"A prompt is a list of messages, but {why}: write prompts as texts, or name another model.")
+    try:
+        with _time_limit(LIMIT_S):
+            ids = tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False},
+                **(chat_template_kwargs or {}),
+            )["input_ids"]
+    except _TooLong:
+        raise UserError(
+            f"The model's chat template took more than {LIMIT_S:g} s for one prompt: mend it, or write texts and set --data.raw true."
+        ) from None
+    except Exception as error:  # a template may raise anything
+        raise UserError(
+            f"The model's chat template refuses a prompt ({printable(first_line(error), 200)}): change its messages, or write texts "
+            "and set --data.raw true."
+        ) from error
+    return _not_empty(list(ids))
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise UserError(
+            "A prompt has no tokens: the tokenizer or its chat template leaves everything out. Name another model."
+        )
+    return ids
+
+
+def _tell_of_missing_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+    name = str(tokenizer.name_or_path).rstrip("/").rpartition("/")[2]
+    if CHAT_NAMES.search(name) or CHAT_TOKENS & set(tokenizer.all_special_tokens):
+        notice(
+            f"{name} looks like a chat model, but its tokenizer has no chat template: prompts go in as they are. Add "
+            "chat_template.jinja to its folder, or set --data.raw true if that is meant."
+        )
+
+
+class _TooLong(BaseException):
+    """Not an Exception: whoever is interrupted must not take it for one of its own."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `_TooLong` in this thread, which runs Python code, when the time is over."""
+    thread, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
+
+    def interrupt() -> None:
+        with lock:
+            if not over.is_set():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLong))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            over.set()
+        timer.cancel()

@@ -1,0 +1,178 @@
+"""Look at a model's folder before anything is built from it: what is missing, cut short or would run code is refused.
+
+Reads small JSON files and the headers of safetensors. Imports no torch.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import UserError, first_line
+from ..reading import read_file
+from ..text import quoted
+
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MOST_BYTES = 2**26
+"""Of a JSON file; tokenizers of large vocabularies have 2**25."""
+MOST = {"num_hidden_layers": 2**12, "vocab_size": 2**24, "hidden_size": 2**17, "intermediate_size": 2**20,
+        "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**14, "max_position_embeddings": 2**31,
+        "num_experts": 2**14, "num_local_experts": 2**14}  # fmt: skip
+"""Sizes that config.json may give, with room above every model there is."""
+WHOLE_NUMBERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+def refuse_missing(path: str) -> None:
+    """Refuse a path that names nothing here and cannot be the id of a model on the hub."""
+    here = Path(path).expanduser()
+    if "\0" in path or not path.strip():
+        raise UserError(f"model.path = {quoted(path)} names no model: give a hub id, a folder, a GGUF file, or tiny.")
+    if here.exists():
+        if here.is_file() and here.suffix != ".gguf":
+            raise UserError(f"The model {quoted(path)} is a file: give the folder that holds its config.json, or a GGUF file.")
+        return
+    is_path = path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1 or "\\" in path
+    if is_path or ("/" in path and here.parent.is_dir()) or path.endswith(".gguf"):
+        kind = "file" if path.endswith(".gguf") else "folder"
+        where = "" if os.path.isabs(path) or path.startswith("~") else f" in {os.getcwd()}"
+        raise UserError(f"There is no model {kind} {quoted(path, 200)}{where}: give a folder, a GGUF file, a hub id, or tiny.")
+
+
+def check_model_folder(path: str) -> None:
+    """Refuse a folder from which no model could be loaded whole. Does nothing for a hub id."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    config = checked_config(folder)
+    for name in ("generation_config.json", "adapter_config.json"):
+        if (folder / name).exists() or (folder / name).is_symlink():
+            _json(folder / name)
+    if (folder / "adapter_config.json").exists() and (folder / "adapter_model.bin").exists():
+        raise UserError(
+            f"{folder / 'adapter_model.bin'} is pickled, and a pickle may run code: save the adapter as safetensors."
+        )
+    for file in _weights(folder):
+        for name, dtype in _dtypes(file).items():
+            if dtype in WHOLE_NUMBERS and name.endswith("weight") and "quantization_config" not in config:
+                _refuse(file, f"{quoted(name)} holds whole numbers ({dtype})")
+
+
+def check_tokenizer_folder(path: str) -> None:
+    """Refuse damaged JSON among a tokenizer's files. Does nothing for a hub id."""
+    folder = Path(path)
+    for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
+        if folder.is_dir() and ((folder / name).exists() or (folder / name).is_symlink()):
+            _json(folder / name)
+
+
+def checked_config(folder: Path) -> dict[str, Any]:
+    """config.json, if a model could be built from it; empty for an adapter."""
+    config = _config(folder)
+    _refuse_code(folder, config)
+    _check_sizes(folder, config)
+    return config
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file() and (folder / "adapter_config.json").is_file():
+        return {}
+    if not file.exists() and not file.is_symlink():
+        raise UserError(f"The folder {folder} holds no model: it has no config.json. Give a folder that has one.")
+    return _json(file)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_file(str(file), MOST_BYTES).decode())
+    except OSError as error:
+        _refuse(file, f"it cannot be read ({error.strerror})")
+    except (ValueError, RecursionError) as error:
+        _refuse(file, f"it is not JSON ({first_line(error)})")
+    if not isinstance(found, dict):
+        _refuse(file, "it is not a JSON object")
+    return found
+
+
+def _refuse(file: Path, why: str) -> NoReturn:
+    raise UserError(f"{file} is damaged: {why}. Copy or download it again.")
+
+
+def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
+    """An attention kernel with the name of a repository would be downloaded and run."""
+    for key, value in _entries(config):
+        if key.endswith("_implementation") and isinstance(value, str) and "/" in value:
+            raise UserError(
+                f"{folder / 'config.json'} asks for code from {quoted(value)} ({key}), which is not run: remove that entry."
+            )
+
+
+def _entries(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from _entries(value)
+
+
+def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
+    for key, value in _entries(config):
+        if key in MOST and value is not None and (type(value) is not int or not 1 <= value <= MOST[key]):
+            raise UserError(
+                f"{folder / 'config.json'} has {key} = {quoted(value)}, which no model has: it is a whole number from 1 to "
+                f"{MOST[key]:,}. Copy or download the file again."
+            )
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files that hold the weights, all of them there and all of them safetensors."""
+    index = folder / INDEX
+    if index.exists() or index.is_symlink():
+        return _shards(index)
+    files = [folder / name for name in (WEIGHTS, "adapter_model.safetensors") if (folder / name).exists()]
+    if files or (folder / WEIGHTS).is_symlink():
+        return files or [folder / WEIGHTS]
+    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"The model {str(folder)!r} has only pickled weights ({pickled[0]}), which may run code when they are read: save it as "
+            "safetensors, in transformers with model.save_pretrained(folder)."
+        )
+    raise UserError(f"The folder {folder} holds no weights: it has neither {WEIGHTS} nor {INDEX}. Copy or download it again.")
+
+
+def _shards(index: Path) -> list[Path]:
+    table = _json(index).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        _refuse(index, "its weight_map does not name a file for each weight")
+    files = []
+    for name in sorted(set(table.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{index} names {quoted(name)}, which is not a safetensors file beside it: a pickle may run code, and other "
+                "folders are not read. Save the model as safetensors."
+            )
+        if not (index.parent / name).is_file():
+            _refuse(index, f"it names {quoted(name)}, which is not there")
+        files.append(index.parent / name)
+    held = {name: {key for key, file in table.items() if file == name} for name in set(table.values())}
+    for file in files:
+        if missing := held[file.name] - set(_dtypes(file)):
+            _refuse(index, f"{quoted(file.name)} lacks {quoted(min(missing))}")
+    return files
+
+
+def _dtypes(file: Path) -> dict[str, str]:
+    """Of each weight. The header must fit the file to the byte, which safetensors looks at."""
+    from safetensors import safe_open
+
+    try:
+        if not file.is_file():
+            _refuse(file, "it is not a file")
+        with safe_open(file, framework="numpy") as opened:
+            return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    except UserError:
+        raise
+    except Exception as error:  # safetensors has its own kind
+        _refuse(file, f"it is not a whole safetensors file ({first_line(error)})")
