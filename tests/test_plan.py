@@ -380,7 +380,7 @@ def test_an_unknown_model_is_told_what_it_lacks(tmp_path, capsys):
     folder_with(tmp_path, **(known | {"model_type": "mamba"}))
     assert f"{path} is mamba, whose layers the plan does not know" in refused(capsys, "plan", path)
     (tmp_path / "config.json").write_text("{")
-    assert "config.json cannot be read" in refused(capsys, "plan", path)
+    assert "config.json is damaged: it is not JSON" in refused(capsys, "plan", path)
     (tmp_path / "config.json").unlink()
     assert "lacks a config.json" in refused(capsys, "plan", path)
     assert "There is no model 'nowhere' to plan: name a shape (" in refused(capsys, "plan", "nowhere")

@@ -26,7 +26,7 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 def refuse_missing(path: str) -> None:
     """Refuse a path that names nothing here and cannot be the id of a model on the hub."""
-    here = Path(path).expanduser()
+    here = Path(path)
     if "\0" in path or not path.strip():
         raise UserError(f"model.path = {quoted(path)} names no model: give a hub id, a folder, a GGUF file, or tiny.")
     if here.exists():
@@ -36,7 +36,7 @@ def refuse_missing(path: str) -> None:
     is_path = path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1 or "\\" in path
     if is_path or ("/" in path and here.parent.is_dir()) or path.endswith(".gguf"):
         kind = "file" if path.endswith(".gguf") else "folder"
-        where = "" if os.path.isabs(path) or path.startswith("~") else f" in {os.getcwd()}"
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
         raise UserError(f"There is no model {kind} {quoted(path, 200)}{where}: give a folder, a GGUF file, a hub id, or tiny.")
 
 
