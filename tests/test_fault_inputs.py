@@ -29,6 +29,14 @@ def test_damaged_data_files_are_refused_or_sound(tmp_path):
     assert found["refused"] > 250 and found["accepted"] > 40
 
 
+def test_damaged_recipes_and_odd_flags_are_refused_or_mean_what_they_say(tmp_path):
+    from configs import campaign
+
+    found = campaign(seed=1, count=60, folder=tmp_path)
+    assert not found["failures"]
+    assert found["refused"] > 40 and found["accepted"] > 2
+
+
 @pytest.mark.parametrize(
     ("column", "sentence"),
     [

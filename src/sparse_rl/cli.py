@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import errno
 import io
 import os
 import re
@@ -16,7 +15,8 @@ from . import __version__
 from .config import add_flags, flags_given, from_flags, recipe, recipe_names
 from .data.settings import Data
 from .data.tasks import TASKS
-from .errors import Refused, UserError, say, say_error, say_unexpected, without_torchaos_warnings
+from .ending import one_line
+from .errors import UserError, say, without_torchaos_warnings
 from .kv.settings import KV
 from .rewards.settings import Reward
 from .rollout.settings import Sampling
@@ -35,48 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no error, as for stderr
     args = argparse.Namespace()
-    try:
+    with one_line(lambda: getattr(args, "lower", LOWER)):
         args = _parse(build_parser(), list(sys.argv[1:] if argv is None else argv))
         args.command(args)
-        sys.stdout.flush()
-    except UserError as error:
-        say_error(error)
-        if isinstance(error, Refused) and "RANK" in os.environ:
-            sys.stdout.flush()
-            os._exit(2)  # a thread may still wait for the rank that has refused
-        sys.exit(2)
-    except KeyboardInterrupt:
-        say("stopped.")
-        sys.exit(130)
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_gone():
-            sys.exit(1)
-        if whose := _memory_ran_out(error):
-            say(f"The {whose} memory ran out: lower {getattr(args, 'lower', LOWER)}, or take a smaller model.")
-            sys.exit(2)
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            say(f"{error.filename} is too long for the name of a file or a folder: give a shorter one.")
-            sys.exit(2)
-        say_unexpected(error)
-        sys.exit(1)
-
-
-def _reader_has_gone() -> bool:
-    """Whether who read our output has enough of it, as `head` has; what is left of it is then dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
-
-
-def _memory_ran_out(error: Exception) -> str | None:
-    """Whose, if that is what went wrong."""
-    torch = sys.modules.get("torch")  # who never imported it has no GPU's memory to run out of
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return "GPU's"
-    return "machine's" if isinstance(error, MemoryError) else None
 
 
 class Parser(argparse.ArgumentParser):

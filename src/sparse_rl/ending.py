@@ -1,0 +1,55 @@
+"""How a command ends: whatever goes wrong is one line on the terminal and an exit code, never a traceback."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .errors import Refused, UserError, say, say_error, say_unexpected
+
+
+@contextmanager
+def one_line(lower: Callable[[], str]) -> Iterator[None]:
+    """Exit with 2 for what a user can mend, 130 for Ctrl-C, 1 for the rest. `lower` says what to lower where memory runs out."""
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        say_error(error)
+        if isinstance(error, Refused) and "RANK" in os.environ:
+            sys.stdout.flush()
+            os._exit(2)  # a thread may still wait for the rank that has refused
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("stopped.")
+        sys.exit(130)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            sys.exit(1)
+        if whose := _memory_ran_out(error):
+            say(f"The {whose} memory ran out: lower {lower()}, or take a smaller model.")
+            sys.exit(2)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            say(f"{error.filename} is too long for the name of a file or a folder: give a shorter one.")
+            sys.exit(2)
+        say_unexpected(error)
+        sys.exit(1)
+
+
+def _reader_has_gone() -> bool:
+    """Whether who read our output has enough of it, as `head` has; what is left of it is then dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _memory_ran_out(error: Exception) -> str | None:
+    """Whose, if that is what went wrong."""
+    torch = sys.modules.get("torch")  # who never imported it has no GPU's memory to run out of
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return "GPU's"
+    return "machine's" if isinstance(error, MemoryError) else None
