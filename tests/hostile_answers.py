@@ -360,7 +360,23 @@ def code(draw: random.Random, gold: Gold) -> Answer:
 def long_text(draw: random.Random, gold: Gold) -> Answer:
     content, right = either(draw, gold)
     filler = draw.choice(
-        ["Let us see. ", "1 ", "x=", "answer is ", "{", "}", "$ ", "\\( ", "<think></think>", "\\text{a}", "\n"]
+        [
+            "Let us see. ",
+            "1 ",
+            "x=",
+            "answer is ",
+            "{",
+            "}",
+            "$ ",
+            "\\( ",
+            "<think></think>",
+            "\\",
+            "\\boxed{",
+            "1,111",
+            "-",
+            "\\text{a}",
+            "\n",
+        ]
     )
     length = draw.choice([1_000, 30_000, 300_000])
     if draw.random() < 0.2:  # within the box it is no answer
