@@ -1,9 +1,10 @@
 """Damaged run folders: what is damaged is named and not used, and nothing in a checkpoint is ever run."""
 
+import importlib.util
 import json
-import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sparse_rl.cli import main
 from sparse_rl.train import checkpoint
 from sparse_rl.train.metadata import read_index
 
+REPOSITORY = Path(__file__).parents[1]
 FLAGS = ["--method", "dense", "--rollout.max-tokens", "8", "--checkpoint.every", "1", "--checkpoint.keep", "3"]
 
 
@@ -74,31 +76,34 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_pat
     assert (run / "checkpoints/damaged-step-3").is_dir()
 
 
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "state.json", "manifest.json"])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        flip,
-        lambda path: flip(path, 0.9),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-        lambda path: path.write_bytes((path.parent.with_name("step-2") / path.name).read_bytes()),
-        Path.unlink,
-        lambda path: (path.unlink(), path.mkdir()),
-        lambda path: (path.unlink(), path.symlink_to(path.name)),
-        lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
-        lambda path: (path.unlink(), os.mkfifo(path)),
-        lambda path: os.truncate(path, 2**40),
-    ],
-    ids=["bit", "late bit", "empty", "cut", "longer", "swapped", "deleted", "folder", "loop", "device", "pipe", "huge"],
-)
-def test_all_damage_to_a_file_is_seen(whole, tmp_path, file, damage):
-    step = Path(shutil.copytree(whole[0] / "checkpoints", tmp_path / "checkpoints")) / "step-3"
-    checkpoint.examined(step)
-    damage(step / file)
-    with pytest.raises(checkpoint.Damaged, match="step-3 is damaged: " + ("" if file == "manifest.json" else file)):
-        checkpoint.examined(step)
+def campaign():
+    """The cases of experiments/faults/run_folders.py, which runs the commands on all of them."""
+    spec = importlib.util.spec_from_file_location("run_folders", REPOSITORY / "experiments/faults/run_folders.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_folders"] = module  # which its dataclass looks for
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(step):
+    _, files = checkpoint.examined(step)
+    checkpoint.read_index(step, files)
+
+
+def test_all_damage_to_a_checkpoint_is_seen_and_nothing_is_run(whole, tmp_path):
+    """Where there is a checksum. Files are damaged as in the campaign: bits, cuts, swaps, pickles, links, pipes, odd values."""
+    tried = 0
+    for case in campaign().cases(seed=1):
+        if case.commands != ("resume", "export") or not case.seen or case.name.startswith(("without checksums", "every")):
+            continue
+        run = tmp_path / str(tried)
+        shutil.copytree(whole[0] / "checkpoints", run / "checkpoints")
+        case.damage(run)
+        with pytest.raises(checkpoint.Damaged, match="step-3 is damaged: "):
+            read(run / "checkpoints/step-3")
+        tried += 1
+        assert not (tmp_path / "ran").exists(), case.name
+    assert tried > 60
 
 
 def test_an_export_names_the_damage_and_uses_the_checkpoint_before(whole, tmp_path, capsys):
@@ -153,21 +158,36 @@ def test_a_checkpoint_without_checksums_is_read_and_that_is_said(whole, tmp_path
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        *({"cursor": odd} for odd in (-1, "4", 4.0, True, None, [], 1e300, 2**60, float("nan"))),
-        *({"best_value": odd} for odd in (float("nan"), float("inf"), "1", None)),
-        *({"step": 2}, {"ranks": 0}, {"best_step": 4}, {"best_step": -2}, {"odd": 1}),
-    ],
-    ids=str,
+    "value", [{"cursor": -1}, {"cursor": 4.0}, {"cursor": True}, {"best_value": "1"}, {"odd": 1}], ids=str
 )
-def test_odd_values_of_a_state_are_refused(whole, tmp_path, value):
+def test_odd_values_of_a_state_are_refused_without_checksums_too(whole, tmp_path, value):
     step = Path(shutil.copytree(whole[0] / "checkpoints/step-3", tmp_path / "step-3"))
     without_checksums(step)
     state = json.loads((step / "state.json").read_text())
     (step / "state.json").write_text(json.dumps(state | value))
     with pytest.raises(checkpoint.Damaged, match=r"state.json cannot be used \("):
         checkpoint.examined(step)
+
+
+def test_metrics_that_cannot_be_read_are_told_and_left_out(whole, tmp_path, capsys):
+    """By a run that goes on, and by a report."""
+    run = copied(whole, tmp_path)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    odd = [
+        b"\xff\xfe\x00\n",
+        b'{"step": NaN}\n',
+        b'{"step": 1, "reward/mean": "x"}\n',
+        b"[]\n",
+        b'{"step": ' + b"9" * 400 + b"}\n",
+    ]
+    (run / "metrics.jsonl").write_bytes(b"".join([lines[0], *odd, *lines[2:]]))
+    main(["report", str(run), "--out", str(tmp_path / "report.html")])
+    assert "of its lines cannot be read" in capsys.readouterr().out
+    resume(run)
+    out = capsys.readouterr().out
+    assert "metrics.jsonl: 5 of its lines cannot be read, and are dropped." in out
+    assert "metrics.jsonl has no line of 1 steps (1)" in out
+    assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 2, 3, 4]
 
 
 def test_where_no_checkpoint_is_sound_nothing_is_changed(whole, tmp_path, capsys):

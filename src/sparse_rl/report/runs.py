@@ -14,7 +14,9 @@ from typing import Any
 from ..errors import UserError, first_line
 from ..learner.correction import PRESETS, Point
 from ..text import printable
+from ..train.rows import MOST_STEPS
 from ..train.settings import Config
+from ..train.storage import read_plain
 from ..train.xi import BINS
 
 OWN = ("seed", "run_dir", "compare")
@@ -135,11 +137,11 @@ def read(path: Path, name: str) -> Run:
 def _read_config(run: Run) -> None:
     file = run.path / "config.toml"
     try:
-        stored = tomllib.loads(file.read_text(encoding="utf-8"))
+        stored = tomllib.loads(read_plain(file).decode("utf-8"))
     except FileNotFoundError:
         run.notes.append("config.toml is missing, so the configuration is not known.")
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         run.notes.append(f"config.toml cannot be read ({printable(first_line(error))}).")
         return
     run.config = flat(stored)
@@ -155,7 +157,7 @@ def _read_metrics(run: Run) -> None:
     cut = False
     for number, value, last in _lines(run, "metrics.jsonl"):
         step = value.get("step") if isinstance(value, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MOST_STEPS:
             bad.append(number)
             cut = last
             continue
@@ -177,7 +179,13 @@ def _read_xi(run: Run) -> None:
     bad = 0
     for _, value, last in _lines(run, "xi.jsonl"):
         step, counts = (value.get("step"), value.get("counts")) if isinstance(value, dict) else (None, None)
-        if isinstance(step, int) and isinstance(counts, list) and len(counts) == BINS and all(map(_is_number, counts)):
+        if (
+            isinstance(step, int)
+            and 0 <= step < MOST_STEPS
+            and isinstance(counts, list)
+            and len(counts) == BINS
+            and all(map(_is_number, counts))
+        ):
             found[step] = [int(count) for count in counts]
         else:
             bad += not last
@@ -191,10 +199,10 @@ def _read_xi(run: Run) -> None:
 def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:
     """(number, value or None, whether it is the last line and has no end) of each line that is not empty."""
     try:
-        text = (run.path / name).read_bytes().decode("utf-8", "replace")
+        text = read_plain(run.path / name).decode("utf-8", "replace")
     except FileNotFoundError:
         return
-    except OSError as error:
+    except (OSError, UserError) as error:
         run.notes.append(f"{name} cannot be read ({printable(first_line(error))}).")
         return
     lines = text.split("\n")

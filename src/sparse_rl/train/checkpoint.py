@@ -37,6 +37,7 @@ MOST_STATE_BYTES = 2**20
 MOST_COUNT = 2**48
 """Above any step or prompt of a run."""
 UNVERIFIED = "The checkpoint of step {step} has no checksums, so nobody can tell whether it is as it was written."
+UNFINISHED = "The checkpoint of step {step} was not written to its end (it has no state.json), and is not used."
 T = TypeVar("T")
 
 
@@ -156,6 +157,8 @@ class Loaded:
     state: State
     damaged: list[Damaged]
     """Later ones, which could not be used."""
+    unfinished: list[int]
+    """Steps of later ones that were never written to the end."""
     verified: bool
     """False where it was written without a manifest."""
 
@@ -170,7 +173,7 @@ def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = 
         except Damaged as error:
             damaged.append(error)
         else:
-            return Loaded(state, damaged, verified)
+            return Loaded(state, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
     return None
@@ -205,6 +208,9 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
             continue
         for each in damaged:
             warn(f"warning: {each} The checkpoint of step {step} is used.")
+        if len(steps) > 1:
+            for late in unfinished_after(folder, step):
+                warn(f"warning: {UNFINISHED.format(step=late)}")
         if files is None:
             warn(f"warning: {UNVERIFIED.format(step=step)}")
         actor.sync()
@@ -260,7 +266,7 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
 
 def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | None, world: World) -> None:
     """In place."""
-    index = _agreed(world, lambda: _index(checkpoint, files))
+    index = _agreed(world, lambda: read_index(checkpoint, files))
     for name, tensor in into["weights"].items():
         if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
             raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
@@ -279,7 +285,7 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
         raise UserError(f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the one before.") from error
 
 
-def _index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
+def read_index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
     try:
         index = metadata.read_index(manifest.read_small(checkpoint, metadata.FILE))
     except Damaged:
@@ -309,6 +315,11 @@ def _reason(error: BaseException) -> str:
 def steps_in(folder: Place) -> list[int]:
     """Of whole checkpoints."""
     return [step for step in _begun(folder) if STATE in names_in(within(folder, f"step-{step}"))]
+
+
+def unfinished_after(folder: Place, step: int) -> list[int]:
+    """Later steps whose checkpoint has no state, as after a write that was cut off."""
+    return sorted(set(_begun(folder)) - set(steps_in(folder)) - set(range(step + 1)))
 
 
 def _begun(folder: Place) -> list[int]:

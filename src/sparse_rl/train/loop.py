@@ -122,6 +122,8 @@ class Trainer:
             raise UserError(f"{self.folder.name} is at step {step} already, past steps = {steps}: raise --steps.")
         for damaged in last.damaged:
             self.view.warn(f"{damaged} The run goes on from step {step}; the damaged one is set aside as damaged-step-N.")
+        for late in last.unfinished:
+            self.view.warn(checkpoint.UNFINISHED.format(step=late))
         if not last.verified:
             self.view.warn(checkpoint.UNVERIFIED.format(step=step))
         if other := resuming.other_score(self.state.scored_by, fresh.scored_by, step):
