@@ -31,8 +31,9 @@ def test_every_kind_of_change_is_made():
     changes = [description.split(", ")[1].split(":")[0] for description in made(SOURCE)]
     kinds = {"comparison", "operator", "sign", "plus one", "minus one", "condition", "function", "leave out"}
     assert set(changes) == kinds
-    assert "line 6, comparison: value > top -> value >= top" in made(SOURCE)
+    assert "line 6.11, comparison: value > top -> value >= top" in made(SOURCE)
     assert not any("The most of them" in description for description in made(SOURCE))
+    assert len(made(SOURCE)) == len(campaign.sites(SOURCE)), "two mutants have one name"
 
 
 def test_a_mutant_differs_and_most_mutants_behave_differently():

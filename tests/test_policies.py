@@ -159,6 +159,13 @@ def test_unknown_names_and_options_are_refused():
         get("rkv", windw=4)
 
 
+@pytest.mark.parametrize("options", [{"window": -1}, {"sinks": -1}])
+def test_what_stays_is_not_a_negative_number(options):
+    with pytest.raises(ValueError, match="must not be negative"):
+        Policy(**options)
+    assert Policy(window=0, sinks=0).sinks == 0
+
+
 def test_scores_of_ones_own_see_tensors_and_values():
     class Louder(RKV):
         def scores(self, queries, keys, values, *, seeds=None, positions=None):

@@ -65,6 +65,8 @@ def test_top_k_and_top_p_cut_where_they_should():
     assert kept(top_k=0, top_p=0.41) == [[1, 3], [0, 1, 2]]
     assert kept(top_k=0, top_p=0.84) == [[1, 3, 4], [0, 1, 2, 3, 4]]
     assert kept(top_k=2, top_p=0.6) == [[1], [0, 1]]  # the share is of what top_k left: 0.4 of 0.65 is over 0.6
+    halves = torch.tensor([[0.125, 0.5, 0.25, 0.125]])  # shares that are reached to the bit need no more
+    assert [truncate(halves.clone(), 0, share).count_nonzero().item() for share in (0.5, 0.75, 0.875)] == [1, 2, 3]
     torch.testing.assert_close(truncate(weights.clone(), 3, 1.0)[0], torch.tensor([0, 0.4, 0, 0.25, 0.2]))
 
 

@@ -120,10 +120,10 @@ def mutate(source: str, number: int, change: str) -> tuple[str, str]:
     tree = ast.parse(source)
     node = list(_code(tree))[number]
     left_out = isinstance(node, ast.stmt) and change == "leave out"
-    line, before = node.lineno, ast.unparse(node)
+    place, before = f"line {node.lineno}.{node.col_offset}", ast.unparse(node)
     _changes(node)[change]()
     after = "(left out)" if left_out else ast.unparse(node)
-    return f"line {line}, {change}: {_short(before, after)}", ast.unparse(ast.fix_missing_locations(tree))
+    return f"{place}, {change}: {_short(before, after)}", ast.unparse(ast.fix_missing_locations(tree))
 
 
 def _short(before: str, after: str) -> str:
@@ -296,13 +296,13 @@ def main() -> None:
         import transformers
 
         torch.set_num_threads(1)
-        warm_up(tree, sorted({name for names, _ in TESTS.values() for name in names.split()}))
-        sys.dont_write_bytecode = True  # from here on: nothing compiled of a mutant may stay
         results = json.loads(options.json.read_text())["mutants"] if options.json and options.json.exists() else []
         known = {(each["file"], each["change"]) for each in results}
-        for file, change, source in chosen(options.seed, options.count, options.only):
-            if (file, change) in known or options.match not in change:
-                continue
+        wanted = [each for each in chosen(options.seed, options.count, options.only) if each[:2] not in known]
+        wanted = [each for each in wanted if options.match in each[1]]
+        warm_up(tree, sorted({name for file, _, _ in wanted for name in TESTS[file][0].split()}))
+        sys.dont_write_bytecode = True  # from here on: nothing compiled of a mutant may stay
+        for file, change, source in wanted:
             started = time.monotonic()
             verdict, test = run(tree, file, source)
             results.append({"file": file, "change": change, "verdict": verdict, "test": test})
