@@ -40,12 +40,13 @@ def refuse_missing(path: str) -> None:
         raise UserError(f"There is no model {kind} {quoted(path, 200)}{where}: give a folder, a GGUF file, a hub id, or tiny.")
 
 
-def check_model_folder(path: str) -> None:
+def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
     """Refuse a folder from which no model could be loaded whole. Does nothing for a hub id."""
     folder = Path(path)
     if not folder.is_dir():
         return
     config = checked_config(folder)
+    _refuse_unknown(folder, config, trust_remote_code)
     for name in ("generation_config.json", "adapter_config.json"):
         if (folder / name).exists() or (folder / name).is_symlink():
             _json(folder / name)
@@ -107,6 +108,23 @@ def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
             raise UserError(
                 f"{folder / 'config.json'} asks for code from {quoted(value)} ({key}), which is not run: remove that entry."
             )
+
+
+def _refuse_unknown(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind, own_code = config.get("model_type"), "auto_map" in config
+    if kind is None or (isinstance(kind, str) and kind in CONFIG_MAPPING) or (own_code and trust_remote_code):
+        return
+    if own_code:
+        raise UserError(
+            f"The model {folder} brings code of its own, which is not run: allow it with trust_remote_code if you trust it, or use "
+            "another model."
+        )
+    raise UserError(
+        f"{folder / 'config.json'} has model_type = {quoted(kind)}, which transformers {__version__} does not know: use another "
+        "model, or a newer transformers."
+    )
 
 
 def _entries(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -35,7 +35,7 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
     folder = str(gguf.model_folder(path)) if gguf.is_gguf(path) else resolve(path)
-    check_model_folder(folder)
+    check_model_folder(folder, trust_remote_code=trust_remote_code)
     try:
         with no_bar() if folder == str(TINY) else contextlib.nullcontext(), _hub_asked_once(folder):
             model, info = AutoModelForCausalLM.from_pretrained(

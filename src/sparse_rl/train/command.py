@@ -46,7 +46,7 @@ def dry_run(config: Config) -> None:
     """
     if config.model.path != "tiny" and config.model.path not in HUB_SHAPES:
         refuse_missing(config.model.path)
-        check_model_folder(config.model.path)
+        check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
     console = Terminal(highlight=False, soft_wrap=True)
     console.print(to_toml(config) + config.unset, markup=False)
     console.print(config.arithmetic, markup=False)
