@@ -271,7 +271,7 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
         if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
             raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
     reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, Path) else FsspecReader(checkpoint)
-    reader.read_metadata = lambda: index  # type: ignore[method-assign]  # torch's own would unpickle it
+    reader.read_metadata = lambda: index  # type: ignore[method-assign, misc]  # torch's own would unpickle it
     try:
         with _one_process_is_meant():
             dcp.load(into, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -57,7 +58,8 @@ class _Record:
     """Stands for an object of the pickle: keeps what it was made from, and does nothing."""
 
     def __init__(self, *args: Any):
-        self.args, self.state = args, None
+        self.args = args
+        self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -80,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _index(root: Any) -> Metadata:
     fields = _fields(root, "Metadata")
-    tensors = {_text(name): _tensor(each) for name, each in fields["state_dict_metadata"].items()}
+    tensors: dict[str, STORAGE_TYPES] = {_text(name): _tensor(each) for name, each in fields["state_dict_metadata"].items()}
     places = {_key(key): _place(each) for key, each in fields["storage_data"].items()}
     return Metadata(tensors, None, places, StorageMeta(), "1.0.0")
 
