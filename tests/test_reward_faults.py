@@ -289,6 +289,15 @@ def test_what_an_answer_earns_that_takes_too_long_can_be_chosen(folder, timeout,
     assert graded.values == [3.0, value] and graded.timeouts == 1
 
 
+def test_a_worker_that_stands_still_is_ended_at_its_limit(folder):
+    """It says nothing and cannot end itself: the pool must not wait for it any longer."""
+    (folder / "stands.py").write_text(
+        "import os, signal\ndef f(prompts, completions, **columns): os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    with RewardPool("stands:f", workers=1, timeout_s=3) as pool, at_most(5.5):
+        assert grade(pool, ["a"]).timeouts == 1
+
+
 def test_a_request_number_is_never_told_twice(folder):
     """So an answer that comes late is taken for no other."""
     with RewardPool("faulty:plain", workers=1, timeout_s=10) as pool:

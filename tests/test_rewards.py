@@ -394,7 +394,7 @@ def test_a_function_that_cannot_be_had_is_refused_in_one_sentence(folder, functi
 
 def test_a_module_that_never_finishes_importing_is_refused(folder, monkeypatch):
     (folder / "slow.py").write_text("import time; time.sleep(1e6)")
-    monkeypatch.setattr("sparse_rl.rewards.pool.START_S", 0.3)
+    monkeypatch.setattr("sparse_rl.rewards.process.START_S", 0.3)
     with pytest.raises(UserError, match="to import: move slow work into the function"):
         RewardPool("slow:f", workers=1, timeout_s=10)
 

@@ -122,9 +122,11 @@ def nearest(name: str, known: list[str], otherwise: str = "") -> str:
 
 def refusal_behind(error: BaseException | None) -> InsideAReward | None:
     """The refusal that a command line has turned into an exit, if that is what happened."""
-    while error and not isinstance(error, InsideAReward):
+    while error:
+        if isinstance(error, InsideAReward):
+            return error
         error = error.__cause__ or error.__context__
-    return error
+    return None
 
 
 def cannot_import(spec: str, error: BaseException) -> str:

@@ -88,8 +88,9 @@ class Worker:
 
     def read(self) -> list[tuple[int, dict[str, Any]]]:
         """What it has said of which sample; sets `ended` if it has. Anything that answers no request is counted."""
+        self.socket.setblocking(False)
         try:
-            data = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            data = self.socket.recv(1 << 16)
             self.ended = not data
         except BlockingIOError:
             data = b""
