@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from sparse_rl.cli import main
 from sparse_rl.rewards import log
+from sparse_rl.rewards.find import INSIDE
 from sparse_rl.rewards.pool import RewardPool
 
 MODULE = '''
@@ -202,7 +204,6 @@ def test_a_daemon_of_a_reward_does_not_outlive_a_killed_trainer(folder, act):
 
 
 UNGUARDED = """
-import subprocess, sys
 from sparse_rl.cli import main
 def reward(prompts, completions, **columns):
     return [1.0 for _ in completions]
@@ -211,19 +212,27 @@ START
 """
 STARTS = {
     "pool": "from sparse_rl.rewards.pool import RewardPool\nRewardPool('script.py:reward', workers=WORKERS)",
-    "train": "main(['train', '--reward.function', 'script.py:reward', '--reward.workers', 'WORKERS', '--steps', '1'])",
-    "process": "subprocess.run([sys.executable, 'script.py'])\n"
-    "from sparse_rl.rewards.pool import RewardPool\nRewardPool('script.py:reward', workers=WORKERS)",
+    "command": "main(['train', '--dry-run', '--reward.function', 'script.py:reward', '--reward.workers', 'WORKERS'])",
 }
 
 
-@pytest.mark.parametrize(("start", "workers"), [("pool", 1), ("pool", 0), ("train", 1)])
+@pytest.mark.parametrize(("start", "workers"), [("pool", 1), ("pool", 0), ("command", 1)])
 def test_a_script_whose_reward_lives_in_itself_is_refused(folder, start, workers):
     """Without a guard its worker would import it, train, and start a worker that imports it."""
     (folder / "script.py").write_text(UNGUARDED.replace("START", STARTS[start].replace("WORKERS", str(workers))))
     ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=60)
     assert ended.returncode and 'put what starts one under if __name__ == "__main__"' in ended.stderr
     assert len((folder / "started").read_text()) == 2, "the script and one import"
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["train", "--ray.workers", "2"], ["eval", "tiny", "--benchmarks", "arithmetic"]]
+)
+def test_no_command_runs_in_a_reward_or_what_it_starts(folder, monkeypatch, capsys, command):
+    monkeypatch.setenv(INSIDE, "1")
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert end.value.code == 2 and "A reward cannot start a run" in capsys.readouterr().err and not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
