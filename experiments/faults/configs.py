@@ -13,6 +13,7 @@ import datetime as dt
 import io
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +23,8 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ from sparse_rl.config import recipe_names, recipe_text, to_toml
 from sparse_rl.text import LONGEST_MESSAGE
 from sparse_rl.train.settings import Config
 
-LIMIT_S = 60
+LIMIT_S = 120
 """Of one case; a command that takes longer hangs."""
 MAY_BE_INFINITE = ("correction.cap", "correction.high")
 Rng = random.Random
@@ -196,14 +199,15 @@ def same(given: Any, used: Any) -> bool:
     return isinstance(used, bool)
 
 
-def campaign(seed: int, count: int, folder: Path, *, processes: int = 0) -> dict[str, Any]:
-    """How the cases ended, and every one that ended wrongly; some of them again as a command of their own."""
+def campaign(seed: int, count: int, folder: Path, *, start: int = 0, processes: int = 0) -> dict[str, Any]:
+    """How the cases from `start` on ended, and every one that ended wrongly; some of them again as a command of their own."""
     prepare(folder)
     path, ends, failures, slowest = folder / "case.toml", {}, [], 0.0
     before = signal.signal(signal.SIGALRM, ring)
-    own = set(Rng(seed).sample(range(count), min(processes, count)))
+    numbers = range(start, start + count)
+    own = set(Rng(f"own/{seed}/{start}").sample(numbers, min(processes, count)))
     try:
-        for number in range(count):
+        for number in numbers:
             kind, content, flags = make(seed, number)
             path.write_bytes(content)
             arguments = command(number, path, flags)
@@ -248,18 +252,42 @@ def campaign(seed: int, count: int, folder: Path, *, processes: int = 0) -> dict
     }
 
 
+def part(seed: int, start: int, count: int, processes: int) -> dict[str, Any]:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import sparse_rl.train.loop  # noqa: F401  here, so that the first case does not pay for torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        return campaign(seed, count, Path(folder), start=start, processes=processes)
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    by_kind: dict[str, Counter[str]] = {}
+    for kind, found in (pair for each in parts for pair in each["by_kind"].items()):
+        by_kind.setdefault(kind, Counter()).update(found)
+    added = {key: sum(each[key] for each in parts) for key in ("cases", "also_as_processes", "refused", "accepted")}
+    failures = [failure for each in parts for failure in each["failures"]]
+    slowest = max(each["slowest_s"] for each in parts)
+    return added | {
+        "failures": failures,
+        "slowest_s": slowest,
+        "by_kind": {kind: dict(by_kind[kind]) for kind in sorted(by_kind)},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1500)
     parser.add_argument("--processes", type=int, default=30, help="cases that also run as a command of their own")
+    parser.add_argument("--jobs", type=int, default=2, help="parts that run at the same time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import sparse_rl.train.loop  # noqa: F401  here, so that the first case does not pay for torch
-
-    with tempfile.TemporaryDirectory() as folder:
-        found = campaign(args.seed, args.count, Path(folder), processes=args.processes)
+    edges = [args.count * job // args.jobs for job in range(args.jobs + 1)]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        tasks = [
+            pool.submit(part, args.seed, start, stop - start, args.processes // args.jobs) for start, stop in pairwise(edges)
+        ]
+        found = merged([task.result() for task in tasks])
     found = {"seed": args.seed, "date": dt.date.today().isoformat(), "versions": {"sparse-rl": __version__}} | found
     for failure in found["failures"][:40]:
         print(failure)
