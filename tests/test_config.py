@@ -110,6 +110,7 @@ RECIPES = {
     "extends a NUL": ('extends = "a\\u0000b"\n', "cannot be read (embedded null byte): give a TOML file."),
     "too large": ("#" * (2**20 + 1), "cannot be read (it has 1,048,577 bytes, more than 1,048,576): give a TOML file."),
     "loop": ('extends = "./x/../recipe.toml"\n', "extends itself"),
+    "extends 5,000 hex digits": (f"extends = 0x{'f' * 5000}\n", "extends = a number of thousands of digits in"),
     "extends a number": ("extends = 3\n", "extends = 3 in"),
     "extends nothing": ('extends = "quickstrat"\n', "did you mean quickstart?"),
 }
