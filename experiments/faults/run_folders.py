@@ -462,9 +462,7 @@ def campaign(seed: int, count: int | None = None, only: str = "", jobs: int = 1)
         "folders": len(chosen),
         "commands": len(found),
         "outcomes": {command: dict(sorted(each.items())) for command, each in sorted(results.items())},
-        "failed": [
-            f"{case}, {command}: {what}: {last[:200]}" for case, command, what, last in found if what.startswith("FAILED")
-        ],
+        "failed": [f"{case}, {command}: {what}" for case, command, what, last in found if what.startswith("FAILED")],
     }
 
 
