@@ -84,7 +84,7 @@ def encode(
             f"The model's chat template refuses a prompt ({printable(first_line(error), 200)}): change its messages, or write texts "
             "and set --data.raw true."
         ) from error
-    return _not_empty(list(ids))
+    return _not_empty(list(ids) if tokenizer.decode(ids).strip() else [])
 
 
 def _not_empty(ids: list[int]) -> list[int]:
