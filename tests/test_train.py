@@ -27,7 +27,7 @@ from sparse_rl.models.settings import Lora
 from sparse_rl.rewards.pool import pool_for
 from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
-from sparse_rl.train import loggers, loop
+from sparse_rl.train import held_out, loggers, loop
 from sparse_rl.train.command import arm
 from sparse_rl.train.loop import now
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
@@ -385,7 +385,8 @@ def test_the_clock_waits_for_the_device(monkeypatch):
 def test_a_sampler_that_keeps_everything_is_the_one_that_is_evaluated(world, tmp_path, monkeypatch):
     """Whatever its settings say of a budget: no second dense cache is made beside it."""
     made = []
-    monkeypatch.setattr(loop, "Engine", lambda *args, **options: made.append(Engine(*args, **options)) or made[-1])
+    for module in (loop, held_out):
+        monkeypatch.setattr(module, "Engine", lambda *args, **options: made.append(Engine(*args, **options)) or made[-1])
     train(world, tmp_path / "run", "--kv.policy", "full", "--steps", "1", "--rollout.max-tokens", "4",
           "--eval.problems", "3", "--data.test", str(world / "problems.jsonl"))  # fmt: skip
     assert len(made) == 1 and any("pass@1" in key for row in metrics(tmp_path / "run") for key in row)
@@ -403,7 +404,7 @@ def test_a_held_out_task_is_graded_by_its_own_reward(tmp_path, monkeypatch):
     (tmp_path / "gsm8k-train.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n' * 2)
     opened = []
     monkeypatch.setattr(
-        loop, "pool_for", lambda reward, function, **more: opened.append(function) or pool_for(reward, function, **more)
+        held_out, "pool_for", lambda reward, function, **more: opened.append(function) or pool_for(reward, function, **more)
     )
     flags = {"data.dir": tmp_path, "data.train": "gsm8k", "data.test": "arithmetic", "eval.problems": 2, "method": "dense",
              "rollout.max-tokens": 4, "rollout.prompts-per-step": 2, "rollout.samples-per-prompt": 2, "steps": 1,
@@ -489,8 +490,8 @@ def test_an_evaluation_that_fails_costs_no_step(world, tmp_path, monkeypatch, ca
             raise torch.OutOfMemoryError("no memory for the cache")
         return loop_score(*args)
 
-    loop_score = loop.score
-    monkeypatch.setattr(loop, "score", score_once)
+    loop_score = held_out.score
+    monkeypatch.setattr(held_out, "score", score_once)
     with pytest.raises(SystemExit):
         train(world, tmp_path / "run", *test)
     assert "The evaluation failed; step 2 is saved" in " ".join(capsys.readouterr().out.split())

@@ -4,24 +4,18 @@ A step in five lines: `Dealer.draw` gives groups of graded rollouts, `_old_logpr
 `correct` how far the sampler was off, `update` changes the weights, and the metrics say how it went.
 """
 
-import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.examples import Example, load, name_of
 from ..data.order import Order
-from ..data.prompts import encoded
 from ..errors import RankLost, Unanswered, UserError
-from ..evaluate.benchmark import Benchmark, Chunk, Cost, run, score
-from ..evaluate.benchmark import Sample as Evaluated
-from ..kv.settings import KV
 from ..learner.correction import correct
 from ..learner.fusion import fused_layers
 from ..learner.optimizer import Optimizer
@@ -33,8 +27,7 @@ from ..models.sharded import at_rest, with_weights
 from ..plan.command import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
-from ..rewards.pool import RewardPool, pool_for, try_on_gold
-from ..rewards.settings import TASK_REWARDS
+from ..rewards.pool import RewardPool, try_on_gold
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
@@ -44,8 +37,9 @@ from .best import Best
 from .folder import RunFolder
 from .given import Given, load_all
 from .groups import Dealer, Drawn, Group, Sample
+from .held_out import Evaluator, load_held_out
 from .loggers import Logger
-from .memory import compared, dense_slots, peak_metrics, plan_run, slots_of
+from .memory import compared, peak_metrics, plan_run, slots_of
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .rehearsal import rehearse
 from .settings import SHADOW_METHODS, Config
@@ -87,8 +81,8 @@ class Trainer:
         device = given.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._load_held_out()
-        self.plan = plan_run(config, given.model, max(map(len, [*given.prompts, *self.held_out_prompts])))
+        held_out = load_held_out(config, self.tokenizer, view)
+        self.plan = plan_run(config, given.model, max(map(len, [*given.prompts, *held_out.prompts])))
         self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
@@ -97,12 +91,18 @@ class Trainer:
             config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits, world
         )
         self.longest_prompt = self._longest(given.prompts, config.data.train, given.places)
-        if self.held_out:
-            self._longest(self.held_out_prompts, f"the test problems, {config.data.held_out},")
-        self.engine.reserve(max(map(len, [self.longest_prompt, *self.held_out_prompts])) + config.rollout.max_tokens)
+        if held_out.examples:
+            self._longest(held_out.prompts, f"the test problems, {config.data.held_out},")
+        self.engine.reserve(max(map(len, [self.longest_prompt, *held_out.prompts])) + config.rollout.max_tokens)
+        self.evaluator = Evaluator(
+            config, held_out, self.engine, self.actor.sampler, self.plan, self.tokenizer, pool, world, view
+        )
         self.compared = False
         self.best = Best(config.checkpoint, view.warn)
-        problems, scored_by = resuming.problems_of(given.prompts), resuming.scored_by(config, given.examples, self.held_out)
+        problems, scored_by = (
+            resuming.problems_of(given.prompts),
+            resuming.scored_by(config, given.examples, held_out.examples),
+        )
         options = resuming.kept_options(config)
         self.state = checkpoint.State(ranks=world.size, problems=problems, scored_by=scored_by, config=options)
         last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world) if resume else None
@@ -415,74 +415,8 @@ class Trainer:
 
     # Evaluation, logs, checkpoints
 
-    def _load_held_out(self) -> None:
-        config = self.config
-        source = config.data.held_out or ""
-        self.benchmark = name_of(source)
-        self.held_out: list[Example] = []
-        if source and config.eval.problems:
-            loaded = load(source, "test", n=config.eval.problems, seed=0, **config.data.reading)
-            self.held_out = loaded.examples[: config.eval.problems]
-            if loaded.note:
-                self.view.note(loaded.note)
-        self.held_out_prompts = encoded(self.tokenizer, self.held_out, config.data)
-
-    def _eval_engine(self, *, sparse: bool) -> Engine:
-        """The sampler's own where that will do; else one whose cache is freed after the evaluation."""
-        slots = self.config.eval.slots
-        if slots == "auto" and sparse == self.engine.policy.evicts:
-            return self.engine
-        if slots == "auto":
-            longest = max(map(len, self.held_out_prompts)) + self.config.rollout.max_tokens
-            slots = dense_slots(self.plan, self.engine, longest)
-        kv = self.engine.kv if sparse else KV(policy="full")
-        return Engine(self.actor.sampler, kv, slots=min(slots, len(self.held_out)))
-
-    @contextmanager
-    def _held_out_pool(self) -> Iterator[RewardPool]:
-        """A task is graded by its own reward, also where another one is trained on."""
-        reward, source = self.config.reward, self.config.data.held_out or ""
-        if source not in TASK_REWARDS or reward.function_for(source) == self.pool.function:
-            yield self.pool
-            return
-        with pool_for(reward, reward.function_for(source), log=self.pool.log) as pool:
-            yield pool
-
     def _evaluate(self) -> dict[str, float]:
-        """Held-out pass@1 with a dense cache and, where the sampler's is sparse, with that."""
-        metrics: dict[str, float] = {}
-        if not self.held_out:
-            return metrics
-        sampling = self.config.rollout.sampling(self.config.seed)
-        benchmark = Benchmark(self.benchmark, self.held_out, self.held_out_prompts, sampling)
-        for suffix in ("", "_sparse") if self.engine.policy.evicts else ("",):
-            engine = self._eval_engine(sparse=suffix == "_sparse")
-            with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress, self._held_out_pool() as pool:
-                samples, cost = self._evaluated(engine, benchmark, pool, progress)
-            result = score(samples, cost, benchmark.samples)
-            key = f"eval/{self.benchmark}/pass@1{suffix}"
-            metrics |= {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
-            metrics[f"eval/{self.benchmark}/no_verdict{suffix}"] = float(result.ungraded)
-            if result.graded:
-                metrics[f"eval/{self.benchmark}/graded"] = 1.0
-            if result.ungraded:
-                self.view.warn(
-                    f"{result.ungraded} of {len(self.held_out)} evaluated rollouts got no verdict and are not in {key}."
-                )
-            if cost.timeouts and pool.timeout == "zero":
-                self.view.warn(
-                    f"{cost.timeouts} of {len(self.held_out)} evaluated rollouts were over time and count 0 in {key}."
-                )
-            del engine  # its cache, before the next one's is allocated
-        return metrics
-
-    def _evaluated(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[Evaluated], Cost]:
-        """Every rank its part of the problems, all of them on each."""
-        mine = range(self.world.rank, len(benchmark.examples), self.world.size)
-        chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else Chunk([], Cost())
-        parts = self.world.gather((chunk.samples, chunk.cost))
-        samples = sorted((sample for part, _ in parts for sample in part), key=lambda each: (each.problem, each.sample))
-        return samples, functools.reduce(Cost.__add__, (cost for _, cost in parts))
+        return self.evaluator.evaluate()
 
     def _log(self, metrics: dict[str, float]) -> None:
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,110 @@
+"""Held-out evaluation inside a training run: the same sampling, with a dense cache and with the sampler's own."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.examples import Example, load, name_of
+from ..data.prompts import encoded
+from ..evaluate.benchmark import Benchmark, Chunk, Cost, Sample, run, score
+from ..kv.settings import KV
+from ..plan.memory import Plan
+from ..rewards.pool import RewardPool, pool_for
+from ..rewards.settings import TASK_REWARDS
+from ..rollout.engine import Engine
+from ..world import World
+from .memory import dense_slots
+from .settings import Config
+from .view import View
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out problems of a run; none where data.test or eval.problems say so."""
+
+    name: str
+    examples: list[Example]
+    prompts: list[list[int]]
+
+
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, view: View) -> HeldOut:
+    source = config.data.held_out or ""
+    examples: list[Example] = []
+    if source and config.eval.problems:
+        loaded = load(source, "test", n=config.eval.problems, seed=0, **config.data.reading)
+        examples = loaded.examples[: config.eval.problems]
+        if loaded.note:
+            view.note(loaded.note)
+    return HeldOut(name_of(source), examples, encoded(tokenizer, examples, config.data))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Scores the sampler's weights on the held-out problems."""
+
+    config: Config
+    held_out: HeldOut
+    engine: Engine
+    """The sampler's."""
+    sampler: PreTrainedModel
+    plan: Plan | None
+    tokenizer: PreTrainedTokenizerBase
+    pool: RewardPool
+    world: World
+    view: View
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the held-out metrics with a dense cache and, where the sampler's cache is sparse, with that."""
+        metrics: dict[str, float] = {}
+        name, examples = self.held_out.name, self.held_out.examples
+        if not examples:
+            return metrics
+        benchmark = Benchmark(name, examples, self.held_out.prompts, self.config.rollout.sampling(self.config.seed))
+        for suffix in ("", "_sparse") if self.engine.policy.evicts else ("",):
+            engine = self._engine(sparse=suffix == "_sparse")
+            with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress, self._grading() as pool:
+                samples, cost = self._graded(engine, benchmark, pool, progress)
+            result = score(samples, cost, benchmark.samples)
+            key = f"eval/{name}/pass@1{suffix}"
+            metrics |= {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
+            metrics[f"eval/{name}/no_verdict{suffix}"] = float(result.ungraded)
+            if result.graded:
+                metrics[f"eval/{name}/graded"] = 1.0
+            if result.ungraded:
+                self.view.warn(f"{result.ungraded} of {len(examples)} evaluated rollouts got no verdict and are not in {key}.")
+            if cost.timeouts and pool.timeout == "zero":
+                self.view.warn(f"{cost.timeouts} of {len(examples)} evaluated rollouts were over time and count 0 in {key}.")
+            del engine  # its cache, before the next one's is allocated
+        return metrics
+
+    def _engine(self, *, sparse: bool) -> Engine:
+        """Return the sampler's own engine where that will do, else one whose cache is freed after the evaluation."""
+        slots = self.config.eval.slots
+        if slots == "auto" and sparse == self.engine.policy.evicts:
+            return self.engine
+        if slots == "auto":
+            longest = max(map(len, self.held_out.prompts)) + self.config.rollout.max_tokens
+            slots = dense_slots(self.plan, self.engine, longest)
+        kv = self.engine.kv if sparse else KV(policy="full")
+        return Engine(self.sampler, kv, slots=min(slots, len(self.held_out.examples)))
+
+    @contextmanager
+    def _grading(self) -> Iterator[RewardPool]:
+        """Yield the pool of a task's own reward, also where the run trains on another reward."""
+        reward, source = self.config.reward, self.config.data.held_out or ""
+        if source not in TASK_REWARDS or reward.function_for(source) == self.pool.function:
+            yield self.pool
+            return
+        with pool_for(reward, reward.function_for(source), log=self.pool.log) as pool:
+            yield pool
+
+    def _graded(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[Sample], Cost]:
+        """Sample this rank's part of the problems; return the samples and costs of all ranks."""
+        mine = range(self.world.rank, len(benchmark.examples), self.world.size)
+        chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else Chunk([], Cost())
+        parts = self.world.gather((chunk.samples, chunk.cost))
+        samples = sorted((sample for part, _ in parts for sample in part), key=lambda each: (each.problem, each.sample))
+        return samples, functools.reduce(Cost.__add__, (cost for _, cost in parts))
