@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
+import sparse_rl
 from small_runs import Command, one_thread, refused
 from sparse_rl import KV, UserError
 from sparse_rl.cli import main
@@ -554,3 +556,12 @@ def test_a_folder_of_something_else_is_left_alone(eval_world, tmp_path, capsys):
 def test_help_comes_without_torch():
     code = "import sys; from sparse_rl.cli import build_parser; build_parser(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_weights_that_are_a_link_to_themselves_are_refused_in_a_sentence(eval_world, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(Path(sparse_rl.__file__).parent / "models/tiny", model)
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("model.safetensors")
+    told = refused(capsys, "eval", str(model), "--benchmarks", "arithmetic", "--problems", "1", "--out", str(tmp_path / "out"))
+    assert "model.safetensors is damaged" in told

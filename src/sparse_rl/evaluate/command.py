@@ -157,7 +157,8 @@ def identity(
 def weights_hash(model: str) -> str | None:
     """By the names, sizes and times of the files: new weights under an old name are another model."""
     path = Path(model)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = [file for file in found if file.is_file()]  # no link to itself: loading refuses that
     return _hash([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) if files else None
 
 

@@ -168,7 +168,7 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
             message = failed(error)
         if clock.expired():  # also where the reward has caught its cancellation
             message = {"late": True, "blocked": stood_still_s - before > BLOCKED * timeout_s}
-        tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
+        tasks.discard(asyncio.current_task())
         limit.restart() if tasks else limit.stop()
         reply(number, **message)
 
