@@ -518,3 +518,10 @@ def test_settings_beside_a_model_are_not_waited_for_where_the_hub_is_out_of_reac
     started = time.perf_counter()
     assert stored_kv("nobody/nothing-of-ours") == {}
     assert time.perf_counter() - started < 3 and capfd.readouterr().err == ""
+
+
+def test_a_models_own_policy_imports_nothing_unless_the_user_names_it(tmp_path):
+    (tmp_path / "sparse_rl.json").write_text('{"kv": {"policy": "antigravity:Policy", "budget": 64}}')
+    with pytest.raises(UserError, match="would import a module. If you trust it, name it yourself with --kv.policy"):
+        stored_kv(str(tmp_path))
+    assert stored_kv(str(tmp_path), "antigravity:Policy")["budget"] == 64

@@ -339,7 +339,8 @@ def evaluate(args: argparse.Namespace) -> None:
     from .evaluate.compare import settings
     from .models.stored_kv import stored_kv
 
-    caches = settings(args.compare, flags_given(args, KV), {} if args.compare else stored_kv(args.model))
+    given = flags_given(args, KV)
+    caches = settings(args.compare, given, {} if args.compare else stored_kv(args.model, given.get("policy")))
     workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # a GPU waits while a chunk is graded
     data, reward = from_flags(args, Data), from_flags(args, Reward, {"workers": workers})
     from .evaluate.command import command
@@ -384,7 +385,8 @@ def export(args: argparse.Namespace) -> None:
 def generate(args: argparse.Namespace) -> None:
     from .models.stored_kv import stored_kv
 
-    kv, sampling = from_flags(args, KV, stored_kv(args.model)), from_flags(args, Sampling)
+    stored = stored_kv(args.model, flags_given(args, KV).get("policy"))
+    kv, sampling = from_flags(args, KV, stored), from_flags(args, Sampling)
     data = from_flags(args, Data, {"raw": args.raw})
     from .rollout.console import stream
 

@@ -6,21 +6,31 @@ from typing import Any
 
 from ..errors import UserError
 from ..hub import why_unreachable
+from ..text import quoted
 
 FILE = "sparse_rl.json"
 
 
-def stored_kv(path: str) -> dict[str, Any]:
-    """The `kv` options beside the model in a folder or on the hub; empty where there are none."""
+def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
+    """Return the `kv` options beside the model in a folder or on the hub; empty where there are none.
+
+    A policy that would import a module is refused, unless the user has chosen a policy: a downloaded model runs no code.
+    """
     file: Path | None = Path(path) / FILE
     if file is None or not file.is_file():
         file = _from_hub(path) if _is_hub_id(path) else None
     if file is None:
         return {}
     try:
-        return dict(json.loads(file.read_text())["kv"])
+        stored = dict(json.loads(file.read_text())["kv"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} does not hold KV settings ({error}): write it anew with sparse-rl export.") from error
+    policy = str(stored.get("policy", ""))
+    if chosen_policy is None and ("." in policy or ":" in policy):
+        raise UserError(
+            f"{file} names the policy {quoted(policy)}, which would import a module. If you trust it, name it yourself with --kv.policy."
+        )
+    return stored
 
 
 def _is_hub_id(path: str) -> bool:
