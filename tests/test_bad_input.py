@@ -91,8 +91,8 @@ def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, tmp_path, capsy
     assert refused(capsys, *again) == f"{run} is a run already: use --resume, --overwrite or another --run-dir."
     budget = refused(capsys, *again, "--resume", "--kv.budget", "24")
     assert budget == f"kv.budget is 24 now and was 20 in {run}: resume with the same, or start anew with another --run-dir."
-    missing = refused(capsys, *again, "--resume", "--steps", "9", "--data.test", "nowhere.jsonl", "--eval.problems", "1")
-    assert "data.test is nowhere.jsonl now and was not set" in missing
+    missing = refused(capsys, *again, "--resume", "--steps", "9", "--data.test", str(world / "problems.jsonl"))
+    assert f"data.test is {world / 'problems.jsonl'} now and was not set" in missing
     assert "choose one" in refused(capsys, *again, "--resume", "--overwrite")
     assert "nope" in refused(capsys, *again, "--overwrite", "--reward.function", f"{world / 'rewards.py'}:nope")
     assert contents(run) == before

@@ -103,11 +103,13 @@ def test_own_policy_by_dotted_path():
 
 def test_own_policy_by_entry_point(tmp_path, monkeypatch):
     """A real installed distribution, as importlib sees one."""
-    (tmp_path / "mine.py").write_text(Path(__file__).read_text().split("# A user's own policy")[0].split("EXAMPLE")[0] + OWN)
-    info = tmp_path / "mine-1.0.dist-info"
+    (tmp_path / "newest_policy.py").write_text(
+        Path(__file__).read_text().split("# A user's own policy")[0].split("EXAMPLE")[0] + OWN
+    )
+    info = tmp_path / "newest_policy-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sparse_rl.policies]\nnewest = mine:Newest\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: newest_policy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sparse_rl.policies]\nnewest = newest_policy:Newest\n")
     monkeypatch.syspath_prepend(tmp_path)
     check_policy("newest", window=4)
 

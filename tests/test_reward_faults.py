@@ -316,3 +316,17 @@ def test_a_request_number_is_never_told_twice(folder):
         worker.ask = lambda *args, **more: (ask(*args, **more), seen.update(worker.in_flight))[0]
         grade(pool, ["a"] * 50)
     assert len(seen) == 50 and json.dumps(sorted(seen))
+
+
+def test_a_late_sample_that_blocks_its_loop_is_asked_again_once(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import asyncio, time\n"
+        "async def graded(prompts, completions, **columns):\n"
+        "    while True:\n"
+        "        time.sleep(0.15)\n"
+        "        await asyncio.sleep(0)\n"
+    )
+    started = time.monotonic()
+    with RewardPool(f"{tmp_path / 'slow.py'}:graded", workers=1, timeout_s=0.5) as pool:
+        graded = pool.grade(["p"], ["c"], {})
+    assert graded.timeouts == 1 and time.monotonic() - started < 15

@@ -207,7 +207,7 @@ class RewardPool:
                 worker.at_once = message["ready"]
             elif "late" in message:
                 worker.retiring = True
-                batch.settle([sample], {"late": True}, sure=worker.alone or not message["blocked"])
+                batch.settle([sample], {"late": True}, sure=message["alone"] or not message["blocked"])
             elif "started" not in message:
                 batch.settle([sample], message)
         if worker.ended or time.monotonic() >= worker.overdue_at:

@@ -114,7 +114,7 @@ class Worker:
         if "started" not in message:
             del self.in_flight[number]
         self.late_at = time.monotonic() + self.timeout_s if self.in_flight else math.inf
-        self.alone = self.alone and bool(self.in_flight)
+        message["alone"], self.alone = self.alone, self.alone and bool(self.in_flight)
         return sample, message
 
     def hang_up(self) -> None:

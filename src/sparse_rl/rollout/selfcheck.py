@@ -56,6 +56,8 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
     try:
         stand_in, far = reduced(model), FAR_FLOAT32
         prepare(stand_in)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # modules of a kind that cannot be taken apart
         stand_in, far = model, FAR_FLOAT32 if limits.shape.dtype == torch.float32 else FAR_HALF
     with torch.no_grad(), _exact_products(), eval_mode(stand_in):

@@ -90,10 +90,10 @@ class State:
 def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE) -> Place:
     """`folder`/step-N. state.json comes last and makes it a checkpoint; a write that fails leaves nothing behind."""
     target = within(folder, f"step-{state.step}")
-    if world.leads:
-        remove(target)
-    world.meet()
     try:
+        if world.leads:
+            remove(target)
+        world.meet()
         parts = {"weights": optimizer.weights, "moments": optimizer.moments}
         writer = dcp.FileSystemWriter(target) if isinstance(target, Path) else FsspecWriter(target, sync_files=False)
         writer.fs = written = HashingFileSystem(writer.fs)  # type: ignore[assignment]

@@ -151,6 +151,7 @@ class RunFolder:
     def push(self) -> None:
         """To shared storage, where the run is there: what this process has written since the last time."""
         if self.remote:
+            self._refuse_if_lost()
             self.remote.push()
 
     def push_or_warn(self, warn: Callable[[str], None]) -> None:
@@ -214,11 +215,7 @@ class RunFolder:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """A write that fails is the disk's fault and ends in a sentence. A run that has lost its folder to another one ends."""
-        if self.lock and self.lock.lost:
-            raise UserError(
-                f"{self.name} was taken over by another run, because this one gave no sign of life for too long: see its lock, "
-                "and continue only one of them with --resume."
-            )
+        self._refuse_if_lost()
         try:
             yield
         except OSError as error:
@@ -226,6 +223,13 @@ class RunFolder:
             then = "continue with --resume" if self.metrics.exists() else "name another with --run-dir"
             joint = "and" if self.metrics.exists() else "or"
             raise UserError(f"The run folder {self.name} cannot be written ({reason}): {remedy} {joint} {then}.") from error
+
+    def _refuse_if_lost(self) -> None:
+        if self.lock and self.lock.lost:
+            raise UserError(
+                f"{self.name} was taken over by another run, because this one gave no sign of life for too long: see its lock, "
+                "and continue only one of them with --resume."
+            )
 
     def _refuse_another_config(self, config: Config) -> None:
         resume.changes(self.name, resume.options_of(self.config()), resume.options_of(config))

@@ -207,7 +207,7 @@ class _OnDisk:
     def read(self) -> tuple[Holder | None, Any]:
         """(the holder, the sign of life) in the folder now, whatever file this process has open."""
         try:
-            with self.path.open() as file:
+            with self.path.open("rb") as file:
                 return _parsed(file.read()), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None, None
@@ -253,7 +253,7 @@ class _OnStorage:
         with answering(self.run, "read"):
             self.fs.invalidate_cache()
             try:
-                text = self.fs.cat_file(self.file).decode()
+                text = self.fs.cat_file(self.file)
             except FileNotFoundError:
                 return None, None
         return _parsed(text), text
@@ -277,12 +277,12 @@ class _OnStorage:
         pass
 
 
-def _parsed(text: str) -> Holder | None:
+def _parsed(text: bytes) -> Holder | None:
     """None of a file that was cut by a kill."""
     try:
         values = json.loads(text)
         return Holder(**{each.name: values[each.name] for each in fields(Holder) if each.name in values})
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

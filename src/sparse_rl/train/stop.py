@@ -3,8 +3,9 @@
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
+
+STOPPING = "Stopping after this step; press Ctrl-C again to drop it."
 
 
 class StopAsked:
@@ -14,7 +15,14 @@ class StopAsked:
 
     def __init__(self, tell: Callable[[str], None]):
         self.tell = tell
-        self.asked = False
+        self._asked = self._untold = False
+
+    @property
+    def asked(self) -> bool:
+        if self._untold:
+            self._untold = False
+            self.tell(STOPPING)
+        return self._asked
 
     def __enter__(self) -> "StopAsked":
         here = threading.current_thread() is threading.main_thread()  # signals come to no other: Ray runs a rank in one
@@ -26,8 +34,10 @@ class StopAsked:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self._asked:
             raise KeyboardInterrupt
-        self.asked = True
-        with suppress(RuntimeError):  # the signal came in the middle of a write
-            self.tell("Stopping after this step; press Ctrl-C again to drop it.")
+        self._asked = True
+        try:
+            self.tell(STOPPING)
+        except RuntimeError:  # the signal came in the middle of a write
+            self._untold = True
