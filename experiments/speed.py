@@ -36,15 +36,9 @@ def main() -> None:
     parser.add_argument("--only-sweep", action="store_true", help="measure no exactness; what the file has of it stays")
     parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
     parser.add_argument("--out", type=Path, default=Path("docs/performance.svg"))
-    parser.add_argument(
-        "--compute", type=Path, help="print dense in the same memory, computed from this JSON, and do nothing else"
-    )
     args = parser.parse_args()
     if args.plot:
         plot(json.loads(args.plot.read_text()), args.out)
-        return
-    if args.compute:
-        compute(json.loads(args.compute.read_text()))
         return
     kv = KV()
     model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
@@ -60,6 +54,7 @@ def main() -> None:
     }
     for key, measure in {} if args.only_sweep else measures.items():
         result[key] = measure()
+        result["exactness_date"] = result["date"]
     result["sweep"] = []
     for slots in args.slots:
         result["sweep"] += sweep(model, kv, slots)
@@ -173,22 +168,6 @@ def float32_gap() -> dict[str, float]:
     found = {"tiny": float(torch.stack(gaps).max())}
     print("float32", found, flush=True)
     return found
-
-
-def compute(result: dict, slots: int = 256) -> None:
-    """Print dense throughput by live tokens from steps that were measured with other numbers of sequences in the same memory.
-
-    A dense step that fills the memory reads the same bytes however many sequences share it, so its time is taken over.
-    """
-    heads, queries, layers, dim, window = 2, 12, 28, 128, 8  # the 1.5B shape
-    for row in (row for row in result["sweep"] if row["slots"] == slots):
-        capacity = row["kv_bytes"] / (slots * 4 * layers * heads * dim)
-        side_bytes = slots * layers * (4 * heads * capacity + 2 * queries * window * dim)  # positions and the ring of queries
-        live = live_tokens(drawn_lengths(range(4096), row["max_tokens"]), PROMPT_TOKENS)
-        sequences = (row["kv_bytes"] + side_bytes) / (4 * layers * heads * dim * live)
-        dense = sequences * row["dense_tokens_per_s"] / row["dense_slots"]
-        ratio = row["sparse_tokens_per_s"] / dense
-        print(f"| {row['max_tokens'] // 1024}k | {live:,.0f} | {sequences:,.0f} | {dense:,.0f} tok/s | {ratio:.1f}x |")
 
 
 def plot(result: dict, out: Path) -> None:

@@ -49,8 +49,8 @@ def test_cpu_and_gpu_sample_the_same_tokens():
 
 
 def test_bfloat16_noise_does_not_grow_with_length():
-    early, late = noise_early_and_late(random_model("qwen2").to("cuda", torch.bfloat16), samples=64, tokens=600)
-    assert 0 < late < 1.2 * early < 0.1
+    early, late = noise_early_and_late(random_model("qwen2").to("cuda", torch.bfloat16), samples=64, tokens=1200)
+    assert 0 < late < 1.1 * early < 0.1
 
 
 def test_allocated_memory_is_the_capacity():
@@ -181,17 +181,15 @@ def test_packed_attention_and_its_gradient_are_those_of_float64(dtype, lengths, 
 
 @pytest.mark.parametrize("evict", [False, True], ids=["dense", "shadow"])
 def test_memory_of_packed_attention_grows_with_the_tokens_alone(evict):
-    peaks = []
-    for tokens in (8192, 16384):
+    peaks = {}
+    for tokens in (8192, 16384, 8192, 16384):  # the second round runs what the first compiled
         view, tensors = ReplayView(packed_spans([tokens], evict=evict)), packed_tensors(tokens, torch.bfloat16)
-        for _ in range(2):  # the second is compiled
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            with_gradients(lambda q, k, v, view=view: view.attend(0, q, k, v, 0.1, None), tensors)
-            peak = torch.cuda.max_memory_allocated() - before
-        peaks.append(peak)
-    assert peaks[1] < 2.2 * peaks[0]
-    assert peaks[1] < 2 * 16384 * 16384  # two bytes for each pair of one head would be more
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with_gradients(lambda q, k, v, view=view: view.attend(0, q, k, v, 0.1, None), tensors)
+        peaks[tokens] = torch.cuda.max_memory_allocated() - before
+    assert peaks[16384] < 2.2 * peaks[8192]
+    assert peaks[16384] < 2 * 16384 * 16384  # two bytes for each pair of one head would be more
 
 
 def test_a_pack_without_evictions_is_dense_to_the_bit():
