@@ -108,8 +108,8 @@ def test_sparse_replay_is_differentiable(model):
 
 
 def test_bfloat16_noise_does_not_grow_with_length(model):
-    early, late = noise_early_and_late(copy.deepcopy(model).to(torch.bfloat16), samples=24, tokens=200)
-    assert 0 < late < 1.2 * early < 0.1
+    early, late = noise_early_and_late(copy.deepcopy(model).to(torch.bfloat16), samples=24, tokens=450)
+    assert 0 < late < 1.1 * early < 0.1
 
 
 def test_packing_does_not_change_the_replay(model):

@@ -7,7 +7,7 @@ from sparse_rl.kernels.attention import decode_attention
 from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
-from sparse_rl.kernels.gather import fused_keep
+from sparse_rl.kernels.gather import fused_keep, keep_in_place
 from sparse_rl.kernels.importance import decode_importance, fused_importance, window_logits
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
@@ -264,6 +264,12 @@ def test_importance_in_one_launch(q_heads, kv_heads, window, dim, dtype):
     torch.testing.assert_close(decode_importance(queries, keys), expected, atol=1e-6, rtol=1e-4)
 
 
+def test_importance_of_large_logits_is_finite():
+    queries, keys = torch.randn(1, 2, 4, 16, device=DEVICE) * 100, torch.randn(1, 2, 60, 16, device=DEVICE) * 100
+    expected = window_logits(queries, keys[:, :, :56]).amax(dim=2).softmax(dim=-1).mean(dim=-2)
+    torch.testing.assert_close(fused_importance(queries, Rows.of(keys)), expected, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_kept_moves_to_the_front_in_place(dtype):
     rows, heads, capacity, kept, dim = 5, 2, 210, 150, 24
@@ -272,7 +278,11 @@ def test_what_is_kept_moves_to_the_front_in_place(dtype):
     chosen = torch.tensor([3, 0], device=DEVICE)
     order = torch.rand(2, heads, capacity, device=DEVICE).argsort(dim=-1)[..., :kept].sort(dim=-1).values
     before = [tensor.clone() for tensor in (keys, values, positions)]
+    plain = [tensor.clone() for tensor in before]
+    keep_in_place(*plain, chosen, order)  # torch, on a CPU
     fused_keep(keys, values, positions, chosen, order)
+    for now, torchs in zip((keys, values, positions), plain, strict=True):
+        torch.testing.assert_close(now[:, :, :kept], torchs[:, :, :kept], rtol=0, atol=0)
     for now, then in zip((keys, values, positions), before, strict=True):
         for number, row in enumerate(chosen.tolist()):
             for head in range(heads):

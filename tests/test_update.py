@@ -221,7 +221,8 @@ def test_gradient_checkpointing_changes_no_gradient(sampled, view):
     batch = batch_of(sampler, rollouts, loss, "none", view=view)
     plain, _ = gradient_of(learner, batch, loss, view=view)
     with checkpointed(learner, True):
-        assert any(module.training for module in learner.modules())
+        training = [module for module in learner.modules() if module.training]
+        assert training and all(module.gradient_checkpointing for module in training)
         again, _ = gradient_of(learner, batch, loss, view=view)
     assert not any(module.training for module in learner.modules())
     assert_close(again, plain, 1e-12)
@@ -239,6 +240,41 @@ def test_rows_that_teach_nothing_do_not_pass_through_the_model(sampled, monkeypa
     learner.zero_grad()
     accumulate(learner, batch, [active], loss, "dense", None, None)
     assert_close(gradients(learner), whole, 1e-12)
+
+
+@pytest.mark.parametrize("beside", [{"kl_coef": 0.3}, {"entropy_coef": 0.1}, {"smd": SMD()}], ids=str)
+def test_rejected_rollouts_count_in_the_terms_beside_the_loss(sampled, beside):
+    """`update` runs the rows that the policy loss leaves out, so its gradient is that of the whole batch."""
+    sampler, rollouts = sampled
+    smd = beside.get("smd")
+    learner, loss = moved(sampler, 1), Loss(**{key: value for key, value in beside.items() if key != "smd"})
+    reference = no_grad_replay(moved(sampler, 2), rollouts, "dense") if loss.kl_coef else None
+    batch = batch_of(sampler, rollouts, loss, reference=reference)
+    assert 0 < len(batch.active) < len(rollouts)
+    whole, _ = gradient_of(learner, batch, loss, smd=smd)
+    learner.zero_grad()
+    settings = OptimizerSettings(lr=1e-9, clip_norm=1e9)
+    result = update(learner, Optimizer(learner, settings, steps=1), 0, batch, loss, smd=smd)
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole))
+    assert result.grad_norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_opsm_counts_what_it_drops_and_takes_it_out_of_the_loss(sampled):
+    sampler, rollouts = sampled
+    learner, loss = moved(sampler, 1, size=0.05), Loss()
+    batch = batch_of(sampler, rollouts, loss)
+    now = padded(no_grad_replay(learner, rollouts, "dense"))
+    apart_B = ((batch.sampler_BT - now) * batch.mask_BT).sum(dim=1) / batch.mask_BT.sum(dim=1)
+    worse = [row for row in batch.active if batch.advantages_B[row] < 0]
+    delta = float(apart_B[worse].median())
+    dropped = [row for row in worse if apart_B[row] > delta]
+    assert 0 < len(dropped) < len(worse)
+    learner.zero_grad()
+    sums = accumulate(learner, batch, [list(range(len(rollouts)))], loss, "dense", None, delta)
+    assert sums["opsm_dropped"] == len(dropped)
+    ours = gradients(learner)
+    batch.corrected.weights[dropped] = 0
+    assert_close(ours, gradient_of(learner, batch, loss)[0], 1e-12)
 
 
 def test_an_update_that_keeps_nothing_changes_nothing(sampled):

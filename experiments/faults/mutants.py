@@ -45,7 +45,7 @@ TESTS: dict[str, tuple[str, str]] = {
     "kernels/counter_rng.py": ("sampling kernels", "seed or uniform or number or draws or a_draw_is_the_references"),
     "kernels/draw.py": ("kernels", "(draw and (7 or ties or peaked)) or not_numbers"),
     "kernels/gather.py": ("kernels", "moves_to_the_front"),
-    "kernels/importance.py": ("golden kernels", "rkv or snapkv or (importance and (6-2-8 or 2-2-3))"),
+    "kernels/importance.py": ("golden kernels", "rkv or snapkv or (importance and (6-2-8 or 2-2-3 or large))"),
     "kernels/nucleus.py": ("kernels", "ties_at_the_cut or what_stays_is or not_numbers_ends"),
     "kernels/redundancy.py": ("golden kernels", "rkv or (redundancy and 20-16)"),
     "kernels/shadow.py": ("packed_attention", "not compil"),
