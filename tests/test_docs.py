@@ -16,7 +16,8 @@ from sparse_rl.data.arithmetic import write_problem
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md")))]
+RESULTS = "experiments/evidence/RESULTS.md"
+PAGES = ["README.md", "CONTRIBUTING.md", RESULTS, *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md")))]
 
 
 def blocks(page, *languages):
@@ -156,7 +157,16 @@ def test_the_tables_of_scale_are_what_the_script_computes():
 def test_the_tables_of_evidence_are_those_of_the_raw_metrics(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "experiments/evidence")
     tables = importlib.import_module("tables")
-    assert tables.PAGE.read_text() == tables.page(), "run: make evidence"
+    assert set(tables.PAGES) == {DOCS / "evidence.md", ROOT / RESULTS}
+    for page, made in tables.PAGES.items():
+        assert set(re.findall(r"^<!-- (\S+) -->$", page.read_text(), re.MULTILINE)) == {*made, "end"}
+        assert page.read_text() == tables.rebuilt(page), f"{page.name}: run make evidence"
+
+
+def test_every_decimal_of_the_summary_of_evidence_stands_in_its_results():
+    """The page is written by hand, the tables of RESULTS.md are made: a number of the first is one of the second."""
+    summary, results = (set(re.findall(r"\d[\d,]*\.\d+", path.read_text())) for path in (DOCS / "evidence.md", ROOT / RESULTS))
+    assert len(summary) > 30 and summary <= results
 
 
 def test_the_page_of_collapse_lists_every_alert_with_its_limit():

@@ -1,7 +1,7 @@
-"""Make the tables and plots of docs/evidence.md again from the raw metrics: `make evidence`.
+"""Rebuild the tables and figures of docs/evidence.md and RESULTS.md from the raw metrics: `make evidence`.
 
-What stands in the page between `<!-- NAME -->` and `<!-- end -->` is replaced by the table of that name; the rest is written by
-hand. Intervals are 95 % over seeds (Student's t); a difference is of the same seeds.
+The text between `<!-- NAME -->` and `<!-- end -->` in a page is replaced by the table NAME; the rest is written by hand.
+Intervals are 95 % over seeds (Student's t). Differences are paired by seed.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from figures import WINDOW, budgets, plot, smooth, summary
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
@@ -17,7 +18,7 @@ from sparse_rl.alerts import Alerts, check
 from sparse_rl.evaluate.statistics import t_interval
 
 NOT_YET = "Not run yet."
-PAGE = HERE.parents[1] / "docs" / "evidence.md"
+DOCS = HERE.parents[1] / "docs"
 
 
 def interval(values: Sequence[float], digits: int = 1, sign: str = "") -> str:
@@ -93,10 +94,13 @@ def gaps(question: str, arms: Sequence[str]) -> str:
     return table(["arm", "seeds", "costs at the end, points", "mean", "drawn again"], lines)
 
 
-def collapsed(question: str) -> str:
-    """The runs that the plan's rule calls so: the last ten rewards under half of the best ten in a row, or test Pass@1 below where
-    it began, clear of the interval (of the draws, unpaired)."""
-    lines = []
+def collapsed_runs(question: str) -> dict[str, list[list[str]]]:
+    """Return the table rows of the collapsed runs, by arm.
+
+    A run has collapsed when its last ten rewards are under half of its best ten in a row, or when its test Pass@1 is below its
+    start, clear of the (unpaired) interval.
+    """
+    found: dict[str, list[list[str]]] = {}
     for arm, runs in read(question).items():
         for seed, rows in runs.items():
             rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
@@ -106,7 +110,12 @@ def collapsed(question: str) -> str:
             half = math.hypot(*((row[f"{DENSE}_high"] - row[f"{DENSE}_low"]) / 2 for row in (first, last)))
             if tens[-1] < max(tens) / 2 or change + half < 0:
                 cells = [f"{arm}-{seed}", f"{tens[-1] / max(tens):.2f}", f"{100 * first[DENSE]:.1f} → {100 * last[DENSE]:.1f}"]
-                lines.append([*cells, f"{100 * change:+.1f} ± {100 * half:.1f}"])
+                found.setdefault(arm, []).append([*cells, f"{100 * change:+.1f} ± {100 * half:.1f}"])
+    return found
+
+
+def collapsed(question: str) -> str:
+    lines = [line for lines in collapsed_runs(question).values() for line in lines]
     return table(["run", "last ten rewards / best ten", "Pass@1, %", "change, points"], lines)
 
 
@@ -153,6 +162,24 @@ def health(question: str) -> str:
         values = [statistics.median(column(rows) for rows in runs.values()) for column in COLUMNS.values()]
         lines.append([arm, *("" if math.isnan(value) else f"{value:.3g}" for value in values)])
     return table(["arm", *COLUMNS], lines)
+
+
+def outcome(question: str, arms: dict[str, Sequence[str]]) -> str:
+    """Build the summary: the final score of each arm, its difference from its dense arms, and its cost."""
+    runs, scores, fallen = read(question), ends(question, DENSE), collapsed_runs(question)
+    lines = []
+    for arm, dense in arms.items():
+        base = {
+            seed: statistics.mean(scores[each][seed] for each in dense if seed in scores.get(each, {})) for seed in scores[arm]
+        }
+        away = interval([score - base[seed] for seed, score in scores[arm].items()], sign="+") if arm not in dense else ""
+        cells = [arm, interval(list(scores[arm].values())), away, f"{len(fallen.get(arm, ()))} of {len(runs[arm])}"]
+        medians = (
+            statistics.median(COLUMNS[name](rows) for rows in runs[arm].values()) for name in ("rejected, %", "saved, %")
+        )
+        lines.append([*cells, *(f"{value:.3g}" for value in medians)])
+    heads = ["arm", "Pass@1, %", "from dense, points", "collapsed", "rejected, %", "KV token-steps saved, %"]
+    return table(heads, lines)
 
 
 SETTLED = 4
@@ -366,78 +393,97 @@ def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
     return {f"{name}, {setting}": (runs, setting, 2) for name, runs in BOTH.items() for setting in settings}
 
 
-TABLES = {
-    "pilot-scores": lambda: scores("pilot"),
-    "a-scores": lambda: scores("a-collapse"),
-    "a-kept": lambda: kept("a-collapse", ("naive", "paper"), ("dense", "dense-again")),
-    "a-kept-4": lambda: kept("a-collapse", ("naive-4", "paper-4"), ("dense-4",)),
-    "a-collapsed": lambda: collapsed("a-collapse"),
-    "a-alerts": lambda: warned("a-collapse"),
-    "a-tightness": lambda: tightness("a-collapse"),
-    "a-health": lambda: health("a-collapse"),
-    "corrections-scores": lambda: scores("a-corrections"),
-    "corrections-kept": lambda: kept("a-corrections", FOUR, ("dense-4",)),
-    "corrections-alerts": lambda: warned("a-corrections"),
-    "corrections-health": lambda: health("a-corrections"),
-    "c-gaps": lambda: gaps("a-collapse", ("dense-again", "dense-4", "naive", "paper", "naive-4", "paper-4")),
-    "c-robust": lambda: robust("a-collapse", [*DENSE_TRAINED, *PAPER_TRAINED]),
-    "c-narrowed": lambda: narrowed("a-collapse", list(zip(DENSE_TRAINED, PAPER_TRAINED, strict=True))),
-    "e-position": lambda: numerics("a-collapse", "xi", each_under("full", "rkv@256", "rkv@160")),
-    "e-compactions": lambda: numerics("a-collapse", "compactions", each_under("rkv@256", "rkv@160", "rkv@96") | UNDER_VETO),
-    "e-noise": lambda: numerics(
-        "a-collapse", "noise", {setting: (DENSE_TRAINED, setting, 2) for setting in ("full", "rkv@256", "rkv@160", "rkv@96")}
-    ),
-    "b-scores": lambda: scores("b-budget", one_cache=False),
-    "b-kept": lambda: kept("b-budget", BUDGETS, ("full", "full-again")),
-    "b-tightness": lambda: tightness("b-budget"),
-    "b-alerts": lambda: warned("b-budget"),
-    "b-health": lambda: health("b-budget"),
-    "d-memory": lambda: memory(("a-collapse", "a-corrections", "b-budget", "d-samples")),
-    "d-costs": lambda: costs("d-savings"),
-    "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
-    "d-scores": lambda: scores("d-samples"),
-    "g-scores": lambda: scores("g-graded", one_cache=False),
-    "g-health": lambda: health("g-graded"),
-    "g-alerts": lambda: warned("g-graded"),
-    "g-length-scores": lambda: scores("g-length", one_cache=False),
-    "g-length-tightness": lambda: tightness("g-length"),
-    "g-length-health": lambda: health("g-length"),
-    "g-length-memory": lambda: memory(("g-length",)),
-    "g-length-alerts": lambda: warned("g-length"),
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    DOCS / "evidence.md": {
+        "outcome": lambda: outcome(
+            "a-collapse",
+            {
+                **dict.fromkeys(("dense", "naive", "paper"), ("dense", "dense-again")),
+                **dict.fromkeys(("dense-4", "naive-4", "paper-4"), ("dense-4",)),
+            },
+        ),
+    },
+    HERE / "RESULTS.md": {
+        "pilot-scores": lambda: scores("pilot"),
+        "a-scores": lambda: scores("a-collapse"),
+        "a-kept": lambda: kept("a-collapse", ("naive", "paper"), ("dense", "dense-again")),
+        "a-kept-4": lambda: kept("a-collapse", ("naive-4", "paper-4"), ("dense-4",)),
+        "a-collapsed": lambda: collapsed("a-collapse"),
+        "a-alerts": lambda: warned("a-collapse"),
+        "a-tightness": lambda: tightness("a-collapse"),
+        "a-health": lambda: health("a-collapse"),
+        "corrections-scores": lambda: scores("a-corrections"),
+        "corrections-kept": lambda: kept("a-corrections", FOUR, ("dense-4",)),
+        "corrections-alerts": lambda: warned("a-corrections"),
+        "corrections-health": lambda: health("a-corrections"),
+        "c-gaps": lambda: gaps("a-collapse", ("dense-again", "dense-4", "naive", "paper", "naive-4", "paper-4")),
+        "c-robust": lambda: robust("a-collapse", [*DENSE_TRAINED, *PAPER_TRAINED]),
+        "c-narrowed": lambda: narrowed("a-collapse", list(zip(DENSE_TRAINED, PAPER_TRAINED, strict=True))),
+        "e-position": lambda: numerics("a-collapse", "xi", each_under("full", "rkv@256", "rkv@160")),
+        "e-compactions": lambda: numerics(
+            "a-collapse", "compactions", each_under("rkv@256", "rkv@160", "rkv@96") | UNDER_VETO
+        ),
+        "e-noise": lambda: numerics(
+            "a-collapse",
+            "noise",
+            {setting: (DENSE_TRAINED, setting, 2) for setting in ("full", "rkv@256", "rkv@160", "rkv@96")},
+        ),
+        "b-scores": lambda: scores("b-budget", one_cache=False),
+        "b-kept": lambda: kept("b-budget", BUDGETS, ("full", "full-again")),
+        "b-tightness": lambda: tightness("b-budget"),
+        "b-alerts": lambda: warned("b-budget"),
+        "b-health": lambda: health("b-budget"),
+        "d-memory": lambda: memory(("a-collapse", "a-corrections", "b-budget", "d-samples")),
+        "d-costs": lambda: costs("d-savings"),
+        "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
+        "d-scores": lambda: scores("d-samples"),
+        "g-scores": lambda: scores("g-graded", one_cache=False),
+        "g-health": lambda: health("g-graded"),
+        "g-alerts": lambda: warned("g-graded"),
+        "g-length-scores": lambda: scores("g-length", one_cache=False),
+        "g-length-tightness": lambda: tightness("g-length"),
+        "g-length-health": lambda: health("g-length"),
+        "g-length-memory": lambda: memory(("g-length",)),
+        "g-length-alerts": lambda: warned("g-length"),
+    },
 }
+"""The tables of each page."""
+
 PLOTS = {
-    "pilot": "evidence-pilot.svg",
-    "a-collapse": "evidence-a.svg",
-    "a-corrections": "evidence-corrections.svg",
-    "g-length": "evidence-g.svg",
+    "pilot": HERE / "pilot" / "curves.svg",
+    "a-collapse": DOCS / "evidence-a.svg",
+    "a-corrections": HERE / "a-corrections" / "curves.svg",
+    "g-length": HERE / "g-length" / "curves.svg",
 }
+"""Figures of the curves of a question. docs/ has those that its page shows."""
 
 
-def with_table(page: str, name: str, table: str) -> str:
+def with_table(path: Path, page: str, name: str, table: str) -> str:
     made, found = re.subn(
         rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda block: f"{block[1]}{table}\n{block[2]}", page, flags=re.DOTALL
     )
     if found != 1 and table != NOT_YET:
-        raise SystemExit(f"{PAGE} has {found} places for {name}: it needs one.")
+        raise SystemExit(f"{path} has {found} places for {name}. It needs one.")
     return made
 
 
-def page() -> str:
-    """As it should be."""
-    text = PAGE.read_text()
-    for name, table in TABLES.items():
-        text = with_table(text, name, table())
+def rebuilt(path: Path) -> str:
+    """Return the text of a page with every table made from the raw metrics."""
+    text = path.read_text()
+    for name, build in PAGES[path].items():
+        text = with_table(path, text, name, build())
     return text
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    PAGE.write_text(page())
-    for question, name in PLOTS.items():
+    for path in PAGES:
+        path.write_text(rebuilt(path))
+    for question, path in PLOTS.items():
         if read(question):
-            plot(question, PAGE.with_name(name))
-    summary(PAGE.with_name("evidence-summary.svg"))
-    budgets(PAGE.with_name("evidence-b.svg"))
+            plot(question, path)
+    summary(DOCS / "evidence-summary.svg")
+    budgets(DOCS / "evidence-b.svg")
 
 
 if __name__ == "__main__":
