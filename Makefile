@@ -4,20 +4,20 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: install browser quickstart test lint evidence clean
+.PHONY: install browser quickstart test lint docs evidence clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
 	touch $@
 
 quickstart: install  ## train the embedded model, dense and then sparse, and compare
 	$(BIN)/sparse-rl train quickstart --overwrite
 
-test: install browser lint $(VENV)/.real-weights  ## every test that this machine can run
+test: install browser lint docs $(VENV)/.real-weights  ## every test that this machine can run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The tests of the report open it in a browser: the system's, else Debian's (as root), else the one that Playwright downloads.
@@ -34,6 +34,9 @@ $(VENV)/.real-weights: constraints.txt | install
 
 evidence: install  ## rebuild the tables and figures of docs/evidence.md and experiments/evidence/RESULTS.md
 	$(BIN)/python experiments/evidence/tables.py
+
+docs: install  ## the site in build/docs; a broken link or reference fails
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -W --keep-going -n -d build/doctrees docs build/docs
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import small_runs
+import sparse_rl
 from sparse_rl.alerts import RULES, Alerts
-from sparse_rl.cli import main
+from sparse_rl.cli import build_parser, main
 from sparse_rl.data.arithmetic import write_problem
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +83,26 @@ def test_a_guide_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
         else:
             exec(compile(text, page, "exec"), {})
     assert len(done) >= 4
+
+
+def test_the_examples_of_the_python_api_run_one_after_the_other(capsys):
+    names = {}
+    for _, text in blocks("docs/api.md", "python"):
+        exec(compile(text, "docs/api.md", "exec"), names)
+    assert len(names["rollouts"]) == 16 and names["loss"].isfinite()
+
+
+def test_the_python_api_documents_every_public_name():
+    documented = set(re.findall(r"^\.\. auto\w+:: sparse_rl\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
+    assert documented == set(sparse_rl.__all__)
+
+
+def test_the_page_of_commands_has_a_line_for_each_that_parses():
+    lines = [shlex.split(line)[1:] for _, text in blocks("docs/cli.md", "text") for line in commands(text)]
+    commands_there = next(action.choices for action in build_parser()._actions if action.choices)
+    assert sorted(line[0] for line in lines) == sorted(commands_there)
+    for line in lines:
+        build_parser().parse_args(line)
 
 
 def test_the_example_of_own_rewards_gives_what_it_says():

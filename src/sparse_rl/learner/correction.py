@@ -128,7 +128,7 @@ class Corrected:
     rejected: Tensor
     """Bool [B]: dropped by a rule on sequences (veto, a bound on its ratio, a ratio that is not finite)."""
     divisors: Tensor
-    """Float [B], at least 1: |o_i|, or the tokens kept."""
+    """Float [B], at least 1: response tokens, or those kept."""
     kl_mask: Tensor
     """Bool [B, T]: what the KL term runs over."""
     metrics: dict[str, float]
