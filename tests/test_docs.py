@@ -18,7 +18,13 @@ from sparse_rl.data.arithmetic import write_problem
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RESULTS = "experiments/evidence/RESULTS.md"
-PAGES = ["README.md", "CONTRIBUTING.md", RESULTS, *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md")))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    RESULTS,
+    "experiments/RESULTS.md",
+    *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md"))),
+]
 
 
 def blocks(page, *languages):
