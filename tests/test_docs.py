@@ -75,7 +75,7 @@ def test_the_shell_examples_run(line, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/first-run.md", "docs/own-data-reward-model.md"])
+@pytest.mark.parametrize("page", ["docs/first-run.md", "docs/train-your-own.md"])
 def test_a_guide_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     """Every command, and every Python block that is more than a signature, one after the other in an empty folder."""
     monkeypatch.chdir(tmp_path)

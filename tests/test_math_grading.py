@@ -54,7 +54,7 @@ SHUFFLED = ("math500", "gaokao2023en", "minerva-math", "olympiadbench-math-en", 
 
 
 def test_a_shuffled_gold_is_wrong():
-    """Of 400 pairs with different texts at most 4 grade right: the same value in other words (docs/grading.md has all)."""
+    """Of 400 pairs with different texts at most 4 grade right: the same value in other words (docs/train-your-own.md has the counts)."""
     pairs = []
     for name in SHUFFLED:
         rows = [gold for gold in GOLDS[name] if gold]

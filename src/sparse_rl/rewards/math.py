@@ -1,7 +1,7 @@
 """The reward of mathematics: is the boxed answer the gold, by math-verify, less the matches it makes too easily?
 
 Runs where it can be killed: math-verify's own limits are off, because they are signals that sympy may swallow. What cannot
-be an answer (kilobytes, towers of powers, an integral left to the grader) is wrong before sympy sees it. docs/grading.md
+be an answer (kilobytes, towers of powers, an integral left to the grader) is wrong before sympy sees it. docs/train-your-own.md
 says what counts as right.
 """
 
