@@ -95,6 +95,11 @@ def assert_same_weights(left: Path, right: Path, most: float = 1e-5) -> None:
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) <= most
 
 
+def lengths(run: Path) -> dict[str, float]:
+    """Response lengths by which groups are dealt to ranks, after the last of eight steps."""
+    return json.loads((run / "checkpoints/step-8/state.json").read_text())["mean_tokens"]
+
+
 # Two ranks are one
 
 
@@ -141,7 +146,7 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_steps_since_the_last_check
     whole, killed = pairs["sparse_rl"][0].with_name("undisturbed"), tmp_path / "killed"
     run = Launch("--max-restarts", "1", "-m", "sparse_rl", *arguments(world, killed, *EIGHT_STEPS), folder=tmp_path)
     ends = time.monotonic() + 300
-    while not (killed / "metrics.jsonl").exists() or len(metrics(killed)) < 4:
+    while not (killed / "checkpoints/step-3/state.json").exists():
         assert time.monotonic() < ends and run.process.poll() is None, run.end(0)[1]
         time.sleep(0.05)
     os.kill(run.ranks()[1], signal.SIGKILL)
@@ -150,6 +155,7 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_steps_since_the_last_check
     assert "Rank 1 did not answer" in output or "Another rank was lost in the middle of a step" in output
     assert "Continuing after step" in output
     assert [row["step"] for row in metrics(killed)] == list(range(9))
+    assert lengths(whole) == lengths(killed) and len(lengths(whole)) == 8
     assert_same_weights(whole, killed, most=0.0)
 
 
@@ -177,7 +183,7 @@ def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, pairs, tmp_pa
         command = [*nodes, "--max-restarts", "2", "-m", "sparse_rl", *arguments(world, run, *EIGHT_STEPS)]
         launches.append(Launch(*command, folder=tmp_path / f"node-{number}", launcher=LAUNCHER[:3]))
     ends = time.monotonic() + 300
-    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 4:
+    while not (run / "checkpoints/step-3/state.json").exists():
         assert time.monotonic() < ends, [launch.end(0)[1][-3000:] for launch in launches]
         time.sleep(0.05)
     ranks = {rank: pid for launch in launches for rank, pid in launch.ranks().items()}
@@ -185,6 +191,7 @@ def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, pairs, tmp_pa
     ended = [launch.end() for launch in launches]
     assert [code for code, _ in ended] == [0, 0], [output[-3000:] for _, output in ended]
     assert [row["step"] for row in metrics(run)] == list(range(9))
+    assert lengths(whole) == lengths(run)
     assert_same_weights(whole, run, most=0.0)
 
 

@@ -65,6 +65,8 @@ class State:
     """What `best_value` depends on, see `resume.scored_by`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Options by their dotted keys, see `resume.kept_options`."""
+    mean_tokens: dict[str, float] = field(default_factory=dict)
+    """By which groups are dealt to many ranks, see `Dealer.mean_tokens`; which rollouts share a batch decides their rounding."""
 
     def check(self, step: int) -> None:
         """Raise ValueError where a value cannot be that of a run after `step`."""
@@ -83,6 +85,10 @@ class State:
             raise ValueError("config is no table")
         if not isinstance(self.scored_by, dict) or not all(isinstance(each, str) for each in self.scored_by.values()):
             raise ValueError("scored_by is no table of texts")
+        if not isinstance(self.mean_tokens, dict) or not all(
+            type(each) in (int, float) and 0 <= each < MOST_COUNT for each in self.mean_tokens.values()
+        ):
+            raise ValueError("mean_tokens is no table of lengths")
         if self.step != step or self.best_step > step:
             raise ValueError(f"it is that of step {self.step}")
 

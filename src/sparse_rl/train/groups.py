@@ -24,6 +24,8 @@ from .settings import MAX_DRAWS, Config
 FAILURES = ("no_verdict", "timeouts", "errors")
 """Why a reward did not grade what it was asked for; the names are metrics."""
 COUNTED = (*FAILURES, "truncated", "strays")
+KNOWN_LENGTHS = 2**14
+"""Problems whose response length is remembered: state.json, which has them, may be 1 MiB."""
 
 
 @dataclass
@@ -144,7 +146,8 @@ class Dealer:
     ):
         """`limits` gives each rollout, by its seed, a number of tokens to end at: benchmarks draw lengths with it."""
         self.limits, self.world = limits, world
-        self.mean_tokens: dict[int, float] = {}  # of the responses to a problem when it was last drawn
+        self.mean_tokens: dict[str, float] = {}
+        """Of the responses to a problem when it was last drawn, by its index; the last drawn come last. Part of a checkpoint."""
         self.config, self.examples, self.prompts, self.order = config, examples, prompts, order
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
@@ -209,9 +212,15 @@ class Dealer:
         drawn.sampled_s += max(took)
         drawn.waited_s += max(took) - sum(took) / len(took)
         drawn.prompts += count
-        for place, index in enumerate(chosen):
-            group = samples[place * per_prompt : (place + 1) * per_prompt]
-            self.mean_tokens[index] = sum(len(sample.rollout.response) for sample in group) / per_prompt
+        if self.world.size > 1:
+            for place, index in enumerate(chosen):
+                self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
+
+    def _note_length(self, index: int, group: list[Sample]) -> None:
+        self.mean_tokens.pop(str(index), None)
+        self.mean_tokens[str(index)] = sum(len(sample.rollout.response) for sample in group) / len(group)
+        if len(self.mean_tokens) > KNOWN_LENGTHS:
+            del self.mean_tokens[next(iter(self.mean_tokens))]
 
     def _shared(self, chosen: list[int]) -> tuple[Callable[[], int | None] | None, list[int]]:
         """(who says which prompt this rank samples next, those it has said): longest expected responses first."""
@@ -220,7 +229,7 @@ class Dealer:
             return None, taken
         known = self.mean_tokens
         typical = sum(known.values()) / len(known) if known else 0.0
-        costs = [known.get(index, typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
+        costs = [known.get(str(index), typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
         room = max(1, self.engine.slots // self.config.rollout.samples_per_prompt)
         next_one = self.world.taker(costs, min(room, -(-len(chosen) // self.world.size)))
 

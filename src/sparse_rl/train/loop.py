@@ -108,6 +108,7 @@ class Trainer:
         last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world) if resume else None
         if last is not None:
             self._go_on_from(last)
+        self.dealer.mean_tokens = self.state.mean_tokens
         folder.forget_after(self.state.step if last else -1, view.warn)
         if last is not None:
             view.recall(folder.read_metrics())
