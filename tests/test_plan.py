@@ -33,7 +33,7 @@ from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.rollout import engine, generation
 from sparse_rl.train.distributed import refuse_too_large
-from sparse_rl.train.memory import compared, dense_slots, out_of_memory, slots_of
+from sparse_rl.train.memory import compared, dense_slots, out_of_memory, room_bytes, slots_of
 from sparse_rl.train.settings import Config
 
 GIB = 2**30
@@ -243,6 +243,22 @@ def test_every_remedy_that_is_named_fits(method, slots):
     assert found
     for remedy in found:
         assert planned(*flags, *remedy.split()).fits, remedy
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    """torch refuses "cuda" where it is asked for the share of memory that a process may take."""
+
+    def share(device):
+        if device.index is None:
+            raise ValueError("Expected a torch.device with a specified index")
+        return device.index / 4
+
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (80, 100))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 10)
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", share)
+    assert room_bytes(torch.device("cuda")) == 75
+    assert room_bytes(torch.device("cuda:1")) == 25
 
 
 def test_out_of_memory_says_what_would_fit():

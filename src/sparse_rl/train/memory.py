@@ -18,9 +18,15 @@ HOPEFUL_SLOTS = 64
 
 def room_bytes(device: Device) -> int:
     """What torch may hold on this GPU: what it has, what is free, and no more than the process is allowed."""
+    device = numbered(device)
     free, total = torch.cuda.mem_get_info(device)
     allowed = total * torch.cuda.get_per_process_memory_fraction(device)
     return int(min(free + torch.cuda.memory_reserved(device), allowed))
+
+
+def numbered(device: Device) -> Device:
+    """The GPU with its number, which part of torch.cuda asks for; "cuda" alone is the current one."""
+    return device if device.index is not None else Device(device.type, torch.cuda.current_device())
 
 
 def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
