@@ -190,6 +190,35 @@ def test_metrics_that_cannot_be_read_are_told_and_left_out(whole, tmp_path, caps
     assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 2, 3, 4]
 
 
+@pytest.mark.parametrize("lost", [["state.json"], ["state.json", "manifest.json"]], ids=str)
+def test_where_every_checkpoint_lost_its_state_nothing_is_changed(whole, tmp_path, capsys, lost):
+    """A copy that left out small files, say. The run would start at step 0 and drop its metrics."""
+    run = copied(whole, tmp_path)
+    for path in [path for name in lost for path in run.glob(f"checkpoints/*/{name}")]:
+        path.unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
+    assert "step-1, step-2, step-3 lost state.json. Restore it from a backup, or start again with --overwrite" in sentence
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    shutil.rmtree(run / "model")  # a run that did not come to its end
+    assert "step-1, step-2 lost state.json." in refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
+
+
+def test_a_first_checkpoint_that_was_cut_off_is_no_loss(whole, tmp_path, capsys):
+    """Killed before its state was written, a run starts again; what is nearly whole is not thrown away."""
+    run = copied(whole, tmp_path)
+    shutil.rmtree(run / "model")
+    for step in (2, 3):
+        shutil.rmtree(run / f"checkpoints/step-{step}")
+    (run / "checkpoints/step-1/state.json").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    resume(run)
+    assert "There is no checkpoint to continue from: the run starts again at step 0." in capsys.readouterr().out
+    assert (run / "checkpoints/damaged-step-1/manifest.json").exists()
+    assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]
+
+
 def test_where_no_checkpoint_is_sound_nothing_is_changed(whole, tmp_path, capsys):
     run = copied(whole, tmp_path)
     for step in (1, 2, 3):

@@ -37,6 +37,7 @@ MOST_STATE_BYTES = 2**20
 MOST_COUNT = 2**48
 """Above any step or prompt of a run."""
 UNVERIFIED = "The checkpoint of step {step} has no checksums, so nobody can tell whether it is as it was written."
+STARTS_AGAIN = "There is no checkpoint to continue from: the run starts again at step 0."
 UNFINISHED = "The checkpoint of step {step} was not written to its end (it has no state.json), and is not used."
 T = TypeVar("T")
 
@@ -169,8 +170,9 @@ class Loaded:
     """False where it was written without a manifest."""
 
 
-def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> Loaded | None:
-    """The last checkpoint that is sound, into model and optimizer; None where there is none yet."""
+def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE, reached: float = 0) -> Loaded | None:
+    """The last checkpoint that is sound, into model and optimizer; None where there is none yet. `reached` is the last step that
+    the run is known to have done."""
     damaged: list[Damaged] = []
     for step in reversed(world.gather(_agreed(world, lambda: steps_in(folder)))[0]):  # a shared disk may be slow to tell all
         checkpoint = within(folder, f"step-{step}")
@@ -182,7 +184,29 @@ def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = 
             return Loaded(state, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
+    _agreed(world, lambda: _clear_begun(folder, reached) if world.leads else None)
     return None
+
+
+def _clear_begun(folder: Place, reached: float) -> None:
+    """Where no checkpoint has a state.json. A kill leaves one such, of the last step; any other was whole, and lost it."""
+    if lost := [step for step in _begun(folder) if step < reached]:
+        raise UserError(
+            f"{folder} has no checkpoint to continue from: {_step_names(lost)} lost state.json. Restore it from a backup, or start "
+            "again with --overwrite or another --run-dir."
+        )
+
+    for step in _begun(folder):
+        left = within(folder, f"step-{step}")
+        if manifest.FILE in names_in(left):  # all but the state is there
+            set_aside([Damaged(left, f"it has no {STATE}")])
+        else:
+            remove(left)
+
+
+def _step_names(steps: list[int]) -> str:
+    names = [f"step-{step}" for step in steps]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, bool]:

@@ -1,6 +1,7 @@
 """A run is a folder: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/. It may be on shared storage."""
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable, Iterator
@@ -259,6 +260,11 @@ class RunFolder:
                 number = file.stem.removeprefix("step-")
                 if number.isdecimal() and int(number) > step and not file.is_dir():
                     file.unlink()
+
+    @property
+    def reached(self) -> float:
+        """The last step that was logged. A run whose model was written has saved all of its checkpoints."""
+        return math.inf if self.model.exists() else max((row["step"] for row in self.read_metrics()), default=0)
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self._append(self.metrics, {"step": step, **metrics})

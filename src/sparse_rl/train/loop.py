@@ -105,9 +105,13 @@ class Trainer:
         )
         options = resuming.kept_options(config)
         self.state = checkpoint.State(ranks=world.size, problems=problems, scored_by=scored_by, config=options)
-        last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world) if resume else None
+        last = None
+        if resume:
+            last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world, folder.reached)
         if last is not None:
             self._go_on_from(last)
+        elif resume and folder.reached:
+            view.warn(checkpoint.STARTS_AGAIN)
         self.dealer.mean_tokens = self.state.mean_tokens
         folder.forget_after(self.state.step if last else -1, view.warn)
         if last is not None:
