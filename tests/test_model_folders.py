@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from small_runs import refused
 from sparse_rl import KV, Engine, Sampling, UserError, load_model, load_tokenizer
@@ -17,6 +19,7 @@ from sparse_rl.data.examples import Example
 from sparse_rl.data.prompts import encode, encoded
 from sparse_rl.data.settings import Data
 from sparse_rl.errors import notice
+from sparse_rl.models.folder import check_model_folder
 from sparse_rl.models.stored_kv import stored_kv
 from sparse_rl.rollout.rollout import Rollout
 
@@ -54,6 +57,35 @@ def test_a_hostile_folder_is_refused_and_runs_nothing(folder, tmp_path, monkeypa
         with contextlib.suppress(UserError):
             sample(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def adapter_of(base: object, folder: Path) -> Path:
+    """An adapter with nothing wrong but, perhaps, its base."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_the_base_of_an_adapter_is_looked_at_like_any_model(folder, tmp_path):
+    def told(base: object, name: str) -> str:
+        with pytest.raises(UserError) as error:
+            check_model_folder(str(adapter_of(base, tmp_path / name)))
+        return str(error.value)
+
+    check_model_folder(str(adapter_of(str(folder), tmp_path / "good")))
+    check_model_folder(str(adapter_of("Qwen/Qwen2.5-0.5B", tmp_path / "of-the-hub")))
+    assert "base_model_name_or_path is None and names no model" in told(None, "none")
+    start = f"The base model of the adapter {tmp_path / 'missing'} cannot be used: There is no model folder"
+    assert told("./nope", "missing").startswith(start)
+    assert "is an adapter itself" in told(str(tmp_path / "good"), "chain")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "somebody/kernel"}))
+    assert "asks for code from" in told(str(folder), "code")
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    assert "it is not a whole safetensors file" in told(str(folder), "cut")
 
 
 @pytest.mark.parametrize("path", ["./nope", "no/such/folder", "nope/", "nope.gguf"])

@@ -21,6 +21,7 @@ MOST = {"num_hidden_layers": 2**12, "vocab_size": 2**24, "hidden_size": 2**17, "
         "num_experts": 2**14, "num_local_experts": 2**14}  # fmt: skip
 """Sizes that config.json may give, with room above every model there is."""
 WHOLE_NUMBERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -45,15 +46,36 @@ def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
     folder = Path(path)
     if not folder.is_dir():
         return
-    config = checked_config(folder)
-    _refuse_unknown(folder, config, trust_remote_code)
-    for name in ("generation_config.json", "adapter_config.json"):
-        if (folder / name).exists() or (folder / name).is_symlink():
-            _json(folder / name)
-    if (folder / "adapter_config.json").exists() and (folder / "adapter_model.bin").exists():
+    _check_whole(folder, trust_remote_code)
+    if (folder / ADAPTER).exists():
+        _check_base(folder, trust_remote_code)
+
+
+def _check_base(folder: Path, trust_remote_code: bool) -> None:
+    """The model that an adapter belongs to, which transformers loads first; not for a hub id."""
+    if (folder / "adapter_model.bin").exists():
         raise UserError(
             f"{folder / 'adapter_model.bin'} is pickled, and a pickle may run code: save the adapter as safetensors."
         )
+    base = _json(folder / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        _refuse(folder / ADAPTER, f"base_model_name_or_path is {quoted(base)} and names no model")
+    try:
+        refuse_missing(base)
+        if Path(base).is_dir():
+            if not (Path(base) / CONFIG).exists() and (Path(base) / ADAPTER).exists():
+                raise UserError(f"{base} is an adapter itself. Merge it into its base first.")
+            _check_whole(Path(base), trust_remote_code)
+    except UserError as error:
+        raise UserError(f"The base model of the adapter {folder} cannot be used: {error}") from error
+
+
+def _check_whole(folder: Path, trust_remote_code: bool) -> None:
+    config = checked_config(folder)
+    _refuse_unknown(folder, config, trust_remote_code)
+    for name in ("generation_config.json", ADAPTER):
+        if (folder / name).exists() or (folder / name).is_symlink():
+            _json(folder / name)
     for file in _weights(folder):
         for name, dtype in _dtypes(file).items():
             if dtype in WHOLE_NUMBERS and name.endswith("weight") and "quantization_config" not in config:
@@ -77,8 +99,8 @@ def checked_config(folder: Path) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file() and (folder / "adapter_config.json").is_file():
+    file = folder / CONFIG
+    if not file.is_file() and (folder / ADAPTER).is_file():
         return {}
     if not file.exists() and not file.is_symlink():
         raise UserError(f"The folder {folder} holds no model: it has no config.json. Give a folder that has one.")
@@ -106,7 +128,7 @@ def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
     for key, value in _entries(config):
         if key.endswith("_implementation") and isinstance(value, str) and "/" in value:
             raise UserError(
-                f"{folder / 'config.json'} asks for code from {quoted(value)} ({key}), which is not run: remove that entry."
+                f"{folder / CONFIG} asks for code from {quoted(value)} ({key}), which is not run: remove that entry."
             )
 
 
@@ -122,7 +144,7 @@ def _refuse_unknown(folder: Path, config: dict[str, Any], trust_remote_code: boo
             "another model."
         )
     raise UserError(
-        f"{folder / 'config.json'} has model_type = {quoted(kind)}, which transformers {__version__} does not know: use another "
+        f"{folder / CONFIG} has model_type = {quoted(kind)}, which transformers {__version__} does not know: use another "
         "model, or a newer transformers."
     )
 
@@ -138,7 +160,7 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
     for key, value in _entries(config):
         if key in MOST and value is not None and (type(value) is not int or not 1 <= value <= MOST[key]):
             raise UserError(
-                f"{folder / 'config.json'} has {key} = {quoted(value)}, which no model has: it is a whole number from 1 to "
+                f"{folder / CONFIG} has {key} = {quoted(value)}, which no model has: it is a whole number from 1 to "
                 f"{MOST[key]:,}. Copy or download the file again."
             )
 
