@@ -104,6 +104,35 @@ def test_the_stand_in_has_a_layer_of_each_kind_in_float32_and_says_what_the_mode
     torch.testing.assert_close(small(tokens, use_cache=False).logits, theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rule_that_the_stand_in_breaks_refuses_the_model(monkeypatch, dtype):
+    """In half precision the whole model is looked at more loosely, so that is no way out."""
+
+    def with_shared_keys(model):
+        small = reduced(model)
+        small.config.num_kv_shared_layers = 1
+        return small
+
+    monkeypatch.setattr(selfcheck, "reduced", with_shared_keys)
+    with pytest.raises(UserError, match="shares keys between layers"):
+        Engine(build(LlamaConfig(**SIZE)).to(dtype), SMALL, slots=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_the_stand_in_does_not_run_the_model_is_looked_at_whole(monkeypatch, dtype):
+    def broken(model):
+        small = reduced(model)
+        small.model.layers[0].mlp = torch.nn.Linear(1, 1)
+        return small
+
+    monkeypatch.setattr(selfcheck, "reduced", broken)
+    model, looks = build(LlamaConfig(**SIZE)).to(dtype), []
+    look = selfcheck._look
+    monkeypatch.setattr(selfcheck, "_look", lambda *args: looks.append(args) or look(*args))
+    Engine(model, SMALL, slots=1)
+    assert looks[0][0] is model
+
+
 def test_a_model_is_checked_once(monkeypatch):
     model, looks = build(LlamaConfig(**SIZE)), []
     look = selfcheck._look
