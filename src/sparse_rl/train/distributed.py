@@ -17,6 +17,7 @@ from ..plan.dimensions import dimensions
 from ..plan.memory import gib
 from ..plan.remedies import TOO_LARGE
 from ..world import ALONE, LOST, World
+from .lock import process_name
 from .refusal import Watch, refuse_again
 from .resume import options_of
 from .settings import Config
@@ -123,9 +124,9 @@ SOON = timedelta(seconds=5)
 
 
 def launch() -> str:
-    """The same for all starts of one torchrun; empty without it."""
+    """The same for all starts of one torchrun; empty without it. Without --rdzv-id torchrun calls every launch none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"{name} {os.getppid()}" if name == "none" else name
+    return f"{name} {process_name(os.getppid())}" if name == "none" else name
 
 
 def refuse_too_large(config: Config, memory_bytes: int) -> None:

@@ -286,6 +286,11 @@ def _parsed(text: bytes) -> Holder | None:
         return None
 
 
+def process_name(pid: int) -> str:
+    """A name that no other process has: containers use the same few pids, and a pid is used again."""
+    return f"{socket.gethostname()} {_boot()} {_namespace()} {pid} {_ticks(pid)}"
+
+
 def _boot() -> str:
     return _text("/proc/sys/kernel/random/boot_id") or socket.gethostname()
 
