@@ -20,6 +20,7 @@ from sparse_rl.cli import build_parser, main
 from sparse_rl.config import from_flags
 from sparse_rl.errors import UserError
 from sparse_rl.train import checkpoint, command, lock
+from sparse_rl.train.distributed import launch
 from sparse_rl.train.folder import RunFolder
 from sparse_rl.train.lock import Holder, RunLock, this_process
 from sparse_rl.train.settings import Config
@@ -125,6 +126,18 @@ def test_a_start_of_the_same_launch_takes_over_at_once(tmp_path, capsys):
     assert "sign of life" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("other", ["socket.gethostname", "_boot", "_namespace", "_ticks"])
+def test_a_launch_without_an_id_has_a_name_of_its_own(monkeypatch, other):
+    """Two launchers may have the same pid: in two containers, on two machines, or one after the other."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    name = launch()
+    assert launch() == name and str(lock._ticks(os.getppid())) in name.split()
+    monkeypatch.setattr(f"sparse_rl.train.lock.{other}", lambda *_: "another")
+    assert launch() != name
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    assert launch() == "job 7"
+
+
 def test_a_run_that_has_lost_its_folder_ends(tmp_path):
     """It was stopped for so long that another machine took over."""
     folder = RunFolder(tmp_path)
@@ -226,6 +239,15 @@ def test_a_reason_that_a_library_hides_is_found(tmp_path):
     assert disk.refusal(error.value, tmp_path) == ("No space left on device", "free some space")
     rust = RuntimeError('I/O error: Os { code: 122, kind: QuotaExceeded, message: "Disk quota exceeded" }')
     assert disk.refusal(rust, tmp_path) == ("Disk quota exceeded", "free some of your quota")
+
+
+def test_a_reason_that_nobody_knows_is_no_lack_of_space(tmp_path):
+    assert disk.refusal(RuntimeError("unexpected pos 704 vs 598"), tmp_path) == ("unexpected pos 704 vs 598", "check the disk")
+
+
+def test_a_full_disk_is_found_on_systems_without_fallocate(small_disk, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    assert disk.refusal(RuntimeError("unexpected pos"), small_disk / "run") == ("No space left on device", "free some space")
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ PROBE_BYTES = 2**20
 
 def refusal(error: BaseException, folder: Path) -> tuple[str, str]:
     """(the reason, the remedy) of a failed write to `folder`. Libraries hide the reason: torch says "unexpected pos 704 vs 598"
-    of a full disk. Then the disk is asked again."""
+    of a full disk. Then the disk is asked again, and where it takes a file, space is not what is missing."""
     number = next(filter(None, map(_errno, _chain(error))), None) or _probed(folder)
     if number is None:
-        return first_line(error), "free some space"
+        return first_line(error), "check the disk"
     return os.strerror(number), REMEDIES.get(number, "check the disk")
 
 
@@ -57,7 +57,9 @@ def _probed(folder: Path) -> int | None:
     there = next((each for each in (folder, *folder.parents) if each.is_dir()), Path())
     try:
         with tempfile.TemporaryFile(dir=there) as file:
-            os.posix_fallocate(file.fileno(), 0, PROBE_BYTES)
+            file.write(os.urandom(PROBE_BYTES))  # no posix_fallocate: not every system has it; no zeros: a disk may compress
+            file.flush()
+            os.fsync(file.fileno())  # some file systems look for room only now
     except OSError as error:
         return error.errno
     return None
