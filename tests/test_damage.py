@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -115,6 +116,21 @@ def test_an_export_names_the_damage_and_uses_the_checkpoint_before(whole, tmp_pa
     assert "step-3 is damaged: __0_0.distcp" in out and "Step 2 of" in out
     main(["export", str(whole[0]), str(tmp_path / "second"), "--step", "2"])
     assert same_weights(tmp_path / "out", tmp_path / "second")
+
+
+def test_an_export_of_an_unfinished_run_says_how_far_it_is(whole, tmp_path, capsys):
+    run = copied(whole, tmp_path)
+    shutil.rmtree(run / "checkpoints/step-3")
+    main(["export", str(run), str(tmp_path / "out")])
+    assert "warning: this is step 2 of 3: no later checkpoint is there." in capsys.readouterr().out
+
+
+def test_a_pipe_among_the_rollouts_does_not_stop_the_report(whole, tmp_path):
+    run = copied(whole, tmp_path)
+    (run / "rollouts/step-2.parquet").unlink()
+    os.mkfifo(run / "rollouts/step-2.parquet")
+    main(["report", str(run)])
+    assert (run / "report.html").exists()
 
 
 @pytest.mark.parametrize("verified", [True, False], ids=["with checksums", "without"])

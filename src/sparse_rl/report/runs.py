@@ -126,7 +126,7 @@ def read(path: Path, name: str) -> Run:
     _read_xi(run)
     for file in (path / "rollouts").glob("step-*.parquet"):
         number = file.stem.removeprefix("step-")
-        if number.isdigit():
+        if number.isdigit() and file.is_file():  # a pipe would never end
             run.rollout_files[int(number)] = file
     run.rollout_files = dict(sorted(run.rollout_files.items()))
     if not run.rollout_files:

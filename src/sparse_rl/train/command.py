@@ -320,4 +320,6 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
         )
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
+    if step is None and done < config.steps:
+        console.print(f"warning: this is step {done} of {config.steps}: no later checkpoint is there.")
     console.print(f"Step {done} of {escape(str(run))} is in {escape(str(out))}.")
