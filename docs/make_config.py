@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from sparse_rl.rollout.settings import Sampling
-from sparse_rl.settings import Section
-from sparse_rl.train.settings import Config
+from sparse_rl.config import Config, Sampling, Section
 
 PAGE = Path(__file__).parent / "config.md"
 HEAD = """\

@@ -17,7 +17,8 @@ from statistics import mean, quantiles
 
 import torch
 
-from sparse_rl.learner.correction import PRESETS, correct
+from sparse_rl.config import PRESETS
+from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES, LossInputs
 
 VOCABULARY, LENGTH, SAMPLES = 3, 4, 256

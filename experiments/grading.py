@@ -18,10 +18,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from sparse_rl.data.tasks import TASKS
+from sparse_rl.config import TASK_REWARDS, TASKS
 from sparse_rl.rewards.answers import plain
 from sparse_rl.rewards.pool import RewardPool
-from sparse_rl.rewards.settings import TASK_REWARDS
 
 FILES = {
     origin.file.removesuffix(".jsonl.gz"): TASK_REWARDS[task.name]

@@ -11,11 +11,10 @@ import random
 import re
 from pathlib import Path
 
-from sparse_rl.kv.settings import KV
+from sparse_rl.config import KV, Config
 from sparse_rl.plan.dimensions import Dimensions, dimensions
 from sparse_rl.plan.memory import CONTEXT_BYTES, Plan, itemsize, make_plan, rollouts_of_rank
 from sparse_rl.plan.roofline import GPU, GPUS, decode_s, step_time
-from sparse_rl.train.settings import Config
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "many-gpus.md"

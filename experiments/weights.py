@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from sparse_rl.bench.record import environment
-from sparse_rl.learner.correction import PRESETS, correct
+from sparse_rl.config import PRESETS
+from sparse_rl.learner.correction import correct
 from sparse_rl.learner.update import padded
 
 

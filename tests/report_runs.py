@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 
 from small_runs import one_thread
 from sparse_rl.cli import main
+from sparse_rl.monitor.ratios import BINS
 from sparse_rl.train.rollout_log import SCHEMA
-from sparse_rl.train.xi import BINS
 
 NEVER = 2**31 - 1
 TIGHT = [

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparse_rl import UserError
-from sparse_rl.learner.advantages import Advantage, group_advantages, overlong_penalty
+from sparse_rl.config import AdvantageConfig
+from sparse_rl.learner.advantages import group_advantages, overlong_penalty
 
 NO = math.nan
 
@@ -64,8 +65,8 @@ def test_the_overlong_penalty_grows_linearly_to_minus_one_at_the_limit():
     ("make", "sentence"),
     [
         (lambda: overlong_penalty(torch.tensor([1]), 100, 101), "Try --advantage.overlong 25"),
-        (lambda: Advantage(overlong=-1), "advantage.overlong = -1 is refused"),
-        (lambda: Advantage(sdt=False), "did you mean std"),
+        (lambda: AdvantageConfig(overlong=-1), "advantage.overlong = -1 is refused"),
+        (lambda: AdvantageConfig(sdt=False), "did you mean std"),
     ],
 )
 def test_refusals_name_the_remedy(make, sentence):

@@ -17,12 +17,11 @@ import torch
 from rich.console import Console
 
 from small_runs import metrics, refused, train
-from sparse_rl.alerts import RULES, Alerts, check
 from sparse_rl.cli import build_parser
-from sparse_rl.config import from_flags, to_toml
-from sparse_rl.train.settings import Config
+from sparse_rl.config import AlertsConfig, Config, from_flags, to_toml
+from sparse_rl.monitor.alerts import RULES, check
+from sparse_rl.monitor.ratios import BINS, HIGH, LOW, count
 from sparse_rl.train.view import View
-from sparse_rl.train.xi import BINS, HIGH, LOW, count
 
 METHODS = json.loads((Path(__file__).parents[1] / "benchmarks/results/methods.json").read_text())["runs"]
 """18 real runs of 20 steps on the embedded task, at a budget that hurts: every metric of every step."""
@@ -54,7 +53,7 @@ def rows(*parts):
 
 
 def test_every_alert_has_a_trouble_and_a_limit():
-    assert TROUBLE.keys() == RULES.keys() == {*Alerts.model_fields, "no_update"} - {"steps"}
+    assert TROUBLE.keys() == RULES.keys() == {*AlertsConfig.model_fields, "no_update"} - {"steps"}
 
 
 @pytest.mark.parametrize("name", TROUBLE)
@@ -62,7 +61,7 @@ def test_it_begins_once_ends_and_may_begin_again(name):
     """After three steps of trouble, with the numbers and a remedy; two steps are none, and a good one between does not end it."""
     bad, good = TROUBLE[name], {}
     story = rows((10, good), (2, bad), (1, good), (4, bad), (1, good), (2, bad), (3, good), (3, bad))
-    first, again = check(story, Alerts())
+    first, again = check(story, AlertsConfig())
     assert (first.name, first.step, first.ended) == (name, 16, 23) and (again.name, again.step, again.ended) == (
         name,
         26,
@@ -71,15 +70,15 @@ def test_it_begins_once_ends_and_may_begin_again(name):
     assert first.remedy and "  " not in first.sentence + first.remedy and "\n" not in first.sentence + first.remedy
     assert not (first.sentence + first.remedy).endswith(".")
     for length in range(len(story)):  # told step by step it is the same
-        assert [alert.step for alert in check(story[:length], Alerts())] == [step for step in (16, 26) if step <= length]
+        assert [alert.step for alert in check(story[:length], AlertsConfig())] == [step for step in (16, 26) if step <= length]
 
 
-@pytest.mark.parametrize("name", sorted(Alerts.model_fields.keys() - {"steps"}))
+@pytest.mark.parametrize("name", sorted(AlertsConfig.model_fields.keys() - {"steps"}))
 def test_a_limit_of_none_turns_it_off(name):
     story = rows((10, {}), (9, TROUBLE[name]))
     for word in (None, "none", "null"):
-        assert [alert.name for alert in check(story, Alerts(**{name: word}))] == []
-    assert [alert.name for alert in check(story, Alerts(steps=5))] == [name]
+        assert [alert.name for alert in check(story, AlertsConfig(**{name: word}))] == []
+    assert [alert.name for alert in check(story, AlertsConfig(steps=5))] == [name]
 
 
 def test_what_is_turned_off_stays_off_in_the_stored_configuration():
@@ -97,7 +96,7 @@ def test_a_limit_that_makes_no_sense_is_refused(capsys):
 
 
 def test_the_numbers_and_the_limit_are_in_the_sentence():
-    told = {name: check(rows((10, {}), (3, change)), Alerts())[0].sentence for name, change in TROUBLE.items()}
+    told = {name: check(rows((10, {}), (3, change)), AlertsConfig())[0].sentence for name, change in TROUBLE.items()}
     assert "0.50, at first 1.00 (limit 0.6)" in told["xi_p05"]
     assert (
         "policy/grad_norm is 30, " in told["grad_norm"] and "times that of the first 10 steps (limit 2.5)" in told["grad_norm"]
@@ -112,7 +111,7 @@ def test_answers_that_are_cut_off_count_sooner_after_a_fall():
 
     def told(rose, *rewards, **limits):
         story = rows((5, {"reward/mean": 0.1}), *((5, {"reward/mean": each, "response/truncated": rose}) for each in rewards))
-        return [(alert.step, alert.sentence) for alert in check(story, Alerts(**limits)) if alert.name == "truncated"]
+        return [(alert.step, alert.sentence) for alert in check(story, AlertsConfig(**limits)) if alert.name == "truncated"]
 
     assert told(0.4, 0.9, 0.8) == []
     ((step, sentence),) = told(0.4, 0.9, 0.15)  # which is more than at first
@@ -128,7 +127,7 @@ def test_equal_rewards_want_another_remedy_after_a_fall():
     remedies = [
         alert.remedy
         for first in ({}, equal, lucky)
-        for alert in check(rows((1, first), (3, equal)), Alerts())
+        for alert in check(rows((1, first), (3, equal)), AlertsConfig())
         if alert.name == "zero_std_groups"
     ]
     assert ["problems were solved before" in each for each in remedies] == [True, False, False]
@@ -150,21 +149,21 @@ HEALTHY = {
 @pytest.mark.parametrize("run", METHODS, ids=lambda run: f"{run['arm']}-{run['seed']}")
 def test_a_run_that_learns_has_none(run):
     if (run["arm"], run["seed"]) in HEALTHY:
-        assert check(run["steps"], Alerts()) == []
-    assert "xi_p05" not in names(check(run["steps"], Alerts()))  # this model's hardly moves
+        assert check(run["steps"], AlertsConfig()) == []
+    assert "xi_p05" not in names(check(run["steps"], AlertsConfig()))  # this model's hardly moves
 
 
 def test_answers_of_these_runs_do_not_shrink_and_are_cut_off_where_they_fell():
     presets = json.loads((Path(__file__).parents[1] / "benchmarks/results/presets.json").read_text())["runs"]
     assert len(METHODS + presets) == 39
-    told = {f"{run['arm']}-{run['seed']}": names(check(run["steps"], Alerts())) for run in METHODS + presets}
+    told = {f"{run['arm']}-{run['seed']}": names(check(run["steps"], AlertsConfig())) for run in METHODS + presets}
     assert not any("length" in each for each in told.values())
     assert {run for run, each in told.items() if "truncated" in each} == {"smd-2", "on_policy_sparse-2", "tis-0"}
 
 
 def test_runs_that_collapsed_say_so():
     """Those whose reward stayed near 0. (`naive` with seed 2 fell in its last two steps: too late for three in a row.)"""
-    held = {(run["arm"], run["seed"]) for run in METHODS for alert in check(run["steps"], Alerts())
+    held = {(run["arm"], run["seed"]) for run in METHODS for alert in check(run["steps"], AlertsConfig())
             if alert.name == "reward" and alert.ended is None}  # fmt: skip
     assert held == {("sparse_rl paper", 2), ("smd", 2), ("on_policy_sparse", 2)}
 
@@ -181,7 +180,7 @@ def test_of_real_runs_the_gradient_tells_naive_ones_apart(path):
     """What docs/collapse.md says of them: of those with a correction, and dense ones, one is warned of, and late."""
     with gzip.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
-    alerts = check(rows, Alerts())
+    alerts = check(rows, AlertsConfig())
     told = [alert.step for alert in alerts if alert.name == "grad_norm"]
     late = path.name.startswith("snapkv-128-1")  # why is not known
     assert bool(told) == (late or path.name.startswith("naive")) and all(
@@ -213,7 +212,7 @@ def test_of_another_task_the_gradients_alarms_go_away(path):
     """As docs/collapse.md says: where nothing fell, none lasted, and a reward that was met by hardly an answer, or by one without
     an end, is told of in every run."""
     with gzip.open(path, "rt") as file:
-        alerts = check([json.loads(line) for line in file], Alerts())
+        alerts = check([json.loads(line) for line in file], AlertsConfig())
     begun = {name: [alert.step for alert in alerts if alert.name == name] for name in RULES}
     spans = [alert.ended and alert.ended - alert.step for alert in alerts if alert.name == "grad_norm"]
     assert all(span in range(3, 8) for span in spans)
@@ -238,20 +237,20 @@ def test_a_fall_counts_beyond_chance_on_any_scale(scale, shift):
             {**row, "reward/mean": scale * row["reward/mean"] + shift, "reward/std": scale * row["reward/std"]}
             for row in run["steps"][1:]
         ]
-        assert "reward" not in names(check(story, Alerts()))
+        assert "reward" not in names(check(story, AlertsConfig()))
         fallen = [{**row, "reward/mean": -9.0 * scale + shift} for row in story[:3]]
-        assert "reward" in names(check([*story, *fallen], Alerts()))
+        assert "reward" in names(check([*story, *fallen], AlertsConfig()))
 
 
 def test_a_reward_that_begins_at_nothing_is_judged_by_the_noise_that_came_later():
     """At first nobody solves anything, then 2 or 3 of 48 now and then: the mean halves by chance."""
     lucky, poor = {"reward/mean": 3 / 48, "reward/std": 0.24}, {"reward/mean": 1 / 48, "reward/std": 0.14}
-    assert check(rows((2, {"reward/mean": 0.0, "reward/std": 0.0}), (4, lucky), (5, poor)), Alerts()) == []
+    assert check(rows((2, {"reward/mean": 0.0, "reward/std": 0.0}), (4, lucky), (5, poor)), AlertsConfig()) == []
 
 
 def test_numbers_out_of_this_world_break_no_run():
     odd = {"policy/entropy": -1e-7, "perf/rollout_s": 1e299, "perf/rollout_tokens_per_s": 1e299}
-    check(rows((1, {"policy/entropy": 0.0}), (4, odd)), Alerts())
+    check(rows((1, {"policy/entropy": 0.0}), (4, odd)), AlertsConfig())
 
 
 def names(alerts):
@@ -263,14 +262,14 @@ def test_rows_that_are_damaged_say_nothing():
     damaged = [{}, {"step": "<script>"}, {"step": 0, "eval/x/pass@1": 0.5}, {"reward/mean": 1.0}]
     odd = [{"step": step, "policy/entropy": value, "sparse/xi_p05": value, "reward/mean": value, "response/truncated": value}
            for step, value in enumerate([None, "[red]", float("nan"), float("inf"), [], {}, 10**400])]  # fmt: skip
-    assert check([*damaged, *odd], Alerts(steps=1)) == []
+    assert check([*damaged, *odd], AlertsConfig(steps=1)) == []
     story = rows((1, {}), (9, TROUBLE["xi_p05"]))
     mixed = [row for pair in zip(story, [*damaged, *odd][: len(story)], strict=True) for row in reversed(pair)]
-    assert [(alert.name, alert.step) for alert in check(mixed, Alerts())] == [("xi_p05", 4)]
+    assert [(alert.name, alert.step) for alert in check(mixed, AlertsConfig())] == [("xi_p05", 4)]
 
 
 def test_it_loads_no_torch():
-    code = "import sys, sparse_rl.alerts, sparse_rl.train.xi; assert 'torch' not in sys.modules"
+    code = "import sys, sparse_rl.monitor.alerts, sparse_rl.monitor.ratios; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -339,5 +338,5 @@ def test_a_run_writes_the_distribution_of_every_step(world, tmp_path):
 
 
 def test_an_alert_is_what_the_report_expects():
-    (alert,) = check(rows((1, {}), (3, TROUBLE["xi_p05"])), Alerts())
+    (alert,) = check(rows((1, {}), (3, TROUBLE["xi_p05"])), AlertsConfig())
     assert {field.name for field in fields(alert)} >= {"step", "name", "sentence", "remedy"}

@@ -33,7 +33,6 @@ STARTS = {
         ["--optimizer.updates-per-step", "3"],
         "but rollout.prompts_per_step = 2: lower the first or raise the second.",
     ),
-    "top_p": (["--rollout.top-p", "0.9"], "or set rollout.approximate = true"),
     "policy": (["--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
     "correction": (["--method", "smd", "--correction.preset", "tis"], "has nothing to correct under method = smd"),
     "data": (["--data.train", "{world}/problem.jsonl"], "did you mean {world}/problems.jsonl?"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from small_runs import arguments, refused
 from sparse_rl.cli import main
-from sparse_rl.data.settings import Data
+from sparse_rl.config import Config, DataConfig, EvalConfig
 from sparse_rl.evaluate.benchmark import Cost, Sample, score
 from sparse_rl.evaluate.result import Result
 from sparse_rl.evaluate.table import benchmark_tables, latex_rows, summary_table
@@ -13,7 +13,6 @@ from sparse_rl.report.runs import Run
 from sparse_rl.report.verdict import scores
 from sparse_rl.terminal import Terminal
 from sparse_rl.train.closing import print_closing
-from sparse_rl.train.settings import Config, Eval
 
 
 def written(folder, method, scores, graded=False, peak=5e6, dense=4e6):
@@ -28,7 +27,7 @@ def written(folder, method, scores, graded=False, peak=5e6, dense=4e6):
     rows[-1] |= {"reward/mean": 0.5, "kv/peak_bytes": peak, "kv/dense_bytes": dense, "kv/token_savings": 0.11}
     rows[-1] |= {"sparse/rejection_rate": 0.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Config(method=method, run_dir=str(run), data=Data(train="a.jsonl", test="b.jsonl"))
+    return Config(method=method, run_dir=str(run), data=DataConfig(train="a.jsonl", test="b.jsonl"))
 
 
 def closing(capsys, *configs):
@@ -61,8 +60,8 @@ def test_a_cache_larger_than_a_dense_one_is_said_to_save_no_memory(tmp_path, cap
 
 def test_an_evaluation_that_was_turned_off_is_not_said_to_have_no_problems(tmp_path, capsys):
     config = written(tmp_path, "dense", [(0.5, 0.4, 0.6)])
-    off = config.model_copy(update={"eval": Eval(problems=0)})
-    none = config.model_copy(update={"data": Data(train="a.jsonl")})
+    off = config.model_copy(update={"eval": EvalConfig(problems=0)})
+    none = config.model_copy(update={"data": DataConfig(train="a.jsonl")})
     assert "not evaluated (eval.problems = 0);" in closing(capsys, off)
     assert "not evaluated, for there are no held-out problems (data.test);" in closing(capsys, none)
 

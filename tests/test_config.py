@@ -9,8 +9,7 @@ import pytest
 
 from small_runs import arguments, refused, train
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import from_flags, recipe, recipe_names, to_toml
-from sparse_rl.train.settings import Config
+from sparse_rl.config import Config, from_flags, migrated, recipe, recipe_names, to_toml
 
 
 def parsed(*flags, base=None):
@@ -62,6 +61,18 @@ def test_every_field_has_a_flag_and_comes_back_from_toml():
         assert Config(**tomllib.loads(to_toml(config))) == config
 
 
+def test_options_of_earlier_versions_are_read(tmp_path):
+    """A stored config.toml holds every option. Removed ones may stay if they changed nothing."""
+    path = tmp_path / "config.toml"
+    path.write_text(
+        "[rollout]\ntop_p = 1.0\ntop_k = 0\napproximate = false\n[log]\nproject = 'sparse-rl'\n[loss.smd]\nestimator = 'top-64'\n"
+    )
+    config = Config(**recipe(str(path)))
+    assert config == Config(loss={"smd": {"top_k": 64}})
+    stored = {"kv.options.mix": 0.2, "rollout.top_p": 1.0, "loss.smd.estimator": "full", "seed": 3}
+    assert migrated(stored) == {"kv.options": {"mix": 0.2}, "seed": 3}
+
+
 def test_the_config_of_a_run_is_the_config_it_ran(world, tmp_path):
     flags = ["--steps", "1", "--model.dtype", "float32", "--rollout.max-tokens", "4", "--loss.smd.lambda", "0.2"]
     train(world, tmp_path / "run", *flags)
@@ -100,6 +111,9 @@ RECIPES = {
     "long text": (f"steps = '{'x' * 70_000}'\n", "xxx' is refused: input should be a valid integer"),
     "long key": (f"{'x' * 70_000} = 1\n", "x: known are method"),
     "escapes": ('"\\u001b[2J" = 1\n', "Unknown option \\x1b[2J: known are"),
+    "removed": ("[rollout]\ntop_p = 0.9\n", "rollout.top_p = 0.9 is no longer an option: the correction is exact only for"),
+    "removed estimator": ("[loss]\nkl_estimator = 'k1'\n", "loss.kl_estimator = 'k1' is no longer an option"),
+    "deep unknown tables": (f"[{'a.' * 5000}a]\n", "Unknown option a: did you mean"),
     "NUL": ('run_dir = "a\\u0000b"\n', "a text must not hold a NUL character"),
     "not finite": ("[loss]\nentropy_coef = nan\n", "loss.entropy_coef = nan is refused: input should be a finite number."),
     "extends a device": (
@@ -191,6 +205,10 @@ def test_a_dry_run_shows_a_gold_that_is_not_graded_right(world, capsys):
 
 def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_options_load_no_torch():
+    run_python("import sys, sparse_rl.config; assert 'torch' not in sys.modules")
 
 
 def test_help_is_there_without_torch():

@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 from sparse_rl import UserError, load_tokenizer
+from sparse_rl.config import DataConfig
 from sparse_rl.data.arithmetic import grade, make_problems, split_of
 from sparse_rl.data.examples import Example, load
 from sparse_rl.data.order import Order
 from sparse_rl.data.prompts import encode
-from sparse_rl.data.settings import Data
 
 MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1="}]
 
@@ -239,19 +239,19 @@ def test_a_prompt_the_chat_template_refuses_is_the_users_to_mend(tokenizer):
 
 
 def test_settings_say_what_to_evaluate_on():
-    assert Data().held_out == "arithmetic"
-    assert Data(test="test.jsonl").held_out == "test.jsonl"
-    assert Data(train="train.jsonl").held_out is None
-    assert Data(train="train.jsonl", test="arithmetic").held_out == "arithmetic"
-    assert Data(train="gsm8k").held_out == "gsm8k"
-    assert Data(train="simplerl-zoo-hard").held_out is None
-    assert Data(train="simplerl-zoo-hard", test="math500").held_out == "math500"
+    assert DataConfig().held_out == "arithmetic"
+    assert DataConfig(test="test.jsonl").held_out == "test.jsonl"
+    assert DataConfig(train="train.jsonl").held_out is None
+    assert DataConfig(train="train.jsonl", test="arithmetic").held_out == "arithmetic"
+    assert DataConfig(train="gsm8k").held_out == "gsm8k"
+    assert DataConfig(train="simplerl-zoo-hard").held_out is None
+    assert DataConfig(train="simplerl-zoo-hard", test="math500").held_out == "math500"
 
 
 def test_a_template_without_the_problem_is_refused():
     with pytest.raises(UserError, match="leaves the problem out"):
-        Data(template="Solve {problem}.")
-    assert Data(template="{prompt} {").template == "{prompt} {"
+        DataConfig(template="Solve {problem}.")
+    assert DataConfig(template="{prompt} {").template == "{prompt} {"
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 100])

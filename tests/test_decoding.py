@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from conftest import ARCHITECTURES, random_model
+from sparse_rl.config import OptimizerConfig
 from sparse_rl.learner.optimizer import Optimizer
-from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.models.decoding import decoder_layers, decoding, fuse_projections
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
@@ -52,7 +52,7 @@ def test_a_fused_model_is_saved_copied_and_trained_like_any_other(model, tmp_pat
         torch.testing.assert_close(saved[name], weight.detach(), rtol=0, atol=0)
     copied = copy.deepcopy(model)
     for each in (model, twin):
-        optimizer = Optimizer(each, OptimizerSettings(lr=1e-2), steps=2)
+        optimizer = Optimizer(each, OptimizerConfig(lr=1e-2), steps=2)
         each(TOKENS, labels=TOKENS).loss.backward()
         optimizer.update(0)
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):

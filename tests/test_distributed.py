@@ -293,7 +293,7 @@ import os, sys, threading, time
 from sparse_rl.errors import UserError, say
 from sparse_rl.train import refusal
 from sparse_rl.train.distributed import joined
-from sparse_rl.train.settings import Config
+from sparse_rl.config import Config
 
 refusal.GRACE_S = 1.0
 try:

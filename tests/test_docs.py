@@ -11,9 +11,10 @@ import pytest
 
 import small_runs
 import sparse_rl
-from sparse_rl.alerts import RULES, Alerts
 from sparse_rl.cli import build_parser, main
+from sparse_rl.config import AlertsConfig
 from sparse_rl.data.arithmetic import write_problem
+from sparse_rl.monitor.alerts import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -199,7 +200,7 @@ def test_every_decimal_of_the_summary_of_evidence_stands_in_its_results():
 def test_the_page_of_collapse_lists_every_alert_with_its_limit():
     section = (DOCS / "collapse.md").read_text().partition("## Alerts\n")[2].partition("\n##")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")]
-    limits = {f"`alerts.{name}`": str(value) for name, value in Alerts().model_dump().items() if name != "steps"}
+    limits = {f"`alerts.{name}`": str(value) for name, value in AlertsConfig().model_dump().items() if name != "steps"}
     assert {row[0]: row[2] for row in rows} == {**limits, "`no_update`": ""} and len(rows) == len(RULES)
     for row in rows:
         rule = RULES[row[0].strip("`").removeprefix("alerts.")]

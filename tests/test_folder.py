@@ -17,13 +17,12 @@ import torch
 from small_runs import CONTEXT, Command, arguments, metrics, one_thread, refused, train
 from sparse_rl import aside, disk
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import from_flags
+from sparse_rl.config import Config, from_flags
 from sparse_rl.errors import UserError
 from sparse_rl.train import checkpoint, command, lock
 from sparse_rl.train.distributed import launch
 from sparse_rl.train.folder import RunFolder
 from sparse_rl.train.lock import Holder, RunLock, this_process
-from sparse_rl.train.settings import Config
 
 QUICK = ["--method", "dense", "--rollout.max-tokens", "8", "--reward.workers", "0", "--checkpoint.every", "1"]
 ELSEWHERE = {"host": "node7", "pid": 4321, "user": "ana", "boot": "another machine"}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparse_rl.config import Sampling
 from sparse_rl.kernels.attention import decode_attention
 from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
@@ -17,7 +18,6 @@ from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
 from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
 from sparse_rl.rollout.sampling import sample, truncate
-from sparse_rl.rollout.settings import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]

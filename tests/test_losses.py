@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sparse_rl import UserError
-from sparse_rl.learner.correction import PRESETS, correct
+from sparse_rl.config import PRESETS, LossConfig, SMDConfig
+from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES, LossInputs, get
 from sparse_rl.learner.losses.regularizers import kl, weighted_sum
-from sparse_rl.learner.losses.settings import SMD, Loss
 
 MAX_TOKENS = 11
 
@@ -29,9 +29,9 @@ def batch(seed=0, rows=8, width=9):
 
 
 def inputs_of(name, tensors, divisors, **changes):
-    loss = LOSSES[name]
-    shares = loss.shares(tensors["mask"], divisors, MAX_TOKENS)
-    return LossInputs(**{**tensors, "shares": shares, "clip_low": loss.clip_low, "clip_high": loss.clip_high, **changes})
+    shares = LOSSES[name].shares(tensors["mask"], divisors, MAX_TOKENS)
+    low, high = LossConfig(name=name).clips
+    return LossInputs(**{**tensors, "shares": shares, "clip_low": low, "clip_high": high, **changes})
 
 
 def run(name, tensors, divisors, **changes):
@@ -245,26 +245,26 @@ def test_what_each_kl_estimator_pulls_to():
 
 def test_clips_are_the_losss_own_unless_set():
     published = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-    assert {name: Loss(name=name).clips for name in LOSSES} == published
-    assert Loss(name="dapo", clip_high=0.3).clips == (0.2, 0.3)
+    assert {name: LossConfig(name=name).clips for name in LOSSES} == published
+    assert LossConfig(name="dapo", clip_high=0.3).clips == (0.2, 0.3)
     assert not LOSSES["dr_grpo"].std and LOSSES["grpo"].std
 
 
 def test_lambda_is_written_as_itself():
-    assert Loss(smd={"lambda": 0.5, "estimator": "top-64"}).smd == SMD(lambda_=0.5, estimator="top-64")
-    assert SMD(estimator="top-64").top_k == 64 and SMD().top_k is None
+    assert LossConfig(smd={"lambda": 0.5, "top_k": 64}).smd == SMDConfig(lambda_=0.5, top_k=64)
+    assert SMDConfig().top_k is None
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (lambda: get("drgrpo"), "did you mean dr_grpo"),
-        (lambda: Loss(name="gpro"), "loss.name = 'gpro' is refused"),
-        (lambda: Loss(clip_low=1.5), "loss.clip_low = 1.5 is refused: input should be less than or equal to 1"),
-        (lambda: Loss(smd={"estimator": "top-0"}), "write full, or top-K such as top-64"),
-        (lambda: Loss(smd={"lambda": -1}), "loss.smd.lambda = -1 is refused"),
-        (lambda: Loss(smd={"lamda": 1}), "loss.smd.lamda"),
-        (lambda: Loss(clip=0.2), "did you mean clip_low"),
+        (lambda: LossConfig(name="gpro"), "loss.name = 'gpro' is refused"),
+        (lambda: LossConfig(clip_low=1.5), "loss.clip_low = 1.5 is refused: input should be less than or equal to 1"),
+        (lambda: LossConfig(smd={"top_k": 0}), "loss.smd.top_k = 0 is refused"),
+        (lambda: LossConfig(smd={"lambda": -1}), "loss.smd.lambda = -1 is refused"),
+        (lambda: LossConfig(smd={"lamda": 1}), "loss.smd.lamda"),
+        (lambda: LossConfig(clip=0.2), "did you mean clip_low"),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused_in_one_sentence(make, sentence):

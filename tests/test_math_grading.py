@@ -10,13 +10,12 @@ import pytest
 
 import hostile_answers
 from hostile import ENDLESS, wrong
-from sparse_rl.data.tasks import TASKS
+from sparse_rl.config import TASK_REWARDS, TASKS
 from sparse_rl.rewards import answers
 from sparse_rl.rewards.functions import last_number
 from sparse_rl.rewards.integers import integer_answer
 from sparse_rl.rewards.math import math_answer
 from sparse_rl.rewards.pool import RewardPool
-from sparse_rl.rewards.settings import TASK_REWARDS
 
 GOLDS = json.loads(gzip.decompress((Path(__file__).parent / "data" / "golds.json.gz").read_bytes()))
 """The answers of every row of the tasks' files, in order; see data/README.md."""

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from small_runs import refused
 from sparse_rl import KV, Engine, Sampling, UserError, load_model, load_tokenizer
 from sparse_rl.cli import main
+from sparse_rl.config import DataConfig
 from sparse_rl.data import prompts
 from sparse_rl.data.examples import Example
 from sparse_rl.data.prompts import encode, encoded
-from sparse_rl.data.settings import Data
 from sparse_rl.errors import notice
 from sparse_rl.models.folder import check_model_folder
 from sparse_rl.models.stored_kv import stored_kv
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 def sample(path: Path) -> Rollout:
     """What `generate` does."""
-    ids = encoded(load_tokenizer(str(path)), PROBLEMS, Data())
+    ids = encoded(load_tokenizer(str(path)), PROBLEMS, DataConfig())
     kv = KV(**({"budget": 64} | stored_kv(str(path))))
     engine = Engine(load_model(str(path), dtype="float32", device="cpu"), kv, slots=2)
     return engine.generate(ids, sampling=Sampling(max_tokens=4))[0]
@@ -132,8 +132,8 @@ def with_template(folder: Path, template: str) -> Path:
 def test_what_a_chat_template_is_told_reaches_every_command(capsys, folder, tmp_path):
     with_template(folder, THINKS)
     tokenizer = load_tokenizer(str(folder))
-    quiet = Data(chat_template_kwargs={"enable_thinking": False})
-    assert [tokenizer.decode(ids) for ids in encoded(tokenizer, PROBLEMS, Data())] == ["[thinks]12+34=", "[thinks]1+1="]
+    quiet = DataConfig(chat_template_kwargs={"enable_thinking": False})
+    assert [tokenizer.decode(ids) for ids in encoded(tokenizer, PROBLEMS, DataConfig())] == ["[thinks]12+34=", "[thinks]1+1="]
     assert [tokenizer.decode(ids) for ids in encoded(tokenizer, PROBLEMS, quiet)] == ["[does not]12+34=", "[does not]1+1="]
     flag = ["--data.chat-template-kwargs", '{"enable_thinking": false}']
     main(["train", "--dry-run", "--model.path", str(folder), "--reward.workers", "0", *flag])
@@ -148,18 +148,18 @@ def test_what_a_chat_template_is_told_reaches_every_command(capsys, folder, tmp_
 
 def test_what_is_ours_to_tell_a_template_is_refused():
     with pytest.raises(UserError, match=r"data.chat_template_kwargs names messages, which is set by sparse-rl"):
-        Data(chat_template_kwargs={"messages": []})
+        DataConfig(chat_template_kwargs={"messages": []})
 
 
 def test_a_chat_model_without_a_template_is_told_once(capsys, folder):
     plain = load_tokenizer(str(folder))
     chatty = load_tokenizer(str(folder.rename(folder.with_name("Tiny-Instruct"))))
     notice.cache_clear()
-    encoded(plain, PROBLEMS, Data())
-    encoded(chatty, PROBLEMS, Data(raw=True))
+    encoded(plain, PROBLEMS, DataConfig())
+    encoded(chatty, PROBLEMS, DataConfig(raw=True))
     assert capsys.readouterr().err == ""
-    encoded(chatty, PROBLEMS, Data())
-    encoded(chatty, PROBLEMS, Data())
+    encoded(chatty, PROBLEMS, DataConfig())
+    encoded(chatty, PROBLEMS, DataConfig())
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "Tiny-Instruct looks like a chat model, but its tokenizer has no chat template" in told
 

@@ -14,16 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from small_runs import refused
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import from_flags, recipe, recipe_names
+from sparse_rl.config import KV, Config, LoraConfig, from_flags, recipe, recipe_names
 from sparse_rl.errors import UserError
 from sparse_rl.kernels import shadow
 from sparse_rl.kv import cache
 from sparse_rl.kv.policies import POLICIES
-from sparse_rl.kv.settings import KV
 from sparse_rl.learner import fusion, logprobs
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
-from sparse_rl.models.settings import Lora
 from sparse_rl.models.shapes import SHAPES
 from sparse_rl.plan import dimensions, make_plan, memory, remedies
 from sparse_rl.plan.command import parse_size
@@ -34,7 +32,6 @@ from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu
 from sparse_rl.rollout import engine, generation
 from sparse_rl.train.distributed import refuse_too_large
 from sparse_rl.train.memory import compared, dense_slots, out_of_memory, room_bytes, slots_of
-from sparse_rl.train.settings import Config
 
 GIB = 2**30
 SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -70,7 +67,7 @@ def test_parameters_are_those_of_the_model(name):
     assert dims.params == sum(weight.numel() for weight in model.parameters())
     embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     assert dims.active_params == dims.params - embedding
-    adapted = Actor(model, Lora(rank=4, merge=False)).learner
+    adapted = Actor(model, LoraConfig(rank=4, merge=False)).learner
     trained = [weight for weight in adapted.parameters() if weight.requires_grad]
     assert dims.adapter_params("all-linear", 4) == sum(weight.numel() for weight in trained)
     assert {weight.dtype for weight in trained} == {torch.float32}  # the plan gives adapters four bytes and no masters
@@ -140,7 +137,9 @@ def kept_bytes(config, layers, rank):
     from sparse_rl.rollout.rollout import Rollout
 
     config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
-    model = Actor(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), Lora(rank=rank, merge=False)).learner
+    model = Actor(
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), LoraConfig(rank=rank, merge=False)
+    ).learner
     weights = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
     seen = {}
 
@@ -488,7 +487,7 @@ def test_ranks_share_what_is_trained_and_each_has_a_whole_model_to_sample_from()
     )
     assert held == pytest.approx(4 * dims.params * 9 / 8, rel=1e-6) and released < held / 3
     assert make_plan(eight, dims).slots == 8 * one.rollout.samples_per_prompt
-    adapters = eight.model_copy(update={"model": eight.model.model_copy(update={"lora": Lora(rank=8)})})
+    adapters = eight.model_copy(update={"model": eight.model.model_copy(update={"lora": LoraConfig(rank=8)})})
     assert resident(adapters, dims)["adapters"] == 4 * dims.adapter_params("all-linear", 8)
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from small_runs import refused
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import from_flags, recipe, recipe_names, recipe_text
+from sparse_rl.config import Config, from_flags, recipe, recipe_names, recipe_text
 from sparse_rl.plan import recipe_table
 from sparse_rl.plan.roofline import GPUS
-from sparse_rl.train.settings import Config
 
 ROOT = Path(__file__).parents[1]
 PAPER = [name for name in recipe_names() if name.startswith("paper-")]
@@ -79,7 +78,7 @@ def test_the_recipes_of_the_paper_have_its_settings(name):
     config = Config(**recipe(name))
     rollout, optimizer, loss = config.rollout, config.optimizer, config.loss
     assert (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_tokens) == (128, 8, 4096)
-    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (1.0, 1.0, 0)
+    assert (rollout.temperature, rollout.sampling(0).top_p, rollout.sampling(0).top_k) == (1.0, 1.0, 0)
     assert rollout.rollouts_per_step / optimizer.updates_per_step == 256 and config.steps == 100
     assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
     assert (optimizer.schedule, optimizer.warmup_steps) == ("constant", 0)

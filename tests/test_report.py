@@ -20,6 +20,7 @@ import pytest
 import small_runs
 from report_runs import HOSTILE, NEVER, big_run, curve, other_seed, rollout, write_rollouts, write_run
 from sparse_rl.cli import main
+from sparse_rl.monitor.ratios import BINS, HIGH, LOW
 from sparse_rl.report import live, page
 from sparse_rl.report.document import Source
 from sparse_rl.report.figures import quantile
@@ -30,7 +31,6 @@ from sparse_rl.report.runs import read
 from sparse_rl.report.serve import make_server
 from sparse_rl.report.verdict import Curve, verdict
 from sparse_rl.text import printable
-from sparse_rl.train.xi import BINS, HIGH, LOW
 
 
 class Parsed(html.parser.HTMLParser):

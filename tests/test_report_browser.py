@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from report_runs import HOSTILE, big_run, other_seed, rollout, write_rollouts, write_run
+from sparse_rl.monitor.ratios import BINS
 from sparse_rl.report import page as report
 from sparse_rl.report.document import Source
 from sparse_rl.report.serve import make_server
-from sparse_rl.train.xi import BINS
 
 ARTIFACTS = Path(__file__).parents[1] / "test-artifacts"
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from sparse_rl import UserError
+from sparse_rl.config import RewardConfig
 from sparse_rl.rewards import functions
 from sparse_rl.rewards.pool import RewardPool
-from sparse_rl.rewards.settings import Reward
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODULE = '''
@@ -259,7 +259,7 @@ def test_a_worker_has_no_torch_no_terminal_and_no_ctrl_c(folder):
 
 
 def test_neither_settings_nor_pool_import_torch():
-    modules = "sparse_rl.rewards.pool, sparse_rl.rewards.settings, sparse_rl.data.settings"
+    modules = "sparse_rl.rewards.pool, sparse_rl.config"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
 
 
@@ -449,10 +449,10 @@ def test_exact_forgives_only_space_around_the_text(text, reward):
 
 
 def test_a_task_has_its_own_reward_and_a_file_has_none():
-    assert Reward().function_for("arithmetic") == "arithmetic"
-    assert Reward(function="exact").function_for("arithmetic") == "exact"
+    assert RewardConfig().function_for("arithmetic") == "arithmetic"
+    assert RewardConfig(function="exact").function_for("arithmetic") == "exact"
     with pytest.raises(UserError, match="data.jsonl has no reward of its own: name one with --reward.function"):
-        Reward().function_for("data.jsonl")
+        RewardConfig().function_for("data.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_a_task_has_its_own_reward_and_a_file_has_none():
 )
 def test_settings_out_of_bounds_are_refused(values):
     with pytest.raises(UserError, match=r"reward\."):
-        Reward(**values)
+        RewardConfig(**values)
 
 
 @pytest.mark.parametrize(

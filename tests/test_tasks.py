@@ -16,9 +16,8 @@ import pytest
 
 from small_runs import arguments, refused, train
 from sparse_rl import UserError
+from sparse_rl.config import TASKS, DataConfig
 from sparse_rl.data.examples import PLACE, Example, load, name_of
-from sparse_rl.data.settings import Data
-from sparse_rl.data.tasks import TASKS
 
 DATA = Path(__file__).parent / "data"
 GOLDS = json.loads(gzip.decompress((DATA / "golds.json.gz").read_bytes()))
@@ -137,7 +136,7 @@ def test_a_tasks_file_may_be_of_any_format_and_must_be_there(tmp_path):
 
 
 def test_names_and_settings_import_neither_torch_nor_datasets():
-    code = "import sys, sparse_rl.data.tasks, sparse_rl.data.settings; "
+    code = "import sys, sparse_rl.config; "
     code += "assert not {'torch', 'datasets', 'pyarrow', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -220,7 +219,7 @@ def test_columns_may_be_named(tmp_path):
 
 def test_named_columns_are_those_of_ones_own_data_not_of_a_task(tmp_path):
     write(tmp_path / "math500.jsonl.gz", [{"problem": "1+1=", "answer": "2"}])
-    data = Data(test="math500", dir=str(tmp_path), prompt_column="input", answer_column="target")
+    data = DataConfig(test="math500", dir=str(tmp_path), prompt_column="input", answer_column="target")
     [example] = load(data.test, "test", n=1, seed=0, **data.reading).examples
     assert (example.prompt, example.answer) == ("1+1=", "2")
 

@@ -18,12 +18,10 @@ from transformers import AutoModelForCausalLM
 from small_runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.cli import main
-from sparse_rl.learner.correction import Correction
+from sparse_rl.config import Config, CorrectionConfig, LoraConfig, OptimizerConfig
 from sparse_rl.learner.optimizer import Optimizer
-from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.learner.update import make_batch
 from sparse_rl.models.actor import Actor
-from sparse_rl.models.settings import Lora
 from sparse_rl.rewards.pool import pool_for
 from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
@@ -32,7 +30,6 @@ from sparse_rl.train.command import arm
 from sparse_rl.train.loop import now
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
-from sparse_rl.train.settings import Config
 from sparse_rl.train.view import View
 
 METRICS = {
@@ -55,7 +52,7 @@ EIGHT_BIT = ["--optimizer.state", "8bit"]
 OFFLOAD = ["--optimizer.state", "offload", "--model.dtype", "bfloat16"]
 COSINE = ["--optimizer.schedule", "cosine", "--optimizer.warmup-steps", "1"]
 BACKWARDS = ["--loss.smd.direction", "shadow_to_dense"]
-MIDPOINT = ["--loss.smd.direction", "jsd", "--loss.smd.estimator", "top-8"]
+MIDPOINT = ["--loss.smd.direction", "jsd", "--loss.smd.top-k", "8"]
 MICROBATCHES = ["--optimizer.tokens-per-microbatch", "30"]
 
 RUNS = [  # every method with every loss, every option with several of them
@@ -284,9 +281,9 @@ def test_with_adapters_the_sampler_stays_the_learner(world, merge):
     """After updates that change the policy beyond recognition, rollouts still replay to 1e-4."""
     model = load_model(str(world / "model"), dtype="float32", device="cpu")
     torch.manual_seed(0)
-    actor = Actor(model, Lora(rank=4, merge=merge))
+    actor = Actor(model, LoraConfig(rank=4, merge=merge))
     engine = Engine(actor.sampler, KV(budget=20, interval=4, window=4), slots=4)
-    optimizer = Optimizer(actor.learner, OptimizerSettings(lr=0.2), steps=3)
+    optimizer = Optimizer(actor.learner, OptimizerConfig(lr=0.2), steps=3)
     first = None
     with one_thread():
         for step in range(4):
@@ -307,7 +304,7 @@ def test_with_adapters_the_sampler_stays_the_learner(world, merge):
 def test_the_merged_copy_shares_what_has_no_adapter(world):
     model = load_model(str(world / "model"), dtype="float32", device="cpu")
     weights = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    actor = Actor(model, Lora(rank=2, targets="q_proj,down_proj"))
+    actor = Actor(model, LoraConfig(rank=2, targets="q_proj,down_proj"))
     sampler = dict(actor.sampler.named_parameters())
     own = {name for name, tensor in sampler.items() if tensor.data_ptr() != weights[name]}
     assert own == {name for name in sampler if "q_proj.weight" in name or "down_proj.weight" in name}
@@ -339,7 +336,7 @@ def test_a_comparison_gives_the_correction_to_sparse_rl_alone():
     config = Config(compare=["naive", "smd", "sparse_rl"], correction={"preset": "released", "veto": 0.01})
     points = {method: arm(config, method) for method in config.compare}
     assert points["sparse_rl"].correction.preset == "released" and points["sparse_rl"].correction.veto == 0.01
-    assert points["naive"].correction == points["smd"].correction == Correction()
+    assert points["naive"].correction == points["smd"].correction == CorrectionConfig()
 
 
 @pytest.mark.parametrize("option", [{"preset": "paper"}, {"veto": 0.1}, {"cap": 2.0, "weight": "token"}])

@@ -8,13 +8,12 @@ import torch
 
 from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, replay
+from sparse_rl.config import PRESETS, LossConfig, OptimizerConfig, SMDConfig
 from sparse_rl.learner import logprobs as chunked
-from sparse_rl.learner.correction import PRESETS, correct
+from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES
-from sparse_rl.learner.losses.settings import SMD, Loss
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
 from sparse_rl.learner.replay import forward, packs
-from sparse_rl.learner.settings import OptimizerSettings
 from sparse_rl.learner.update import accumulate, make_batch, padded, response_mask, update
 from sparse_rl.models.head import head_of
 
@@ -88,7 +87,7 @@ def test_an_update_is_the_gradient_of_the_objective_token_by_token(sampled, pres
     """METHOD §2 in a double loop over sequences and tokens, on logits of plain transformers attention."""
     sampler, rollouts = sampled
     learner, reference = moved(sampler, 1), moved(sampler, 2)
-    loss = Loss(name="grpo", clip_low=0.02, clip_high=0.03, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.1)
+    loss = LossConfig(name="grpo", clip_low=0.02, clip_high=0.03, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.1)
     ref_logprobs = no_grad_replay(reference, rollouts, "dense")
     batch = batch_of(sampler, rollouts, loss, preset, reference=ref_logprobs)
     ours, _ = gradient_of(learner, batch, loss)
@@ -130,7 +129,7 @@ def test_an_update_is_the_gradient_of_the_objective_token_by_token(sampled, pres
 def test_nothing_depends_on_how_an_update_is_cut(sampled, name, preset):
     sampler, rollouts = sampled
     learner = moved(sampler, 1)
-    loss = Loss(name=name, kl_coef=0.1, entropy_coef=0.05)
+    loss = LossConfig(name=name, kl_coef=0.1, entropy_coef=0.05)
     batch = batch_of(sampler, rollouts, loss, preset, reference=no_grad_replay(sampler, rollouts, "dense"))
     whole, whole_sums = gradient_of(learner, batch, loss)
     for tokens in (1, 40, 100):
@@ -141,16 +140,16 @@ def test_nothing_depends_on_how_an_update_is_cut(sampled, name, preset):
 
 def test_nothing_depends_on_how_smd_is_cut(sampled):
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss, "none", view="sparse")
-    whole, _ = gradient_of(learner, batch, loss, view="sparse", smd=SMD())
-    cut, _ = gradient_of(learner, batch, loss, tokens=40, view="sparse", smd=SMD())
+    whole, _ = gradient_of(learner, batch, loss, view="sparse", smd=SMDConfig())
+    cut, _ = gradient_of(learner, batch, loss, tokens=40, view="sparse", smd=SMDConfig())
     assert_close(cut, whole, 1e-6)
 
 
 def test_paper_with_a_ratio_of_one_is_plain_grpo(sampled):
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     mask = response_mask(rollouts)
     old = no_grad_replay(sampler, rollouts, "dense")
     advantages = torch.linspace(-1, 1, len(rollouts), dtype=torch.float64)
@@ -167,10 +166,10 @@ def test_smd_with_nothing_evicted_is_on_policy_grpo_and_no_divergence(sampled):
     rollouts = Engine(model, KV(policy="random", budget=64, interval=8), slots=4).generate(
         [[2, 5, 9]], samples=4, sampling=Sampling(max_tokens=12)
     )
-    learner, loss = moved(model, 1), Loss()
+    learner, loss = moved(model, 1), LossConfig()
     dense, _ = gradient_of(learner, batch_of(model, rollouts, loss, "none"), loss)
     batch = batch_of(model, rollouts, loss, "none", view="sparse")
-    smd, sums = gradient_of(learner, batch, loss, view="sparse", smd=SMD())
+    smd, sums = gradient_of(learner, batch, loss, view="sparse", smd=SMDConfig())
     assert abs(sums["distillation_kl"]) < 1e-9
     assert_close(smd, dense, 1e-9)
 
@@ -179,9 +178,9 @@ def test_smd_with_nothing_evicted_is_on_policy_grpo_and_no_divergence(sampled):
 def test_distillation_takes_its_gradient_through_one_pass_alone(sampled, direction):
     """Against λ times the mean divergence from a second model, the teacher, that is out of reach of any gradient."""
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss, "none", view="sparse")
-    with_kl, _ = gradient_of(learner, batch, loss, view="sparse", smd=SMD(direction=direction, **{"lambda": 0.5}))
+    with_kl, _ = gradient_of(learner, batch, loss, view="sparse", smd=SMDConfig(direction=direction, **{"lambda": 0.5}))
     without, _ = gradient_of(learner, batch, loss, view="sparse")
     student_view, teacher_view = ("sparse", "dense") if direction == "shadow_to_dense" else ("dense", "sparse")
 
@@ -206,7 +205,7 @@ def test_distillation_takes_its_gradient_through_one_pass_alone(sampled, directi
 
 def test_log_prob_chunks_do_not_change_an_update(sampled, monkeypatch):
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss)
     whole, _ = gradient_of(learner, batch, loss)
     monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 3 * 61)
@@ -217,7 +216,7 @@ def test_log_prob_chunks_do_not_change_an_update(sampled, monkeypatch):
 @pytest.mark.parametrize("view", ["dense", "sparse"])
 def test_gradient_checkpointing_changes_no_gradient(sampled, view):
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss, "none", view=view)
     plain, _ = gradient_of(learner, batch, loss, view=view)
     with checkpointed(learner, True):
@@ -231,7 +230,7 @@ def test_gradient_checkpointing_changes_no_gradient(sampled, view):
 def test_rows_that_teach_nothing_do_not_pass_through_the_model(sampled, monkeypatch):
     """Rejected or worth as much as their group: leaving them out changes nothing but the time."""
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss)
     batch.advantages_B[2] = 0
     active = batch.active
@@ -242,12 +241,12 @@ def test_rows_that_teach_nothing_do_not_pass_through_the_model(sampled, monkeypa
     assert_close(gradients(learner), whole, 1e-12)
 
 
-@pytest.mark.parametrize("beside", [{"kl_coef": 0.3}, {"entropy_coef": 0.1}, {"smd": SMD()}], ids=str)
+@pytest.mark.parametrize("beside", [{"kl_coef": 0.3}, {"entropy_coef": 0.1}, {"smd": SMDConfig()}], ids=str)
 def test_rejected_rollouts_count_in_the_terms_beside_the_loss(sampled, beside):
     """`update` runs the rows that the policy loss leaves out, so its gradient is that of the whole batch."""
     sampler, rollouts = sampled
     smd = beside.get("smd")
-    learner, loss = moved(sampler, 1), Loss(**{key: value for key, value in beside.items() if key != "smd"})
+    learner, loss = moved(sampler, 1), LossConfig(**{key: value for key, value in beside.items() if key != "smd"})
     reference = no_grad_replay(moved(sampler, 2), rollouts, "dense") if loss.kl_coef else None
     batch = batch_of(sampler, rollouts, loss, reference=reference)
     shortest = min(range(len(rollouts)), key=lambda row: len(rollouts[row].response))
@@ -255,7 +254,7 @@ def test_rejected_rollouts_count_in_the_terms_beside_the_loss(sampled, beside):
     assert shortest not in batch.active and batch.active
     whole, _ = gradient_of(learner, batch, loss, smd=smd)
     learner.zero_grad()
-    settings = OptimizerSettings(lr=1e-9, clip_norm=1e9)
+    settings = OptimizerConfig(lr=1e-9, clip_norm=1e9)
     result = update(learner, Optimizer(learner, settings, steps=1), 0, batch, loss, smd=smd)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole))
     assert result.grad_norm == pytest.approx(norm, rel=1e-6)
@@ -263,7 +262,7 @@ def test_rejected_rollouts_count_in_the_terms_beside_the_loss(sampled, beside):
 
 def test_opsm_counts_what_it_drops_and_takes_it_out_of_the_loss(sampled):
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1, size=0.05), Loss()
+    learner, loss = moved(sampler, 1, size=0.05), LossConfig()
     batch = batch_of(sampler, rollouts, loss)
     now = padded(no_grad_replay(learner, rollouts, "dense"))
     apart_B = ((batch.sampler_BT - now) * batch.mask_BT).sum(dim=1) / batch.mask_BT.sum(dim=1)
@@ -281,11 +280,11 @@ def test_opsm_counts_what_it_drops_and_takes_it_out_of_the_loss(sampled):
 
 def test_an_update_that_keeps_nothing_changes_nothing(sampled):
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss)
     batch.corrected.weights.zero_()
     before = copy.deepcopy(learner.state_dict())
-    optimizer = Optimizer(learner, OptimizerSettings(lr=0.1), steps=1)
+    optimizer = Optimizer(learner, OptimizerConfig(lr=0.1), steps=1)
     result = update(learner, optimizer, 0, batch, loss)
     assert not result.learned and result.finite
     assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
@@ -294,7 +293,7 @@ def test_an_update_that_keeps_nothing_changes_nothing(sampled):
 @pytest.mark.parametrize("broken", ["advantage", "weight"])
 def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(sampled, broken):
     sampler, rollouts = sampled
-    learner, loss = moved(sampler, 1), Loss()
+    learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss, "none")
     head_of(learner)  # a model that was whole when it was first used
     if broken == "advantage":
@@ -303,7 +302,7 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(sampled, broken):
         with torch.no_grad():
             learner.lm_head.weight[3, 3] = math.nan
     before = copy.deepcopy(learner.state_dict())
-    optimizer = Optimizer(learner, OptimizerSettings(lr=0.1), steps=1)
+    optimizer = Optimizer(learner, OptimizerConfig(lr=0.1), steps=1)
     result = update(learner, optimizer, 0, batch, loss)
     assert not result.learned and not result.finite
     for name, value in learner.state_dict().items():
@@ -311,13 +310,13 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(sampled, broken):
     assert all(weight.grad is None for weight in learner.parameters())
 
 
-@pytest.mark.parametrize("beside", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"smd": SMD()}], ids=str)
+@pytest.mark.parametrize("beside", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"smd": SMDConfig()}], ids=str)
 def test_a_rollout_that_is_not_finite_takes_no_part(sampled, beside):
     """Its activations are not, as where half precision overflows: also where a term beside the loss wants rejected rows, and where
     a rank has nothing to do and lets any rollout through."""
     sampler, rollouts = sampled
     smd = beside.get("smd")
-    learner, loss = moved(sampler, 1), Loss(**{key: value for key, value in beside.items() if key != "smd"})
+    learner, loss = moved(sampler, 1), LossConfig(**{key: value for key, value in beside.items() if key != "smd"})
     token = rollouts[0].response[0]
     learner.get_input_embeddings().weight.data[token] = math.nan
     chosen = [each for each in rollouts if each is rollouts[0] or token not in [*each.prompt, *each.response]]
@@ -328,7 +327,7 @@ def test_a_rollout_that_is_not_finite_takes_no_part(sampled, beside):
     reference = old if loss.kl_coef else None
     batch = make_batch(chosen, advantages, old, correct(log_xi, response_mask(chosen), "paper"), loss, MAX_TOKENS, reference)
     assert 0 not in batch.active and batch.active
-    optimizer = Optimizer(learner, OptimizerSettings(lr=1e-9, tokens_per_microbatch=32), steps=1)
+    optimizer = Optimizer(learner, OptimizerConfig(lr=1e-9, tokens_per_microbatch=32), steps=1)
     result = update(learner, optimizer, 0, batch, loss, smd=smd)
     assert result.learned and result.finite and result.grad_norm > 0
     accumulate(learner, batch, [batch.active, []], loss, "dense", smd, None)
@@ -338,7 +337,7 @@ def test_a_rollout_that_is_not_finite_takes_no_part(sampled, beside):
 def test_weights_without_a_gradient_have_moments_too():
     """Else a checkpoint of one process is not that of another, which allocates all of them."""
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
-    optimizer = Optimizer(model, OptimizerSettings(lr=1e-3), steps=2)
+    optimizer = Optimizer(model, OptimizerConfig(lr=1e-3), steps=2)
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.update(0)
     steps = {name: float(each["step"]) for name, each in optimizer.moments.items()}
@@ -363,7 +362,7 @@ def train_toy(model, settings, steps=5, micro=1):
 
 def test_optimizer_is_torchs_adamw():
     ours, theirs = toy(), toy()
-    train_toy(ours, OptimizerSettings(lr=1e-2, clip_norm=1e9, weight_decay=0.1, betas=(0.9, 0.95)))
+    train_toy(ours, OptimizerConfig(lr=1e-2, clip_norm=1e9, weight_decay=0.1, betas=(0.9, 0.95)))
     groups = [
         {"params": [w for w in theirs.parameters() if w.dim() > 1], "weight_decay": 0.1},
         {"params": [w for w in theirs.parameters() if w.dim() <= 1], "weight_decay": 0.0},
@@ -382,11 +381,11 @@ def test_small_updates_survive_bfloat16():
     """A rate below bfloat16's resolution moves nothing without master weights; with them the steps add up."""
     model = toy(torch.bfloat16)
     before = [weight.detach().clone() for weight in model.parameters()]
-    optimizer = train_toy(model, OptimizerSettings(lr=2e-4, weight_decay=0.0), steps=1)
+    optimizer = train_toy(model, OptimizerConfig(lr=2e-4, weight_decay=0.0), steps=1)
     assert all(master.dtype == torch.float32 for master in optimizer.masters)
     after_one = sum(int((a != b).sum()) for a, b in zip(before, model.parameters(), strict=True))
     model = toy(torch.bfloat16)
-    train_toy(model, OptimizerSettings(lr=2e-4, weight_decay=0.0), steps=40)
+    train_toy(model, OptimizerConfig(lr=2e-4, weight_decay=0.0), steps=40)
     after_many = sum(int((a != b).sum()) for a, b in zip(before, model.parameters(), strict=True))
     assert after_many > 2 * after_one
 
@@ -394,7 +393,7 @@ def test_small_updates_survive_bfloat16():
 def test_bfloat16_gradients_are_summed_in_float32():
     """So cutting a batch into many parts costs no precision: 64 parts of one sum, each rounded only once."""
     weight = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    optimizer = Optimizer(weight, OptimizerSettings(), steps=1)
+    optimizer = Optimizer(weight, OptimizerConfig(), steps=1)
     for part in [256.0] + [1.0] * 63:  # in bfloat16 256 + 1 is 256
         weight(torch.full((1, 1), part, dtype=torch.bfloat16)).sum().backward()
     assert float(optimizer.masters[0].grad) == 319.0
@@ -402,15 +401,15 @@ def test_bfloat16_gradients_are_summed_in_float32():
 
 def test_offloaded_state_gives_the_same_weights():
     plain, offloaded = toy(), toy()
-    train_toy(plain, OptimizerSettings(lr=1e-2), micro=2)
-    train_toy(offloaded, OptimizerSettings(lr=1e-2, state="offload"), micro=2)
+    train_toy(plain, OptimizerConfig(lr=1e-2), micro=2)
+    train_toy(offloaded, OptimizerConfig(lr=1e-2, state="offload"), micro=2)
     for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
 def test_long_gradients_are_clipped_and_reported_whole():
     model = toy()
-    optimizer = Optimizer(model, OptimizerSettings(clip_norm=1e-3), steps=1)
+    optimizer = Optimizer(model, OptimizerConfig(clip_norm=1e-3), steps=1)
     (model(torch.ones(4, 8)) * 1e3).sum().backward()
     norm = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm()
     assert optimizer.update(0) == pytest.approx(float(norm), rel=1e-5)
@@ -421,14 +420,14 @@ def test_long_gradients_are_clipped_and_reported_whole():
     [("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]), ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, 0.854, 0.5, 0.146])],
 )
 def test_the_rate_warms_up_and_then_follows_the_schedule(schedule, expected):
-    optimizer = Optimizer(toy(), OptimizerSettings(lr=1.0, schedule=schedule, warmup_steps=4), steps=8)
+    optimizer = Optimizer(toy(), OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4), steps=8)
     assert [optimizer.lr_at(step) for step in range(8)] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("state", ["fp32", "offload", "8bit"])
 def test_allocating_the_moments_early_changes_nothing(state):
     early, late = toy(), toy()
-    settings = OptimizerSettings(lr=1e-2, state=state)
+    settings = OptimizerConfig(lr=1e-2, state=state)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles, which needs a compiler and takes long
         first = Optimizer(early, settings, steps=1)
         first.allocate()

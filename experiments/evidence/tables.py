@@ -14,8 +14,9 @@ from pathlib import Path
 from figures import WINDOW, budgets, plot, smooth, summary
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 
-from sparse_rl.alerts import Alerts, check
+from sparse_rl.config import AlertsConfig
 from sparse_rl.evaluate.statistics import t_interval
+from sparse_rl.monitor.alerts import check
 
 NOT_YET = "Not run yet."
 DOCS = HERE.parents[1] / "docs"
@@ -231,7 +232,7 @@ def warned(question: str) -> str:
     for arm, runs in read(question).items():
         for seed, rows in runs.items():
             spans: dict[str, list[str]] = {}
-            for alert in check(rows, Alerts()):
+            for alert in check(rows, AlertsConfig()):
                 spans.setdefault(alert.name, []).append(
                     f"{alert.step} to {alert.ended}" if alert.ended else f"{alert.step} on"
                 )

@@ -32,9 +32,8 @@ from damaged_data import BYTES
 
 from sparse_rl import __version__
 from sparse_rl.cli import main as sparse_rl
-from sparse_rl.config import recipe_names, recipe_text, to_toml
+from sparse_rl.config import Config, recipe_names, recipe_text, to_toml
 from sparse_rl.text import LONGEST_MESSAGE
-from sparse_rl.train.settings import Config
 
 LIMIT_S = 120
 """Of one case; a command that takes longer hangs."""

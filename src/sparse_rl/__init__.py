@@ -6,10 +6,10 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Engine": "rollout.engine",
-    "KV": "kv.settings",
+    "KV": "config",
     "NEVER": "kv.trace",
     "Rollout": "rollout.rollout",
-    "Sampling": "rollout.settings",
+    "Sampling": "config",
     "UserError": "errors",
     "load_model": "models.load",
     "load_tokenizer": "models.load",
@@ -18,15 +18,15 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
+    from .config import KV as KV
+    from .config import Sampling as Sampling
     from .errors import UserError as UserError
-    from .kv.settings import KV as KV
     from .kv.trace import NEVER as NEVER
     from .learner.replay import replay as replay
     from .models.load import load_model as load_model
     from .models.load import load_tokenizer as load_tokenizer
     from .rollout.engine import Engine as Engine
     from .rollout.rollout import Rollout as Rollout
-    from .rollout.settings import Sampling as Sampling
 
 
 def __getattr__(name: str):

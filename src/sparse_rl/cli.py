@@ -12,15 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .config import add_flags, flags_given, from_flags, recipe, recipe_names
-from .data.settings import Data
-from .data.tasks import TASKS
+from .config import (
+    KV,
+    TASKS,
+    Config,
+    DataConfig,
+    RewardConfig,
+    Sampling,
+    add_flags,
+    flags_given,
+    from_flags,
+    recipe,
+    recipe_names,
+)
 from .ending import one_line
 from .errors import UserError, say, without_torchaos_warnings
-from .kv.settings import KV
-from .rewards.settings import Reward
-from .rollout.settings import Sampling
-from .train.settings import Config
 
 LOWER = "--rollout.slots or --optimizer.tokens-per-microbatch"
 """What to lower where memory runs out and no plan says better."""
@@ -123,8 +129,8 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", action="store_true", help="also print rows for a LaTeX table")
     _add_model_flags(parser)
     add_flags(parser, KV)
-    add_flags(parser, Data, without=("train", "test", "max_prompt_tokens"))
-    add_flags(parser, Reward)
+    add_flags(parser, DataConfig, without=("train", "test", "max_prompt_tokens"))
+    add_flags(parser, RewardConfig)
 
 
 def _count(text: str) -> int:
@@ -199,8 +205,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=64, metavar="N", help="rollouts that run at a time, at most [64]")
     _add_model_flags(parser)
     add_flags(parser, KV)
-    others = [name for name in Data.model_fields if name != "chat_template_kwargs"]
-    add_flags(parser, Data, without=others)
+    others = [name for name in DataConfig.model_fields if name != "chat_template_kwargs"]
+    add_flags(parser, DataConfig, without=others)
     add_flags(parser, Sampling, prefix="")
 
 
@@ -342,7 +348,7 @@ def evaluate(args: argparse.Namespace) -> None:
     given = flags_given(args, KV)
     caches = settings(args.compare, given, {} if args.compare else stored_kv(args.model, given.get("policy")))
     workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # a GPU waits while a chunk is graded
-    data, reward = from_flags(args, Data), from_flags(args, Reward, {"workers": workers})
+    data, reward = from_flags(args, DataConfig), from_flags(args, RewardConfig, {"workers": workers})
     from .evaluate.command import command
 
     command(args, caches, data, reward)
@@ -387,7 +393,7 @@ def generate(args: argparse.Namespace) -> None:
 
     stored = stored_kv(args.model, flags_given(args, KV).get("policy"))
     kv, sampling = from_flags(args, KV, stored), from_flags(args, Sampling)
-    data = from_flags(args, Data, {"raw": args.raw})
+    data = from_flags(args, DataConfig, {"raw": args.raw})
     from .rollout.console import stream
 
     stream(args, kv, sampling, data)

@@ -11,14 +11,13 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
+from ..config import LossConfig, OptimizerConfig
 from ..errors import UserError
 from ..kv.trace import Trace
 from ..learner.correction import correct
 from ..learner.logprobs import token_logprobs
-from ..learner.losses.settings import Loss
 from ..learner.optimizer import Optimizer, checkpointed
 from ..learner.replay import ReplayKind, packs, replay
-from ..learner.settings import OptimizerSettings
 from ..learner.update import Batch, accumulate, make_batch, response_mask
 from ..models.attention import prepare
 from ..models.head import head_of
@@ -67,8 +66,8 @@ def bench(args: argparse.Namespace) -> None:
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
     rollouts = made_up(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
-    batch, loss = _batch(model, rollouts), Loss()
-    settings = OptimizerSettings(
+    batch, loss = _batch(model, rollouts), LossConfig()
+    settings = OptimizerConfig(
         lr=1e-9, tokens_per_microbatch=args.tokens_per_microbatch, gradient_checkpointing=args.gradient_checkpointing
     )
     optimizer = Optimizer(model, settings, steps=1)
@@ -169,7 +168,7 @@ def _batch(model: PreTrainedModel, rollouts: list[Rollout]) -> Batch:
     mask_BT = response_mask(rollouts).to(model.device)
     corrected = correct(torch.zeros(mask_BT.shape, device=model.device), mask_BT, "none")
     longest = max(len(rollout.response) for rollout in rollouts)
-    return make_batch(rollouts, torch.ones(len(rollouts)), zeros, corrected, Loss(), longest)
+    return make_batch(rollouts, torch.ones(len(rollouts)), zeros, corrected, LossConfig(), longest)
 
 
 def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..config import merged_tables
+from ..config import Config, merged_tables
 from ..data.examples import Example
 from ..errors import UserError
 from ..models.load import DTYPES, load_model, load_tokenizer, place
@@ -21,7 +21,6 @@ from ..rewards.pool import pool_for
 from ..train.folder import RunFolder
 from ..train.given import Given
 from ..train.loop import Trainer
-from ..train.settings import Config
 from ..train.view import View
 from .lengths import drawn_lengths
 

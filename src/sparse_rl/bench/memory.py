@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..config import Config
 from ..errors import UserError, first_line
 from ..learner.fusion import fused_layers
 from ..learner.replay import forward, response_logprobs
@@ -17,7 +18,6 @@ from ..plan.command import wide_console
 from ..plan.memory import response_lengths
 from ..train.loop import Trainer
 from ..train.rehearsal import longest_rollout, try_learner
-from ..train.settings import Config
 from .made_up import cap_memory, made_up_trainer
 from .record import environment
 

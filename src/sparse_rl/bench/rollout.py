@@ -16,9 +16,9 @@ import torch
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
+from ..config import KV, Sampling
 from ..errors import UserError
 from ..kv.policies import from_settings
-from ..kv.settings import KV
 from ..models.load import DTYPES, load_model, place
 from ..models.shapes import SHAPES, random_model
 from ..plan.command import wide_console
@@ -27,7 +27,6 @@ from ..plan.roofline import decode_s, find_gpu, mean_held
 from ..rollout.clock import Clock
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
-from ..rollout.settings import Sampling
 from ..rollout.stats import Progress
 from .lengths import GROUP, drawn_lengths, live_tokens, mean_response_tokens_held
 from .record import environment

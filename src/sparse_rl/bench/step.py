@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..config import Config
 from ..errors import UserError, first_line
 from ..kv.policies import from_settings
 from ..models.load import place
 from ..plan.command import wide_console
 from ..train.memory import peak_metrics
-from ..train.settings import Config
 from .made_up import cap_memory, made_up_trainer
 from .record import environment
 from .rollout import warm_up

@@ -14,9 +14,9 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-Split = Literal["train", "test"]
+from ..config import Split
+
 SUMS = 15
 DIGITS = 2
 

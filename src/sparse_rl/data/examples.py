@@ -14,15 +14,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ..config import PLACEHOLDER, TASKS, HubData, Split, Task
 from ..errors import UserError
 from ..text import listed
-from .arithmetic import Split, make_problems
+from .arithmetic import make_problems
 from .hub import read_hub
 from .rows import SUFFIXES, Row, kind_of, read_rows
-from .tasks import TASKS, HubData, Task
 
-PLACE = "{prompt}"
-"""Stands for the problem in a template."""
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 """Where the problem is looked for."""
 RESERVED = {"prompts", "completions", "finish", "completion_ids", "in_thought"}
@@ -40,7 +38,7 @@ class Example:
     answer: str | None
     columns: dict[str, Any]
     """What the reward function is given beside prompt and completion: the answer, if there is one, and all other columns."""
-    template: str = PLACE
+    template: str = PLACEHOLDER
     """Stands around the problem unless `data.template` says otherwise: a task's instruction."""
 
 
@@ -183,7 +181,7 @@ def _gather(
         place = next(row for row in rows if reserved[0] in row.values)
         place.refuse(f"the column {reserved[0]} is named like an argument of every reward: rename it.")
     others = [name for name in names if name not in (prompt_column, answer_column, "answer")]
-    template = PLACE + task.instruction if task else PLACE
+    template = PLACEHOLDER + task.instruction if task else PLACEHOLDER
     examples, skipped = [], []
     for row in rows:
         prompt = _prompt(row, prompt_column)

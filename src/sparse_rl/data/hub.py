@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..config import HubData
 from ..errors import UNREACHABLE, Absent, UserError, first_line, notice
 from ..hub import why_unreachable
 from .rows import Row
-from .tasks import HubData
 
 
 def read_hub(data: HubData, instead: str) -> list[Row]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..config import PLACEHOLDER, DataConfig
 from ..errors import UserError, first_line, notice
 from ..text import printable
-from .examples import PLACE, Example
-from .settings import Data
+from .examples import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ CHAT_TOKENS = {"<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]
 """What a model that was trained on messages has in its name or among its tokens."""
 
 
-def encoded(tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example], data: Data) -> list[list[int]]:
+def encoded(tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example], data: DataConfig) -> list[list[int]]:
     """Token ids of each prompt, as train, eval and the dry run all have them."""
     options = (data.template, data.raw, data.chat_template_kwargs)
     prompts = [encode(tokenizer, example, *options) for example in examples]
@@ -52,7 +52,7 @@ def encode(
     template = template or example.template
     chat = bool(tokenizer.chat_template) and not raw
     if isinstance(example.prompt, str):
-        text = template.replace(PLACE, example.prompt)
+        text = template.replace(PLACEHOLDER, example.prompt)
         if not chat:
             if not raw:
                 _tell_of_missing_template(tokenizer)
@@ -62,7 +62,7 @@ def encode(
         messages = [{"role": "user", "content": text}]
     elif chat:
         *before, last = example.prompt
-        messages = [*before, last | {"content": template.replace(PLACE, last["content"])}]
+        messages = [*before, last | {"content": template.replace(PLACEHOLDER, last["content"])}]
     else:
         why = "data.raw is set" if raw else "the tokenizer has no chat template"
         raise UserError(f"A prompt is a list of messages, but {why}: write prompts as texts, or name another model.")

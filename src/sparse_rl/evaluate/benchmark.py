@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from ..config import Sampling
 from ..data.examples import Example
 from ..kernels.counter_rng import derive_all
 from ..rewards.pool import RewardPool, about
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
-from ..rollout.settings import Sampling
 from ..rollout.stats import Progress, Stats
 from .statistics import NOTHING, Estimate, mean_interval, pass_at_k, t_interval
 

@@ -17,18 +17,16 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.record import environment
+from ..config import DataConfig, RewardConfig, Sampling
 from ..data.examples import Example, name_of
 from ..data.prompts import encoded
-from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_bar, place
 from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import RewardPool, pool_for
-from ..rewards.settings import Reward
 from ..rewards.several import refuse_without_answers, terms
 from ..rollout.engine import Engine
-from ..rollout.settings import Sampling
 from ..terminal import Terminal
 from .benchmark import Benchmark, run
 from .compare import Setting
@@ -62,7 +60,7 @@ class Source:
     """What a user should know about the data."""
 
 
-def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, reward: Reward) -> None:
+def command(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
     refuse_inside_a_reward()
     console = Terminal(highlight=False)
     if not console.is_terminal:
@@ -86,7 +84,7 @@ def command(args: argparse.Namespace, settings: Sequence[Setting], data: Data, r
         report(args, settings, sources, work, asked, console)
 
 
-def asked_sources(args: argparse.Namespace, data: Data, reward: Reward) -> list[Source]:
+def asked_sources(args: argparse.Namespace, data: DataConfig, reward: RewardConfig) -> list[Source]:
     paths = [path.strip() for path in args.benchmarks.split(",")]
     names = [name_of(path) for path in paths]
     for name in names:
@@ -123,7 +121,7 @@ def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
 
 
 def identity(
-    args, settings: Sequence[Setting], sources: Sequence[Source], data: Data, reward: Reward, dtype: str
+    args, settings: Sequence[Setting], sources: Sequence[Source], data: DataConfig, reward: RewardConfig, dtype: str
 ) -> dict[str, Any]:
     """All that what is written depends on; what only decides how fast it comes is left out."""
     return {
@@ -185,7 +183,7 @@ def default_folder(model: str, asked: dict[str, Any]) -> Path:
 class Runner:
     """Does what is left to do, setting by setting: one cache is allocated at a time."""
 
-    def __init__(self, args, settings, sources, data: Data, reward: Reward, work: Work, console: Console):
+    def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, console: Console):
         self.args, self.settings, self.sources, self.data = args, settings, sources, data
         self.reward, self.work, self.console = reward, work, console
         self.left = [

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import KV
 from ..errors import UserError
-from ..kv.settings import KV
 
 FORM = "full or POLICY@BUDGET[+INTERVAL], as in full,rkv@512,snapkv@512+64"
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..kv.settings import KV
+from ..config import KV
 from ..rollout.engine import CHUNK, Engine
 
 CPU_SLOTS = 64

@@ -1,8 +1,7 @@
 """From a benchmark's name to its problems: a task, a file of the user's own, or data on the hub."""
 
+from ..config import TASKS, DataConfig
 from ..data.examples import Loaded, load
-from ..data.settings import Data
-from ..data.tasks import TASKS
 
 OWN_MAX_TOKENS = 4096
 """Of responses to problems of the user's own, where --max-tokens does not say."""
@@ -16,7 +15,7 @@ def evaluated_as(source: str) -> tuple[str | None, int, int]:
     return (task.title, task.max_tokens, task.samples) if task else (None, OWN_MAX_TOKENS, 1)
 
 
-def loaded(source: str, data: Data, problems: int | None) -> Loaded:
+def loaded(source: str, data: DataConfig, problems: int | None) -> Loaded:
     """The first `problems` held-out ones, or all."""
     found = load(source, "test", n=problems or MADE_UP, seed=0, **data.reading)
     return Loaded(found.examples[:problems], found.skipped, found.note)

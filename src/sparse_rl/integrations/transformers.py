@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..config import KV
 from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
 from ..kernels.jit import on
 from ..kv.cache import CacheShape, SlotCache, due, ranks
 from ..kv.policies import Policy, from_settings
-from ..kv.settings import KV
 from ..models.attention import BoundKeys
 from ..models.stored_kv import stored_kv
 

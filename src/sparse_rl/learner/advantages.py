@@ -1,39 +1,16 @@
-"""What a sample is worth against the others of its prompt. Functions on tensors; importing the options loads no torch."""
+"""Group advantages: compare the rewards of one prompt's samples. Pure functions on tensors."""
 
 # P prompts, G samples of each, N responses
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
+from torch import Tensor
 
 from ..errors import UserError
-from ..settings import Section
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 EPSILON = 1e-6  # of the published code, beside the standard deviation
-
-
-class Advantage(Section):
-    """What a sample is worth against the others of its prompt."""
-
-    section: ClassVar[str] = "advantage"
-
-    std: bool = Field(True, description="Whether advantages are divided by the group's standard deviation.")
-    drop_zero_signal: bool = Field(
-        False,
-        description="Whether groups whose rewards are all equal are dropped; loss.name = dapo always does, and draws others.",
-    )
-    overlong: int = Field(
-        0, ge=0, description="Tokens before max_tokens over which a penalty on long answers grows to -1 (DAPO); 0 is off."
-    )
-    mask_truncated: bool = Field(
-        False, description="Whether answers cut off at max_tokens are not learned from; in their group's mean they count."
-    )
 
 
 @dataclass(frozen=True)

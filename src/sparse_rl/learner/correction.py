@@ -2,7 +2,7 @@
 
 xi = pi_old / pi_sampler per token, the sparsity consistency ratio of Sparse-RL (arXiv 2601.10079). Every preset is a
 `Point` of one space: how a token is weighed, which tokens and sequences are dropped, what a sequence is averaged over.
-Functions on tensors by the tensors' own methods: importing the options loads no torch.
+Pure functions on tensors.
 """
 
 # B sequences of one optimizer update, T response tokens; trailing 1: kept for broadcasting
@@ -11,110 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import Field
+from torch import Tensor
 
-from ..errors import UserError
-from ..settings import Section
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-LIMIT = 20.0  # |log xi| beyond it changes nothing that could still be used, and exp(20) squared fits float32
-
-Weight = Literal["one", "token", "sequence", "mean"]
-Drop = Literal["none", "token", "sequence", "mean"]
-Divisor = Literal["tokens", "kept"]
-Preset = Literal[
-    "none", "paper", "released", "reject_only", "reweight_only", "tis", "icepop", "sequence_mask", "geometric_mask"
-]
-
-
-@dataclass(frozen=True)
-class Point:
-    """One correction in full. The levels: `token` is xi_t, `sequence` exp(sum_t log xi_t), `mean` exp(mean_t log xi_t)."""
-
-    weight: Weight = "one"
-    cap: float = math.inf
-    normalize: bool = False
-    veto: float = 0.0
-    drop: Drop = "none"
-    low: float = 0.0
-    high: float = math.inf
-    divisor: Divisor = "tokens"
-
-    def __post_init__(self) -> None:
-        bounded = self.low > 0 or self.high < math.inf
-        if self.low >= self.high:
-            raise UserError(
-                f"correction.low = {self.low:g} and high = {self.high:g} would drop everything: low must be below high."
-            )
-        if bounded and self.drop == "none":
-            raise UserError(
-                f"correction.low = {self.low:g} and high = {self.high:g} bound nothing while correction.drop is none: "
-                "set correction.drop to token, sequence or mean, or start from another preset."
-            )
-        if self.drop != "none" and not bounded:
-            raise UserError(f"correction.drop = {self.drop} does nothing without bounds: set correction.low or high.")
-        if self.cap < math.inf and self.weight == "one":
-            raise UserError(
-                f"correction.cap = {self.cap:g} caps nothing while every weight is one: set correction.weight to token, "
-                "sequence or mean, or start from another preset."
-            )
-
-
-PRESETS: dict[str, Point] = {
-    "none": Point(),
-    "paper": Point(weight="token", veto=1e-4),
-    "released": Point(weight="token", cap=1.5, normalize=True, veto=1e-4, drop="token", low=0.5, high=1.5, divisor="kept"),
-    "reject_only": Point(veto=1e-4),
-    "reweight_only": Point(weight="token"),
-    "tis": Point(weight="token", cap=2.0),
-    "icepop": Point(weight="token", drop="token", low=0.5, high=5.0),
-    "sequence_mask": Point(weight="sequence", drop="sequence", high=3.0),
-    "geometric_mask": Point(drop="mean", low=0.99, high=1.01),
-}
-
-
-class Correction(Section):
-    """What is done about the sampler's policy not being the learner's: a preset, and values that replace its own."""
-
-    section: ClassVar[str] = "correction"
-
-    preset: Preset | None = Field(
-        None,
-        description="Where to start: none paper released reject_only reweight_only tis icepop sequence_mask geometric_mask; "
-        "by default the method's own. Every other option here replaces one value of it.",
-    )
-    weight: Weight | None = Field(
-        None, description="What a token's term is multiplied by: one, or the ratio of its token, sequence or (geometric) mean."
-    )
-    cap: float | None = Field(
-        None, gt=0, allow_inf_nan=True, description="Weights are truncated to at most this; inf is never."
-    )
-    normalize: bool | None = Field(None, description="Whether weights are divided by their mean over the update's tokens.")
-    veto: float | None = Field(None, ge=0, lt=1, description="Drop a sequence with any token's ratio below this; 0 is never.")
-    drop: Drop | None = Field(
-        None,
-        description="What is dropped when its ratio leaves [low, high]: none, token, or the sequence by its product (sequence) "
-        "or geometric mean (mean).",
-    )
-    low: float | None = Field(None, ge=0, description="Ratios below this are dropped; 0 is none.")
-    high: float | None = Field(None, gt=0, allow_inf_nan=True, description="Ratios above this are dropped; inf is none.")
-    divisor: Divisor | None = Field(
-        None, description="What a sequence is averaged over, its KL term included: all its tokens, or those kept."
-    )
-    opsm: float | None = Field(
-        None,
-        ge=0,
-        description="Drop a sequence of negative advantage whose mean log(sampler/learner) exceeds this, such as 0.5.",
-    )
-
-    def point(self, default: str) -> Point:
-        """The correction in full; `default` is the preset where none is named."""
-        options = self.model_dump(exclude={"preset", "opsm"}, exclude_none=True)
-        return replace(PRESETS[self.preset or default], **options)
+from ..config import LOG_RATIO_LIMIT as LIMIT
+from ..config import CorrectionConfig, CorrectionSpec
 
 
 @dataclass(frozen=True)
@@ -135,14 +37,18 @@ class Corrected:
     """Of all valid tokens, `effective` after drops and the rest before; NaN where there are none."""
 
 
-def correct(log_ratio: Tensor, mask: Tensor, preset: str | Point = "paper", **options: Any) -> Corrected:
+def correct(log_ratio: Tensor, mask: Tensor, preset: str | CorrectionSpec = "paper", **options: Any) -> Corrected:
     """Weights and drops for log_ratio = log pi_old - log pi_sampler, both [B, T]; `options` replace values of the preset.
 
     Call it once with all sequences of an optimizer update, of all ranks: `normalize` divides by a mean over them. A ratio
     that is not finite rejects its sequence under every preset (no weight mends it), and counts as xi = e^-20 (or e^20)
     in the metrics. The rules see log xi as it is; exp sees it clamped to +-20.
     """
-    point = replace(preset, **options) if isinstance(preset, Point) else Correction(preset=preset, **options).point(preset)
+    point = (
+        replace(preset, **options)
+        if isinstance(preset, CorrectionSpec)
+        else CorrectionConfig(preset=preset, **options).point(preset)
+    )
     valid_BT = mask.bool()
     log_xi_BT = log_ratio.detach()
     log_xi_BT = log_xi_BT if log_xi_BT.itemsize >= 4 else log_xi_BT.float()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import WORTH_COMPILING
 from ..errors import first_line
-from ..models.settings import WORTH_COMPILING
 
 
 def fuses(device: torch.device) -> bool:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..config import OptimizerConfig
 from ..errors import UserError
-from .settings import OptimizerSettings
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, settings: OptimizerSettings, steps: int):
+    def __init__(self, model: nn.Module, settings: OptimizerConfig, steps: int):
         self.settings, self.steps = settings, steps
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())

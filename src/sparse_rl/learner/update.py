@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from ..config import LossConfig, SMDConfig
+from ..learner.correction import Corrected, opsm
 from ..models.head import head_of
 from ..models.sharded import is_sharded, sum_over_ranks, with_weights
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
-from .correction import Corrected, opsm
 from .fusion import fused_layers
 from .logprobs import divergence
-from .losses import LossInputs
+from .losses import LossInputs, get
 from .losses.regularizers import kl, weighted_sum
-from .losses.settings import SMD, Loss
 from .optimizer import Optimizer, checkpointed
 from .replay import ReplayKind, Seen, forward, passes_of, response_logprobs, upload
 
@@ -58,13 +58,13 @@ def make_batch(
     advantages_B: Tensor,
     old: Sequence[Tensor],
     corrected: Corrected,
-    loss: Loss,
+    loss: LossConfig,
     max_tokens: int,
     reference: Sequence[Tensor] | None = None,
 ) -> Batch:
     device = old[0].device
     mask_BT = response_mask(rollouts).to(device)
-    shares_BT = loss.policy.shares(mask_BT, corrected.divisors, max_tokens)
+    shares_BT = get(loss.name).shares(mask_BT, corrected.divisors, max_tokens)
     return Batch(
         rollouts=rollouts,
         advantages_B=advantages_B.to(device),
@@ -91,9 +91,9 @@ def accumulate(
     model: PreTrainedModel,
     batch: Batch,
     passes: Sequence[Sequence[int]],
-    loss: Loss,
+    loss: LossConfig,
     view: ReplayKind,
-    smd: SMD | None,
+    smd: SMDConfig | None,
     opsm_delta: float | None,
 ) -> dict[str, float]:
     """Gradients of the objective over the rows of these passes, left in the weights. Returns sums over tokens, and the loss.
@@ -130,7 +130,7 @@ def accumulate(
                 clip_low=low,
                 clip_high=high,
             )
-            total, counts = loss.policy.loss(inputs)
+            total, counts = get(loss.name).loss(inputs)
             kl_mask_bT, kl_shares_bT = batch.corrected.kl_mask[chosen], batch.kl_shares_BT[chosen]
             if batch.reference_BT is not None:
                 kl_bT = kl(logprobs_bT, batch.reference_BT[chosen], mask_bT, loss.kl_estimator)
@@ -152,7 +152,7 @@ def accumulate(
 
 
 def _pass(
-    model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMD | None
+    model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log-probs, entropies, distances of the dense and the shadow policy where they are wanted), [n] each."""
     seen = forward(model, pack, view)
@@ -171,7 +171,7 @@ def _spread(values_n: Tensor, where_n: Tensor, mask_bT: Tensor) -> Tensor:
     return empty.index_copy(0, where_n, values_n).view(mask_bT.shape)
 
 
-def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen, smd: SMD) -> Tensor:
+def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen, smd: SMDConfig) -> Tensor:
     """Shadow Mask Distillation (arXiv 2605.06850): the distance of the dense and the shadow policy at each token, [n].
 
     `dense_to_shadow` is KL(dense || sg shadow) and `jsd` its symmetric sibling: both pull the dense policy alone.
@@ -204,10 +204,10 @@ def update(
     optimizer: Optimizer,
     step: int,
     batch: Batch,
-    loss: Loss,
+    loss: LossConfig,
     *,
     view: ReplayKind = "dense",
-    smd: SMD | None = None,
+    smd: SMDConfig | None = None,
     opsm_delta: float | None = None,
     world: World = ALONE,
 ) -> Updated:

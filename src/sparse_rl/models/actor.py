@@ -14,14 +14,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import LoraConfig, RanksConfig
 from ..errors import UserError
-from .settings import Lora, Ranks
 
 ADAPTER = "default"
 
 
 class Actor:
-    def __init__(self, model: PreTrainedModel, lora: Lora, *, keep_reference: bool = False, ranks: Ranks | None = None):
+    def __init__(
+        self, model: PreTrainedModel, lora: LoraConfig, *, keep_reference: bool = False, ranks: RanksConfig | None = None
+    ):
         """Takes the model over. `keep_reference` keeps the policy as it is now: with LoRA for free, else as a frozen copy."""
         self.learner = model
         self.sampler = model
@@ -76,7 +78,7 @@ class Actor:
             yield self.frozen
 
 
-def _with_adapters(model: PreTrainedModel, lora: Lora):
+def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
     from peft import LoraConfig, get_peft_model
 
     targets = lora.targets if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..config import KV
 from ..disk import refusal
 from ..errors import UserError
-from ..kv.settings import KV
 from .actor import Actor
 from .stored_kv import FILE
 

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..config import Config
 from ..errors import UserError
 from ..terminal import Terminal
-from ..train.settings import Config
 from .dimensions import dimensions
 from .memory import (
     CONTEXT_BYTES,

@@ -10,9 +10,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..kv.settings import KV
-from ..models.settings import WORTH_COMPILING
-from ..train.settings import SHADOW_METHODS, Config
+from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
 from .dimensions import Dimensions
 
 GIB = 2**30

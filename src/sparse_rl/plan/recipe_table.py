@@ -4,8 +4,7 @@ import re
 
 from rich.table import Table
 
-from ..config import recipe, recipe_names, recipe_text, to_toml
-from ..train.settings import Config
+from ..config import Config, recipe, recipe_names, recipe_text, to_toml
 from .command import wide_console
 from .dimensions import dimensions
 from .memory import CONTEXT_BYTES, Plan, gib, make_plan

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..train.settings import Config
+from ..config import Config
 from .memory import Plan, auto_limit, itemsize, make_plan, most_slots, sharded
 
 NAMED = 4

@@ -4,9 +4,8 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from ..config import KV, SHADOW_METHODS, Config
 from ..errors import UserError
-from ..kv.settings import KV
-from ..train.settings import SHADOW_METHODS, Config
 from .dimensions import Dimensions
 from .memory import GIB, Plan, itemsize, rollouts_of_rank, sharded
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..alerts import Alerts, check
+from ..config import AlertsConfig
+from ..monitor.alerts import check
+from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
-from ..train.xi import BINS, HIGH, LOW
 from . import pieces
 from .glossary import placed
 from .rollouts import BUDGET_BYTES, Chunk, Packer
@@ -145,5 +146,5 @@ def differing(runs: Sequence[Run]) -> list[str]:
 def alerts(run: Run) -> list[dict[str, Any]]:
     return [
         {"step": each.step, "ended": each.ended, "name": each.name, "sentence": each.sentence, "remedy": each.remedy}
-        for each in check(run.rows, run.settings.alerts if run.settings else Alerts())
+        for each in check(run.rows, run.settings.alerts if run.settings else AlertsConfig())
     ]

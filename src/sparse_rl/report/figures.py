@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
-from ..train.xi import BINS, HIGH, LOW
 from .document import PHASES, Source
 from .runs import Run, grouped
 

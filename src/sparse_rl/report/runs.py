@@ -11,13 +11,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ..config import PRESETS, Config, CorrectionSpec, flat, migrated_tables
 from ..errors import UserError, first_line
-from ..learner.correction import PRESETS, Point
+from ..monitor.ratios import BINS
 from ..text import printable
 from ..train.rows import MOST_STEPS
-from ..train.settings import Config
 from ..train.storage import read_plain
-from ..train.xi import BINS
 
 OWN = ("seed", "run_dir", "compare")
 """What runs of one group may have otherwise: they are the same experiment, drawn again."""
@@ -66,7 +65,7 @@ class Run:
         if self.settings is not None:
             return self.settings.correction.point(self.settings.default_preset).veto
         preset = self.config.get("correction.preset", "paper" if self.method in ("sparse_rl", "?") else "none")
-        usual = PRESETS.get(str(preset), Point()).veto
+        usual = PRESETS.get(str(preset), CorrectionSpec()).veto
         veto = self.config.get("correction.veto", usual)
         return float(veto) if _is_number(veto) and 0 <= veto < 1 else usual
 
@@ -146,7 +145,7 @@ def _read_config(run: Run) -> None:
         return
     run.config = flat(stored)
     try:
-        run.settings = Config(**stored)
+        run.settings = Config(**migrated_tables(stored))
     except (UserError, TypeError) as error:
         run.notes.append(f"config.toml is of another version, or edited: {printable(first_line(error))}.")
 
@@ -217,15 +216,6 @@ def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables as dotted names; `kv.options` is a value."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = isinstance(value, dict) and key != "options"
-        found |= flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
-    return found
 
 
 # Which belong together

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import Literal
 
-from ..alerts import Alerts, check
+from ..config import AlertsConfig
+from ..monitor.alerts import check
 from ..scores import are_shares, score_keys, score_text
 from ..text import printable
 from .runs import Run
@@ -258,9 +259,9 @@ def _skipped(run: Run) -> list[str]:
     idle = list(takewhile(_no_update, reversed(run.steps)))
     equal = all(row.get("reward/zero_std_groups") == 1 for row in idle)
     why = "the rewards of each group were equal" if equal else "all that could teach was rejected, or was not finite"
-    holds = {alert.name: alert for alert in check(run.rows, Alerts()) if alert.ended is None}
+    holds = {alert.name: alert for alert in check(run.rows, AlertsConfig()) if alert.ended is None}
     alert = holds.get("zero_std_groups" if equal else "no_update")
-    if alert is None or len(idle) < Alerts().steps:
+    if alert is None or len(idle) < AlertsConfig().steps:
         return []
     return [f"Updates: skipped since step {idle[-1]['step']:.0f}, because {why}; try {alert.remedy}."]
 

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import RewardConfig as Settings
+from ..config import Timeout, Truncated
 from ..data.examples import Example
 from ..errors import UserError
 from .find import inside_a_reward, one_line, refuse_inside_a_reward
 from .log import trim
 from .process import START, Worker
-from .settings import Reward as Settings
-from .settings import Timeout, Truncated
 from .several import Reward, fault_of, part_names
 from .worker import START_S
 

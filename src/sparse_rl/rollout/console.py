@@ -7,22 +7,20 @@ from collections import Counter
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from ..config import KV, DataConfig, Sampling
 from ..data.examples import Example
 from ..data.prompts import encoded
-from ..data.settings import Data
 from ..errors import UserError
 from ..kv.policies import from_settings
-from ..kv.settings import KV
 from ..models.load import load_model, load_tokenizer
 from ..terminal import Terminal
 from ..text import printable as escaped
 from .engine import Engine
 from .rollout import Rollout
-from .settings import Sampling
 from .stats import Progress
 
 
-def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: Data) -> None:
+def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfig) -> None:
     """`sparse-rl generate`."""
     if args.samples_per_prompt < 1 or args.slots < 1:
         raise UserError("samples-per-prompt and slots must both be at least 1.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..config import Sampling
 from ..kernels.attention import decode_attention
 from ..kernels.counter_rng import uniform
 from ..kernels.jit import usable
@@ -18,7 +19,6 @@ from ..kv.cache import SlotCache
 from ..models.attention import run
 from .clock import Clock
 from .sampling import sample
-from .settings import Sampling
 
 
 class DecodeView:

@@ -6,21 +6,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..config import KV, WORTH_COMPILING, Sampling
 from ..errors import UserError
 from ..kernels.counter_rng import derive_all
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
-from ..kv.settings import KV
 from ..models.attention import eval_mode, prepare
-from ..models.settings import WORTH_COMPILING
 from ..text import quoted
 from .generation import Generation
 from .graph import DecodeGraphs, graphs_work_on
 from .rollout import Rollout
 from .scheduler import Request
 from .selfcheck import check_model
-from .settings import Sampling
 from .stats import Progress, Stats
 
 CHUNK = {"cpu": 8, "cuda": 16}

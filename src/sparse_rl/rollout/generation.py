@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..config import KV, Sampling
 from ..errors import UserError, notice
 from ..kernels.counter_rng import uniform
 from ..kv.cache import SlotCache, due
 from ..kv.policies import Policy
-from ..kv.settings import KV
 from ..kv.trace import TraceRecorder
 from .clock import Clock
 from .decode import Done, SlotState, Steps
@@ -24,7 +24,6 @@ from .prefill import PromptInSlots, prefill
 from .rollout import Rollout
 from .sampling import sample
 from .scheduler import Request, Scheduler, Sequence
-from .settings import Sampling
 from .stats import Progress, Stats
 
 ROUND = 2

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..config import Sampling
 from ..errors import first_line, notice
 from ..kernels.draw import draw_and_advance
 from ..kernels.jit import next_power_of_2, usable, why_not
@@ -23,7 +24,6 @@ from ..models.attention import run
 from ..models.decoding import decoding, fuse_projections
 from .clock import Clock
 from .decode import DecodeView, SlotState
-from .settings import Sampling
 
 SMALLEST = 16
 """Slots below which a smaller graph would not be faster."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..config import KV
 from ..kernels.attention import causal_attention, packed_causal_attention
 from ..kv.cache import Packed, Rank, SlotCache, ranks
 from ..kv.policies import Policy
-from ..kv.settings import KV
 from ..models.attention import run
 
 

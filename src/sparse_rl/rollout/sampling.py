@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from .settings import Sampling
+from ..config import Sampling
 
 
 def sample(logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

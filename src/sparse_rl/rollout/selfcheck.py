@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..config import KV
 from ..errors import UserError, first_line
 from ..kernels.attention import packed_causal_attention
 from ..kv.cache import CacheShape, SlotCache
 from ..kv.policies import get
-from ..kv.settings import KV
 from ..models.attention import AttentionLimits, eval_mode, prepare, run
 from ..models.head import head_of, hidden_states
 from ..models.reduced import ROWS, reduced

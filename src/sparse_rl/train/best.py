@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
+from ..config import CheckpointConfig
 from .checkpoint import State
-from .settings import Checkpoint
 
 
 class Best:
@@ -14,7 +14,7 @@ class Best:
     one has no score. A metric of `eval/` is measured after the update.
     """
 
-    def __init__(self, settings: Checkpoint, warn: Callable[[str], None]):
+    def __init__(self, settings: CheckpointConfig, warn: Callable[[str], None]):
         self.metric, self.every, self.warn = settings.best, settings.every, warn
         self.held_out = self.metric.startswith("eval/")
         self.candidate = -1

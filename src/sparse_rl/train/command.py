@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.markup import escape
 
-from ..config import to_toml
+from ..config import Config, to_toml
 from ..data.examples import TASK_PROBLEMS, check_source, load, short_enough, too_few
 from ..data.prompts import encoded
 from ..errors import Absent, UserError
@@ -32,7 +32,6 @@ from ..terminal import Terminal
 from ..text import message
 from .closing import print_closing
 from .folder import RunFolder
-from .settings import Config
 from .storage import is_address
 
 if TYPE_CHECKING:

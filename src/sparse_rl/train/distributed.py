@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
+from ..config import Config
 from ..errors import RankLost, UserError, first_line
 from ..plan.dimensions import dimensions
 from ..plan.memory import gib
@@ -20,7 +21,6 @@ from ..world import ALONE, LOST, World
 from .lock import process_name
 from .refusal import Watch, refuse_again
 from .resume import options_of
-from .settings import Config
 
 
 @contextmanager

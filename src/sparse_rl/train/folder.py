@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import aside
-from ..config import to_toml
+from ..config import Config, migrated_tables, to_toml
 from ..disk import refusal
 from ..errors import UserError, first_line, notice
 from . import resume, storage
 from .lock import RunLock
 from .rows import missing_steps, read_rows
-from .settings import Config
 from .storage import read_plain
 
 
@@ -45,7 +44,7 @@ class RunFolder:
     def stored_config(self) -> dict[str, Any]:
         try:
             here = aside.current(self.path, "config.toml")
-            return tomllib.loads(self.remote.config() if self.remote else read_plain(here).decode())
+            return migrated_tables(tomllib.loads(self.remote.config() if self.remote else read_plain(here).decode()))
         except (FileNotFoundError, NotADirectoryError) as error:
             runs = sorted(self.path.glob("*/config.toml"))
             example = f", such as {runs[0].parent}" if runs else ""

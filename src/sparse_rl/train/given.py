@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config import Config
 from ..data.examples import TASK_PROBLEMS, Example, load, short_enough, too_few
 from ..data.prompts import encoded
 from ..models.load import load_model, load_tokenizer
 from ..rewards.several import refuse_without_answers
-from .settings import Config
 
 
 @dataclass(frozen=True)

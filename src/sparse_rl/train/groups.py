@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..config import MAX_DRAWS, Config, RewardConfig
 from ..data.examples import Example
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
+from ..learner.losses import get as get_loss
 from ..rewards.pool import Graded, RewardPool, about
-from ..rewards.settings import Reward
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
-from .settings import MAX_DRAWS, Config
 
 FAILURES = ("no_verdict", "timeouts", "errors")
 """Why a reward did not grade what it was asked for; the names are metrics."""
@@ -91,7 +91,7 @@ class Drawn:
         why = f": {self.first_error}" if self.first_error else " (None or over time)"
         return f"The reward gave no verdict for any of {asked} rollouts{why}"
 
-    def remarks(self, reward: Reward) -> list[str]:
+    def remarks(self, reward: RewardConfig) -> list[str]:
         """What went wrong with the reward of this step."""
         told = []
         if failures := self.counts["errors"] + self.counts["timeouts"]:
@@ -251,7 +251,7 @@ class Dealer:
             lengths = torch.tensor([len(sample.rollout.response) for sample in samples])
             rewards = rewards + overlong_penalty(lengths, config.rollout.max_tokens, config.advantage.overlong)
         per_prompt = config.rollout.samples_per_prompt
-        std = config.advantage.std and config.loss.policy.std
+        std = config.advantage.std and get_loss(config.loss.name).std
         valued = group_advantages(rewards.view(-1, per_prompt), std)
         no_signal = group_advantages(verdicts.view(-1, per_prompt)).no_signal  # a penalty on length alone is none
         groups = []

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config import KV, TASK_REWARDS, Config
 from ..data.examples import Example, load, name_of
 from ..data.prompts import encoded
 from ..evaluate.benchmark import Benchmark, Chunk, Cost, Sample, run, score
-from ..kv.settings import KV
 from ..plan.memory import Plan
 from ..rewards.pool import RewardPool, pool_for
-from ..rewards.settings import TASK_REWARDS
 from ..rollout.engine import Engine
 from ..world import World
 from .memory import dense_slots
-from .settings import Config
 from .view import View
 
 

@@ -1,5 +1,6 @@
 """Where metrics go besides metrics.jsonl: TensorBoard, W&B and trackio, behind one small interface."""
 
+import os
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -7,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..config import Config
 from ..errors import UserError
 from .folder import write_whole
-from .settings import Config
 
 
 class Logger(Protocol):
@@ -39,8 +40,9 @@ class WandbLike:
     """wandb, and trackio, which has its interface."""
 
     def __init__(self, module: Any, folder: Path, config: Config, **how: Any):
+        project = os.environ.get(f"{module.__name__.upper()}_PROJECT", "sparse-rl")
         name = f"{folder.name}-{run_id(folder)[:6]}"
-        self.run = module.init(project=config.log.project, name=name, config=config.model_dump(mode="json"), **how)
+        self.run = module.init(project=project, name=name, config=config.model_dump(mode="json"), **how)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..config import SHADOW_METHODS, Config
 from ..data.order import Order
 from ..errors import RankLost, Unanswered, UserError
 from ..learner.correction import correct
@@ -24,6 +25,7 @@ from ..learner.update import Updated, make_batch, padded, response_mask, update
 from ..models.actor import Actor
 from ..models.export import write_model
 from ..models.sharded import at_rest, with_weights
+from ..monitor import ratios
 from ..plan.command import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
@@ -31,7 +33,7 @@ from ..rewards.pool import RewardPool, try_on_gold
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
-from . import checkpoint, rollout_log, xi
+from . import checkpoint, rollout_log
 from . import resume as resuming
 from .best import Best
 from .folder import RunFolder
@@ -42,7 +44,6 @@ from .loggers import Logger
 from .memory import compared, peak_metrics, plan_run, slots_of
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .rehearsal import rehearse
-from .settings import SHADOW_METHODS, Config
 from .stop import StopAsked
 from .view import View
 
@@ -258,7 +259,7 @@ class Trainer:
                     traces=config.log.traces_per_step,
                 )
         sampled = torch.cat([rollout.logprobs for rollout in rollouts]).to(old[0].device)
-        self.folder.append_xi(self.state.step, xi.count(torch.cat(old) - sampled))
+        self.folder.append_xi(self.state.step, ratios.count(torch.cat(old) - sampled))
         memory = peak_metrics(self.plan, device)
         if self.plan is not None and not self.compared:
             self.compared = True

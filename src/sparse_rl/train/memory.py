@@ -4,13 +4,13 @@ import torch
 from torch import device as Device
 from transformers import PreTrainedModel
 
+from ..config import Config
 from ..errors import UserError
 from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
 from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, gib, rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
-from .settings import Config
 
 HOPEFUL_SLOTS = 64
 """Where there is no plan: the rehearsal will tell."""

@@ -4,6 +4,7 @@ fit shows then. Compactions, graphs of fewer slots and the evaluation are still 
 import torch
 from transformers import PreTrainedModel
 
+from ..config import SHADOW_METHODS, Config
 from ..kv.cache import CacheShape
 from ..kv.trace import TraceRecorder
 from ..learner.correction import correct
@@ -15,7 +16,6 @@ from ..plan.memory import response_lengths
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from .memory import out_of_memory
-from .settings import SHADOW_METHODS, Config
 
 
 def rehearse(

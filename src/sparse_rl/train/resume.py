@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import to_toml
+from ..config import TASK_REWARDS, Config, flat, migrated, to_toml
 from ..data.examples import Example
 from ..errors import UserError
-from ..rewards.settings import TASK_REWARDS
-from .settings import Config
 
 FREE = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
 """May change; of `reward` and `checkpoint.best` the checkpoint knows what it needs."""
@@ -61,7 +59,7 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
 
 def options_of(config: Config) -> dict[str, Any]:
     """Every option that is set, by its dotted key."""
-    return _flat(tomllib.loads(to_toml(config)))
+    return flat(tomllib.loads(to_toml(config)))
 
 
 def kept_options(config: Config) -> dict[str, Any]:
@@ -69,15 +67,9 @@ def kept_options(config: Config) -> dict[str, Any]:
     return {key: value for key, value in options_of(config).items() if not key.startswith(FREE)}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
-
-
 def changes_since(checkpoint: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """The same against what a checkpoint was trained with. Options that it does not know are those of a later version."""
+    before = migrated(before)
     return changes(checkpoint, before, {key: value for key, value in now.items() if key in before})
 
 

@@ -10,11 +10,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..alerts import Alert, Row, Watch
+from ..config import Config
+from ..monitor.alerts import Alert, Row, Watch
 from ..rollout.console import printable
 from ..rollout.stats import Progress
 from ..scores import are_shares, score_keys, score_text
-from .settings import Config
 
 SHOWN_STEPS = 12
 

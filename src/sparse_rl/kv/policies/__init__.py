@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from inspect import signature
 
+from ...config import KV
 from ...errors import UserError
-from ..settings import KV
 from .base import Policy
 from .full import Full
 from .keydiff import KeyDiff

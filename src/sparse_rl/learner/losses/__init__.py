@@ -1,4 +1,4 @@
-"""Policy losses, one a file; `get` finds one by name. Functions on tensors that load no torch of their own."""
+"""Policy losses, one a file; `get` finds one by name. Pure functions on tensors."""
 
 import difflib
 

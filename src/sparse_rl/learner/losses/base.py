@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 LIMIT = 20.0  # |log ratio| beyond it would overflow in exp or in what multiplies it
 
@@ -41,14 +39,12 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss with its published settings."""
+    """A policy loss and how it averages."""
 
     loss: Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
     """(loss of the micro-batch, sums: `clipped_tokens`, `tokens`)."""
     shares: Callable[[Tensor, Tensor, int], Tensor]
     """(mask [B, T], divisors [B], max_tokens) of the whole update to [B, T]."""
-    clip_low: float
-    clip_high: float
     std: bool = True
     """Whether its paper divides the advantage by the group's standard deviation."""
 

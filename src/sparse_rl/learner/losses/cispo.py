@@ -8,13 +8,10 @@ printing it. The default is a weight of at most 5, epsilon_high = 4: what ScaleR
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from .base import LIMIT, LossInputs, PolicyLoss, log_ratios, sums
 from .dapo import shares
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -26,4 +23,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, sums(clipped_BT != ratio_BT, inputs)
 
 
-CISPO = PolicyLoss(loss, shares, clip_low=1.0, clip_high=4.0)
+CISPO = PolicyLoss(loss, shares)

@@ -7,13 +7,10 @@ Its other parts are options of `advantage`: groups without signal dropped, a sof
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from .base import PolicyLoss
 from .grpo import loss
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
@@ -22,4 +19,4 @@ def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
     return mask_BT / divisors.where(mask_BT.any(dim=1), 0).sum().clamp(min=1)
 
 
-DAPO = PolicyLoss(loss, shares, clip_low=0.2, clip_high=0.28)
+DAPO = PolicyLoss(loss, shares)

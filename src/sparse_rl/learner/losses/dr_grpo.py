@@ -4,13 +4,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from .base import PolicyLoss
 from .grpo import loss
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
@@ -20,4 +17,4 @@ def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
     return mask_BT / (sequences * max_tokens).to(divisors.dtype)
 
 
-DR_GRPO = PolicyLoss(loss, shares, clip_low=0.2, clip_high=0.2, std=False)
+DR_GRPO = PolicyLoss(loss, shares, std=False)

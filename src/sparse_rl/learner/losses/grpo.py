@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
@@ -24,4 +21,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_surrogate(log_ratios(inputs).clamp(-LIMIT, LIMIT).exp(), inputs)
 
 
-GRPO = PolicyLoss(loss, shares, clip_low=0.2, clip_high=0.2)
+GRPO = PolicyLoss(loss, shares)

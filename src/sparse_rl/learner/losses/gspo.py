@@ -4,13 +4,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
 from .grpo import shares
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -25,4 +22,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_surrogate(log_s_BT.exp(), inputs)
 
 
-GSPO = PolicyLoss(loss, shares, clip_low=3e-4, clip_high=4e-4)
+GSPO = PolicyLoss(loss, shares)

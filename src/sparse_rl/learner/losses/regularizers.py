@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from torch import Tensor
 
 from .base import LIMIT
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 

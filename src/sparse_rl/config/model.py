@@ -4,13 +4,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ..settings import Section
+from .section import Section
 
 WORTH_COMPILING = 50_000_000
 """Parameters. A smaller model is done before its layers are compiled, in the sampler and in the learner."""
 
 
-class Lora(Section):
+class LoraConfig(Section):
     """Low-rank adapters (peft) in place of training every weight."""
 
     section: ClassVar[str] = "model.lora"
@@ -23,7 +23,7 @@ class Lora(Section):
     )
 
 
-class Model(Section):
+class ModelConfig(Section):
     """Which weights are trained."""
 
     section: ClassVar[str] = "model"
@@ -37,10 +37,10 @@ class Model(Section):
     )
     device: str | None = Field(None, description="Such as cpu or cuda:0; cuda if there is one unless given.")
     trust_remote_code: bool = Field(False, description="Whether the model's own code from the hub may run.")
-    lora: Lora = Field(default_factory=Lora, description="Low-rank adapters.")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
 
-class Ranks(Section):
+class RanksConfig(Section):
     """Many processes as one run, started by torchrun or Ray."""
 
     section: ClassVar[str] = "ranks"

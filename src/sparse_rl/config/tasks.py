@@ -6,8 +6,7 @@ Imports neither torch nor datasets, so that help and dry runs are quick.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .arithmetic import Split
-
+Split = Literal["train", "test"]
 Kind = Literal["math", "integer", "arithmetic"]
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 

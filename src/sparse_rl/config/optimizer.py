@@ -4,12 +4,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ..settings import Section
+from .section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerSettings(Section):
+class OptimizerConfig(Section):
     """AdamW, its schedule, and how a step's rollouts become updates."""
 
     section: ClassVar[str] = "optimizer"

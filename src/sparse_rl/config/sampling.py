@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from ..settings import Section
+from .section import Section
 
 
 class Sampling(Section):

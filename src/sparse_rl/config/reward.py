@@ -4,9 +4,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ..data.tasks import TASKS
 from ..errors import UserError
-from ..settings import Section
+from .section import Section
+from .tasks import TASKS
 
 KIND_REWARDS = {"math": "math_answer", "integer": "integer_answer", "arithmetic": "arithmetic"}
 TASK_REWARDS = {task.name: KIND_REWARDS[task.kind] for task in TASKS.values()}
@@ -16,7 +16,7 @@ Truncated = Literal["zero", "none", "grade"]
 Timeout = Literal["zero", "none"]
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """Which function grades a response, and how long it may take."""
 
     section: ClassVar[str] = "reward"

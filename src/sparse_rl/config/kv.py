@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ..settings import Section
+from .section import Section
 
 
 class KV(Section):

@@ -1,16 +1,22 @@
 """`Loss` and `SMD`: the options of what is minimised."""
 
-import re
 from typing import ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field
 
-from ...settings import Section
-from . import PolicyLoss, get
-from .regularizers import Estimator
+from .section import Section
+
+CLIP_RANGES = {
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+}
+"""(clip_low, clip_high) of each policy loss as published."""
 
 
-class SMD(Section):
+class SMDConfig(Section):
     """How the dense policy is pulled to its sparse view (Shadow Mask Distillation; method smd)."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -22,24 +28,12 @@ class SMD(Section):
         "dense_to_shadow",
         description="KL(dense || sg shadow), KL(shadow || sg dense), or the Jensen-Shannon divergence of the two.",
     )
-    estimator: str = Field(
-        "full", description="The whole vocabulary (full) or its K most likely tokens (top-K, such as top-64)."
+    top_k: int | None = Field(
+        None, ge=1, description="Vocabulary entries compared: the K most likely tokens; by default all of them."
     )
 
-    @field_validator("estimator")
-    @classmethod
-    def _known_estimator(cls, value: str) -> str:
-        if not re.fullmatch(r"full|top-[1-9][0-9]*", value):
-            raise ValueError(f"loss.smd.estimator = {value!r} is not known: write full, or top-K such as top-64.")
-        return value
 
-    @property
-    def top_k(self) -> int | None:
-        """K of top-K; None is the whole vocabulary."""
-        return None if self.estimator == "full" else int(self.estimator.removeprefix("top-"))
-
-
-class Loss(Section):
+class LossConfig(Section):
     """What is minimised: the policy loss and the terms beside it."""
 
     section: ClassVar[str] = "loss"
@@ -54,21 +48,14 @@ class Loss(Section):
         None, ge=0, description="The ratio is clipped above at 1 + this; by default the loss's own, 0.2 for grpo."
     )
     kl_coef: float = Field(0.0, ge=0, description="Weight of KL(learner || reference); 0 loads no reference.")
-    kl_estimator: Estimator = Field(
-        "k3",
-        description="How that KL is estimated: k3 (GRPO's), k2 (has its gradient), k1 (a measure: as a loss it pulls nowhere).",
+    kl_estimator: Literal["k2", "k3"] = Field(
+        "k3", description="Estimator of that KL: k3 (GRPO's), or k2 (its gradient is that of the KL)."
     )
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-    smd: SMD = Field(default_factory=SMD, description="The options of method smd.")
-
-    @property
-    def policy(self) -> PolicyLoss:
-        """The policy loss."""
-        return get(self.name)
+    smd: SMDConfig = Field(default_factory=SMDConfig, description="The options of method smd.")
 
     @property
     def clips(self) -> tuple[float, float]:
-        """(clip_low, clip_high), the loss's own where not set."""
-        own = self.policy
-        low = own.clip_low if self.clip_low is None else self.clip_low
-        return low, own.clip_high if self.clip_high is None else self.clip_high
+        """Return (clip_low, clip_high); the published values of the loss where not set."""
+        low, high = CLIP_RANGES[self.name]
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high

@@ -1,4 +1,4 @@
-"""How a section of options is defined: typed, bounded, refused in one sentence. Imports no torch, so that help is quick."""
+"""Base class of all config sections: typed and bounded fields, one-sentence errors. Imports no torch."""
 
 import difflib
 import math
@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
-from .errors import UserError
-from .text import quoted
+from ..errors import UserError
+from ..text import quoted
 
 LARGEST_FLOAT = 3.4e38
 """Beyond it a number is not finite in float32, in which weights and losses are computed."""

@@ -4,9 +4,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from ..settings import Section
-from .examples import PLACE
+from .section import Section
 from .tasks import TASKS
+
+PLACEHOLDER = "{prompt}"
+"""Stands for the problem in `data.template`."""
 
 OURS = {
     "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
@@ -15,7 +17,7 @@ OURS = {
 """Arguments of apply_chat_template that are not variables of a template."""
 
 
-class Data(Section):
+class DataConfig(Section):
     """Where the problems come from and how they become prompts."""
 
     section: ClassVar[str] = "data"
@@ -44,7 +46,7 @@ class Data(Section):
     )
     template: str | None = Field(
         None,
-        description=f"Text around the problem, which stands where this says {PLACE}; by default the task's instruction "
+        description=f"Text around the problem, which stands where this says {PLACEHOLDER}; by default the task's instruction "
         "follows it.",
     )
     max_prompt_tokens: int | None = Field(
@@ -63,11 +65,11 @@ class Data(Section):
         return value
 
     @model_validator(mode="after")
-    def _template_shows_the_problem(self) -> "Data":
-        if self.template is not None and PLACE not in self.template:
+    def _template_shows_the_problem(self) -> "DataConfig":
+        if self.template is not None and PLACEHOLDER not in self.template:
             raise ValueError(
-                f"data.template = {self.template!r} leaves the problem out: write {PLACE} where it belongs, "
-                f"as in '{PLACE} Think step by step.'"
+                f"data.template = {self.template!r} leaves the problem out: write {PLACEHOLDER} where it belongs, "
+                f"as in '{PLACEHOLDER} Think step by step.'"
             )
         return self
 

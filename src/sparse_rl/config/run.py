@@ -1,88 +1,27 @@
-"""What a training run is told: the sections that only training has, and all sections gathered."""
+"""`Config`: every option of a training run, and the sections that only training has."""
 
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ..alerts import Alerts
-from ..data.settings import Data
-from ..errors import UserError
-from ..kv.settings import KV
-from ..learner.advantages import Advantage
-from ..learner.correction import Correction
-from ..learner.losses.settings import Loss
-from ..learner.settings import OptimizerSettings
-from ..models.settings import Model, Ranks
-from ..rewards.settings import TASK_REWARDS, Reward
-from ..rollout.settings import Sampling
-from ..settings import Section
+from .advantage import AdvantageConfig
+from .alerts import AlertsConfig
+from .correction import CorrectionConfig
+from .data import DataConfig
+from .kv import KV
+from .loss import LossConfig
+from .model import ModelConfig, RanksConfig
+from .optimizer import OptimizerConfig
+from .reward import TASK_REWARDS, RewardConfig
+from .rollout import MAX_DRAWS, RolloutConfig
+from .section import Section
 
 Method = Literal["dense", "naive", "sparse_rl", "smd", "on_policy_sparse"]
 SHADOW_METHODS = ("smd", "on_policy_sparse")
 """Those whose policy gradient runs on the sampler's own view."""
 
 
-MAX_DRAWS = 4
-"""Rounds of prompts a step of dapo may sample until it has enough groups with a signal."""
-
-
-class RolloutSettings(Section):
-    """How many rollouts a step samples, and how."""
-
-    section: ClassVar[str] = "rollout"
-
-    prompts_per_step: int = Field(128, ge=1, description="Prompts of one step.")
-    samples_per_prompt: int = Field(8, description="Rollouts of each, at least 2: the group its rewards are compared in.")
-    max_tokens: int = Field(4096, ge=1, description="Response tokens after which a rollout ends.")
-    temperature: float = Field(1.0, gt=0, description="Of sampling, and of every log-prob in the learner.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Below 1 the corrections are only approximate.")
-    top_k: int = Field(0, ge=0, description="Above 0 the corrections are only approximate.")
-    approximate: bool = Field(False, description="Whether top_p < 1 or top_k > 0 may be used in spite of that.")
-    slots: int | Literal["auto"] = Field(
-        "auto",
-        description="Rollouts that run at a time; auto is all of a step, on a GPU as many as the plan fits (at most 1024), on a CPU "
-        "at most 256.",
-    )
-    repetition: tuple[int, int] | None = Field(
-        None, description="[period, span]: end a rollout whose last span tokens repeat with a period of at most that."
-    )
-
-    @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> "RolloutSettings":
-        if self.samples_per_prompt < 2:
-            raise ValueError(
-                f"rollout.samples_per_prompt = {self.samples_per_prompt} leaves nothing to compare a reward with: it must be at "
-                "least 2. Try 8."
-            )
-        if (self.top_p < 1 or self.top_k > 0) and not self.approximate:
-            raise ValueError(
-                "rollout.top_p < 1 or top_k > 0 draws from another distribution than the recorded log-probs: use top_p = 1 "
-                "and top_k = 0, or set rollout.approximate = true to accept that the correction is then approximate."
-            )
-        if self.slots != "auto" and self.slots < 1:
-            raise ValueError(f"rollout.slots = {self.slots} must be at least 1, or auto.")
-        try:
-            self.sampling(seed=0)  # says what is wrong with the rest
-        except UserError as error:
-            raise ValueError(str(error).replace("sampling.", "rollout.")) from None
-        return self
-
-    @property
-    def rollouts_per_step(self) -> int:
-        return self.prompts_per_step * self.samples_per_prompt
-
-    def sampling(self, seed: int) -> Sampling:
-        return Sampling(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            repetition=self.repetition,
-            seed=seed,
-        )
-
-
-class Eval(Section):
+class EvalConfig(Section):
     """Held-out problems, sampled as in training, before the first step and after the last."""
 
     section: ClassVar[str] = "eval"
@@ -96,13 +35,13 @@ class Eval(Section):
     )
 
     @model_validator(mode="after")
-    def _slots_are_some(self) -> "Eval":
+    def _slots_are_some(self) -> "EvalConfig":
         if self.slots != "auto" and self.slots < 1:
             raise ValueError(f"eval.slots = {self.slots} must be at least 1, or auto.")
         return self
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """When the run is saved, and what is kept."""
 
     section: ClassVar[str] = "checkpoint"
@@ -116,7 +55,7 @@ class Checkpoint(Section):
     )
 
 
-class Log(Section):
+class LogConfig(Section):
     """What is written down beside metrics.jsonl."""
 
     section: ClassVar[str] = "log"
@@ -126,10 +65,9 @@ class Log(Section):
     to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description='Where metrics go besides, such as ["tensorboard"].'
     )
-    project: str = Field("sparse-rl", description="The project's name at wandb and trackio.")
 
 
-class Ray(Section):
+class RayConfig(Section):
     """The ranks as workers of a Ray cluster."""
 
     section: ClassVar[str] = "ray"
@@ -158,21 +96,21 @@ class Config(Section):
         "runs/train",
         description="The folder of the run: a path, or an address that fsspec knows, such as s3://bucket/runs/mine.",
     )
-    model: Model = Field(default_factory=Model)
+    model: ModelConfig = Field(default_factory=ModelConfig)
     kv: KV = Field(default_factory=KV)
-    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
-    loss: Loss = Field(default_factory=Loss)
-    correction: Correction = Field(default_factory=Correction)
-    advantage: Advantage = Field(default_factory=Advantage)
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
-    reward: Reward = Field(default_factory=Reward)
-    data: Data = Field(default_factory=Data)
-    eval: Eval = Field(default_factory=Eval)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    log: Log = Field(default_factory=Log)
-    alerts: Alerts = Field(default_factory=Alerts)
-    ranks: Ranks = Field(default_factory=Ranks)
-    ray: Ray = Field(default_factory=Ray)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    alerts: AlertsConfig = Field(default_factory=AlertsConfig)
+    ranks: RanksConfig = Field(default_factory=RanksConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":

@@ -1,0 +1,108 @@
+"""`correction`: how the learner corrects for the sampler's policy. Presets and their options."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from ..errors import UserError
+from .section import Section
+
+LOG_RATIO_LIMIT = 20.0
+"""Larger |log xi| are clamped: exp(20) squared still fits float32."""
+
+Weight = Literal["one", "token", "sequence", "mean"]
+Drop = Literal["none", "token", "sequence", "mean"]
+Divisor = Literal["tokens", "kept"]
+Preset = Literal[
+    "none", "paper", "released", "reject_only", "reweight_only", "tis", "icepop", "sequence_mask", "geometric_mask"
+]
+
+
+@dataclass(frozen=True)
+class CorrectionSpec:
+    """One correction in full. The levels: `token` is xi_t, `sequence` exp(sum_t log xi_t), `mean` exp(mean_t log xi_t)."""
+
+    weight: Weight = "one"
+    cap: float = math.inf
+    normalize: bool = False
+    veto: float = 0.0
+    drop: Drop = "none"
+    low: float = 0.0
+    high: float = math.inf
+    divisor: Divisor = "tokens"
+
+    def __post_init__(self) -> None:
+        bounded = self.low > 0 or self.high < math.inf
+        if self.low >= self.high:
+            raise UserError(
+                f"correction.low = {self.low:g} and high = {self.high:g} would drop everything: low must be below high."
+            )
+        if bounded and self.drop == "none":
+            raise UserError(
+                f"correction.low = {self.low:g} and high = {self.high:g} bound nothing while correction.drop is none: "
+                "set correction.drop to token, sequence or mean, or start from another preset."
+            )
+        if self.drop != "none" and not bounded:
+            raise UserError(f"correction.drop = {self.drop} does nothing without bounds: set correction.low or high.")
+        if self.cap < math.inf and self.weight == "one":
+            raise UserError(
+                f"correction.cap = {self.cap:g} caps nothing while every weight is one: set correction.weight to token, "
+                "sequence or mean, or start from another preset."
+            )
+
+
+PRESETS: dict[str, CorrectionSpec] = {
+    "none": CorrectionSpec(),
+    "paper": CorrectionSpec(weight="token", veto=1e-4),
+    "released": CorrectionSpec(
+        weight="token", cap=1.5, normalize=True, veto=1e-4, drop="token", low=0.5, high=1.5, divisor="kept"
+    ),
+    "reject_only": CorrectionSpec(veto=1e-4),
+    "reweight_only": CorrectionSpec(weight="token"),
+    "tis": CorrectionSpec(weight="token", cap=2.0),
+    "icepop": CorrectionSpec(weight="token", drop="token", low=0.5, high=5.0),
+    "sequence_mask": CorrectionSpec(weight="sequence", drop="sequence", high=3.0),
+    "geometric_mask": CorrectionSpec(drop="mean", low=0.99, high=1.01),
+}
+
+
+class CorrectionConfig(Section):
+    """What is done about the sampler's policy not being the learner's: a preset, and values that replace its own."""
+
+    section: ClassVar[str] = "correction"
+
+    preset: Preset | None = Field(
+        None,
+        description="Where to start: none paper released reject_only reweight_only tis icepop sequence_mask geometric_mask; "
+        "by default the method's own. Every other option here replaces one value of it.",
+    )
+    weight: Weight | None = Field(
+        None, description="What a token's term is multiplied by: one, or the ratio of its token, sequence or (geometric) mean."
+    )
+    cap: float | None = Field(
+        None, gt=0, allow_inf_nan=True, description="Weights are truncated to at most this; inf is never."
+    )
+    normalize: bool | None = Field(None, description="Whether weights are divided by their mean over the update's tokens.")
+    veto: float | None = Field(None, ge=0, lt=1, description="Drop a sequence with any token's ratio below this; 0 is never.")
+    drop: Drop | None = Field(
+        None,
+        description="What is dropped when its ratio leaves [low, high]: none, token, or the sequence by its product (sequence) "
+        "or geometric mean (mean).",
+    )
+    low: float | None = Field(None, ge=0, description="Ratios below this are dropped; 0 is none.")
+    high: float | None = Field(None, gt=0, allow_inf_nan=True, description="Ratios above this are dropped; inf is none.")
+    divisor: Divisor | None = Field(
+        None, description="What a sequence is averaged over, its KL term included: all its tokens, or those kept."
+    )
+    opsm: float | None = Field(
+        None,
+        ge=0,
+        description="Drop a sequence of negative advantage whose mean log(sampler/learner) exceeds this, such as 0.5.",
+    )
+
+    def point(self, default: str) -> CorrectionSpec:
+        """The correction in full; `default` is the preset where none is named."""
+        options = self.model_dump(exclude={"preset", "opsm"}, exclude_none=True)
+        return replace(PRESETS[self.preset or default], **options)

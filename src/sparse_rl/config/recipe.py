@@ -1,0 +1,99 @@
+"""Read and write recipes: TOML files with the keys of `Config`, shipped by name or given by path."""
+
+import difflib
+import os
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, first_line
+from ..reading import read_file
+from ..text import printable, quoted
+from .migrate import migrated_tables
+from .section import Section
+
+LARGEST_RECIPE = 2**20
+"""Bytes."""
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """A shipped recipe by name, or a TOML file by path, on top of the one it `extends`."""
+    return migrated_tables(_recipe(name if name in recipe_names() else os.path.normpath(name), ()))
+
+
+def recipe_names() -> list[str]:
+    return sorted(entry.name.removesuffix(".toml") for entry in _shipped().iterdir() if entry.name.endswith(".toml"))
+
+
+def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
+    if name in via:
+        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join((*via, name))}): remove one extends.")
+    values = _read_toml(name)
+    if name in recipe_names():
+        _find_beside(values.get("data", {}))
+    parent = values.pop("extends", None)
+    if parent is None:
+        return values
+    if not isinstance(parent, str):
+        raise UserError(f"extends = {quoted(parent)} in {name} must be the name of a recipe or a path.")
+    if parent not in recipe_names():  # a path is meant from the file that names it
+        parent = os.path.normpath(Path(name).parent / parent)
+    return merged_tables(_recipe(parent, (*via, name)), values)
+
+
+def recipe_text(name: str) -> str:
+    """A shipped recipe as it was written, with its comments."""
+    return (_shipped() / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def _find_beside(data: dict[str, Any]) -> None:
+    """Files that are shipped beside a recipe get their whole path: other paths are meant from where the user is."""
+    for key in ("train", "test"):
+        beside = Path(str(_shipped())) / str(data.get(key))
+        if beside.is_file():
+            data[key] = str(beside)
+
+
+def _read_toml(name: str) -> dict[str, Any]:
+    shipped = _shipped() / f"{name}.toml"
+    try:
+        content = shipped.read_bytes() if name in recipe_names() else read_file(name, LARGEST_RECIPE)
+        return tomllib.loads(content.decode())
+    except (FileNotFoundError, IsADirectoryError) as error:
+        close = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"give a path or one of {', '.join(recipe_names())}."
+        raise UserError(f"There is no recipe {quoted(name)}: {hint}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The recipe {name} is not TOML: {error}.") from error
+    except (OSError, ValueError, RecursionError) as error:  # not text, a NUL in its name, too many digits or brackets
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"The recipe {printable(name)} cannot be read ({why}): give a TOML file.") from error
+
+
+def _shipped():
+    return files("sparse_rl") / "recipes"
+
+
+def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` wins, key by key; only the tables of sections are merged, `kv.options` is a value."""
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = (
+            isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in ("options", "chat_template_kwargs")
+        )
+        merged[key] = merged_tables(merged[key], value) if both_tables else value
+    return merged
+
+
+def to_toml(section: Section) -> str:
+    """The resolved values; None is left out, as TOML has no word for it."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(section.model_dump(mode="json", by_alias=True)))
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value for key, value in values.items() if value is not None
+    }

@@ -1,0 +1,58 @@
+"""`rollout`: how many rollouts a step samples, and how."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ..errors import UserError
+from .sampling import Sampling
+from .section import Section
+
+MAX_DRAWS = 4
+"""Rounds of prompts a step of dapo may sample until it has enough groups with a signal."""
+
+
+class RolloutConfig(Section):
+    """How many rollouts a step samples, and how."""
+
+    section: ClassVar[str] = "rollout"
+
+    prompts_per_step: int = Field(128, ge=1, description="Prompts of one step.")
+    samples_per_prompt: int = Field(8, description="Rollouts of each, at least 2: the group its rewards are compared in.")
+    max_tokens: int = Field(4096, ge=1, description="Response tokens after which a rollout ends.")
+    temperature: float = Field(1.0, gt=0, description="Of sampling, and of every log-prob in the learner.")
+    slots: int | Literal["auto"] = Field(
+        "auto",
+        description="Rollouts that run at a time; auto is all of a step, on a GPU as many as the plan fits (at most 1024), on a CPU "
+        "at most 256.",
+    )
+    repetition: tuple[int, int] | None = Field(
+        None, description="[period, span]: end a rollout whose last span tokens repeat with a period of at most that."
+    )
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> "RolloutConfig":
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt = {self.samples_per_prompt} leaves nothing to compare a reward with: it must be at "
+                "least 2. Try 8."
+            )
+        if self.slots != "auto" and self.slots < 1:
+            raise ValueError(f"rollout.slots = {self.slots} must be at least 1, or auto.")
+        try:
+            self.sampling(seed=0)  # says what is wrong with the rest
+        except UserError as error:
+            raise ValueError(str(error).replace("sampling.", "rollout.")) from None
+        return self
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    def sampling(self, seed: int) -> Sampling:
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            repetition=self.repetition,
+            seed=seed,
+        )

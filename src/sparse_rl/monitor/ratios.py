@@ -1,0 +1,28 @@
+"""Histogram of the log-prob ratios xi = pi_old / pi_sampler of a step.
+
+xi.jsonl has one line per step, {"step": n, "counts": [...]}. Percentiles show the bulk; the counts show the tail that a veto
+cuts. Imports no torch.
+"""
+
+# N response tokens
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..config import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOW, HIGH, BINS = -8.0, 2.0, 50
+"""Bins of equal width in log10 xi, each from its lower edge to below its upper one; the first and the last also take what
+lies beyond."""
+
+
+def count(log_xi_N: Tensor) -> list[int]:
+    """Return the tokens per bin, before masking. A ratio that is not finite counts as e^-20, as in `correct`."""
+    log10_xi_N = log_xi_N.detach().float().nan_to_num(nan=-LOG_RATIO_LIMIT) / math.log(10)
+    place_N = (log10_xi_N - LOW) * (BINS / (HIGH - LOW))
+    return place_N.floor().clamp(0, BINS - 1).long().bincount(minlength=BINS).tolist()
