@@ -11,7 +11,7 @@ import random
 import re
 from pathlib import Path
 
-from sparse_rl.config import KV, Config
+from sparse_rl.config import KV, Config, migrated_tables
 from sparse_rl.plan.dimensions import Dimensions, dimensions
 from sparse_rl.plan.memory import CONTEXT_BYTES, Plan, itemsize, make_plan, rollouts_of_rank
 from sparse_rl.plan.roofline import GPU, GPUS, decode_s, step_time
@@ -126,7 +126,7 @@ def measured() -> str:
     found, gpu = json.loads(MEASURED.read_text()), GPUS["h200"]
     lines = ["| sampler | | sampling | old log-probs | update |", "|---|---|---|---|---|"]
     for arm in found["arms"]:
-        config = Config(**found["config"] | {"method": arm["method"]})
+        config = Config(**migrated_tables(found["config"]) | {"method": arm["method"]})
         plan = make_plan(config, dimensions("1.5B"), slots=arm["slots"], prompt_tokens=found["prompt_tokens"])
         at, mean, last = step_time(plan, gpu), (1 + SHORTEST) / 2, arm["steps"][-1]
         sampled = sum(last[part] for part in ("prefill", "decode", "compaction", "host"))

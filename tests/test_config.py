@@ -113,7 +113,7 @@ RECIPES = {
     "escapes": ('"\\u001b[2J" = 1\n', "Unknown option \\x1b[2J: known are"),
     "removed": ("[rollout]\ntop_p = 0.9\n", "rollout.top_p = 0.9 is no longer an option: the correction is exact only for"),
     "removed estimator": ("[loss]\nkl_estimator = 'k1'\n", "loss.kl_estimator = 'k1' is no longer an option"),
-    "deep unknown tables": (f"[{'a.' * 5000}a]\n", "Unknown option a: did you mean"),
+    "deep unknown tables": (f"[{'a.' * 5000}a]\n", "Unknown option a: known are method"),
     "NUL": ('run_dir = "a\\u0000b"\n', "a text must not hold a NUL character"),
     "not finite": ("[loss]\nentropy_coef = nan\n", "loss.entropy_coef = nan is refused: input should be a finite number."),
     "extends a device": (

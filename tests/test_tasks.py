@@ -16,8 +16,8 @@ import pytest
 
 from small_runs import arguments, refused, train
 from sparse_rl import UserError
-from sparse_rl.config import TASKS, DataConfig
-from sparse_rl.data.examples import PLACE, Example, load, name_of
+from sparse_rl.config import PLACEHOLDER, TASKS, DataConfig
+from sparse_rl.data.examples import Example, load, name_of
 
 DATA = Path(__file__).parent / "data"
 GOLDS = json.loads(gzip.decompress((DATA / "golds.json.gz").read_bytes()))
@@ -69,7 +69,7 @@ def test_every_row_of_a_tasks_file_loads(name, split, tmp_path):
     for example, row in zip(loaded.examples, graded, strict=True):
         assert example.columns == {name: row.get(name) for name in example.columns}
         assert row.keys() - {"problem"} <= example.columns.keys()
-        assert example.template == PLACE + TASKS[name].instruction
+        assert example.template == PLACEHOLDER + TASKS[name].instruction
 
 
 @pytest.mark.parametrize(("name", "split"), COUNTS)
@@ -331,7 +331,7 @@ def test_a_task_comes_from_the_hub_in_the_form_of_its_file(hub):
         {"question": "How much?", "answer": "Nobody knows.\n#### much"},
     ]
     loaded = load("gsm8k", "test", n=1, seed=0)
-    assert loaded.examples == [Example("How many?", "1234", {"answer": "1234"}, PLACE + TASKS["gsm8k"].instruction)]
+    assert loaded.examples == [Example("How many?", "1234", {"answer": "1234"}, PLACEHOLDER + TASKS["gsm8k"].instruction)]
     assert loaded.skipped == 1 and "openai/gsm8k main test, row 2" in loaded.note
     hub["Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train", None] = [
         {"id": 1606, "question": "Find n.", "final_answer": ["$2n-2$"], "unit": None, "error": None},
