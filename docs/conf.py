@@ -15,6 +15,8 @@ version = release = sparse_rl.__version__
 html_title = f"sparse-rl {release}"
 html_theme = "furo"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 4  # headings are linked to by the names that code hosts give them
 default_role = "code"  # docstrings write `name`, as Markdown does
