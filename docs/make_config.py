@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the schema itself: every option with type, default, bounds and sentence.
+"""Write docs/config.md from the schema: every option with type, default, bounds and sentence.
 
 python docs/make_config.py
 """
@@ -15,25 +15,23 @@ from sparse_rl.config import Config, Sampling, Section
 
 PAGE = Path(__file__).parent / "config.md"
 HEAD = """\
-# Every option
+# Configuration
 
-Made from the schema by `python docs/make_config.py`; do not edit it by hand. A key is the same everywhere:
+Generated from the schema by `python docs/make_config.py`. A key is the same in a recipe and on the command line:
 
 ```toml
 [kv]
-budget = 256
+budget = 256   # --kv.budget 256
 ```
 
-in a recipe is `--kv.budget 256` on the command line. Flags win over the recipe, the recipe wins over the one it `extends`,
-and what nobody names has its default. In a flag, dashes and underscores are the same, a list is written with commas
-(`--log.to wandb,tensorboard`) or as JSON, a table as JSON (`--kv.options '{"mix": 0.2}'`), and `none` unsets what has no
-default, where it is not itself a value. An unknown key is refused and the nearest known one is named. Numbers are finite,
-unless an option says that it takes `inf`. `sparse-rl train … --dry-run` shows all values as they would be used.
+Flags override the recipe, the recipe overrides the one it `extends`. Dashes and underscores are equal in flags. Write a list with commas
+(`--log.to wandb,tensorboard`), a table as JSON (`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. Unknown keys are refused
+with the nearest known one. `sparse-rl train … --dry-run` shows the resolved values.
 """
 GENERATE = """\
 ## `sparse-rl generate`
 
-It has the flags of `kv` above, and these, without a prefix: `--max-tokens 256`.
+`generate` takes the flags of `kv` above and these, without a prefix: `--max-tokens 256`.
 """
 WORDS = {int: "integer", float: "number", bool: "true or false", str: "text"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}

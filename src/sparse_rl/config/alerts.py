@@ -10,28 +10,28 @@ Share = Annotated[float, Field(ge=0, le=1)] | Literal["none"]
 
 
 class AlertsConfig(Section):
-    """When a run asks for you: limits on its metrics, of which none turns the alert off."""
+    """Limits of the alerts; none disables one."""
 
     section: ClassVar[str] = "alerts"
 
     steps: int = Field(
-        3, ge=1, description="Steps in a row beyond a limit before its alert begins, and within it before it ends."
+        3, ge=1, description="Steps in a row beyond a limit before an alert begins, and within it before it ends."
     )
-    reward: Share = Field(0.5, description="reward/mean below its best by more than this share of it and more than chance.")
-    entropy: Share = Field(0.1, description="policy/entropy below this share of what it was at the first step.")
-    repetition: Share = Field(0.1, description="response/repetition above this.")
+    reward: Share = Field(0.5, description="Share of its best that reward/mean may lose, noise excluded.")
+    entropy: Share = Field(0.1, description="Smallest policy/entropy, as a share of step 1's.")
+    repetition: Share = Field(0.1, description="Largest response/repetition.")
     truncated: Share = Field(
         0.2,
-        description="response/truncated above the first step's by more than this where reward/mean has lost half of its best; elsewhere by more than half.",
+        description="Largest rise of response/truncated over step 1 once reward/mean has halved; before that 0.5.",
     )
-    length: Share = Field(0.33, description="response/mean_tokens below this share of what it was at the first step.")
+    length: Share = Field(0.33, description="Smallest response/mean_tokens, as a share of step 1's.")
     grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
-        2.5, description="policy/grad_norm above so many times the median of its first ten steps."
+        2.5, description="Largest policy/grad_norm, in medians of its first ten steps."
     )
-    xi_p05: Share = Field(0.6, description="sparse/xi_p05 below this.")
-    rejected: Share = Field(0.4, description="sparse/rejection_rate or sparse/wasted_tokens above this.")
-    zero_std_groups: Share = Field(0.9, description="reward/zero_std_groups above this.")
-    no_verdict: Share = Field(0.1, description="Rollouts without a verdict (None, timeout or error) / rollouts above this.")
+    xi_p05: Share = Field(0.6, description="Smallest sparse/xi_p05.")
+    rejected: Share = Field(0.4, description="Largest sparse/rejection_rate or sparse/wasted_tokens.")
+    zero_std_groups: Share = Field(0.9, description="Largest reward/zero_std_groups.")
+    no_verdict: Share = Field(0.1, description="Largest share of rollouts without a verdict (None, timeout or error).")
 
     @field_validator("*", mode="before")
     @classmethod

@@ -69,32 +69,30 @@ PRESETS: dict[str, CorrectionSpec] = {
 
 
 class CorrectionConfig(Section):
-    """What is done about the sampler's policy not being the learner's: a preset, and values that replace its own."""
+    """Correction of the mismatch between sampler and learner: a preset, and values that replace its own."""
 
     section: ClassVar[str] = "correction"
 
     preset: Preset | None = Field(
         None,
-        description="Where to start: none paper released reject_only reweight_only tis icepop sequence_mask geometric_mask; "
-        "by default the method's own. Every other option here replaces one value of it.",
+        description="Correction preset; default: the method's own. The options below replace single values: none paper released reject_only reweight_only tis icepop sequence_mask geometric_mask.",
     )
     weight: Weight | None = Field(
-        None, description="What a token's term is multiplied by: one, or the ratio of its token, sequence or (geometric) mean."
+        None, description="Weight of a token: one, or the ratio of the token, the sequence, or its geometric mean."
     )
-    cap: float | None = Field(
-        None, gt=0, allow_inf_nan=True, description="Weights are truncated to at most this; inf is never."
+    cap: float | None = Field(None, gt=0, allow_inf_nan=True, description="Upper bound of the weights; inf disables it.")
+    normalize: bool | None = Field(None, description="Divide weights by their mean over the update's tokens.")
+    veto: float | None = Field(
+        None, ge=0, lt=1, description="Drop a sequence with any token's ratio below this; 0 disables it."
     )
-    normalize: bool | None = Field(None, description="Whether weights are divided by their mean over the update's tokens.")
-    veto: float | None = Field(None, ge=0, lt=1, description="Drop a sequence with any token's ratio below this; 0 is never.")
     drop: Drop | None = Field(
         None,
-        description="What is dropped when its ratio leaves [low, high]: none, token, or the sequence by its product (sequence) "
-        "or geometric mean (mean).",
+        description="Drop when the ratio leaves [low, high]: a token, or a sequence by product (sequence) or geometric mean (mean).",
     )
-    low: float | None = Field(None, ge=0, description="Ratios below this are dropped; 0 is none.")
-    high: float | None = Field(None, gt=0, allow_inf_nan=True, description="Ratios above this are dropped; inf is none.")
+    low: float | None = Field(None, ge=0, description="Lower bound of drop; 0 disables it.")
+    high: float | None = Field(None, gt=0, allow_inf_nan=True, description="Upper bound of drop; inf disables it.")
     divisor: Divisor | None = Field(
-        None, description="What a sequence is averaged over, its KL term included: all its tokens, or those kept."
+        None, description="Average a sequence, KL term included, over all its tokens or those kept."
     )
     opsm: float | None = Field(
         None,

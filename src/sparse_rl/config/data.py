@@ -18,43 +18,40 @@ OURS = {
 
 
 class DataConfig(Section):
-    """Where the problems come from and how they become prompts."""
+    """Problems and how they become prompts."""
 
     section: ClassVar[str] = "data"
 
     train: str = Field(
         "arithmetic",
         min_length=1,
-        description=f"A task ({', '.join(name for name, task in TASKS.items() if task.train)}), the path of a .jsonl, .parquet "
-        "or .csv file, or a data set of the hub: owner/name:configuration:split.",
+        description=f"Task ({', '.join(name for name, task in TASKS.items() if task.train)}), file (.jsonl, .parquet, .csv) or hub "
+        "dataset (owner/name:configuration:split).",
     )
     test: str | None = Field(
         None,
         min_length=1,
-        description="The same for evaluation, or a benchmark "
-        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}); by default the task's held-out "
+        description="Evaluation data, as above, or a benchmark "
+        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}); default: the task's held-out "
         "problems.",
     )
-    dir: str | None = Field(
-        None, min_length=1, description="The folder that holds the tasks' files; without it they are loaded from the hub."
-    )
+    dir: str | None = Field(None, min_length=1, description="Folder with the tasks' files; default: load them from the hub.")
     prompt_column: str | None = Field(
-        None, min_length=1, description="Where your own data have the problem; by default prompt, problem or question."
+        None, min_length=1, description="Column of the problem in your data; default: prompt, problem or question."
     )
     answer_column: str | None = Field(
-        None, min_length=1, description="Where your own data have the answer; by default answer, if there is one."
+        None, min_length=1, description="Column of the answer in your data; default: answer, if present."
     )
     template: str | None = Field(
         None,
-        description=f"Text around the problem, which stands where this says {PLACEHOLDER}; by default the task's instruction "
-        "follows it.",
+        description=f"Text around {PLACEHOLDER}; default: the problem, then the task's instruction.",
     )
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="Training problems with a longer prompt are left out; test problems never are."
+        None, ge=1, description="Skip training problems with longer prompts; test problems are never skipped."
     )
     raw: bool = Field(False, description="Encode prompts as they are, without the chat template.")
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="What the chat template is told, such as enable_thinking = false for Qwen3."
+        default_factory=dict, description="Arguments of the chat template, such as enable_thinking = false for Qwen3."
     )
 
     @field_validator("chat_template_kwargs")

@@ -9,19 +9,21 @@ from .section import Section
 
 
 class KV(Section):
-    """How much of a sequence stays in the cache, and which part."""
+    """Size and policy of the KV cache."""
 
     section: ClassVar[str] = "kv"
 
-    policy: str = Field("rkv", description="Who stays: full rkv snapkv streaming tova knorm keydiff random, or your own.")
+    policy: str = Field(
+        "rkv", description="Eviction policy: full rkv snapkv streaming tova knorm keydiff random, or your own."
+    )
     budget: int = Field(512, ge=1, description="Tokens kept after a compaction.")
     interval: int = Field(128, description="Response tokens between compactions; the cache holds budget + interval.")
-    window: int = Field(8, ge=0, description="Most recent tokens that always stay; their queries do the scoring.")
-    sinks: int = Field(4, ge=0, description="First tokens of the sequence that always stay.")
-    protect_prompt: bool = Field(False, description="Whether no token of the prompt is ever evicted.")
+    window: int = Field(8, ge=0, description="Most recent tokens, never evicted; their queries score the others.")
+    sinks: int = Field(4, ge=0, description="First tokens of the sequence, never evicted.")
+    protect_prompt: bool = Field(False, description="Never evict prompt tokens.")
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description='Options of the policy, such as {"mix": 0.2}: kernel mix threshold (rkv), kernel form pool (snapkv).',
+        description='Policy options, such as {"mix": 0.2}: kernel mix threshold (rkv), kernel form pool (snapkv).',
     )
 
     @model_validator(mode="after")

@@ -17,35 +17,33 @@ CLIP_RANGES = {
 
 
 class SMDConfig(Section):
-    """How the dense policy is pulled to its sparse view (Shadow Mask Distillation; method smd)."""
+    """Shadow Mask Distillation (method smd)."""
 
     model_config = ConfigDict(populate_by_name=True)
 
     section: ClassVar[str] = "loss.smd"
 
-    lambda_: float = Field(0.1, ge=0, alias="lambda", description="Weight of the distillation term; 0 is on_policy_sparse.")
+    lambda_: float = Field(0.1, ge=0, alias="lambda", description="Weight of the distillation term; 0 gives on_policy_sparse.")
     direction: Literal["dense_to_shadow", "shadow_to_dense", "jsd"] = Field(
         "dense_to_shadow",
         description="KL(dense || sg shadow), KL(shadow || sg dense), or the Jensen-Shannon divergence of the two.",
     )
-    top_k: int | None = Field(
-        None, ge=1, description="Vocabulary entries compared: the K most likely tokens; by default all of them."
-    )
+    top_k: int | None = Field(None, ge=1, description="Compare only this many most likely tokens; default: all.")
 
 
 class LossConfig(Section):
-    """What is minimised: the policy loss and the terms beside it."""
+    """Policy loss and regularizers."""
 
     section: ClassVar[str] = "loss"
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = Field(
-        "grpo", description="The policy loss: grpo dr_grpo dapo gspo cispo."
+        "grpo", description="Policy loss: grpo dr_grpo dapo gspo cispo."
     )
     clip_low: float | None = Field(
-        None, ge=0, le=1, description="The ratio is clipped below at 1 - this; by default the loss's own, 0.2 for grpo."
+        None, ge=0, le=1, description="Clip the ratio below at 1 - this; default: the loss's own, 0.2 for grpo."
     )
     clip_high: float | None = Field(
-        None, ge=0, description="The ratio is clipped above at 1 + this; by default the loss's own, 0.2 for grpo."
+        None, ge=0, description="Clip the ratio above at 1 + this; default: the loss's own, 0.2 for grpo."
     )
     kl_coef: float = Field(0.0, ge=0, description="Weight of KL(learner || reference); 0 loads no reference.")
     kl_estimator: Literal["k2", "k3"] = Field(

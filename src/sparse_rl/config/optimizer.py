@@ -10,23 +10,23 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW, its schedule, and how a step's rollouts become updates."""
+    """AdamW, its schedule, and the split of a step into updates."""
 
     section: ClassVar[str] = "optimizer"
 
     lr: float = Field(1e-6, gt=0, description="Learning rate after the warm-up.")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="Of AdamW, such as [0.9, 0.98].")
-    weight_decay: float = Field(0.1, ge=0, description="Of matrices; vectors are not decayed.")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="After the warm-up: constant, or cosine to 0.")
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate grows from 0.")
-    clip_norm: float = Field(1.0, gt=0, description="Longer gradients are scaled down to this norm.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="AdamW betas.")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay of matrices; vectors are not decayed.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up: constant, or cosine to 0."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
+    clip_norm: float = Field(1.0, gt=0, description="Maximum gradient norm; longer gradients are scaled down.")
     state: Literal["fp32", "8bit", "offload"] = Field(
         "fp32",
-        description="Moments in float32, in 8 bits (needs torchao, and a compiler), or float32 with the master weights in host memory.",
+        description="Moments in float32, in 8 bits (needs torchao and a compiler), or offloaded with the master weights to host memory.",
     )
-    updates_per_step: int = Field(1, ge=1, description="Optimizer updates a step's groups are dealt to.")
-    tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens, prompts included, in one pass of the learner.")
-    gradient_checkpointing: bool = Field(False, description="Compute activations again in backward instead of keeping them.")
-    max_skipped_updates: int = Field(
-        5, ge=1, description="Updates in a row with a loss or gradient that is not finite, after which the run stops."
-    )
+    updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; a step's groups are split over them.")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens, prompts included, per pass of the learner.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
+    max_skipped_updates: int = Field(5, ge=1, description="Stop the run after this many updates in a row that are not finite.")

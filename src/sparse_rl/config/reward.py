@@ -17,29 +17,26 @@ Timeout = Literal["zero", "none"]
 
 
 class RewardConfig(Section):
-    """Which function grades a response, and how long it may take."""
+    """Grading of responses."""
 
     section: ClassVar[str] = "reward"
 
     function: str | None = Field(
         None,
-        description="math_answer, integer_answer, last_number, exact, arithmetic, or yours: my_rewards:graded, "
-        "my/rewards.py:graded; several with weights: math_answer + 0.2 * my/rewards.py:brief; default: the task's.",
+        description="math_answer, integer_answer, last_number, exact, arithmetic or yours (my/rewards.py:graded); sums with weights work (math_answer + 0.2 * my/rewards.py:brief); default: the task's.",
     )
     truncated: Truncated = Field(
         "zero",
-        description="What an answer earns that was cut off, at max_tokens or for repeating itself: zero, 0; none, no verdict; "
-        "grade, what the function says.",
+        description="Reward of a cut-off answer: zero (0), none (no verdict), or grade (the function decides).",
     )
-    timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds after which the grading of one sample is ended.")
+    timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds after which grading of one sample is stopped.")
     timeout: Timeout = Field(
-        "zero", description="What an answer earns whose grading took longer than timeout_s: zero, 0; none, no verdict."
+        "zero", description="Reward of an answer whose grading exceeds timeout_s: zero (0) or none (no verdict)."
     )
     workers: int = Field(
         2,
         ge=0,
-        description="Processes that grade at the same time, one sample a call; 0 calls the reward in the trainer with all "
-        "samples at once and without a limit, for a reward model on the GPU.",
+        description="Grading processes, one sample per call; 0 calls the reward in the trainer with all samples of a step, without limits.",
     )
 
     def function_for(self, source: str) -> str:

@@ -13,21 +13,22 @@ MAX_DRAWS = 4
 
 
 class RolloutConfig(Section):
-    """How many rollouts a step samples, and how."""
+    """Sampling of rollouts in training."""
 
     section: ClassVar[str] = "rollout"
 
-    prompts_per_step: int = Field(128, ge=1, description="Prompts of one step.")
-    samples_per_prompt: int = Field(8, description="Rollouts of each, at least 2: the group its rewards are compared in.")
-    max_tokens: int = Field(4096, ge=1, description="Response tokens after which a rollout ends.")
-    temperature: float = Field(1.0, gt=0, description="Of sampling, and of every log-prob in the learner.")
+    prompts_per_step: int = Field(128, ge=1, description="Prompts per step.")
+    samples_per_prompt: int = Field(
+        8, description="Rollouts per prompt (at least 2); their rewards are compared with each other."
+    )
+    max_tokens: int = Field(4096, ge=1, description="Maximum response length in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of sampling and of every log-prob in the learner.")
     slots: int | Literal["auto"] = Field(
         "auto",
-        description="Rollouts that run at a time; auto is all of a step, on a GPU as many as the plan fits (at most 1024), on a CPU "
-        "at most 256.",
+        description="Rollouts that run at once; auto: what fits on a GPU (at most 1024), 256 on a CPU.",
     )
     repetition: tuple[int, int] | None = Field(
-        None, description="[period, span]: end a rollout whose last span tokens repeat with a period of at most that."
+        None, description="[period, span]: stop a rollout whose last span tokens repeat with at most this period."
     )
 
     @model_validator(mode="after")

@@ -22,16 +22,15 @@ SHADOW_METHODS = ("smd", "on_policy_sparse")
 
 
 class EvalConfig(Section):
-    """Held-out problems, sampled as in training, before the first step and after the last."""
+    """Held-out evaluation before the first step, after the last, and in between."""
 
     section: ClassVar[str] = "eval"
 
-    problems: int = Field(256, ge=0, description="Held-out problems, one rollout each; 0 turns evaluation off.")
-    every: int = Field(0, ge=0, description="Also after every so many steps; 0 is only before and after.")
+    problems: int = Field(256, ge=0, description="Held-out problems, one rollout each; 0 disables evaluation.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after training.")
     slots: int | Literal["auto"] = Field(
         "auto",
-        description="Problems that run at a time; auto is the sampler's slots, for a dense cache beside the sampler's as many as "
-        "stay under the peak of a step.",
+        description="Problems that run at once; auto: the sampler's slots, or what fits beside the sampler for a dense cache.",
     )
 
     @model_validator(mode="after")
@@ -42,43 +41,40 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run is saved, and what is kept."""
+    """Checkpoints: how often, how many."""
 
     section: ClassVar[str] = "checkpoint"
 
-    every: int = Field(10, ge=1, description="Steps between checkpoints; the last step is always one.")
-    keep: int = Field(2, ge=1, description="Latest checkpoints that are kept.")
+    every: int = Field(10, ge=1, description="Steps between checkpoints; the last step always has one.")
+    keep: int = Field(2, ge=1, description="Number of latest checkpoints to keep.")
     best: str = Field(
         "reward/mean",
-        description="The metric whose highest value marks the checkpoint that is kept besides. What rollouts earn counts for the "
-        "checkpoint they were sampled from, one of eval/ for the step it was measured after.",
+        description="Metric whose best checkpoint is also kept; rollout metrics count for the weights that sampled, eval metrics for their step.",
     )
 
 
 class LogConfig(Section):
-    """What is written down beside metrics.jsonl."""
+    """Stored rollouts and additional loggers."""
 
     section: ClassVar[str] = "log"
 
-    rollouts_per_step: int = Field(32, ge=0, description="Rollouts stored of each step, rejected ones first.")
-    traces_per_step: int = Field(2, ge=0, description="Of those, how many with the time each key was evicted.")
+    rollouts_per_step: int = Field(32, ge=0, description="Rollouts stored per step, rejected ones first.")
+    traces_per_step: int = Field(2, ge=0, description="How many of those also store eviction times.")
     to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        (), description='Where metrics go besides, such as ["tensorboard"].'
+        (), description='Additional loggers, such as ["tensorboard"].'
     )
 
 
 class RayConfig(Section):
-    """The ranks as workers of a Ray cluster."""
+    """Ranks as workers of a Ray cluster."""
 
     section: ClassVar[str] = "ray"
 
-    workers: int = Field(0, ge=0, description="Ranks that Ray starts; 0 is without Ray.")
-    address: str | None = Field(None, description="Of a running cluster, such as auto; by default one is started here.")
-    cpus_per_worker: float = Field(1, gt=0, description="CPUs that each worker reserves.")
-    gpus_per_worker: float | None = Field(
-        None, ge=0, description="GPUs that each worker reserves; by default 1 where the cluster has any."
-    )
-    max_failures: int = Field(3, ge=0, description="Times that lost workers are started again from the last checkpoint.")
+    workers: int = Field(0, ge=0, description="Ranks that Ray starts; 0: without Ray.")
+    address: str | None = Field(None, description="Address of a running cluster, such as auto; default: start one here.")
+    cpus_per_worker: float = Field(1, gt=0, description="CPUs per worker.")
+    gpus_per_worker: float | None = Field(None, ge=0, description="GPUs per worker; default 1 if the cluster has any.")
+    max_failures: int = Field(3, ge=0, description="Restarts of lost workers from the last checkpoint.")
 
 
 class Config(Section):
@@ -86,15 +82,15 @@ class Config(Section):
 
     section: ClassVar[str] = ""
 
-    method: Method = Field("sparse_rl", description="dense, naive, sparse_rl, smd or on_policy_sparse.")
+    method: Method = Field("sparse_rl", description="Training method: dense, naive, sparse_rl, smd or on_policy_sparse.")
     compare: tuple[Method, ...] = Field(
-        (), description='Run these methods one after the other and compare, such as ["dense", "sparse_rl"].'
+        (), description='Methods to train one after the other and compare, such as ["dense", "sparse_rl"].'
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="Of everything that is drawn.")
-    steps: int = Field(100, ge=1, description="Rounds of rollouts and updates.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Base seed; all randomness derives from it.")
+    steps: int = Field(100, ge=1, description="Training steps; each samples rollouts and updates the weights.")
     run_dir: str = Field(
         "runs/train",
-        description="The folder of the run: a path, or an address that fsspec knows, such as s3://bucket/runs/mine.",
+        description="Run folder: a path, or an fsspec address such as s3://bucket/runs/mine.",
     )
     model: ModelConfig = Field(default_factory=ModelConfig)
     kv: KV = Field(default_factory=KV)

@@ -12,17 +12,19 @@ class Sampling(Section):
 
     section: ClassVar[str] = "sampling"
 
-    max_tokens: int = Field(1024, ge=1, description="Response tokens after which a rollout ends with finish = length.")
+    max_tokens: int = Field(
+        1024, ge=1, description="Maximum response length in tokens; a rollout then ends with finish = length."
+    )
     temperature: float = Field(1.0, ge=0, description="Divides the logits; 0 is greedy, with log-probs at temperature 1.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the smallest set of tokens with this much probability.")
-    top_k: int = Field(0, ge=0, description="Draw from this many most likely tokens; 0 is all.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Every rollout's own seed is derived from it.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability.")
+    top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens; 0: all.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Base seed; every rollout's seed derives from it.")
     stop: tuple[int, ...] | None = Field(
-        None, description="Token ids that end a rollout, such as [2]; by default the model's own, [] is none."
+        None, description="Token ids that end a rollout, such as [2]; default: the model's own; []: none."
     )
     repetition: tuple[int, int] | None = Field(
         None,
-        description="[period, span], such as [64, 512]: end a rollout whose last span tokens repeat with a period of at most that.",
+        description="[period, span], such as [64, 512]: stop a rollout whose last span tokens repeat with at most this period.",
     )
 
     @model_validator(mode="after")
