@@ -11,7 +11,7 @@ from .text import message, printable
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: the message is one sentence and says how. The command line prints it and exits with 2."""
+    """A mistake that the user can fix. The message says how. The command line prints it and exits with 2."""
 
 
 class Absent(UserError):

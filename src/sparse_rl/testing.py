@@ -9,7 +9,7 @@ SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 24)]  # query heads, kv heads, head dim
 
 
 def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
-    """Raise AssertionError, in one sentence, if the policy would break the cache, the replay or reproducibility."""
+    """Raise AssertionError if the policy would break the cache, the replay or reproducibility."""
     policy = get(policy, **options) if isinstance(policy, str) else policy
     assert policy.window + policy.sinks < budget, f"budget = {budget} must exceed window + sinks of the policy."
     for dtype in (torch.float32, torch.bfloat16):

@@ -25,7 +25,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0, description="Temperature of sampling and of every log-prob in the learner.")
     slots: int | Literal["auto"] = Field(
         "auto",
-        description="Rollouts that run at once; auto: what fits on a GPU (at most 1024), 256 on a CPU.",
+        description="Rollouts that run at once; auto: a step's, at most what fits on a GPU (1024) or 256 on a CPU.",
     )
     repetition: tuple[int, int] | None = Field(
         None, description="[period, span]: stop a rollout whose last span tokens repeat with at most this period."

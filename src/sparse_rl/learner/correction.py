@@ -38,10 +38,10 @@ class Corrected:
 
 
 def correct(log_ratio: Tensor, mask: Tensor, preset: str | CorrectionSpec = "paper", **options: Any) -> Corrected:
-    """Weights and drops for log_ratio = log pi_old - log pi_sampler, both [B, T]; `options` replace values of the preset.
+    """Return weights and drops for log_ratio = log pi_old - log pi_sampler, [B, T] like `mask`; `options` replace values of the preset.
 
     Call it once with all sequences of an optimizer update, of all ranks: `normalize` divides by a mean over them. A ratio
-    that is not finite rejects its sequence under every preset (no weight mends it), and counts as xi = e^-20 (or e^20)
+    that is not finite rejects its sequence under every preset (no weight fixes it), and counts as xi = e^-20 (or e^20)
     in the metrics. The rules see log xi as it is; exp sees it clamped to +-20.
     """
     point = (

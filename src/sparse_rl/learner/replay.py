@@ -34,11 +34,11 @@ def replay(
     *,
     tokens_per_pass: int = 4096,
 ) -> list[Tensor]:
-    """Float32 log-probs of each rollout's response tokens, differentiable.
+    """Return the float32 log-probs of each rollout's response tokens, differentiable.
 
-    `sparse` rebuilds what the sampler saw from `evicted_at`; `dense` sees every key. `temperature` is the rollouts' own
-    unless given (0 is greedy: log-probs at 1). Rollouts are packed without padding, `tokens_per_pass` of them at a time (at least one rollout).
-    The model runs in eval mode, as it did when it sampled: no dropout, and no gradient checkpointing.
+    `view="sparse"` rebuilds the sampler's view from `evicted_at`; `view="dense"` sees every key. `temperature` defaults to
+    the rollouts' own; 0 means log-probs at 1. Rollouts are packed without padding, up to `tokens_per_pass` tokens per pass
+    and at least one rollout. The model runs in eval mode: no dropout, no gradient checkpointing.
     """
     if view not in ("sparse", "dense"):
         raise UserError(f"view = {view!r} is unknown: it is 'sparse' or 'dense'.")

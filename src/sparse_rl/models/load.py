@@ -30,7 +30,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(
     path: str, *, dtype: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal language model, ready to sample. `dtype` is bfloat16 on a GPU and float32 on a CPU unless named."""
+    """Load a causal language model from a hub id, a folder, a GGUF file or `tiny`.
+
+    `dtype` defaults to bfloat16 on a GPU and float32 on a CPU. Only safetensors weights are read.
+    """
     dtype, device = place(dtype, device)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
@@ -113,6 +116,7 @@ def _cuda_works() -> bool:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, by the same paths as `load_model`."""
     folder = str(gguf.tokenizer_folder(path)) if gguf.is_gguf(path) else resolve(path)
     check_tokenizer_folder(folder)
     try:

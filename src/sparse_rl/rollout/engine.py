@@ -26,12 +26,12 @@ CHUNK = {"cpu": 8, "cuda": 16}
 
 
 class Engine:
-    """Samples rollouts of any length from a transformers model while each slot holds at most budget + interval tokens.
+    """Sampler with a bounded KV cache: each slot holds at most budget + interval tokens per layer and head.
 
-    The cache is allocated once and stays. `slots` sequences run at a time; more wait. `prefill_tokens` bounds how many
-    prompt tokens pass through the model at once. The model's parameters stay its own: update them between calls. On a GPU
-    a step is one CUDA graph; `compile` also compiles the layers in it, which takes half a minute once: by default those
-    of models that are large enough for it to pay.
+    The cache is allocated once. `slots` sequences run at a time; others wait. `prefill_tokens` bounds the prompt tokens
+    per forward pass. The engine reads the model's parameters at every step, so they may change between calls. On a GPU a
+    step is one CUDA graph. `compile` also compiles the layers, which takes half a minute once; it defaults to true for
+    models large enough to gain from it.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class Engine:
         progress: Callable[[Progress], None] | None = None,
         allow_beyond_context: bool = False,
     ) -> list[Rollout]:
-        """`samples` rollouts of each prompt of token ids, prompt-major.
+        """Sample rollouts and return them in prompt order, all samples of a prompt together.
 
-        `seeds` gives every rollout its seed in place of those derived from `sampling.seed`, `limits` its own number of
-        tokens to end at, up to `sampling.max_tokens`. `record=False` leaves the
-        evictions out (`evicted_at` is then None). `take` says at each call which prompt comes next, None when there are no
-        more: engines that share the prompts each give back the rollouts of those they took. `progress` is called between
-        chunks of steps.
+        `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from
+        `sampling.seed`. `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips
+        recording evictions (`evicted_at` is then None). `take` returns the index of the next prompt, None at the end:
+        engines that share prompts each return the rollouts of those they took. `progress` is called between chunks of
+        steps. `allow_beyond_context` permits responses beyond the model's context.
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
@@ -138,7 +138,7 @@ class Engine:
             raise
 
     def reserve(self, tokens: int) -> None:
-        """Take the memory for sequences of this many tokens now, not when the first of them comes. A sparse cache has its own."""
+        """Allocate a dense cache for sequences of this many tokens now. A sparse cache is already allocated."""
         if not self.policy.evicts:
             self._grow(tokens + self.chunk)
 

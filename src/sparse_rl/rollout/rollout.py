@@ -12,6 +12,8 @@ Finish = Literal["stop", "length", "repetition"]
 
 @dataclass(frozen=True)
 class Rollout:
+    """One sampled response with its log-probs and evictions."""
+
     prompt: list[int]
     response: list[int]
     """Token ids, the stop id included."""

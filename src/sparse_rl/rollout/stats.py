@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass
 class Stats:
-    """Of the engine's last `generate`."""
+    """Counts, times and memory of the engine's last `generate`."""
 
     tokens: int = 0
     """Response tokens in the rollouts; what was sampled after a stop does not count."""

@@ -1,4 +1,4 @@
-"""Which keys stay. One policy a file; `get` finds one by name, entry point or dotted path."""
+"""Eviction policies, one per file. `get` finds one by name, entry point or dotted path."""
 
 import difflib
 import importlib
@@ -50,10 +50,10 @@ def from_settings(kv: KV) -> Policy:
 
 
 def get(name: str, **options) -> Policy:
-    """The policy of that name with its options: `get("rkv", window=8, sinks=4, mix=0.1)`.
+    """Return a policy with its options: `get("rkv", window=8, sinks=4, mix=0.1)`.
 
-    `name` is a built-in one, one that an installed package registers under the entry point group
-    `sparse_rl.policies`, or the dotted path of a class, `my_package.my_module:MyPolicy`.
+    `name` is a built-in policy, one that a package registers in the entry point group `sparse_rl.policies`, or the
+    dotted path of a class, `my_package.my_module:MyPolicy`.
     """
     make = find(name)
     if is_dataclass(make):

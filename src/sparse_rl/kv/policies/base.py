@@ -21,7 +21,7 @@ ROUNDING = 2e-6  # relative: scores closer than this differ by the order of sums
 
 @dataclass(frozen=True)
 class Policy:
-    """Keeps `budget` of T keys in every row and kv head: the last `window`, the first `sinks`, the best of the rest."""
+    """Keep `budget` of T keys in every row and kv head: the last `window`, the first `sinks`, the best of the rest."""
 
     window: int = 8
     """Tokens at the end that always stay; their queries do the scoring, where a policy uses queries."""
@@ -61,7 +61,7 @@ class Policy:
         seeds: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Float scores [B, H, n] of the first n >= T - window keys; higher stays."""
+        """Return float scores [B, H, n] of the first n >= T - window keys. The highest stay."""
         raise TypeError(f"{type(self).__name__} defines no scores().")
 
     def select(
@@ -75,9 +75,9 @@ class Policy:
         positions: Tensor | None = None,
         protected: Tensor | None = None,
     ) -> LongTensor:
-        """Indices [B, H, budget] of the keys to keep, ascending; all of them where T <= budget.
+        """Return the indices [B, H, budget] of the keys to keep, ascending; all keys if T <= budget.
 
-        `seeds` [B] is the row's own, `positions` [B, H, T] are absolute, and `protected` [B] counts leading keys
+        `seeds` [B] has one seed per row, `positions` [B, H, T] are absolute, and `protected` [B] counts leading keys
         that stay beside the sinks. Ties go to the lower position (see `rank`).
         """
         rows, heads, total, _ = keys.shape
