@@ -75,7 +75,7 @@ def measured(model: str, steps: int, flags: list[str]) -> dict[str, Any]:
 
 def take_turns(name: str, folder: Path) -> None:
     """Every step of this process waits for its turn, and then lets the other's begin."""
-    from sparse_rl.train.loop import Trainer
+    from sparse_rl.train.trainer import Trainer
 
     other = next(each for each in LAUNCHERS if each != name)
     step = Trainer.step

@@ -214,7 +214,7 @@ class Command:
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["small_runs", "sparse_rl.train.loop"])
+CONTEXT.set_forkserver_preload(["small_runs", "sparse_rl.train.trainer"])
 
 
 def _command(arguments: list[str], output: Connection, file_bytes: int | None) -> None:

@@ -35,7 +35,7 @@ def test_an_advantage_is_the_distance_to_the_group_in_deviations(std):
 def test_who_takes_part():
     rewards = torch.tensor([[1, 0, NO, 1], [1, NO, NO, NO], [NO] * 4, [0.1, 0.1, 0.1, NO], [1, 0, 1, math.inf]])
     out = group_advantages(rewards)
-    assert out.takes_part.tolist() == [
+    assert out.in_loss.tolist() == [
         [True, True, False, True],
         [False] * 4,
         [False] * 4,
@@ -45,7 +45,7 @@ def test_who_takes_part():
     assert out.dropped.tolist() == [False, True, True, False, False]
     assert out.no_signal.tolist() == [False, False, False, True, False]
     assert out.advantages.isfinite().all()
-    assert not out.advantages[1:4].any() and not out.advantages[~out.takes_part].any()
+    assert not out.advantages[1:4].any() and not out.advantages[~out.in_loss].any()
 
 
 def test_equal_rewards_give_no_advantage_however_they_round():

@@ -21,7 +21,7 @@ from sparse_rl.cli import build_parser
 from sparse_rl.config import AlertsConfig, Config, from_flags, to_toml
 from sparse_rl.monitor.alerts import RULES, check
 from sparse_rl.monitor.ratios import BINS, HIGH, LOW, count
-from sparse_rl.train.view import View
+from sparse_rl.train.terminal import View
 
 METHODS = json.loads((Path(__file__).parents[1] / "benchmarks/results/methods.json").read_text())["runs"]
 """18 real runs of 20 steps on the embedded task, at a budget that hurts: every metric of every step."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from small_runs import Command, arguments, metrics, refused, train
 from sparse_rl import UserError
-from sparse_rl.train.folder import RunFolder
+from sparse_rl.train.run_folder import RunFolder
 
 QUICK = ["--method", "dense", "--rollout.max-tokens", "4"]
 

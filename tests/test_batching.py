@@ -6,8 +6,8 @@ import torch
 from sparse_rl import KV, Engine, Sampling
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.rollout import generation
-from sparse_rl.rollout.decode import Steps
 from sparse_rl.rollout.prefill import prefill
+from sparse_rl.rollout.runner import EagerRunner
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, [11, 12], list(range(59, 10, -1))]
 SEEDS = [101, 102, 103, 104, 105]
@@ -90,7 +90,7 @@ def test_steps_launched_ahead_change_nothing(model, policy, slots, stop, monkeyp
     limits = [70, 3, 41, 70, 25] * 2
     runs = []
     for ahead in (False, True):
-        monkeypatch.setattr(Steps, "overlaps", ahead)
+        monkeypatch.setattr(EagerRunner, "overlaps", ahead)
         engine = Engine(model, kv, slots=slots)
         engine.chunk = 3
         runs.append(engine.generate(PROMPTS, 2, sampling, limits=limits))
@@ -101,7 +101,7 @@ def test_steps_launched_ahead_change_nothing(model, policy, slots, stop, monkeyp
 def test_new_sequences_wait_for_each_other_and_change_nothing(model, monkeypatch):
     """As on a GPU, where a prefill of one prompt takes as long as one of several."""
     limits = [70, 3, 41, 60, 25] * 3
-    monkeypatch.setattr(Steps, "overlaps", True)
+    monkeypatch.setattr(EagerRunner, "overlaps", True)
     runs, prefills = [], []
     for refill in (64, 128):  # one, and two of four slots
         monkeypatch.setattr(generation, "REFILL", refill)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_rl import KV, Engine, Sampling, UserError, replay
-from sparse_rl.rollout.guard import RepetitionGuard
+from sparse_rl.rollout.repetition import RepetitionGuard
 
 SMALL = KV(budget=24, interval=6, window=4, sinks=2)
 

@@ -13,7 +13,7 @@ from small_runs import one_thread, train
 from sparse_rl import KV, Engine, Sampling, UserError, load_tokenizer
 from sparse_rl.cli import main
 from sparse_rl.integrations.transformers import BoundedCache
-from sparse_rl.train import loop
+from sparse_rl.train import trainer
 
 PROMPT = [0, 25, 29, 23, 25, 14, 27, 24, 32]
 WHOLE = {
@@ -31,7 +31,7 @@ ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
 def runs(world, tmp_path_factory):
     """Two runs of two steps, each with the logits that sampler and learner had at their ends."""
     folder, logits = tmp_path_factory.mktemp("runs"), {}
-    write_model = loop.write_model
+    write_model = trainer.write_model
     for name, flags in {"full": [], "lora": ["--model.lora.rank", "2", "--optimizer.lr", "0.1"]}.items():
 
         def remember(path, actor, *args, name=name, **options):
@@ -40,7 +40,7 @@ def runs(world, tmp_path_factory):
                 logits[name] = [model(torch.tensor([PROMPT])).logits for model in (actor.learner, actor.sampler)]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "write_model", remember)
+            patch.setattr(trainer, "write_model", remember)
             train(world, folder / name, "--checkpoint.every", "1", *flags)
     return folder, logits
 

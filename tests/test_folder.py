@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from small_runs import CONTEXT, Command, arguments, metrics, one_thread, refused, train
-from sparse_rl import aside, disk
+from sparse_rl import backup, disk
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import Config, from_flags
 from sparse_rl.errors import UserError
 from sparse_rl.train import checkpoint, command, lock
 from sparse_rl.train.distributed import launch
-from sparse_rl.train.folder import RunFolder
 from sparse_rl.train.lock import Holder, RunLock, this_process
+from sparse_rl.train.run_folder import RunFolder
 
 QUICK = ["--method", "dense", "--rollout.max-tokens", "8", "--reward.workers", "0", "--checkpoint.every", "1"]
 ELSEWHERE = {"host": "node7", "pid": 4321, "user": "ana", "boot": "another machine"}
@@ -205,7 +205,7 @@ def parsed(words: list[str]) -> Config:
 def test_a_run_that_a_killed_start_was_to_replace_is_read_as_it_was(world, tmp_path, capsys):
     run = tmp_path / "run"
     train(world, run, *QUICK, "--steps", "1")
-    aside.set_aside(run)
+    backup.set_aside(run)
     (run / "config.toml").write_text("seed = 5")
     main(["export", str(run), str(tmp_path / "model")])
     assert "the run before it is back" in capsys.readouterr().err

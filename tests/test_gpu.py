@@ -13,7 +13,7 @@ from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner.logprobs import token_logprobs
 from sparse_rl.learner.replay import ReplayView, Span
 from sparse_rl.models.head import Head
-from sparse_rl.train.folder import RunFolder
+from sparse_rl.train.run_folder import RunFolder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

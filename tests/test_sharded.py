@@ -14,7 +14,7 @@ from small_runs import arguments, metrics, one_thread, without_clock
 from sparse_rl import load_model
 from sparse_rl.cli import main
 from sparse_rl.models.actor import Actor
-from sparse_rl.train import loop
+from sparse_rl.train import trainer
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
@@ -61,7 +61,7 @@ def actors(monkeypatch) -> list[Actor]:
         made.append(Actor(model, lora, keep_reference=keep_reference, ranks=ranks.model_copy(update={"count": 2})))
         return made[-1]
 
-    monkeypatch.setattr(loop, "Actor", sharded)
+    monkeypatch.setattr(trainer, "Actor", sharded)
     return made
 
 
@@ -114,7 +114,7 @@ def test_a_sharded_run_that_is_resumed_learns_what_a_whole_one_learns(
     train(spread, "float32", *KINDS[kind], "--steps", "2", "--resume")
     assert len(actors) == 2
     assert_sampler_has_what_was_learned(actors[-1])
-    monkeypatch.setattr(loop, "Actor", Actor)
+    monkeypatch.setattr(trainer, "Actor", Actor)
     train(whole, "float32", *KINDS[kind], "--steps", "2")
     assert farthest(weights(whole), tiny("float32")) > LR / 2
     if device == "cpu":
@@ -133,7 +133,7 @@ def test_half_precision_is_gathered_in_its_dtype_and_learned_in_float32(device, 
     train(spread, "bfloat16", "--steps", "1")
     assert_sampler_has_what_was_learned(actors[-1])
     assert {weight.dtype for weight in actors[-1].sampler.parameters()} == {torch.bfloat16}
-    monkeypatch.setattr(loop, "Actor", Actor)
+    monkeypatch.setattr(trainer, "Actor", Actor)
     train(whole, "bfloat16", "--steps", "1")
     assert farthest(weights(spread), tiny("bfloat16")) > 0
     assert farthest(weights(whole), weights(spread)) <= 2.1 * LR  # AdamW's first step has this size, either way

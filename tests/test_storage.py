@@ -16,7 +16,7 @@ from small_runs import arguments, metrics, one_thread, train
 from sparse_rl.cli import main
 from sparse_rl.errors import Unanswered, UserError
 from sparse_rl.train import checkpoint, lock, storage
-from sparse_rl.train.folder import RunFolder
+from sparse_rl.train.run_folder import RunFolder
 from storage import s3_bucket
 
 FLAGS = ["--checkpoint.every", "1", "--checkpoint.keep", "1", "--rollout.max-tokens", "8"]

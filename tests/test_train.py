@@ -25,12 +25,12 @@ from sparse_rl.models.actor import Actor
 from sparse_rl.rewards.pool import pool_for
 from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
-from sparse_rl.train import held_out, loggers, loop
+from sparse_rl.train import held_out, loggers, trainer
 from sparse_rl.train.command import arm
-from sparse_rl.train.loop import now
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
-from sparse_rl.train.view import View
+from sparse_rl.train.terminal import View
+from sparse_rl.train.trainer import now
 
 METRICS = {
     "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess effective engine_noise",
@@ -162,8 +162,8 @@ def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_pa
 def test_the_plan_counts_the_longest_prompt_of_all(world, tmp_path, monkeypatch):
     """Of training and of evaluation: the dense sampler holds room for both."""
     (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "1" * 40, "answer": "2"}) + "\n")
-    counted, plan_run = [], loop.plan_run
-    monkeypatch.setattr(loop, "plan_run", lambda *of: counted.append(of[-1]) or plan_run(*of))
+    counted, plan_run = [], trainer.plan_run
+    monkeypatch.setattr(trainer, "plan_run", lambda *of: counted.append(of[-1]) or plan_run(*of))
     train(world, tmp_path / "run", "--method", "dense", "--data.test", str(tmp_path / "test.jsonl"), "--eval.problems", "1")
     assert counted == [41]
 
@@ -382,7 +382,7 @@ def test_the_clock_waits_for_the_device(monkeypatch):
 def test_a_sampler_that_keeps_everything_is_the_one_that_is_evaluated(world, tmp_path, monkeypatch):
     """Whatever its settings say of a budget: no second dense cache is made beside it."""
     made = []
-    for module in (loop, held_out):
+    for module in (trainer, held_out):
         monkeypatch.setattr(module, "Engine", lambda *args, **options: made.append(Engine(*args, **options)) or made[-1])
     train(world, tmp_path / "run", "--kv.policy", "full", "--steps", "1", "--rollout.max-tokens", "4",
           "--eval.problems", "3", "--data.test", str(world / "problems.jsonl"))  # fmt: skip
@@ -459,7 +459,7 @@ def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, 
     """They teach nothing, and count in their group's mean all the same. This model seldom ends, so a limit of 2 cuts all off."""
     batches = []
     monkeypatch.setattr(
-        loop, "make_batch", lambda rollouts, *rest: batches.append((rollouts, rest[0])) or make_batch(rollouts, *rest)
+        trainer, "make_batch", lambda rollouts, *rest: batches.append((rollouts, rest[0])) or make_batch(rollouts, *rest)
     )
     flags = ["--steps", "1", "--rollout.samples-per-prompt", "8", "--rollout.temperature", "3"]
     train(world, tmp_path / "all", *flags)
@@ -508,8 +508,8 @@ def test_where_nothing_can_be_saved_the_evaluations_own_error_is_told(world, tmp
     def save(*args):
         raise UserError("The disk is full: free some space.")
 
-    monkeypatch.setattr(loop.Trainer, "_evaluate", evaluate)
-    monkeypatch.setattr(loop.checkpoint, "save", save)
+    monkeypatch.setattr(trainer.Trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer.checkpoint, "save", save)
     with pytest.raises(SystemExit):
         train(world, tmp_path / "run")
     told = " ".join(capsys.readouterr())

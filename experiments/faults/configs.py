@@ -253,7 +253,7 @@ def campaign(seed: int, count: int, folder: Path, *, start: int = 0, processes: 
 
 def part(seed: int, start: int, count: int, processes: int) -> dict[str, Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import sparse_rl.train.loop  # noqa: F401  here, so that the first case does not pay for torch
+    import sparse_rl.train.trainer  # noqa: F401  here, so that the first case does not pay for torch
 
     with tempfile.TemporaryDirectory() as folder:
         return campaign(seed, count, Path(folder), start=start, processes=processes)

@@ -39,7 +39,7 @@ import torch  # noqa: E402
 
 from small_runs import arguments, make_world, metrics, without_clock  # noqa: E402
 from sparse_rl.cli import main  # noqa: E402
-from sparse_rl.train.folder import RunFolder  # noqa: E402
+from sparse_rl.train.run_folder import RunFolder  # noqa: E402
 
 OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

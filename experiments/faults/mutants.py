@@ -69,7 +69,7 @@ TESTS: dict[str, tuple[str, str]] = {
     "learner/replay.py": ("exact packed_attention", "not llama and not mistral and not qwen3 and not compil and not flex"),
     "learner/update.py": ("update", FEW),
     "rollout/generation.py": ENGINE,
-    "rollout/guard.py": ("engine", "repetition"),
+    "rollout/repetition.py": ("engine", "repetition"),
     "rollout/prefill.py": ENGINE,
     "rollout/sampling.py": ("sampling", FEW),
     "rollout/scheduler.py": ENGINE,

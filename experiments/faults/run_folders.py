@@ -369,7 +369,7 @@ def preload() -> None:
     import small_runs  # noqa: F401
     import sparse_rl.evaluate.command
     import sparse_rl.report.command
-    import sparse_rl.train.loop  # noqa: F401
+    import sparse_rl.train.trainer  # noqa: F401
 
 
 def base_run(root: Path) -> None:

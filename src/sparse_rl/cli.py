@@ -320,7 +320,7 @@ def train(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     base = recipe(args.recipe) if args.recipe else {}
     if args.resume and not args.recipe:
-        from .train.folder import RunFolder
+        from .train.run_folder import RunFolder
 
         folder = RunFolder(args.run_dir or Config().run_dir, writes=False)
         base = folder.stored_config() | {"run_dir": str(folder.name)} if folder.exists else {}
@@ -413,7 +413,7 @@ def bench_learner(args: argparse.Namespace) -> None:
 
 
 def bench_memory(args: argparse.Namespace) -> None:
-    from .bench.made_up import made_up_config
+    from .bench.synthetic import made_up_config
 
     config = from_flags(args, Config, made_up_config(_named(args.what)))
     from .bench.memory import bench
@@ -422,7 +422,7 @@ def bench_memory(args: argparse.Namespace) -> None:
 
 
 def bench_step(args: argparse.Namespace) -> None:
-    from .bench.made_up import made_up_config
+    from .bench.synthetic import made_up_config
 
     config = from_flags(args, Config, made_up_config(_named(args.what)))
     from .bench.step import bench

@@ -36,7 +36,7 @@ class World:
     takers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether it is this rank that writes and speaks."""
         return self.rank == 0
 
@@ -44,24 +44,24 @@ class World:
         """Everybody's, by rank. A rank that does not come is named."""
         if self.size == 1:
             return [value]
-        self.meet()
+        self.barrier()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks, for as long as the timeout allows."""
         if self.size == 1:
             return
         failed: list[RuntimeError] = []
 
-        def barrier() -> None:
+        def monitored() -> None:
             try:
                 dist.monitored_barrier(self.control, self.timeout, wait_all_ranks=True)
             except RuntimeError as error:
                 failed.append(error)
 
-        waiting = threading.Thread(target=barrier, name="barrier", daemon=True)
+        waiting = threading.Thread(target=monitored, name="barrier", daemon=True)
         waiting.start()
         while waiting.is_alive():
             waiting.join(0.2)  # so that this thread can be interrupted: gloo cannot

@@ -16,10 +16,10 @@ from ..learner.fusion import fused_layers
 from ..learner.replay import forward, response_logprobs
 from ..plan.command import wide_console
 from ..plan.memory import response_lengths
-from ..train.loop import Trainer
 from ..train.rehearsal import longest_rollout, try_learner
-from .made_up import cap_memory, made_up_trainer
+from ..train.trainer import Trainer
 from .record import environment
+from .synthetic import cap_memory, made_up_trainer
 
 
 def bench(args: argparse.Namespace, config: Config) -> None:
@@ -86,7 +86,7 @@ def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
     def sample() -> None:
         per_prompt = config.rollout.samples_per_prompt
         count = max(1, -(-engine.slots // per_prompt))
-        engine.generate(trainer.dealer.prompts[:count], per_prompt, sampling, record=False)
+        engine.generate(trainer.rollout_sampler.prompts[:count], per_prompt, sampling, record=False)
 
     @torch.no_grad()
     def old() -> None:

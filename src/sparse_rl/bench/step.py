@@ -15,9 +15,9 @@ from ..kv.policies import from_settings
 from ..models.load import place
 from ..plan.command import wide_console
 from ..train.memory import peak_metrics
-from .made_up import cap_memory, made_up_trainer
 from .record import environment
 from .rollout import warm_up
+from .synthetic import cap_memory, made_up_trainer
 
 PHASES = ("prefill", "decode", "compaction", "host", "grade", "old log-probs", "update", "sync")
 
@@ -60,7 +60,7 @@ def measure(config: Config, console: Console, prompt_tokens: int, steps: int, un
         with made_up_trainer(config, console, prompt_tokens, uniform_lengths=uniform) as trainer:
             trainer.rehearse()
             if trainer.engine.use_graphs:
-                prompts = (trainer.dealer.prompts * trainer.engine.slots)[: trainer.engine.slots]
+                prompts = (trainer.rollout_sampler.prompts * trainer.engine.slots)[: trainer.engine.slots]
                 warm_up(trainer.engine, prompts, trainer.engine.kv.capacity, uniform=uniform)
             done = []
             for number in range(steps):

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from .. import aside
+from .. import backup
 from ..disk import refusal
 from ..errors import UserError, notice
 from .benchmark import Chunk, Cost, Sample
@@ -57,10 +57,10 @@ class Work:
         with lock:
             self._lock(lock)
             with self.writing():
-                if aside.recover(self.path, FILES):
+                if backup.recover(self.path, FILES):
                     notice(f"A killed --overwrite had done no problem yet: the evaluation before it is back in {self.path}.")
                 if overwrite:
-                    aside.set_aside(self.path, FILES)
+                    backup.set_aside(self.path, FILES)
             try:
                 with self.writing():
                     self._refuse_another(asked)
@@ -70,7 +70,7 @@ class Work:
                 if not self.written and not was_there:  # what could not start leaves nothing behind
                     shutil.rmtree(self.path, ignore_errors=True)
                 elif overwrite and not self.written:
-                    aside.bring_back(self.path, FILES)
+                    backup.bring_back(self.path, FILES)
 
     def of(self, benchmark: str, setting: str) -> Done:
         return self.done.setdefault((benchmark, setting), Done())
@@ -98,7 +98,7 @@ class Work:
             }
             with self.chunks.open("a") as out:  # last: without its line a chunk has not happened
                 out.write(json.dumps(line) + "\n")
-            aside.begin(self.path)
+            backup.begin(self.path)
         self.written += 1
         done.samples += chunk.samples
         done.cost += chunk.cost
@@ -124,10 +124,10 @@ class Work:
     def _is_empty(self) -> bool:
         """Killed before it asked anything."""
         names = {file.name for file in self.path.iterdir()}
-        return all(aside.is_own(name) or name == PARTIAL for name in names)
+        return all(backup.is_own(name) or name == PARTIAL for name in names)
 
     def _is_evaluation(self) -> bool:
-        return aside.current(self.path, self.asked.name).is_file()
+        return backup.current(self.path, self.asked.name).is_file()
 
     def _refuse_another(self, asked: dict[str, Any]) -> None:
         before = json.loads(self.asked.read_text()) if self.asked.exists() else {}

@@ -16,8 +16,8 @@ from ..config import Config
 from ..errors import RankLost, Refused, UserError, first_line, notice, without_torchaos_warnings
 from ..rewards.find import refuse_inside_a_reward
 from ..train.command import refuse_folders
-from ..train.folder import RunFolder
 from ..train.refusal import is_final
+from ..train.run_folder import RunFolder
 from ..train.storage import opened
 
 

@@ -19,7 +19,7 @@ class Advantages:
 
     advantages: Tensor
     """Float [P, G]; 0 for samples that take no part and in groups without signal."""
-    takes_part: Tensor
+    in_loss: Tensor
     """Bool [P, G]: has a verdict, in a group that has at least two."""
     dropped: Tensor
     """Bool [P]: groups with fewer than two verdicts."""

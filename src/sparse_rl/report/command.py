@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..text import printable
-from ..train.folder import RunFolder
+from ..train.run_folder import RunFolder
 from ..train.storage import is_address
 from . import page
 from .document import Source

@@ -4,21 +4,13 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..config import Sampling
 from ..kernels.attention import decode_attention
-from ..kernels.counter_rng import uniform
 from ..kernels.jit import usable
-from ..kernels.linear import decode_context
 from ..kernels.slot_attention import attend_and_append, splits_for
 from ..kv.cache import SlotCache
-from ..models.attention import run
-from .clock import Clock
-from .sampling import sample
 
 
 class DecodeView:
@@ -91,52 +83,3 @@ class SlotState:
     seeds: list[int]
     last: list[int]
     """The position no step may pass: a sequence that has ended idles there."""
-
-
-class Steps:
-    """Steps one by one, as a CPU does them; `graph.DecodeGraphs` is the same as CUDA graphs."""
-
-    overlaps = False
-
-    def __init__(self, model: PreTrainedModel, cache: SlotCache):
-        self.model, self.cache = model, cache
-
-    def start(self, slots: SlotState, sampling: Sampling) -> None:
-        device = self.cache.shape.device
-        self.sampling = sampling
-        self.tokens_S, self.positions_S, self.seeds_S, self.last_S = (
-            torch.tensor(each, device=device) for each in (slots.tokens, slots.positions, slots.seeds, slots.last)
-        )
-        self.longest = max(slots.lengths)
-        self.even = self.longest == min(slots.lengths)
-        self.cache.lengths_S[: len(slots.lengths)] = torch.tensor(slots.lengths, device=device)
-
-    def launch(self, steps: int, clock: Clock) -> "Done":
-        """Take that many steps."""
-        with clock.part("decode"), decode_context(self.model):
-            drawn = [self._step() for _ in range(steps)]
-        tokens, logprobs = (torch.stack(each, dim=1).cpu() for each in zip(*drawn, strict=True))
-        return Done(tokens, logprobs)
-
-    def _step(self) -> tuple[Tensor, Tensor]:
-        """The next token [S] of each active slot and its log-prob [S]."""
-        self.longest += 1
-        lengths_S = self.cache.lengths_S[: len(self.tokens_S)]
-        view = DecodeView(self.cache, self.positions_S, lengths_S, longest=self.longest, even=self.even)
-        logits_SV = run(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
-        view.advance()
-        self.tokens_S, logprobs_S = sample(logits_SV, uniform(self.seeds_S, self.positions_S + 1), self.sampling)
-        self.positions_S = torch.minimum(self.positions_S + 1, self.last_S)
-        return self.tokens_S, logprobs_S
-
-
-@dataclass(frozen=True)
-class Done:
-    """Steps that were taken."""
-
-    tokens_Sn: Tensor
-    logprobs_Sn: Tensor
-
-    def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs [S, n]."""
-        return self.tokens_Sn.numpy(), self.logprobs_Sn.float().numpy()

@@ -15,8 +15,8 @@ from ..kv.policies import from_settings
 from ..models.attention import eval_mode, prepare
 from ..text import quoted
 from .generation import Generation
-from .graph import DecodeGraphs, graphs_work_on
 from .rollout import Rollout
+from .runner import GraphRunner, graphs_work_on
 from .scheduler import Request
 from .selfcheck import check_model
 from .stats import Progress, Stats
@@ -66,7 +66,7 @@ class Engine:
         if self.policy.evicts:
             self.chunk = max(step for step in range(1, self.chunk + 1) if self.kv.interval % step == 0)
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
         self.cache: SlotCache | None = self._allocate(self.kv.capacity) if self.policy.evicts else None
@@ -131,7 +131,7 @@ class Engine:
         try:
             with torch.no_grad(), eval_mode(self.model), on(self.limits.shape.device):
                 rollouts = generation.run()
-            self.use_graphs = generation.steps.overlaps
+            self.use_graphs = generation.runner.overlaps
             return rollouts
         except BaseException:
             self.cache.clear()  # what a failed call left, NaNs perhaps, must not reach the next one
@@ -153,13 +153,13 @@ class Engine:
             rooms.append(self.kv.budget - self.kv.window - 1)
         return min([self.prefill_tokens, *rooms])
 
-    def _graphs(self) -> DecodeGraphs | None:
+    def _graphs(self) -> GraphRunner | None:
         """The captured steps, made anew where the cache or the weights have moved."""
         assert self.cache is not None
         if self.use_graphs and (self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk)):
             self.graphs = None  # its memory, before its successor takes some
             unmerged = any(hasattr(module, "get_delta_weight") for module in self.model.modules())
-            self.graphs = DecodeGraphs(self.model, self.cache, self.chunk, compile=self.compile and not unmerged)
+            self.graphs = GraphRunner(self.model, self.cache, self.chunk, compile=self.compile and not unmerged)
         return self.graphs
 
     def _allocate(self, capacity: int) -> SlotCache:

@@ -17,11 +17,11 @@ from ..kv.cache import SlotCache, due
 from ..kv.policies import Policy
 from ..kv.trace import TraceRecorder
 from .clock import Clock
-from .decode import Done, SlotState, Steps
-from .graph import DecodeGraphs, NotCapturable
-from .guard import RepetitionGuard
+from .decode import SlotState
 from .prefill import PromptInSlots, prefill
+from .repetition import RepetitionGuard
 from .rollout import Rollout
+from .runner import EagerRunner, GraphRunner, NotCapturable, StepRunner, TakenSteps
 from .sampling import sample
 from .scheduler import Request, Scheduler, Sequence
 from .stats import Progress, Stats
@@ -62,13 +62,13 @@ class Generation:
         record: bool,
         progress: Callable[[Progress], None] | None,
         more: Callable[[], list[Request]] | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: GraphRunner | None = None,
     ):
         self.model, self.cache, self.policy, self.kv, self.sampling = model, cache, policy, kv, sampling
         self.chunk, self.prefill_tokens, self.record, self.progress = chunk, prefill_tokens, record, progress
-        self.steps: DecodeGraphs | Steps = graphs or Steps(model, cache)
+        self.runner: StepRunner = graphs or EagerRunner(model, cache)
         self.stop = np.array(sorted(stop))
-        refill = max(1, REFILL * cache.slots // 256) if self.steps.overlaps else 1
+        refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
         self.total = len(requests) if more is None else 0
         self.scheduler = Scheduler(requests if more is None else [], cache.slots, refill, more and self._counted(more))
         self.clock = Clock(cache.shape.device)
@@ -167,7 +167,7 @@ class Generation:
             )
         ]
         tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
-        token_rows, logprob_rows = Done(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
+        token_rows, logprob_rows = TakenSteps(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
         stops = self._first_stops(token_rows, logprob_rows, [True] * len(requests))
         for request, row, logprob_row, stop_at, gone in zip(requests, token_rows, logprob_rows, stops, dropped, strict=True):
             held = self._held_after_prefill(request.prompt)
@@ -187,10 +187,10 @@ class Generation:
         """Chunks of steps until the slots must change: one is booked while, on a GPU, the next one already runs."""
         self._start_steps()
         steps = min(self.chunk, self.scheduler.remaining())
-        pending = self.steps.launch(steps, self.clock)
+        pending = self.runner.launch(steps, self.clock)
         while True:
             more = min(self.chunk, self.scheduler.remaining() - steps)
-            following = self.steps.launch(more, self.clock) if self._may_follow(steps, more) else None
+            following = self.runner.launch(more, self.clock) if self._may_follow(steps, more) else None
             self._book(steps, *pending.wait())
             if following is None:
                 return
@@ -206,18 +206,18 @@ class Generation:
             last=[sequence.last_position for sequence in active],
         )
         try:
-            self.steps.start(slots, self.sampling)
+            self.runner.start(slots, self.sampling)
         except NotCapturable as error:
             notice(f"The decode step of this model cannot be a CUDA graph ({error}): it runs step by step, and slower.")
-            self.steps = Steps(self.model, self.cache)
-            self.steps.start(slots, self.sampling)
+            self.runner = EagerRunner(self.model, self.cache)
+            self.runner.start(slots, self.sampling)
 
     def _may_follow(self, steps: int, more: int) -> bool:
         """Whether `more` steps may be launched before the result of the last `steps` is known: if no slot is to be compacted
         between them or would overflow, and, at the end of a round, slots that are known to have ended are not yet worth it."""
         active = self.scheduler.active
         if (
-            not self.steps.overlaps
+            not self.runner.overlaps
             or more < 1
             or max(sequence.held for sequence in active) + steps + more > self.cache.capacity
         ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..kv.trace import TraceRecorder
-from .guard import RepetitionGuard
+from .repetition import RepetitionGuard
 from .rollout import Finish
 
 

@@ -28,8 +28,8 @@ from ..models.actor import Actor
 from ..plan.memory import gib
 from ..world import ALONE, LOST, World
 from . import manifest, metadata, storage
-from .folder import write_whole
 from .manifest import Damaged, Entry, HashingFileSystem
+from .run_folder import write_whole
 from .storage import Place, names_in, opened, remove, within
 
 STATE = "state.json"
@@ -98,16 +98,16 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
     """`folder`/step-N. state.json comes last and makes it a checkpoint; a write that fails leaves nothing behind."""
     target = within(folder, f"step-{state.step}")
     try:
-        if world.leads:
+        if world.is_main:
             remove(target)
-        world.meet()
+        world.barrier()
         parts = {"weights": optimizer.weights, "moments": optimizer.moments}
         writer = dcp.FileSystemWriter(target) if isinstance(target, Path) else FsspecWriter(target, sync_files=False)
         writer.fs = written = HashingFileSystem(writer.fs)  # type: ignore[assignment]
         with _one_process_is_meant():
             dcp.save(parts, checkpoint_id=target, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
         files = {name: each for part in world.gather(written.written) for name, each in part.items()}  # all ranks have written
-        if world.leads:
+        if world.is_main:
             text = json.dumps(asdict(state) | {"manifest": True}, indent=1)
             files[STATE] = manifest.entry_of(text.encode())
             _write_last(within(target, manifest.FILE), json.dumps({"step": state.step, "files": files}, indent=1))
@@ -116,7 +116,7 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
         reason, remedy = refusal(error, target) if isinstance(target, Path) else (_reason(error), "")
         last = None
         with suppress(Exception):
-            if world.leads:
+            if world.is_main:
                 remove(target)
             last = latest(folder)
         if isinstance(error, RankLost):
@@ -128,7 +128,7 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
             remedy = "see to the storage and what gives access to it, and continue with --resume"
         kind = UserError if isinstance(target, Path) else Unanswered
         raise kind(f"The checkpoint of step {state.step} could not be written ({reason}): {remedy}.") from error
-    world.meet()
+    world.barrier()
     return target
 
 
@@ -184,7 +184,7 @@ def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = 
             return Loaded(state, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
-    _agreed(world, lambda: _clear_begun(folder, reached) if world.leads else None)
+    _agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)
     return None
 
 
@@ -273,7 +273,7 @@ def examined(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, 
     """The first rank reads the state; all verify the files, each its share."""
     if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
         raise UserError(f"{checkpoint} was written by an older sparse-rl, which has to continue it: start anew with this one.")
-    found = world.gather(_agreed(world, lambda: read_state(checkpoint) if world.leads else None))[0]
+    found = world.gather(_agreed(world, lambda: read_state(checkpoint) if world.is_main else None))[0]
     assert found is not None
     state, files = found
     mine = {name: files[name] for name in sorted(files)[world.rank :: world.size]} if files else {}

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from ..config import Config
 from ..scores import are_shares, score_keys, score_name, score_text
-from .folder import RunFolder
+from .run_folder import RunFolder
 
 HEADINGS = ("method", "cache", "before", "after", "KV allocated", "dense KV", "tokens not held", "rejected")
 PEAKS = ("kv/peak_bytes", "kv/dense_bytes")

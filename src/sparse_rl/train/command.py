@@ -31,7 +31,7 @@ from ..rewards.pool import pool_for, try_on_gold
 from ..terminal import Terminal
 from ..text import message
 from .closing import print_closing
-from .folder import RunFolder
+from .run_folder import RunFolder
 from .storage import is_address
 
 if TYPE_CHECKING:
@@ -129,12 +129,12 @@ def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None =
     launch = torchruns() if launch is None else launch
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
-        console = wide_console() if world.leads else Terminal(file=StringIO(), width=160, highlight=False)
-        again = world.leads and RunFolder(config.run_dir).launched_by(launch)  # after a rank was lost
+        console = wide_console() if world.is_main else Terminal(file=StringIO(), width=160, highlight=False)
+        again = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # after a rank was lost
         if world.gather(again)[0]:
             resume, overwrite = True, False
         train_all(config, console, world, resume=resume, overwrite=overwrite, launch=launch)
-        world.meet()  # the first rank still writes when the others are done
+        world.barrier()  # the first rank still writes when the others are done
 
 
 def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool, launch: str = "") -> None:
@@ -146,14 +146,14 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
         configs = [arm(config, method) for method in config.compare]
     for source in filter(None, (config.data.train, config.data.held_out if config.eval.problems else None)):
         check_source(source)  # a misspelt name shows before anything else is asked for
-    if world.leads:
+    if world.is_main:
         refuse_folders(configs, config.run_dir, resume=resume, overwrite=overwrite)
     from ..kv.policies import from_settings
 
     for each in configs:  # so does a misspelt policy
         from_settings(each.sampler_kv)
     with ExitStack() as locks:
-        folders = [RunFolder(each.run_dir, writes=world.leads) for each in configs]
+        folders = [RunFolder(each.run_dir, writes=world.is_main) for each in configs]
         for folder in folders:
             locks.enter_context(folder.locked(launch))
         for each, folder in zip(configs, folders, strict=True):
@@ -165,7 +165,7 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
 
 
 def tell_end(config: Config, configs: list[Config], console: Console, world: "World") -> None:
-    if not world.leads:
+    if not world.is_main:
         return
     print_closing(configs, console)
     for each in configs:
@@ -237,10 +237,10 @@ def _train_one(
     from ..models.load import no_bar, place
     from . import checkpoint
     from .loggers import opened_loggers
-    from .loop import Trainer
     from .memory import out_of_memory
     from .stop import StopAsked
-    from .view import View
+    from .terminal import View
+    from .trainer import Trainer
 
     dtype, _ = place(config.model.dtype, config.model.device)  # written down: an export is made in what was trained
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
@@ -250,8 +250,8 @@ def _train_one(
         try:
             with folder.opening(config, resume=resume, overwrite=overwrite):
                 folder.note_launch(launch)
-                world.meet()  # the folder is there
-                if not world.leads:
+                world.barrier()  # the folder is there
+                if not world.is_main:
                     console.file = log.enter_context(rank_log(folder, world))
                     console.print(f"rank {world.rank} of {world.size}, process {os.getpid()} on {socket.gethostname()}")
                 console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
@@ -261,17 +261,17 @@ def _train_one(
                 function, reward_log = reward.function_for(config.data.train), folder.path / name
                 pool = opened.enter_context(pool_for(reward, function, log=reward_log))
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
-                loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.leads else []
+                loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.is_main else []
                 trainer = Trainer(config, folder, view, pool, loggers, resume=resume, world=world)
             trainer.run(stop)
         except UserError as error:
-            if not world.leads:
+            if not world.is_main:
                 console.print(str(error), soft_wrap=True, markup=False)
             raise
         except OutOfMemoryError as error:
             raise out_of_memory(config, trainer.plan if trainer else None) from error
         finally:
-            if trainer and world.leads and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
+            if trainer and world.is_main and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
                 trainer.report.write()
         done = trainer.state.step >= config.steps
         if not done:

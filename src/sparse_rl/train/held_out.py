@@ -16,7 +16,7 @@ from ..rewards.pool import RewardPool, pool_for
 from ..rollout.engine import Engine
 from ..world import World
 from .memory import dense_slots
-from .view import View
+from .terminal import View
 
 
 @dataclass(frozen=True)

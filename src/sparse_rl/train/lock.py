@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..aside import LOCK
+from ..backup import LOCK
 from ..errors import UserError, notice
 from .storage import Place, answering, opened
 

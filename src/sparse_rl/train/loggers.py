@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..config import Config
 from ..errors import UserError
-from .folder import write_whole
+from .run_folder import write_whole
 
 
 class Logger(Protocol):

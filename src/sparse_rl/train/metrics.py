@@ -10,10 +10,10 @@ from torch import Tensor
 from ..learner.update import Updated
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
-from .groups import FAILURES, Drawn
+from .rollouts import FAILURES, RolloutBatch
 
 
-def reward_metrics(drawn: Drawn) -> dict[str, float]:
+def reward_metrics(drawn: RolloutBatch) -> dict[str, float]:
     rewards = [sample.reward for sample in drawn.samples if sample.reward is not None]
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,  # which is left out of what is written
@@ -32,7 +32,7 @@ def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def kv_metrics(drawn: Drawn, engine: Engine) -> dict[str, float]:
+def kv_metrics(drawn: RolloutBatch, engine: Engine) -> dict[str, float]:
     stats, cache = drawn.stats, engine.cache
     assert cache is not None
     kept, dense = sum(each.kept_tokens for each in stats), sum(each.dense_tokens for each in stats)

@@ -20,7 +20,7 @@ from typing import Any
 
 import fsspec
 
-from ..aside import LOCK
+from ..backup import LOCK
 from ..errors import Absent, Unanswered, UserError, first_line
 
 Place = Path | str

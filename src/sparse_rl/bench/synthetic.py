@@ -18,10 +18,10 @@ from ..models.shapes import SHAPES, random_model
 from ..plan.command import parse_size
 from ..plan.dimensions import HUB_SHAPES
 from ..rewards.pool import pool_for
-from ..train.folder import RunFolder
-from ..train.given import Given
-from ..train.loop import Trainer
-from ..train.view import View
+from ..train.inputs import RunInputs
+from ..train.run_folder import RunFolder
+from ..train.terminal import View
+from ..train.trainer import Trainer
 from .lengths import drawn_lengths
 
 BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
@@ -52,7 +52,7 @@ class AnyIds:
         )
 
 
-def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> Given:
+def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> RunInputs:
     dtype, device = place(config.model.dtype, config.model.device)
     path = HUB_SHAPES.get(config.model.path, config.model.path)
     if path in SHAPES:
@@ -66,7 +66,7 @@ def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> Given
     vocab = model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (count, prompt_tokens), generator=torch.Generator().manual_seed(config.seed)).tolist()
     longest = config.rollout.max_tokens
-    return Given(
+    return RunInputs(
         model,
         AnyIds(),
         [Example(str(number), None, {}) for number in range(count)],

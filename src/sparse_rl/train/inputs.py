@@ -13,7 +13,7 @@ from ..rewards.several import refuse_without_answers
 
 
 @dataclass(frozen=True)
-class Given:
+class RunInputs:
     """What a trainer is handed in place of loading it: a benchmark's random weights and made-up prompts."""
 
     model: PreTrainedModel
@@ -28,7 +28,7 @@ class Given:
     """Of the examples in their source, where some were left out."""
 
 
-def load_all(config: Config) -> Given:
+def load_all(config: Config) -> RunInputs:
     """The model, the problems and their token ids, as the configuration names them."""
     settings = config.model
     tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
@@ -40,7 +40,7 @@ def load_all(config: Config) -> Given:
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )
-    return Given(
+    return RunInputs(
         model,
         tokenizer,
         [loaded.examples[place] for place in places],

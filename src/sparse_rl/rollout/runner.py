@@ -1,13 +1,15 @@
-"""The decode step as one CUDA graph: captured once for a number of slots, replayed for every token.
+"""Run decode steps: an eager runner for any device and a graph runner for CUDA, behind one protocol.
 
-Tokens, positions, lengths and seeds live on the device, and the step moves them on by itself, so the host is asked nothing
-inside a chunk. Weights are read where they lie: an update in place is seen by the next replay.
+The graph runner captures one step per slot count and replays it for every token. Tokens, positions, lengths and seeds live on
+the device and each step advances them, so the host is not involved inside a chunk. Graphs read the weights in place: an
+update in place takes effect at the next replay.
 """
 
 # S slots, n steps of a chunk, V vocabulary
 
 import warnings
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,14 +18,17 @@ from transformers import PreTrainedModel
 
 from ..config import Sampling
 from ..errors import first_line, notice
+from ..kernels.counter_rng import uniform
 from ..kernels.draw import draw_and_advance
 from ..kernels.jit import next_power_of_2, usable, why_not
+from ..kernels.linear import decode_context
 from ..kernels.nucleus import Truncation
 from ..kv.cache import SlotCache
 from ..models.attention import run
 from ..models.decoding import decoding, fuse_projections
 from .clock import Clock
 from .decode import DecodeView, SlotState
+from .sampling import sample
 
 SMALLEST = 16
 """Slots below which a smaller graph would not be faster."""
@@ -33,25 +38,96 @@ class NotCapturable(RuntimeError):
     """The model asks the host something in the middle of a step: it cannot be a graph."""
 
 
+class LaunchedSteps(Protocol):
+    """Launched decode steps."""
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and log-probs [S, n]."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Run decode steps for the active slots."""
+
+    overlaps: bool
+    """Whether a launch returns at once, so that the next one can follow while the host reads this one's result."""
+
+    def start(self, slots: SlotState, sampling: Sampling) -> None:
+        """Load the state of the active slots before the next launch."""
+        ...
+
+    def launch(self, steps: int, clock: Clock) -> LaunchedSteps:
+        """Start that many steps."""
+        ...
+
+
+class EagerRunner:
+    """Run decode steps one by one, as on a CPU."""
+
+    overlaps = False
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache):
+        self.model, self.cache = model, cache
+
+    def start(self, slots: SlotState, sampling: Sampling) -> None:
+        device = self.cache.shape.device
+        self.sampling = sampling
+        self.tokens_S, self.positions_S, self.seeds_S, self.last_S = (
+            torch.tensor(each, device=device) for each in (slots.tokens, slots.positions, slots.seeds, slots.last)
+        )
+        self.longest = max(slots.lengths)
+        self.even = self.longest == min(slots.lengths)
+        self.cache.lengths_S[: len(slots.lengths)] = torch.tensor(slots.lengths, device=device)
+
+    def launch(self, steps: int, clock: Clock) -> "TakenSteps":
+        """Run that many steps."""
+        with clock.part("decode"), decode_context(self.model):
+            drawn = [self._step() for _ in range(steps)]
+        tokens, logprobs = (torch.stack(each, dim=1).cpu() for each in zip(*drawn, strict=True))
+        return TakenSteps(tokens, logprobs)
+
+    def _step(self) -> tuple[Tensor, Tensor]:
+        """Return the next token [S] of each active slot and its log-prob [S]."""
+        self.longest += 1
+        lengths_S = self.cache.lengths_S[: len(self.tokens_S)]
+        view = DecodeView(self.cache, self.positions_S, lengths_S, longest=self.longest, even=self.even)
+        logits_SV = run(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
+        view.advance()
+        self.tokens_S, logprobs_S = sample(logits_SV, uniform(self.seeds_S, self.positions_S + 1), self.sampling)
+        self.positions_S = torch.minimum(self.positions_S + 1, self.last_S)
+        return self.tokens_S, logprobs_S
+
+
 @dataclass(frozen=True)
-class InFlight:
-    """Steps that were launched: their tokens and log-probs, on their way to the host."""
+class TakenSteps:
+    """Results of steps that have run."""
+
+    tokens_Sn: Tensor
+    logprobs_Sn: Tensor
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and log-probs [S, n]."""
+        return self.tokens_Sn.numpy(), self.logprobs_Sn.float().numpy()
+
+
+@dataclass(frozen=True)
+class PendingSteps:
+    """Launched graph replays: their tokens and log-probs are on their way to the host."""
 
     done: torch.cuda.Event
     tokens_nS: Tensor
     logprobs_nS: Tensor
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs [S, n]."""
+        """Return tokens and log-probs [S, n]."""
         self.done.synchronize()
         return self.tokens_nS.t().numpy().copy(), self.logprobs_nS.t().numpy().copy()
 
 
-class DecodeGraphs:
-    """The captured steps of one model over one cache."""
+class GraphRunner:
+    """Run decode steps as captured CUDA graphs of one model over one cache."""
 
     overlaps = True
-    """A launch returns at once, so that the next one can follow while the host looks at the result of this one."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, chunk: int, *, compile: bool):
         device = cache.shape.device
@@ -104,7 +180,7 @@ class DecodeGraphs:
         self._upload()
         self.graph = self.graphs[key]
 
-    def launch(self, steps: int, clock: Clock) -> "InFlight":
+    def launch(self, steps: int, clock: Clock) -> "PendingSteps":
         """Enqueue that many steps. One more launch may follow before this one's result is fetched."""
         self.turn = 1 - self.turn
         first = self.turn * self.chunk
@@ -118,7 +194,7 @@ class DecodeGraphs:
             host.copy_(device, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.cache.shape.device))
-        return InFlight(done, *(host[:, : self.active] for host in into))
+        return PendingSteps(done, *(host[:, : self.active] for host in into))
 
     def _upload(self) -> None:
         self.state.copy_(self.host, non_blocking=True)

@@ -35,7 +35,7 @@ class Sample:
     text: str
     reward: float | None
     advantage: float = 0.0
-    takes_part: bool = False
+    in_loss: bool = False
     """Whether it has a verdict, in a group that has two, and is not masked."""
 
 
@@ -46,13 +46,13 @@ class Group:
     """All rewards equal."""
 
     @property
-    def teaches(self) -> bool:
+    def has_signal(self) -> bool:
         """Whether two of its verdicts differ."""
-        return not self.no_signal and any(sample.takes_part for sample in self.samples)
+        return not self.no_signal and any(sample.in_loss for sample in self.samples)
 
 
 @dataclass
-class Drawn:
+class RolloutBatch:
     """Everything a step sampled, and what it learns from."""
 
     groups: list[Group] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Part:
         return replace(self, rollouts=[replace(rollout, trace=None) for rollout in self.rollouts])
 
 
-class Dealer:
+class RolloutSampler:
     """Draws prompts in the order of the data, samples them and has them graded. The same cursor gives the same groups."""
 
     def __init__(
@@ -151,24 +151,24 @@ class Dealer:
         self.config, self.examples, self.prompts, self.order = config, examples, prompts, order
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
-    def draw(self, cursor: int, progress: Callable[[Progress], None] | None) -> Drawn:
+    def draw(self, cursor: int, progress: Callable[[Progress], None] | None) -> RolloutBatch:
         """The groups of a step that starts at `cursor` of the data; for dapo until enough of them have a signal."""
-        drawn = Drawn()
+        drawn = RolloutBatch()
         wanted = self.config.rollout.prompts_per_step
         for _ in range(MAX_DRAWS if self.config.loss.name == "dapo" else 1):
-            missing = wanted - sum(group.teaches for group in drawn.groups)
+            missing = wanted - sum(group.has_signal for group in drawn.groups)
             self._sample(drawn, cursor + drawn.prompts, missing if drawn.prompts else wanted, progress)
-            if sum(group.teaches for group in drawn.groups) >= wanted:
+            if sum(group.has_signal for group in drawn.groups) >= wanted:
                 break
         return drawn
 
-    def learnable(self, drawn: Drawn) -> list[Group]:
+    def learnable(self, drawn: RolloutBatch) -> list[Group]:
         """The groups that are learned from."""
         if self.config.loss.name == "dapo" or self.config.advantage.drop_zero_signal:
-            return [group for group in drawn.groups if group.teaches][: self.config.rollout.prompts_per_step]
+            return [group for group in drawn.groups if group.has_signal][: self.config.rollout.prompts_per_step]
         return drawn.groups
 
-    def _sample(self, drawn: Drawn, cursor: int, count: int, progress) -> None:
+    def _sample(self, drawn: RolloutBatch, cursor: int, count: int, progress) -> None:
         config, per_prompt = self.config, self.config.rollout.samples_per_prompt
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
@@ -257,10 +257,10 @@ class Dealer:
         groups = []
         for number in range(len(samples) // per_prompt):
             group = Group(samples[number * per_prompt : (number + 1) * per_prompt], bool(no_signal[number]))
-            for sample, advantage, takes_part in zip(
-                group.samples, valued.advantages[number].tolist(), valued.takes_part[number].tolist(), strict=True
+            for sample, advantage, in_loss in zip(
+                group.samples, valued.advantages[number].tolist(), valued.in_loss[number].tolist(), strict=True
             ):
                 masked = config.advantage.mask_truncated and sample.rollout.finish == "length"
-                sample.advantage, sample.takes_part = advantage, takes_part and not masked
+                sample.advantage, sample.in_loss = advantage, in_loss and not masked
             groups.append(group)
         return groups

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .. import aside
+from .. import backup
 from ..config import Config, migrated_tables, to_toml
 from ..disk import refusal
 from ..errors import UserError, first_line, notice
@@ -39,11 +39,11 @@ class RunFolder:
     @property
     def exists(self) -> bool:
         """Also where a start with --overwrite was killed: the run that it was to replace."""
-        return self.remote.exists if self.remote else aside.current(self.path, "config.toml").exists()
+        return self.remote.exists if self.remote else backup.current(self.path, "config.toml").exists()
 
     def stored_config(self) -> dict[str, Any]:
         try:
-            here = aside.current(self.path, "config.toml")
+            here = backup.current(self.path, "config.toml")
             return migrated_tables(tomllib.loads(self.remote.config() if self.remote else read_plain(here).decode()))
         except (FileNotFoundError, NotADirectoryError) as error:
             runs = sorted(self.path.glob("*/config.toml"))
@@ -68,12 +68,12 @@ class RunFolder:
     def is_free(self) -> bool:
         """Whether nothing is there but what a start that was killed has left."""
         if self.remote:
-            return storage.names_in(self.name) <= {"logs", aside.LOCK}  # of ranks whose start failed
+            return storage.names_in(self.name) <= {"logs", backup.LOCK}  # of ranks whose start failed
         if not self.path.is_dir():
             return not self.path.exists()
-        if aside.waiting(self.path):
+        if backup.waiting(self.path):
             return False
-        return aside.unborn(self.path) or all(map(aside.is_own, os.listdir(self.path)))
+        return backup.unborn(self.path) or all(map(backup.is_own, os.listdir(self.path)))
 
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
         """An existing run is neither mixed into nor lost by accident."""
@@ -113,17 +113,17 @@ class RunFolder:
             self.remote.pull()
             return
         with self.writing():
-            if aside.recover(self.path):
+            if backup.recover(self.path):
                 notice(
                     f"A start with --overwrite was killed before its run had begun: the run before it is back in {self.name}."
                 )
         for pattern in (".*.partial", "rollouts/.*.partial", "checkpoints/.*.removed"):
             for left in self.path.glob(pattern):
-                aside.delete_or_warn(left)
+                backup.delete_or_warn(left)
 
     def recover_if_abandoned(self) -> None:
         """For commands that only read: bring back the run that a killed start with --overwrite was to replace."""
-        if self.remote is None and aside.waiting(self.path):
+        if self.remote is None and backup.waiting(self.path):
             # a start that is under way, or a folder that cannot be written, stays as it is
             with suppress(UserError), RunFolder(self.path).locked():
                 pass
@@ -136,7 +136,7 @@ class RunFolder:
 
     def launched_by(self, launch: str) -> bool:
         """Whether it was this launch, in an earlier start, that made or continued the run."""
-        if not launch or not self.exists or aside.unborn(self.path) or aside.waiting(self.path):
+        if not launch or not self.exists or backup.unborn(self.path) or backup.waiting(self.path):
             return False
         if self.remote:
             self.remote.fetch("logs/launch")
@@ -179,7 +179,7 @@ class RunFolder:
             yield
             self._write_config(config)
             with self.writing():
-                aside.begin(self.path)  # a start that was killed before it had begun
+                backup.begin(self.path)  # a start that was killed before it had begun
             self.begun = True
             self.push()
             return
@@ -187,13 +187,13 @@ class RunFolder:
         try:
             with self.writing():
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.remote.clear() if self.remote else aside.set_aside(self.path)
+                self.remote.clear() if self.remote else backup.set_aside(self.path)
             self._write_config(config)
             yield
             self._begin(config)
         except BaseException:
             with suppress(OSError, UserError):  # why the run could not start is what matters
-                self.remote.clear() if self.remote else aside.bring_back(self.path)
+                self.remote.clear() if self.remote else backup.bring_back(self.path)
                 if not was_there:
                     self.path.rmdir()
             raise
@@ -201,7 +201,7 @@ class RunFolder:
     def _begin(self, config: Config) -> None:
         """From here on the run is the one that a kill leaves."""
         with self.writing():
-            self.remote.replace(_text(config)) if self.remote else aside.begin(self.path)
+            self.remote.replace(_text(config)) if self.remote else backup.begin(self.path)
         self.begun = True
         self.push()
 

@@ -36,16 +36,16 @@ from ..world import ALONE, World
 from . import checkpoint, rollout_log
 from . import resume as resuming
 from .best import Best
-from .folder import RunFolder
-from .given import Given, load_all
-from .groups import Dealer, Drawn, Group, Sample
 from .held_out import Evaluator, load_held_out
+from .inputs import RunInputs, load_all
 from .loggers import Logger
 from .memory import compared, peak_metrics, plan_run, slots_of
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .rehearsal import rehearse
+from .rollouts import Group, RolloutBatch, RolloutSampler, Sample
+from .run_folder import RunFolder
 from .stop import StopAsked
-from .view import View
+from .terminal import View
 
 NOISE_ROLLOUTS = 8
 """Rollouts of a step that are replayed to measure engine noise, where the method does not replay them all."""
@@ -66,7 +66,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         *,
         resume: bool = False,
-        given: Given | None = None,
+        given: RunInputs | None = None,
         world: World = ALONE,
     ):
         self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
@@ -88,7 +88,7 @@ class Trainer:
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
         order = Order(len(given.examples), config.seed).take
-        self.dealer = Dealer(
+        self.rollout_sampler = RolloutSampler(
             config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits, world
         )
         self.longest_prompt = self._longest(given.prompts, config.data.train, given.places)
@@ -113,7 +113,7 @@ class Trainer:
             self._go_on_from(last)
         elif resume and folder.reached:
             view.warn(checkpoint.STARTS_AGAIN)
-        self.dealer.mean_tokens = self.state.mean_tokens
+        self.rollout_sampler.mean_tokens = self.state.mean_tokens
         folder.forget_after(self.state.step if last else -1, view.warn)
         if last is not None:
             view.recall(folder.read_metrics())
@@ -140,7 +140,7 @@ class Trainer:
             self.view.warn(line)
         self.folder.note_changes([each.until(step) for each in changed])
         self.state.problems, self.state.scored_by, self.state.config = fresh.problems, fresh.scored_by, fresh.config
-        if self.world.leads:
+        if self.world.is_main:
             checkpoint.set_aside(last.damaged)
         self.view.note(f"Continuing after step {step}.")
 
@@ -190,7 +190,7 @@ class Trainer:
 
     def _try_reward(self) -> None:
         """Before any rollout is sampled for it. A run that continues has seen the reward work, and goes on."""
-        tried = self.world.gather(try_on_gold(self.pool, self.dealer.examples[0], self.tokenizer))
+        tried = self.world.gather(try_on_gold(self.pool, self.rollout_sampler.examples[0], self.tokenizer))
         if failed := next((each for each in tried if each.fault), None):
             if self.state.step == 0 and failed.gold is not None:
                 raise UserError(failed.sentence)
@@ -209,7 +209,7 @@ class Trainer:
         device = self.actor.learner.device
         started = now(device)
         with self.view.sampling(self.state.step + 1) as progress:
-            drawn = self.dealer.draw(self.state.cursor, progress)
+            drawn = self.rollout_sampler.draw(self.state.cursor, progress)
         self._end_if_silent(drawn)
         samples = drawn.samples
         spread = range(0, len(samples), max(1, len(samples) // NOISE_ROLLOUTS))[:NOISE_ROLLOUTS]
@@ -232,7 +232,7 @@ class Trainer:
             row_of = {id(sample): row for row, sample in enumerate(samples)}
             updates = [
                 self._update(part, row_of, old, learned_old, reference)
-                for part in deal(self.dealer.learnable(drawn), config.optimizer.updates_per_step)
+                for part in deal(self.rollout_sampler.learnable(drawn), config.optimizer.updates_per_step)
             ]
             update_s = now(device) - started - rollout_s - old_s
             self.actor.sync()
@@ -247,7 +247,7 @@ class Trainer:
         drawn.share_traces(
             rollout_log.logged(rejected, config.log.rollouts_per_step)[: config.log.traces_per_step], self.world
         )
-        if self.world.leads:
+        if self.world.is_main:
             with self.folder.writing():
                 rollout_log.write(
                     self.folder.rollouts / f"step-{self.state.step}.parquet",
@@ -325,7 +325,7 @@ class Trainer:
 
     def _update(self, groups: Sequence[Group], row_of: dict[int, int], old, learned_old, reference) -> Updated:
         config, shadow = self.config, self.config.method in SHADOW_METHODS
-        samples = [sample for group in groups for sample in group.samples if sample.takes_part]
+        samples = [sample for group in groups for sample in group.samples if sample.in_loss]
         if not samples:
             return Updated({}, 0.0, learned=False, finite=True)
         rows = [row_of[id(sample)] for sample in samples]
@@ -353,7 +353,7 @@ class Trainer:
 
     # What goes wrong
 
-    def _watch(self, drawn: Drawn, updates: Sequence[Updated]) -> None:
+    def _watch(self, drawn: RolloutBatch, updates: Sequence[Updated]) -> None:
         """Warn about a step that taught nothing."""
         state, step = self.state, self.state.step
         broken = sum(not each.finite for each in updates)
@@ -365,7 +365,7 @@ class Trainer:
             self.view.warn(
                 f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates; they were skipped."
             )
-        quiet = not any(group.teaches for group in drawn.groups)
+        quiet = not any(group.has_signal for group in drawn.groups)
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
@@ -395,7 +395,7 @@ class Trainer:
                 f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
             )
 
-    def _end_if_silent(self, drawn: Drawn) -> None:
+    def _end_if_silent(self, drawn: RolloutBatch) -> None:
         """A reward that never says anything is a mistake; one that falls silent may come back."""
         state = self.state
         state.silent_steps = state.silent_steps + 1 if drawn.silent else 0
@@ -433,13 +433,13 @@ class Trainer:
             except Exception as error:  # whatever a service does, the run goes on
                 self.view.warn(f"{type(logger).__name__} took no metrics of step {self.state.step} ({one_line(error)}).")
         self.view.step(self.state.step, metrics)
-        if self.world.leads:
+        if self.world.is_main:
             self.report.refresh()
         if self.folder.push_is_due:
             self.folder.push_or_warn(self.view.warn)
 
     def _write_model(self) -> None:
-        if self.world.leads:
+        if self.world.is_main:
             write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
@@ -451,13 +451,13 @@ class Trainer:
             checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         except UserError as error:
             on_disk = not isinstance(error, RankLost | Unanswered)
-            if last and on_disk and self.world.leads:  # the model is smaller, and what the run was for
+            if last and on_disk and self.world.is_main:  # the model is smaller, and what the run was for
                 with suppress(UserError):
                     self._write_model()
                     self.view.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
             raise
         self.best.saved(self.state.step)
-        if self.world.leads:
+        if self.world.is_main:
             try:
                 checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.view.warn)
             except UserError as error:  # storage that does not answer for a while
