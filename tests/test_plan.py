@@ -24,9 +24,9 @@ from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.shapes import SHAPES
 from sparse_rl.plan import dimensions, make_plan, memory, remedies
-from sparse_rl.plan.command import parse_size
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.memory import gradient_bytes, resident
+from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.rollout import engine, generation

@@ -26,9 +26,9 @@ from sparse_rl.rewards.pool import pool_for
 from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
 from sparse_rl.train import held_out, loggers, trainer
-from sparse_rl.train.command import arm
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
+from sparse_rl.train.run import arm
 from sparse_rl.train.terminal import View
 from sparse_rl.train.trainer import now
 

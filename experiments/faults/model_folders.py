@@ -389,7 +389,7 @@ def judge(code: int, text: str, must_refuse: bool) -> tuple[str, str | None]:
 def campaign(folder: Path, names: set[str] | None = None, tell: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """All cases, or those of these names."""
     import sparse_rl.rollout.console
-    import sparse_rl.train.command  # noqa: F401  before the forks: torch takes seconds to import
+    import sparse_rl.train.run  # noqa: F401  before the forks: torch takes seconds to import
 
     failures, ended, slowest = [], {}, 0.0
     for number, case in enumerate(CASES):

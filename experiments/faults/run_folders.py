@@ -367,8 +367,8 @@ def preload() -> None:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
     import small_runs  # noqa: F401
-    import sparse_rl.evaluate.command
-    import sparse_rl.report.command
+    import sparse_rl.evaluate.evaluation
+    import sparse_rl.report.write
     import sparse_rl.train.trainer  # noqa: F401
 
 

@@ -14,8 +14,8 @@ from ..config import Config
 from ..errors import UserError, first_line
 from ..learner.fusion import fused_layers
 from ..learner.replay import forward, response_logprobs
-from ..plan.command import wide_console
 from ..plan.memory import response_lengths
+from ..plan.output import wide_console
 from ..train.rehearsal import longest_rollout, try_learner
 from ..train.trainer import Trainer
 from .record import environment

@@ -21,8 +21,8 @@ from ..errors import UserError
 from ..kv.policies import from_settings
 from ..models.load import DTYPES, load_model, place
 from ..models.shapes import SHAPES, random_model
-from ..plan.command import wide_console
 from ..plan.dimensions import from_config
+from ..plan.output import wide_console
 from ..plan.roofline import decode_s, find_gpu, mean_held
 from ..rollout.clock import Clock
 from ..rollout.decode import SlotState

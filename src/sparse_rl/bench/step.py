@@ -13,7 +13,7 @@ from ..config import Config
 from ..errors import UserError, first_line
 from ..kv.policies import from_settings
 from ..models.load import place
-from ..plan.command import wide_console
+from ..plan.output import wide_console
 from ..train.memory import peak_metrics
 from .record import environment
 from .rollout import warm_up

@@ -15,8 +15,8 @@ from ..data.examples import Example
 from ..errors import UserError
 from ..models.load import DTYPES, load_model, load_tokenizer, place
 from ..models.shapes import SHAPES, random_model
-from ..plan.command import parse_size
 from ..plan.dimensions import HUB_SHAPES
+from ..plan.output import parse_size
 from ..rewards.pool import pool_for
 from ..train.inputs import RunInputs
 from ..train.run_folder import RunFolder

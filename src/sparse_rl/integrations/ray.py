@@ -15,8 +15,8 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ..config import Config
 from ..errors import RankLost, Refused, UserError, first_line, notice, without_torchaos_warnings
 from ..rewards.find import refuse_inside_a_reward
-from ..train.command import refuse_folders
 from ..train.refusal import is_final
+from ..train.run import refuse_folders
 from ..train.run_folder import RunFolder
 from ..train.storage import opened
 

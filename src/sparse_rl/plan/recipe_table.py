@@ -5,9 +5,9 @@ import re
 from rich.table import Table
 
 from ..config import Config, recipe, recipe_names, recipe_text, to_toml
-from .command import wide_console
 from .dimensions import dimensions
 from .memory import CONTEXT_BYTES, Plan, gib, make_plan
+from .output import wide_console
 from .roofline import GPU, GPUS, step_time
 
 CARDS = ("RTX 4090", "A6000", "H100", "H200")

@@ -26,7 +26,7 @@ from ..models.actor import Actor
 from ..models.export import write_model
 from ..models.sharded import at_rest, with_weights
 from ..monitor import ratios
-from ..plan.command import compact
+from ..plan.output import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
 from ..rewards.pool import RewardPool, try_on_gold

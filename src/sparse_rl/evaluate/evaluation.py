@@ -60,7 +60,7 @@ class Source:
     """What a user should know about the data."""
 
 
-def command(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
+def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
     refuse_inside_a_reward()
     console = Terminal(highlight=False)
     if not console.is_terminal:

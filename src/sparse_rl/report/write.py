@@ -14,7 +14,7 @@ SERVED_BYTES = 2**30
 """Compressed bytes of rollouts that a server keeps at hand: nobody has to download them all."""
 
 
-def command(args: argparse.Namespace) -> None:
+def write_report(args: argparse.Namespace) -> None:
     runs = [local(run, args) for run in args.runs]
     source = Source(runs)
     if args.figures:

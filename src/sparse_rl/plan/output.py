@@ -50,7 +50,7 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].lower()])
 
 
-def command(config: Config, *, gpu_memory: str | None, gpu_name: str | None, prompt_tokens: int, file: Path | None) -> None:
+def show_plan(config: Config, *, gpu_memory: str | None, gpu_name: str | None, prompt_tokens: int, file: Path | None) -> None:
     if prompt_tokens < 1:
         raise UserError(f"prompt-tokens = {prompt_tokens} must be at least 1.")
     if file and not file.parent.is_dir():

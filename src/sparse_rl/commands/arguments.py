@@ -1,0 +1,29 @@
+"""Arguments that several commands share."""
+
+import argparse
+import re
+from typing import Any
+
+from ..config import recipe, recipe_names
+
+LOWER = "--rollout.slots or --optimizer.tokens-per-microbatch"
+"""Options to lower when memory runs out and no plan says better."""
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="[bfloat16 on a GPU, float32 on a CPU]")
+    parser.add_argument("--device", help="such as cpu or cuda:0 [cuda if there is one]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from the hub")
+
+
+def recipe_or_model(what: str) -> dict[str, Any]:
+    """Return the values of a recipe, or those that train this model."""
+    is_recipe = what in recipe_names() or what.endswith(".toml")
+    return recipe(what) if is_recipe else {"model": {"path": what}}

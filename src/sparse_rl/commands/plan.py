@@ -1,0 +1,31 @@
+"""`sparse-rl plan`: compute what fits on a GPU and what a step costs."""
+
+import argparse
+from pathlib import Path
+
+from ..config import Config, add_flags, from_flags
+from .arguments import recipe_or_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=run, parser=parser)
+    parser.description = "Compute from a model's config.json what a run needs and what fits. Every flag of train is one here."
+    parser.add_argument(
+        "what",
+        metavar="MODEL_OR_RECIPE",
+        help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe as for train",
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GiB or 80GB [that of --gpu]")
+    parser.add_argument("--gpu", metavar="NAME", help="whose speed is computed with, such as 'RTX 4090' [H200]")
+    parser.add_argument("--gpus", dest="ranks.count", metavar="N", help="how many of them: the same as --ranks.count [1]")
+    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of the longest prompt [256]")
+    parser.add_argument("--max-tokens", dest="rollout.max_tokens", metavar="N", help="the same as --rollout.max-tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
+    add_flags(parser, Config)
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..plan.output import show_plan
+
+    config = from_flags(args, Config, recipe_or_model(args.what))
+    show_plan(config, gpu_memory=args.gpu_memory, gpu_name=args.gpu, prompt_tokens=args.prompt_tokens, file=args.json)

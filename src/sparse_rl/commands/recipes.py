@@ -1,0 +1,18 @@
+"""`sparse-rl recipes`: list the shipped recipes, or show one."""
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=run, parser=parser)
+    parser.description = "List the shipped recipes with what they need, or show every value of one."
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="whose values are shown, as TOML")
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..plan.recipe_table import listing, show
+
+    if args.recipe:
+        show(args.recipe)
+    else:
+        listing()

@@ -1,0 +1,46 @@
+"""Write the weights of a checkpoint as a Hugging Face folder."""
+
+from functools import partial
+from pathlib import Path
+
+from rich.markup import escape
+
+from ..errors import UserError
+from ..terminal import Terminal
+from .run_folder import RunFolder
+
+
+def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
+    """`step` is a number, `best`, or None for the last."""
+    from ..models.actor import Actor
+    from ..models.export import write_model
+    from ..models.load import load_model, load_tokenizer, no_bar
+    from . import checkpoint
+
+    folder = RunFolder(run, writes=False)
+    folder.recover_if_abandoned()
+    config = folder.config()
+    steps = checkpoint.steps_in(folder.checkpoints)
+    if not steps:
+        raise UserError(f"{run} has no checkpoint to export: let it reach one, or lower checkpoint.every.")
+    if step == "best":
+        step = checkpoint.best_step(folder.checkpoints)
+    if step is not None and step not in steps:
+        raise UserError(f"{run} has no checkpoint of step {step}: there are {', '.join(map(str, steps))}.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: name another folder.")
+    model, lora = config.model, config.model.lora
+    if merge and not lora.rank:
+        raise UserError("There is nothing to merge: the run trained every weight; leave --merge out.")
+    console = Terminal(soft_wrap=True, highlight=False)
+    with no_bar():
+        base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
+        actor = Actor(base, lora.model_copy(update={"merge": True}))
+        done = checkpoint.load_last_weights(
+            folder.checkpoints, [step] if isinstance(step, int) else steps, actor, partial(console.print, markup=False)
+        )
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
+    if step is None and done < config.steps:
+        console.print(f"warning: this is step {done} of {config.steps}: no later checkpoint is there.")
+    console.print(f"Step {done} of {escape(str(run))} is in {escape(str(out))}.")
