@@ -219,3 +219,10 @@ def test_the_docs_show_what_was_measured():
     record = json.loads((ROOT / "benchmarks/results/enumeration.json").read_text())
     assert enumeration.summary(record) in (ROOT / "docs/corrections.md").read_text()
     assert enumeration.tables(record) in (ROOT / "experiments/RESULTS.md").read_text()
+
+
+def test_broken_rows_are_rejected_whatever_their_ratio():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    corrected = correct(torch.zeros(2, 3), mask, "none", broken=torch.tensor([False, True]))
+    assert corrected.rejected.tolist() == [False, True]
+    assert corrected.weights.tolist() == [[1, 1, 1], [0, 0, 0]]

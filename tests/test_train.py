@@ -23,14 +23,15 @@ from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.update import make_batch
 from sparse_rl.models.actor import Actor
 from sparse_rl.rewards.pool import pool_for
+from sparse_rl.rollout.clock import device_time
 from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
 from sparse_rl.train import held_out, loggers, trainer
+from sparse_rl.train import step as training_step
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.run import arm
 from sparse_rl.train.terminal import View
-from sparse_rl.train.trainer import now
 
 METRICS = {
     "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess effective engine_noise",
@@ -375,7 +376,7 @@ def test_a_rehearsal_of_the_sampler_takes_all_slots_and_changes_nothing(tiny, po
 def test_the_clock_waits_for_the_device(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    assert now(torch.device("cpu")) < now(torch.device("cuda", 1))
+    assert device_time(torch.device("cpu")) < device_time(torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1)]
 
 
@@ -459,7 +460,7 @@ def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, 
     """They teach nothing, and count in their group's mean all the same. This model seldom ends, so a limit of 2 cuts all off."""
     batches = []
     monkeypatch.setattr(
-        trainer, "make_batch", lambda rollouts, *rest: batches.append((rollouts, rest[0])) or make_batch(rollouts, *rest)
+        training_step, "make_batch", lambda rollouts, *rest: batches.append((rollouts, rest[0])) or make_batch(rollouts, *rest)
     )
     flags = ["--steps", "1", "--rollout.samples-per-prompt", "8", "--rollout.temperature", "3"]
     train(world, tmp_path / "all", *flags)

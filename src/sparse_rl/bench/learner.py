@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -21,6 +20,7 @@ from ..learner.replay import ReplayKind, packs, replay
 from ..learner.update import Batch, accumulate, make_batch, response_mask
 from ..models.attention import prepare
 from ..models.head import head_of
+from ..rollout.clock import device_time
 from ..rollout.rollout import Rollout
 from ..terminal import Terminal
 from .record import environment
@@ -197,9 +197,9 @@ def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Ro
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(3):
-        started = _now(device)
+        started = device_time(device)
         run()
-        seconds.append(_now(device) - started)
+        seconds.append(device_time(device) - started)
     peak = torch.cuda.max_memory_allocated(device) if cuda else 0
     parts = _parts(run) if cuda else {}
     tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
@@ -217,12 +217,6 @@ def _parts(run: Callable[[], None]) -> dict[str, float]:
         times[part] += event.self_device_time_total
     total = sum(times.values()) or 1.0
     return {name: spent / total for name, spent in times.items()}
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _table(arms: list[Arm], device: torch.device) -> Table:

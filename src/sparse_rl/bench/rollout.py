@@ -24,7 +24,7 @@ from ..models.shapes import SHAPES, random_model
 from ..plan.dimensions import from_config
 from ..plan.output import wide_console
 from ..plan.roofline import decode_s, find_gpu, mean_held
-from ..rollout.clock import Clock
+from ..rollout.clock import Clock, device_time
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
 from ..rollout.stats import Progress
@@ -147,9 +147,9 @@ def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> Arm:
     try:
         model.set_attn_implementation("sdpa")
         run(WARM_UP_TOKENS)
-        started = _now(model)
+        started = device_time(model.device)
         cache = run(tokens)
-        seconds = _now(model) - started
+        seconds = device_time(model.device) - started
     finally:
         model.generation_config.eos_token_id = stop
         model.set_attn_implementation(attention)
@@ -190,9 +190,9 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     warm_up(engine, (prompts * slots)[:slots], min(args.max_tokens, kv.capacity), uniform=args.lengths == "uniform")
     meter = Meter(engine, slots)
     sampling = Sampling(max_tokens=args.max_tokens, stop=(), seed=args.seed)
-    started = _now(model)
+    started = device_time(model.device)
     done = engine.generate(prompts, samples, sampling, limits=lengths, allow_beyond_context=True, progress=meter)
-    seconds = _now(model) - started
+    seconds = device_time(model.device) - started
     stats = engine.stats
     arm = Arm("", slots, rollouts, sum(len(rollout.response) for rollout in done), seconds, stats.peak_kv_bytes)
     arm.side_bytes = stats.side_bytes
@@ -250,9 +250,9 @@ def decode_step_s(engine: Engine, held: int) -> float:
     """Measure the seconds of a decode step in which every slot holds `held` tokens; no compaction is in it."""
     run, seconds = decode_chunks(engine, held), []
     for _ in range(TIMED_CHUNKS):
-        started = _now(engine.model)
+        started = device_time(engine.model.device)
         run()
-        seconds.append(_now(engine.model) - started)
+        seconds.append(device_time(engine.model.device) - started)
     return statistics.median(seconds) / engine.chunk
 
 
@@ -271,12 +271,6 @@ def profile(engine: Engine, held: int) -> dict[str, float]:
         sums[part] += row.self_device_time_total
     total = sum(sums.values())
     return {part: time / total for part, time in sums.items()} if total else {}
-
-
-def _now(model: PreTrainedModel) -> float:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()
 
 
 def table(arms: list[Arm]) -> Table:

@@ -118,7 +118,7 @@ def _rank(values: dict[str, Any]) -> None:
     """What runs on every worker."""
     import ray.train
 
-    from ..train import command
+    from ..train import run
 
     without_torchaos_warnings()
     if Path(values["cwd"]).is_dir():  # paths of data and models are meant from there
@@ -128,7 +128,7 @@ def _rank(values: dict[str, Any]) -> None:
     if fs.exists(values["refusal"]):  # by an earlier start, in which a worker could not be ended otherwise
         return
     try:
-        command.train(config, **values["start"])
+        run.train(config, **values["start"])
     except UserError as error:
         if not is_final(error):
             raise

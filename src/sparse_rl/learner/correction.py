@@ -37,7 +37,14 @@ class Corrected:
     """Of all valid tokens, `effective` after drops and the rest before; NaN where there are none."""
 
 
-def correct(log_ratio: Tensor, mask: Tensor, preset: str | CorrectionSpec = "paper", **options: Any) -> Corrected:
+def correct(
+    log_ratio: Tensor,
+    mask: Tensor,
+    preset: str | CorrectionSpec = "paper",
+    *,
+    broken: Tensor | None = None,
+    **options: Any,
+) -> Corrected:
     """Return weights and drops for log_ratio = log pi_old - log pi_sampler, [B, T] like `mask`; `options` replace values of the preset.
 
     Call it once with all sequences of an optimizer update, of all ranks: `normalize` divides by a mean over them. A ratio
@@ -53,6 +60,8 @@ def correct(log_ratio: Tensor, mask: Tensor, preset: str | CorrectionSpec = "pap
     log_xi_BT = log_ratio.detach()
     log_xi_BT = log_xi_BT if log_xi_BT.itemsize >= 4 else log_xi_BT.float()
     broken_B = (valid_BT & ~log_xi_BT.isfinite()).any(dim=1)
+    if broken is not None:
+        broken_B = broken_B | broken
     log_xi_BT = log_xi_BT.nan_to_num(nan=-LIMIT, posinf=LIMIT, neginf=-LIMIT).masked_fill(~valid_BT, 0)
     tokens_B1 = valid_BT.sum(dim=1, keepdim=True)
     sum_B1 = log_xi_BT.sum(dim=1, keepdim=True)

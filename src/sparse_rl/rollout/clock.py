@@ -39,3 +39,10 @@ class Clock:
             self._seconds[name] += start.elapsed_time(end) / 1000
         self._events.clear()
         return dict(self._seconds)
+
+
+def device_time(device: torch.device) -> float:
+    """Return the clock once the device has finished all work given to it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -30,6 +30,8 @@ KNOWN_LENGTHS = 2**14
 
 @dataclass
 class Sample:
+    row: int
+    """Its place among the rollouts of the step."""
     example: Example
     rollout: Rollout
     text: str
@@ -198,9 +200,10 @@ class RolloutSampler:
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
         samples: list[Sample] = [None] * len(examples)  # type: ignore[list-item]
+        first = len(drawn.samples)
         for each in parts:
             for place, rollout, text, reward in zip(each.places, each.rollouts, each.texts, each.graded.values, strict=True):
-                samples[place] = Sample(examples[place], rollout, text, reward)
+                samples[place] = Sample(first + place, examples[place], rollout, text, reward)
             drawn.counts.update({name: getattr(each.graded, name) for name in COUNTED})
             drawn.first_error = drawn.first_error or each.graded.first_error
             for name, values in each.graded.parts.items():

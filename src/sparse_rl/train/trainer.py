@@ -1,59 +1,39 @@
-"""The training loop: sample, grade, ask the dense model, learn, write it down. Read it top to bottom.
-
-A step in five lines: `Dealer.draw` gives groups of graded rollouts, `_old_logprobs` what the dense model says of them,
-`correct` how far the sampler was off, `update` changes the weights, and the metrics say how it went.
-"""
+"""A training run: set up or resume, run the steps, evaluate, log and save. `step.py` holds one step."""
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..config import SHADOW_METHODS, Config
+from ..config import Config
 from ..data.order import Order
 from ..errors import RankLost, Unanswered, UserError
-from ..learner.correction import correct
-from ..learner.fusion import fused_layers
 from ..learner.optimizer import Optimizer
-from ..learner.replay import ReplayKind, logprobs_of, passes_of
-from ..learner.update import Updated, make_batch, padded, response_mask, update
 from ..models.actor import Actor
 from ..models.export import write_model
-from ..models.sharded import at_rest, with_weights
 from ..monitor import ratios
 from ..plan.output import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
 from ..rewards.pool import RewardPool, try_on_gold
+from ..rollout.clock import device_time
 from ..rollout.engine import Engine
-from ..rollout.rollout import Rollout
 from ..world import ALONE, World
 from . import checkpoint, rollout_log
 from . import resume as resuming
 from .best import Best
+from .health import Health
 from .held_out import Evaluator, load_held_out
 from .inputs import RunInputs, load_all
 from .loggers import Logger
 from .memory import compared, peak_metrics, plan_run, slots_of
-from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .rehearsal import rehearse
-from .rollouts import Group, RolloutBatch, RolloutSampler, Sample
+from .rollouts import RolloutSampler
 from .run_folder import RunFolder
+from .step import StepResult, TrainingStep
 from .stop import StopAsked
 from .terminal import View
-
-NOISE_ROLLOUTS = 8
-"""Rollouts of a step that are replayed to measure engine noise, where the method does not replay them all."""
-ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
-SILENT_STEPS = 3
-"""Steps in a row without any verdict after which a run ends."""
-QUIET_STEPS = 5
-"""Steps in a row without any signal after which the warning is repeated."""
 
 
 class Trainer:
@@ -114,6 +94,8 @@ class Trainer:
         elif resume and folder.reached:
             view.warn(checkpoint.STARTS_AGAIN)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
+        self.health = Health(config, self.state, folder.checkpoints, view.warn)
+        self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
         folder.forget_after(self.state.step if last else -1, view.warn)
         if last is not None:
             view.recall(folder.read_metrics())
@@ -169,7 +151,7 @@ class Trainer:
                             self.view.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
                     raise
             self._log(metrics)
-            self._end_if_broken()
+            self.health.end_if_broken()
             stopping = self.world.any(stop.asked)
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row  # a good one is not pushed out
             if last or stopping or due:
@@ -202,207 +184,50 @@ class Trainer:
             self.view.note(line)
         rehearse(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
 
-    # A step, top to bottom
-
     def step(self) -> dict[str, float]:
-        config, shadow = self.config, self.config.method in SHADOW_METHODS
+        """Run one training step and return its metrics."""
         device = self.actor.learner.device
-        started = now(device)
+        started = device_time(device)
         with self.view.sampling(self.state.step + 1) as progress:
-            drawn = self.rollout_sampler.draw(self.state.cursor, progress)
-        self._end_if_silent(drawn)
-        samples = drawn.samples
-        spread = range(0, len(samples), max(1, len(samples) // NOISE_ROLLOUTS))[:NOISE_ROLLOUTS]
-        drawn.share_traces(range(len(samples)) if shadow else spread, self.world)
-        rollouts = [sample.rollout for sample in samples]
-        rollout_s = now(device) - started
-
+            batch = self.training_step.sample(self.state.cursor, progress)
+        self.health.end_if_silent(batch)
+        batch.share_traces(self.training_step.noise_rows(len(batch.samples)), self.world)
+        rollout_s = device_time(device) - started
         with self.view.learning(self.state.step + 1):
-            old, entropy = self._old_logprobs(self.actor.learner, rollouts, "dense")
-            learned_old, noise = old, self._noise(rollouts, spread, old)
-            if shadow:
-                learned_old, _ = self._old_logprobs(self.actor.learner, rollouts, "sparse")
-                noise = engine_noise(rollouts, learned_old)
-            reference = None
-            if config.loss.kl_coef > 0:
-                with self.actor.reference() as model:
-                    reference, _ = self._old_logprobs(model, rollouts, "sparse" if shadow else "dense")
-            mismatch = self._correct(samples, old)
-            old_s = now(device) - started - rollout_s
-            row_of = {id(sample): row for row, sample in enumerate(samples)}
-            updates = [
-                self._update(part, row_of, old, learned_old, reference)
-                for part in deal(self.rollout_sampler.learnable(drawn), config.optimizer.updates_per_step)
-            ]
-            update_s = now(device) - started - rollout_s - old_s
-            self.actor.sync()
-        learner_s = now(device) - started - rollout_s
-
+            result = self.training_step.learn(self.state.step, batch)
         self.state.step += 1
-        self.state.cursor += drawn.prompts
-        self._watch(drawn, updates)
-        tokens = sum(len(rollout.response) for rollout in rollouts)
-        passed = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
-        rejected = mismatch.rejected.tolist()
-        drawn.share_traces(
-            rollout_log.logged(rejected, config.log.rollouts_per_step)[: config.log.traces_per_step], self.world
-        )
+        self.state.cursor += batch.prompts
+        self.health.after_step(batch, result.updates)
+        self._write_rollouts(result)
+        memory = self._memory_metrics()
+        metrics = self.training_step.metrics(self.state.step - 1, result, rollout_s)
+        return {**metrics, **memory, "perf/step_s": device_time(device) - started}
+
+    def _write_rollouts(self, result: StepResult) -> None:
+        """Store some rollouts of the step and the histogram of its ratios."""
+        log, rejected, old = self.config.log, result.corrected.rejected.tolist(), result.old.dense
+        logged = rollout_log.logged(rejected, log.rollouts_per_step)
+        result.batch.share_traces(logged[: log.traces_per_step], self.world)
         if self.world.is_main:
             with self.folder.writing():
                 rollout_log.write(
                     self.folder.rollouts / f"step-{self.state.step}.parquet",
                     self.state.step,
-                    drawn.groups,
+                    result.batch.groups,
                     rejected,
                     old,
-                    rollouts=config.log.rollouts_per_step,
-                    traces=config.log.traces_per_step,
+                    rollouts=log.rollouts_per_step,
+                    traces=log.traces_per_step,
                 )
-        sampled = torch.cat([rollout.logprobs for rollout in rollouts]).to(old[0].device)
+        sampled = torch.cat([sample.rollout.logprobs for sample in result.batch.samples]).to(old[0].device)
         self.folder.append_xi(self.state.step, ratios.count(torch.cat(old) - sampled))
-        memory = peak_metrics(self.plan, device)
+
+    def _memory_metrics(self) -> dict[str, float]:
+        memory = peak_metrics(self.plan, self.actor.learner.device)
         if self.plan is not None and not self.compared:
             self.compared = True
             self.view.note(compared(memory))
-        return {
-            **reward_metrics(drawn),
-            **mismatch.metrics,
-            "sparse/engine_noise": noise,
-            **kv_metrics(drawn, self.engine),
-            **policy_metrics(updates, tokens, entropy, self.optimizer.lr_at(self.state.step - 1)),
-            **response_metrics(rollouts),
-            "perf/step_s": now(device) - started,
-            "perf/rollout_s": rollout_s,
-            **{f"perf/{name}": sum(getattr(each, name) for each in drawn.stats) for name in ENGINE_PARTS},
-            "perf/grade_s": drawn.grade_s,
-            **({"perf/rank_wait": drawn.waited_s / drawn.sampled_s} if self.world.size > 1 else {}),
-            "perf/learner_s": learner_s,
-            "perf/old_logprobs_s": old_s,
-            "perf/update_s": update_s,
-            "perf/rollout_tokens_per_s": tokens / rollout_s,
-            "perf/learner_tokens_per_s": passed / learner_s,
-            **memory,
-        }
-
-    @torch.no_grad()
-    def _old_logprobs(
-        self, model: PreTrainedModel, rollouts: Sequence[Rollout], view: ReplayKind
-    ) -> tuple[list[Tensor], float]:
-        """(log-probs of every response token, mean entropy) under the weights as they are."""
-        rows: dict[int, Tensor] = {}
-        entropy = 0.0
-        for indices in passes_of(rollouts, self.config.optimizer.tokens_per_microbatch, self.world):
-            pack = [rollouts[index] for index in indices or [0]]  # where other ranks have rows for their pass, any will do
-            with fused_layers(model):
-                logprobs_n, entropy_n = with_weights(model, logprobs_of, pack, view)
-            if indices:
-                rows |= zip(indices, logprobs_n.split([len(rollout.response) for rollout in pack]), strict=True)
-                entropy += float(entropy_n.sum())
-        at_rest(model)
-        if self.world.size > 1:
-            device = next(iter(rows.values())).device if rows else self.actor.learner.device
-            parts = self.world.gather(({row: logprobs.cpu() for row, logprobs in rows.items()}, entropy))
-            rows = {row: logprobs.to(device) for part, _ in parts for row, logprobs in part.items()}
-            entropy = sum(part for _, part in parts)
-        return [rows[row] for row in range(len(rollouts))], entropy / sum(len(rollout.response) for rollout in rollouts)
-
-    @torch.no_grad()
-    def _noise(self, rollouts: Sequence[Rollout], rows: Sequence[int], dense: Sequence[Tensor]) -> float:
-        """On a few rollouts spread over the step; without evictions the dense pass is the replay already."""
-        if not self.engine.policy.evicts:
-            return engine_noise(rollouts, dense)
-        few = [rollouts[row] for row in rows]
-        return engine_noise(few, self._old_logprobs(self.actor.learner, few, "sparse")[0])
-
-    def _correct(self, samples: Sequence[Sample], old: Sequence[Tensor], *, on_policy: bool = False):
-        """xi = pi_old / pi_sampler of these samples, and what the method does about it. Learning on the sampler's own view
-        there is nothing to correct."""
-        rollouts = [sample.rollout for sample in samples]
-        mask_BT = response_mask(rollouts).to(old[0].device)
-        log_xi_BT = padded(old) - padded([rollout.logprobs for rollout in rollouts]).to(old[0].device)
-        point = self.config.correction.point(self.config.default_preset)
-        return correct(log_xi_BT * 0 if on_policy else log_xi_BT, mask_BT, point)  # what is not finite stays so
-
-    def _update(self, groups: Sequence[Group], row_of: dict[int, int], old, learned_old, reference) -> Updated:
-        config, shadow = self.config, self.config.method in SHADOW_METHODS
-        samples = [sample for group in groups for sample in group.samples if sample.in_loss]
-        if not samples:
-            return Updated({}, 0.0, learned=False, finite=True)
-        rows = [row_of[id(sample)] for sample in samples]
-        seen = [old[row] + 0 * learned_old[row] for row in rows]  # not finite where either is
-        batch = make_batch(
-            [sample.rollout for sample in samples],
-            torch.tensor([sample.advantage for sample in samples], dtype=old[0].dtype),
-            [learned_old[row] for row in rows],
-            self._correct(samples, seen, on_policy=shadow),
-            config.loss,
-            config.rollout.max_tokens,
-            None if reference is None else [reference[row] for row in rows],
-        )
-        return update(
-            self.actor.learner,
-            self.optimizer,
-            self.state.step,
-            batch,
-            config.loss,
-            view="sparse" if shadow else "dense",
-            smd=config.loss.smd if config.method == "smd" else None,
-            opsm_delta=config.correction.opsm,
-            world=self.world,
-        )
-
-    # What goes wrong
-
-    def _watch(self, drawn: RolloutBatch, updates: Sequence[Updated]) -> None:
-        """Warn about a step that taught nothing."""
-        state, step = self.state, self.state.step
-        broken = sum(not each.finite for each in updates)
-        for each in updates:
-            if each.learned or not each.finite:
-                state.skipped_in_a_row = 0 if each.learned else state.skipped_in_a_row + 1
-        state.skipped_updates += sum(not each.learned for each in updates)
-        if broken:
-            self.view.warn(
-                f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates; they were skipped."
-            )
-        quiet = not any(group.has_signal for group in drawn.groups)
-        state.quiet_steps = state.quiet_steps + 1 if quiet else 0
-        if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
-            since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
-            what = "no group had two different rewards"
-            why = "the problems are too easy or too hard, or the reward does not tell answers apart"
-            if missing := drawn.failures:
-                why = f"{missing} of {len(drawn.samples)} rollouts got no verdict"
-            elif cut := drawn.counts["truncated"]:
-                why = f"{cut} of {len(drawn.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
-            elif not all(group.no_signal for group in drawn.groups):
-                what = "every answer that could teach was cut off"
-                why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
-            learned = any(each.learned for each in updates)  # from lengths, where advantage.overlong penalises them
-            then = "so only their lengths are learned from" if learned else "so nothing is learned"
-            self.view.warn(f"Step {step}: {what}{since}, {then}: {why}.")
-        elif not quiet and not broken and not any(each.learned for each in updates):
-            self.view.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
-        for remark in drawn.remarks(self.config.reward):
-            self.view.warn(f"Step {step}: {remark}.")
-
-    def _end_if_broken(self) -> None:
-        skipped = self.state.skipped_in_a_row
-        if skipped >= self.config.optimizer.max_skipped_updates:
-            last = checkpoint.latest(self.folder.checkpoints)
-            raise UserError(
-                f"{skipped} updates in a row were not finite: lower optimizer.lr or the coefficients of the loss; "
-                f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
-            )
-
-    def _end_if_silent(self, drawn: RolloutBatch) -> None:
-        """A reward that never says anything is a mistake; one that falls silent may come back."""
-        state = self.state
-        state.silent_steps = state.silent_steps + 1 if drawn.silent else 0
-        if drawn.silent and (state.step == 0 or state.silent_steps >= SILENT_STEPS):
-            last = checkpoint.latest(self.folder.checkpoints)
-            remedy = f"mend reward.function{f' and continue from {last} with --resume' if last else ''}"
-            raise UserError(f"{drawn.silent}: {remedy}.")
+        return memory
 
     def _longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
         """The longest prompt, which must leave room for a response. Training problems, which have places, may be left out."""
@@ -462,16 +287,3 @@ class Trainer:
                 checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.view.warn)
             except UserError as error:  # storage that does not answer for a while
                 self.view.warn(str(error))
-
-
-def now(device: torch.device) -> float:
-    """The clock, once the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def deal(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
-    """Whole groups, in order, as evenly as they go."""
-    edges = [round(number * len(groups) / updates) for number in range(updates + 1)]
-    return [groups[start:stop] for start, stop in pairwise(edges)]
