@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparse_rl import NEVER, load_model
-from sparse_rl.bench.learner import bench, made_up, pass_flops, random_trace
+from sparse_rl.bench.learner import bench, pass_flops, random_trace, synthetic_rollouts
 
 
 def arguments(**changes):
@@ -55,7 +55,7 @@ def test_made_up_evictions_keep_the_budget_at_every_token():
 
 def test_flops_are_those_of_the_products():
     model = load_model("tiny", dtype="float32", device="cpu")
-    (rollout,) = made_up(model, 1, 5, 12, seed=0)
+    (rollout,) = synthetic_rollouts(model, 1, 5, 12, seed=0)
     config = model.config
     heads = config.num_attention_heads * config.hidden_size // config.num_attention_heads
     products = sum(w.numel() for name, w in model.named_parameters() if "embed" not in name and "lm_head" not in name)

@@ -27,7 +27,7 @@ from sparse_rl.evaluate.result import difference
 from sparse_rl.evaluate.statistics import Estimate, average, mean_interval, paired_difference, pass_at_k, quantile
 from sparse_rl.evaluate.table import latex_rows, shown
 from sparse_rl.evaluate.watch import Watch
-from sparse_rl.evaluate.work import Done, Work
+from sparse_rl.evaluate.work import FinishedPart, Work
 from sparse_rl.rollout.stats import Progress
 
 # Statistics
@@ -152,7 +152,7 @@ def test_graded_rewards_from_0_to_1_are_no_trials():
     values, others = rng.uniform(0.5, 0.7, 100), rng.uniform(0.45, 0.65, 100)
     samples = [[Sample(problem, 0, each, 1, "stop", False, 1, "") for problem, each in enumerate(given)]
                for given in (values.tolist(), others.tolist())]  # fmt: skip
-    gap = difference(Done(samples[0]), Done(samples[1]), 1)
+    gap = difference(FinishedPart(samples[0]), FinishedPart(samples[1]), 1)
     for estimate, drawn in ((score(samples[0], Cost(), 1).mean, values), (gap, values - others)):
         assert estimate[1:] == pytest.approx(bootstrap(drawn), abs=0.15 * np.ptp(bootstrap(drawn)))
 

@@ -65,7 +65,7 @@ def bench(args: argparse.Namespace) -> None:
     console = Terminal()
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
-    rollouts = made_up(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
+    rollouts = synthetic_rollouts(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
     batch, loss = _batch(model, rollouts), LossConfig()
     settings = OptimizerConfig(
         lr=1e-9, tokens_per_microbatch=args.tokens_per_microbatch, gradient_checkpointing=args.gradient_checkpointing
@@ -120,7 +120,7 @@ def bench(args: argparse.Namespace) -> None:
         console.print(f"Written to {args.json}.", highlight=False)
 
 
-def made_up(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:
+def synthetic_rollouts(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:
     """Rollouts of random tokens whose keys were evicted at random, in each layer and head its own."""
     shape = prepare(model).shape
     generator = torch.Generator().manual_seed(seed)

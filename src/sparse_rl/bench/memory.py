@@ -19,7 +19,7 @@ from ..plan.output import wide_console
 from ..train.rehearsal import longest_rollout, try_learner
 from ..train.trainer import Trainer
 from .record import environment
-from .synthetic import cap_memory, made_up_trainer
+from .synthetic import cap_memory, synthetic_trainer
 
 
 def bench(args: argparse.Namespace, config: Config) -> None:
@@ -46,7 +46,7 @@ def bench(args: argparse.Namespace, config: Config) -> None:
 def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, Any]:
     """Peak bytes of each phase, measured and predicted. Responses run just past a compaction: the cache has its size anyway."""
     rows: dict[str, dict[str, Any]] = {}
-    with made_up_trainer(config, console, prompt_tokens, uniform_lengths=False) as trainer:
+    with synthetic_trainer(config, console, prompt_tokens, uniform_lengths=False) as trainer:
         plan = trainer.plan
         assert plan is not None
         predicted = {phase.name: phase.total for phase in plan.phases}

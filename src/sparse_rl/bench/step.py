@@ -17,7 +17,7 @@ from ..plan.output import wide_console
 from ..train.memory import peak_metrics
 from .record import environment
 from .rollout import warm_up
-from .synthetic import cap_memory, made_up_trainer
+from .synthetic import cap_memory, synthetic_trainer
 
 PHASES = ("prefill", "decode", "compaction", "host", "grade", "old log-probs", "update", "sync")
 
@@ -57,7 +57,7 @@ def bench(args: argparse.Namespace, config: Config) -> None:
 def measure(config: Config, console: Console, prompt_tokens: int, steps: int, uniform: bool) -> dict[str, Any]:
     """Seconds of each phase, step by step; `fits` is false where memory ran out."""
     try:
-        with made_up_trainer(config, console, prompt_tokens, uniform_lengths=uniform) as trainer:
+        with synthetic_trainer(config, console, prompt_tokens, uniform_lengths=uniform) as trainer:
             trainer.rehearse()
             if trainer.engine.use_graphs:
                 prompts = (trainer.rollout_sampler.prompts * trainer.engine.slots)[: trainer.engine.slots]

@@ -34,7 +34,7 @@ FIXED: dict[str, Any] = {
 }
 
 
-def made_up_config(values: dict[str, Any]) -> dict[str, Any]:
+def synthetic_config(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a recipe, with what a made-up run has of its own."""
     return merged_tables(merged_tables(BASE, values), FIXED)
 
@@ -76,7 +76,7 @@ def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> RunIn
 
 
 @contextmanager
-def made_up_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[Trainer]:
+def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[Trainer]:
     """The trainer of a run in a folder that is deleted afterwards."""
     with TemporaryDirectory() as folder, View(config, console) as view:
         run = RunFolder(Path(folder) / "run")

@@ -115,18 +115,18 @@ def run_learner(args: argparse.Namespace) -> None:
 
 
 def run_memory(args: argparse.Namespace) -> None:
-    from ..bench.synthetic import made_up_config
+    from ..bench.synthetic import synthetic_config
 
-    config = from_flags(args, Config, made_up_config(recipe_or_model(args.what)))
+    config = from_flags(args, Config, synthetic_config(recipe_or_model(args.what)))
     from ..bench.memory import bench
 
     bench(args, config)
 
 
 def run_step(args: argparse.Namespace) -> None:
-    from ..bench.synthetic import made_up_config
+    from ..bench.synthetic import synthetic_config
 
-    config = from_flags(args, Config, made_up_config(recipe_or_model(args.what)))
+    config = from_flags(args, Config, synthetic_config(recipe_or_model(args.what)))
     from ..bench.step import bench
 
     bench(args, config)

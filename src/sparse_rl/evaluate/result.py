@@ -10,7 +10,7 @@ import numpy as np
 from .benchmark import Score, by_problem, right_or_wrong, score
 from .mismatch import Mismatch, summary
 from .statistics import Estimate, paired_difference, t_interval
-from .work import Done
+from .work import FinishedPart
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Result:
     mismatch: Mismatch | None
 
 
-def results(benchmark: str, settings: Sequence[str], done: Sequence[Done], samples: int, ks: Iterable[int]) -> list[Result]:
+def results(
+    benchmark: str, settings: Sequence[str], done: Sequence[FinishedPart], samples: int, ks: Iterable[int]
+) -> list[Result]:
     """Of one benchmark under all settings; differences are against the first."""
     found: list[Result] = []
     for setting, each in zip(settings, done, strict=True):
@@ -44,7 +46,7 @@ def results(benchmark: str, settings: Sequence[str], done: Sequence[Done], sampl
     return found
 
 
-def difference(done: Done, first: Done, samples: int) -> Estimate:
+def difference(done: FinishedPart, first: FinishedPart, samples: int) -> Estimate:
     """Over the problems that both have a verdict for."""
     ours, theirs = by_problem(done.samples), by_problem(first.samples)
     both = sorted(ours.keys() & theirs.keys())

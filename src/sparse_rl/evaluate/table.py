@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from ..rollout.console import size
+from ..format import size
 from .mismatch import Mismatch
 from .result import Result
 from .statistics import Estimate, average

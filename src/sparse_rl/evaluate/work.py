@@ -26,7 +26,7 @@ GROWS = ("benchmarks", "settings")
 
 
 @dataclass
-class Done:
+class FinishedPart:
     """What there is of one benchmark under one cache."""
 
     samples: list[Sample] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Work:
     def __init__(self, path: Path):
         self.path = path
         self.asked, self.samples, self.chunks = (path / name for name in FILES[:3])
-        self.done: dict[tuple[str, str], Done] = {}
+        self.done: dict[tuple[str, str], FinishedPart] = {}
         self.written = 0
 
     @contextmanager
@@ -72,8 +72,8 @@ class Work:
                 elif overwrite and not self.written:
                     backup.bring_back(self.path, FILES)
 
-    def of(self, benchmark: str, setting: str) -> Done:
-        return self.done.setdefault((benchmark, setting), Done())
+    def of(self, benchmark: str, setting: str) -> FinishedPart:
+        return self.done.setdefault((benchmark, setting), FinishedPart())
 
     def add(self, benchmark: str, setting: str, chunk: Chunk, log_xi: np.ndarray | None) -> None:
         done, file = self.of(benchmark, setting), None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config import AlertsConfig
+from .limits import DEFAULTS
 
 Row = Mapping[str, float]
 
@@ -223,7 +224,7 @@ class Rule:
 
 MOST = 0.5
 """Of the rollouts: when so many more are cut off, it is told even though the reward has not fallen."""
-LOST = 0.5
+LOST = float(DEFAULTS.reward)
 """Of its best: a reward that has lost more has fallen."""
 COUNTED = ("response/mean_tokens", "perf/rollout_s", "perf/rollout_tokens_per_s")
 """What the number of rollouts follows from."""

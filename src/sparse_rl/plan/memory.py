@@ -6,14 +6,12 @@ are compiled; the constants below are what was measured or read from the code, a
 
 # N tokens of a micro-batch, n response tokens of it, S slots; D hidden, F intermediate, V vocabulary are `dims`' own
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
+from ..format import GIB
 from .dimensions import Dimensions
-
-GIB = 2**30
 
 # Read from the code; tests/test_plan.py compares them with it.
 CHUNK_ELEMENTS = 2**26  # learner/logprobs.py: logits at a time where nothing is fused
@@ -418,8 +416,3 @@ def largest_budget(plan: Plan) -> int:
 
     found = largest(fit, plan.prompt_tokens + config.rollout.max_tokens)
     return window + found if found else 0
-
-
-def gib(count: float) -> str:
-    digits = 2 if abs(count) < 10 * GIB else 1
-    return f"{math.floor(count / GIB * 10**digits + 0.5) / 10**digits:.{digits}f}"

@@ -10,14 +10,13 @@ from rich.table import Table
 
 from ..config import Config
 from ..errors import UserError
+from ..format import GIB, gib
 from ..terminal import Terminal
 from .dimensions import dimensions
 from .memory import (
     CONTEXT_BYTES,
-    GIB,
     Plan,
     auto_limit,
-    gib,
     largest_budget,
     make_plan,
     most_slots,

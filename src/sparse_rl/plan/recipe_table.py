@@ -5,8 +5,9 @@ import re
 from rich.table import Table
 
 from ..config import Config, recipe, recipe_names, recipe_text, to_toml
+from ..format import duration, gib
 from .dimensions import dimensions
-from .memory import CONTEXT_BYTES, Plan, gib, make_plan
+from .memory import CONTEXT_BYTES, Plan, make_plan
 from .output import wide_console
 from .roofline import GPU, GPUS, step_time
 
@@ -75,9 +76,3 @@ def smallest_card(config: Config) -> tuple[GPU, Plan]:
 def run_s(plan: Plan, gpu: GPU) -> float:
     """All steps of all methods that are compared, each counted as the one that is planned."""
     return step_time(plan, gpu).total_s * plan.config.steps * max(1, len(plan.config.compare))
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ..config import KV, SHADOW_METHODS, Config
 from ..errors import UserError
+from ..format import GIB
 from .dimensions import Dimensions
-from .memory import GIB, Plan, itemsize, rollouts_of_rank, sharded
+from .memory import Plan, itemsize, rollouts_of_rank, sharded
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Of the peaks: what large products and plain reads reach on an H200 (780 of 989 TFLOP/s, 4.3 of 4.8 TB/s)."""

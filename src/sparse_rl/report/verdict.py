@@ -7,7 +7,9 @@ from itertools import accumulate, takewhile
 from typing import Literal
 
 from ..config import AlertsConfig
+from ..format import size
 from ..monitor.alerts import check
+from ..monitor.limits import limit
 from ..scores import are_shares, score_keys, score_text
 from ..text import printable
 from .runs import Run
@@ -24,18 +26,12 @@ LABELS: dict[str, str] = {
 }
 FEWEST = 6
 """Steps below which no verdict is given."""
-LOST = 0.5
-"""A reward that gives up this share of its best has collapsed."""
-ENTROPY_LEFT = 0.1
-"""An entropy that falls to this share of its start has crashed."""
 SURE = 3.0
 """Standard errors that a difference must have to be called one."""
 SURE_OF_BEST = 4.0
 """The same for a fall from the best of many windows, which is the luckiest one, too."""
 FAR_BELOW = 0.75
 """Of the dense score: a sampler's cache that reaches less, intervals apart, is crippled."""
-SHRUNK = 1 / 3
-"""Of their first length: answers that are shorter may be none."""
 MOST_REJECTED = 0.5
 """Of the first step's rollouts: a sampler's cache that loses more is crippled."""
 NOISE = "answers became noise"
@@ -128,16 +124,16 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
     step, best = reward.best
     floor = min(0.0, *reward.values)
     fall, sure = best - reward.last, SURE_OF_BEST * reward.error
-    if fall > sure and fall > LOST * (best - floor):
+    if fall > sure and fall > _limit(run, "reward") * (best - floor):
         return "collapsed", f"Collapse: yes. The mean reward fell from {best:.3g} around step {step} to {reward.last:.3g}."
-    crashed = bool(entropy) and entropy.first > 0 and entropy.last < ENTROPY_LEFT * entropy.first
+    crashed = bool(entropy) and entropy.first > 0 and entropy.last < _limit(run, "entropy") * entropy.first
     if crashed and not _gained(run, reward):  # a task that is solved leaves nothing to try
         return "collapsed", (
             f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers become all "
             "alike, and nothing new is tried."
         )
     if fallen := _held_out_fell(run):
-        broke = fallen[-1].mean < LOST * fallen[0].mean
+        broke = fallen[-1].mean < _limit(run, "reward") * fallen[0].mean
         words = f"held-out score fell from {fallen[0]} to {fallen[-1]}."
         return ("collapsed", f"Collapse: yes. The {words}") if broke else ("fell", f"Collapse: no, but the {words}")
     if fall > sure and reward.last < reward.first:
@@ -167,25 +163,29 @@ def signs(run: Run) -> list[str]:
     if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
         found.append(f"{NOISE} (entropy {entropy.start:.2g} → {entropy.last:.2g})")
     rejected = Curve(run, "sparse/rejection_rate")
-    if rejected and max(rejected.last, rejected.mean) > 0.2:
+    if rejected and max(rejected.last, rejected.mean) > _limit(run, "rejected"):
         found.append(f"{rejected.mean:.0%} of rollouts were rejected")
     k3, p05 = Curve(run, "sparse/mismatch_k3"), Curve(run, "sparse/xi_p05")
     if _drifts(k3):
         found.append(f"sampler and learner drifted apart (mismatch k3 {k3.start:.2g} → {k3.last:.2g})")
-    elif p05 and p05.mean < 0.7:
+    elif p05 and p05.mean < _limit(run, "xi_p05"):
         found.append(f"sampler and learner were far apart all along (5th percentile of ξ {p05.mean:.2g})")
     if cut and cut.last > 0.3 and cut.last > 1.5 * cut.start:
         found.append(f"answers no longer end ({cut.start:.0%} → {cut.last:.0%} cut off)")
     length = Curve(run, "response/mean_tokens")
-    if length and length.last < SHRUNK * length.start:
+    if length and length.last < _limit(run, "length") * length.start:
         found.append(f"answers shrank ({length.start:.0f} → {length.last:.0f} tokens)")
     same = Curve(run, "reward/zero_std_groups")
-    if same and same.last > 0.8 and not _skipped(run):  # which says more
+    if same and same.last > _limit(run, "zero_std_groups") and not _skipped(run):  # which says more
         found.append(f"{same.last:.0%} of the groups taught nothing, their rewards being equal")
     failed = [Curve(run, f"reward/{name}") for name in ("timeouts", "errors")]
     if any(curve and curve.last > 0 for curve in failed):
         found.append("the reward itself failed on some rollouts")
     return found
+
+
+def _limit(run: Run, name: str) -> float:
+    return limit(run.settings.alerts if run.settings else None, name)
 
 
 def _and(parts: list[str]) -> str:
@@ -334,11 +334,3 @@ def _drifts(k3: Curve) -> bool:
 def _below(ratio: float) -> str:
     """Rounded down, so that nearly 1 is not 1."""
     return f"{math.floor(ratio * 1000) / 1000:g}" if ratio > 0.1 else f"{ratio:.2g}"
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"

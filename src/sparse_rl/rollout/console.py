@@ -11,6 +11,7 @@ from ..config import KV, DataConfig, Sampling
 from ..data.examples import Example
 from ..data.prompts import encoded
 from ..errors import UserError
+from ..format import size
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer
 from ..terminal import Terminal
@@ -100,11 +101,3 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     else:
         table.add_row("compactions", "none: every sequence fitted")
     return table
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..disk import refusal
 from ..errors import RankLost, Unanswered, UserError, first_line, notice
+from ..format import gib
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
-from ..plan.memory import gib
 from ..world import ALONE, LOST, World
 from . import manifest, metadata, storage
 from .manifest import Damaged, Entry, HashingFileSystem

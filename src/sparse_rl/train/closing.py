@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import Config
+from ..format import size
 from ..scores import are_shares, score_keys, score_name, score_text
 from .run_folder import RunFolder
 
@@ -56,7 +57,6 @@ def _held_out(configs: list[Config], share: bool) -> str:
 
 
 def _costs(rows: list[dict[str, float]]) -> list[str]:
-    from ..rollout.console import size  # here, because it imports torch
 
     means = []
     for key in ("kv/token_savings", "sparse/rejection_rate"):

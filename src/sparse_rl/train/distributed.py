@@ -14,8 +14,8 @@ import torch.distributed as dist
 from .. import __version__
 from ..config import Config
 from ..errors import RankLost, UserError, first_line
+from ..format import gib
 from ..plan.dimensions import dimensions
-from ..plan.memory import gib
 from ..plan.remedies import TOO_LARGE
 from ..world import ALONE, LOST, World
 from .lock import process_name

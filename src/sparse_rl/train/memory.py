@@ -6,9 +6,10 @@ from transformers import PreTrainedModel
 
 from ..config import Config
 from ..errors import UserError
+from ..format import gib
 from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
-from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, gib, rollouts_of_rank
+from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
 

@@ -19,11 +19,11 @@ from ..config import Config, to_toml
 from ..data.examples import TASK_PROBLEMS, check_source, load, short_enough, too_few
 from ..data.prompts import encoded
 from ..errors import Absent, UserError
+from ..format import duration, gib
 from ..models.folder import check_model_folder, refuse_missing
 from ..plan.dimensions import HUB_SHAPES
-from ..plan.memory import gib
 from ..plan.output import wide_console
-from ..plan.recipe_table import duration, run_s, smallest_card
+from ..plan.recipe_table import run_s, smallest_card
 from ..plan.roofline import step_time
 from ..report.live import LiveReport
 from ..rewards.find import refuse_inside_a_reward
