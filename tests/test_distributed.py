@@ -281,7 +281,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
         "dist.init_process_group('gloo')\n"
         "world = World(dist.get_rank(), 2, dist.new_group(backend='gloo'), timeout=timedelta(seconds=2))\n"
         "world.rank and time.sleep(8)\n"
-        "world.meet()\n"
+        "world.barrier()\n"
     )
     assert re.search(r"RankLost: Rank 1 did not answer \(ranks.timeout_s = 2\)", refused(tmp_path, script))
 
@@ -303,7 +303,7 @@ try:
         if world.rank == 2:
             stuck = threading.Lock()
             stuck.acquire(), stuck.acquire()
-        world.meet()
+        world.barrier()
 except UserError as error:
     say(str(error), getattr(error, 'rank', None))
     os._exit(2)

@@ -239,7 +239,7 @@ def test_reading_runs_loads_no_torch(looked_at, tmp_path):
                 np.linspace(0.1, 0.8, 20), kv__token_savings=0.2, kv__peak_bytes=3 * 2**20, kv__dense_bytes=[2 * 2**20] * 20
             ),
             "learned",
-            ["3 MiB were allocated, dense would have held 2 MiB. So no memory was saved: that takes a smaller kv.budget"],
+            ["3.0 MiB were allocated, dense would have held 2.0 MiB. So no memory was saved: that takes a smaller kv.budget"],
         ),
         (curve([0.1, 0.2]), "early", ["Too early to say"]),
         ([], "empty", ["nothing to say yet"]),

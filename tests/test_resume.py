@@ -99,8 +99,8 @@ def test_what_a_crash_left_does_no_harm(world, tmp_path):
 def test_a_run_without_a_checkpoint_yet_starts_over(world, tmp_path):
     train(world, tmp_path / "whole", *DENSE)
     train(world, tmp_path / "early", *DENSE)
-    for step in (tmp_path / "early/checkpoints").iterdir():
-        (step / "state.json").unlink()
+    for name in ("checkpoints", "model"):  # as if it had been killed before its first checkpoint
+        shutil.rmtree(tmp_path / "early" / name)
     train(world, tmp_path / "early", *DENSE, "--resume")
     assert_same_run(tmp_path / "whole", tmp_path / "early", 2)
 
