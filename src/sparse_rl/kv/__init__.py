@@ -1,1 +1,1 @@
-"""What is kept: the bounded storage, who is evicted and when. This room knows no model."""
+"""The bounded KV cache, its eviction policies and the trace of evictions. Knows no model."""

@@ -1,7 +1,7 @@
-"""The storage: one tensor of keys and one of values over all layers and slots, of a size that never changes.
+"""The slot cache: one tensor of keys and one of values over all layers and slots, of fixed size.
 
-A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order,
-at the front of its row. The host knows every length (the schedule is fixed), so nothing here asks the device.
+A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order, at the front
+of its row. The host knows every length (the schedule is fixed), so nothing here asks the device.
 """
 
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window; T tokens held, K kept
@@ -28,7 +28,7 @@ SCRATCH_FLOOR_BYTES = 16 * 2**20  # but at least this much: a cache of a few MiB
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's attention asks of a cache."""
+    """Shape, dtype and device of the cache that a model's attention needs."""
 
     layers: int
     q_heads: int
@@ -40,17 +40,17 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Rank:
-    """The first samples of several prompts, or their second ones, and so on: the slots they enter."""
+    """One sample of each of several prompts: the first samples, the second ones, and so on, with the slots they enter."""
 
     rows_m: Tensor
-    """Which of the P prompts have a sample of this rank."""
+    """Indices of the P prompts that have a sample of this rank."""
     slots_m: Tensor
     seeds_P: Tensor
-    """Of the samples; of any other where a prompt has none of this rank."""
+    """Seed of each prompt's sample. A prompt without a sample of this rank has its last sample's seed."""
 
 
 def ranks(slots: list[list[int]], seeds: list[list[int]], device: torch.device) -> list[Rank]:
-    """From the slots and seeds of each prompt's samples."""
+    """Group the slots and seeds of each prompt's samples by rank."""
     found = []
     for number in range(max(map(len, slots))):
         rows = [row for row, of_prompt in enumerate(slots) if len(of_prompt) > number]
@@ -66,19 +66,19 @@ def ranks(slots: list[list[int]], seeds: list[list[int]], device: torch.device) 
 
 @dataclass(frozen=True)
 class Packed:
-    """Prompts that fit their slots as they are, one sample of each: which packed token goes to which place of which slot."""
+    """Prompts that fit their slots, one sample of each: the source token, slot and place of every copied token."""
 
     source_M: Tensor
     slots_M: Tensor
     places_M: Tensor
     recent_m: Tensor
-    """Which of those lie in the ring of queries: the last tokens of each prompt."""
+    """Indices of the copied tokens that enter the ring of queries: the last ones of each prompt."""
     lengths: list[tuple[int, int]]
     """(slot, tokens) of each sample."""
 
     @classmethod
     def of(cls, copies: list[tuple[int, int, int]], ring: int, device: torch.device) -> "Packed":
-        """From (start among the packed tokens, tokens, slot) of each sample."""
+        """Build from (start among the packed tokens, tokens, slot) of each sample."""
         starts, counts, slots = (torch.tensor(each, device=device) for each in zip(*copies, strict=True))
         total = sum(tokens for _, tokens, _ in copies)
         which_M = torch.repeat_interleave(torch.arange(len(copies), device=device), counts, output_size=total)
@@ -89,7 +89,7 @@ class Packed:
 
 
 def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
-    """Refuse a cache that is larger than all memory there is. Of one that may fit, the allocator tells."""
+    """Raise if the cache is larger than the total memory. The allocator reports one that only does not fit now."""
     needed = 2 * shape.layers * slots * shape.kv_heads * capacity * shape.head_dim * shape.dtype.itemsize
     if shape.device.type == "cuda":
         total, whose = torch.cuda.mem_get_info(shape.device)[1], "the GPU"
@@ -118,12 +118,12 @@ class SlotCache:
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values, as allocated."""
+        """Allocated bytes of keys and values."""
         return self.keys_LSHCD.untyped_storage().nbytes() + self.values_LSHCD.untyped_storage().nbytes()
 
     @property
     def side_bytes(self) -> int:
-        """Of what lies beside them: positions, lengths and the ring of queries."""
+        """Allocated bytes of positions, lengths and the ring of queries."""
         beside = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
         return sum(tensor.untyped_storage().nbytes() for tensor in beside)
 
@@ -143,10 +143,10 @@ class SlotCache:
         budget: int,
         policy: Policy,
     ) -> list[Tensor]:
-        """Prompts of one length enter the slots of their samples, compressed to `budget` where they are longer.
+        """Write prompts of one length into the slots of their samples, compressed to `budget` if they are longer.
 
-        Returns the dropped positions [P, H, T - budget]: nothing where they fit, one tensor where all samples of a
-        prompt drop the same, and one for each rank where the policy draws by the rollout's own seed.
+        Returns the dropped positions [P, H, T - budget]: nothing if the prompts fit, one tensor if all samples of a prompt
+        drop the same keys, and one per rank if the policy draws by the rollout's own seed.
         """
         total = keys_PHTD.shape[2]
         places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)
@@ -176,7 +176,7 @@ class SlotCache:
         return dropped
 
     def fill_packed(self, layer: int, packed: Packed, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> None:
-        """Prompts that need no compression enter the slots of their samples, in one layer."""
+        """Write prompts that need no compression into the slots of their samples, in one layer."""
         for stored, new in ((self.keys_LSHCD, keys_1HND), (self.values_LSHCD, values_1HND)):
             stored[layer, packed.slots_M, :, packed.places_M] = new[0, :, packed.source_M].transpose(0, 1)
         if self.ring:
@@ -185,14 +185,14 @@ class SlotCache:
             self.queries_LSQWD[layer, slots_m, :, places_m % self.ring] = last_mQD
 
     def place_packed(self, packed: Packed) -> None:
-        """Their positions and lengths, once all layers have them."""
+        """Write the positions and lengths of packed prompts, after all layers are filled."""
         self.positions_LSHC[:, packed.slots_M, :, packed.places_M] = packed.places_M[:, None, None].to(torch.int32)
         slots, tokens = zip(*packed.lengths, strict=True)
         device = self.lengths_S.device
         self.lengths_S[torch.tensor(slots, device=device)] = torch.tensor(tokens, device=device)
 
     def append(self, layer: int, rows: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:
-        """One more token of each of these slots, in one layer; `advance` counts it once all layers have it."""
+        """Write one more token of each slot in one layer. `advance` counts it after all layers have it."""
         lengths = self.lengths_S[rows]
         self.keys_LSHCD[layer, rows, :, lengths] = keys_SHD
         self.values_LSHCD[layer, rows, :, lengths] = values_SHD
@@ -206,7 +206,7 @@ class SlotCache:
         self.lengths_S[rows] += 1
 
     def copy_slot(self, source: "SlotCache", source_slot: int, slot: int, held: int) -> None:
-        """A sequence moves: from another slot of this cache or of another one."""
+        """Copy a sequence from another slot of this or another cache."""
         for mine, theirs in ((self.keys_LSHCD, source.keys_LSHCD), (self.values_LSHCD, source.values_LSHCD)):
             mine[:, slot, :, :held] = theirs[:, source_slot, :, :held]
         self.positions_LSHC[:, slot, :, :held] = source.positions_LSHC[:, source_slot, :, :held]
@@ -214,7 +214,7 @@ class SlotCache:
         self.lengths_S[slot] = held
 
     def reorder(self, slots: Tensor) -> None:
-        """Slot i takes what slot `slots[i]` holds (beam search)."""
+        """Move the contents of slot `slots[i]` to slot i (beam search)."""
         for tensor in (self.keys_LSHCD, self.values_LSHCD, self.positions_LSHC, self.queries_LSQWD):
             tensor.copy_(tensor[:, slots])
         self.lengths_S.copy_(self.lengths_S[slots])
@@ -232,11 +232,12 @@ class SlotCache:
         seeds: list[int],
         protected: list[int] | None = None,
     ) -> Tensor:
-        """Keep `budget` of the `held` tokens of these slots, in place; the dropped positions as [L, n, H, held - budget].
+        """Keep `budget` of the `held` tokens of these slots, in place. Return the dropped positions [L, n, H, held -
+        budget].
 
-        `ends` are the positions of the slots' next tokens, which say where their rings begin; `seeds` and `protected`
-        (leading tokens that stay) are the slots' own. Rows go through in tiles, so the scratch does not grow with
-        the number of slots.
+        `ends` are the positions of the slots' next tokens, from which the start of each ring follows. `seeds` and `protected`
+        (leading tokens that stay) have one entry per slot. Rows are compacted in tiles, so the scratch memory does not grow
+        with the number of slots.
         """
         device = self.keys_LSHCD.device
         slots_n = torch.tensor(slots, device=device)
@@ -267,16 +268,16 @@ class SlotCache:
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
     def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(layer, index of the slot) of each row, layer by layer, as many rows at a time as the scratch takes."""
+        """Yield (layer, index of the slot) of each row, layer by layer, as many rows at a time as fit the scratch memory."""
         rows = max(1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots
 
     def _row_scratch_bytes(self, held: int, copies: int) -> int:
-        """What compacting one row takes beside the cache. With kernels: copies of keys and values where a policy wants
-        them, and some ten numbers a token to rank them. Without: what is kept of them, three float32 forms of the keys, and a tile of R-KV's
-        similarities with its comparisons, the hungriest of the policies."""
+        """Return the bytes that compacting one row takes beside the cache. With kernels: copies of keys and values if the
+        policy needs them, and about ten numbers per token to rank them. Without: copies of the kept tokens, three float32
+        forms of the keys, and a tile of R-KV's similarities with its comparisons. R-KV needs the most of all policies."""
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
         ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
@@ -286,19 +287,20 @@ class SlotCache:
         return ring_bytes + self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
 
     def _ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
-        """The window's queries [R, Q, W, D], oldest first."""
+        """Return the window's queries [R, Q, W, D], oldest first."""
         step_W = torch.arange(self.ring, device=ends_R.device)
         places_RW = (ends_R[:, None] + step_W) % self.ring
         return self.queries_LSQWD[layer_R[:, None], slot_R[:, None], :, places_RW].transpose(1, 2)
 
 
 def _rows(tensor_LSx: Tensor) -> Tensor:
-    """Layers and slots as one dimension."""
+    """Flatten layers and slots into one dimension."""
     return tensor_LSx.flatten(0, 1)
 
 
 def due(held: list[int], budget: int) -> dict[int, list[int]]:
-    """The slots that hold more than the budget, by how many tokens they hold: those are compacted together."""
+    """Return the slots that hold more than the budget, by number of held tokens. Slots of one length are compacted
+    together."""
     found: dict[int, list[int]] = {}
     for slot, tokens in enumerate(held):
         if tokens > budget:
@@ -311,9 +313,10 @@ def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:
 
 
 def _dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
-    """The positions that are not kept, ascending, as int32 [B, H, T - K].
+    """Return the positions that are not kept, ascending, as int32 [B, H, T - K].
 
-    Before kept token k lie kept[k] - k dropped ones, so that many kept ones lie before the d-th dropped one as have at most d.
+    There are kept[k] - k dropped tokens before kept token k. So the number of kept tokens before the d-th dropped one is the
+    number of k for which that count is at most d.
     """
     kept = kept_BHK.shape[2]
     before_BHK = kept_BHK - torch.arange(kept, device=kept_BHK.device)

@@ -1,4 +1,4 @@
-"""Who was evicted when: enough to rebuild, afterwards, what the sampler saw at every token."""
+"""The trace of evictions: enough to rebuild the keys that the sampler saw at every token."""
 
 # L layers, H kv heads, T tokens of a sequence (prompt and response), N tokens dropped in one compaction of n sequences
 
@@ -12,10 +12,10 @@ NEVER = 2**31 - 1
 
 
 class Trace:
-    """Evictions of one sequence, one or two bytes a key: they happen only when the prompt ends or an interval is full.
+    """Evictions of one sequence, in one or two bytes per key. They happen only at the end of the prompt and of an interval.
 
-    `codes_LHT` is 0 for never; c > 0 is after (c - 1) * interval response tokens had entered the cache. It may be given as a
-    function, which is called when the codes are first asked for: most rollouts are never replayed.
+    `codes_LHT` is 0 for a key that was never evicted; c > 0 means after (c - 1) * interval response tokens entered the cache.
+    It may be a function, which is called when the codes are first read: most rollouts are never replayed.
     """
 
     def __init__(self, codes_LHT: Tensor | Callable[[], Tensor], prompt_tokens: int, interval: int):
@@ -32,14 +32,14 @@ class Trace:
 
     @property
     def evicted_at(self) -> Tensor:
-        """int32 [L, H, T]: the position of the first query that does not see the key, `NEVER` where it was kept."""
+        """Return int32 [L, H, T]: the position of the first query that does not see the key, `NEVER` if it was kept."""
         codes = self.codes_LHT.to(torch.int32)
         times = self.prompt_tokens + (codes - 1) * self.interval
         return torch.where(codes == 0, torch.tensor(NEVER, dtype=torch.int32), times.to(torch.int32))
 
 
 class TraceRecorder:
-    """Collects the compactions of one running sequence."""
+    """Collect the compactions of one running sequence."""
 
     def __init__(self, prompt_tokens: int, interval: int):
         self.prompt_tokens = prompt_tokens
@@ -47,8 +47,8 @@ class TraceRecorder:
         self._events: list[tuple[int, Tensor, int]] = []
 
     def record(self, entered: int, dropped_LnHN: Tensor, index: int = 0) -> None:
-        """Positions dropped after `entered` response tokens had entered, 0 for the compression of the prompt; those of this
-        sequence stand at `index`, among others that were compacted with it."""
+        """Record positions dropped after `entered` response tokens had entered; 0 is the compression of the prompt. `index`
+        is the place of this sequence among those that were compacted with it."""
         self._events.append((entered // self.interval + 1, dropped_LnHN, index))
 
     def finish(self, layers: int, kv_heads: int, tokens: int) -> Trace:

@@ -1,1 +1,1 @@
-"""Who samples: prompts in, rollouts out, through slots of a bounded cache."""
+"""The sampler: prompts in, rollouts out, through slots of a bounded KV cache."""

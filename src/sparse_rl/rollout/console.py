@@ -1,4 +1,4 @@
-"""Rollouts for a person at a terminal: the text as it is sampled, then what it cost."""
+"""Show rollouts at a terminal: the text as it is sampled, then a table of its cost."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ from .stats import Progress
 
 
 def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfig) -> None:
-    """`sparse-rl generate`."""
+    """Run `sparse-rl generate`."""
     if args.samples_per_prompt < 1 or args.slots < 1:
         raise UserError("samples-per-prompt and slots must both be at least 1.")
     if not all(prompt.strip() for prompt in args.prompts):
@@ -39,7 +39,7 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfi
 
 
 class Printer:
-    """Prints rollouts in order: the first unfinished one as it grows, the others when their turn comes."""
+    """Print rollouts in order: the first unfinished one as it grows, the others when their turn comes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: int, samples: int):
         self.tokenizer, self.samples, self.total = tokenizer, samples, prompts * samples
@@ -78,7 +78,7 @@ class Printer:
 
 
 def printable(text: str) -> str:
-    """A model's text is data: control characters that would drive the terminal are shown, not obeyed."""
+    """Return the text with control characters escaped, so that a model's text cannot drive the terminal."""
     return escaped(text, most=len(text), keep="\n\t")
 
 

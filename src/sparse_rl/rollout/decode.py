@@ -1,4 +1,4 @@
-"""The decode step: one token of every active slot in, attention over the slots' rows, one token of each out."""
+"""The decode step: feed one token of every active slot, attend over the slots' rows, return one token of each."""
 
 # S active slots, Q query heads, H kv heads, D head dimension, V vocabulary
 
@@ -14,8 +14,9 @@ from ..kv.cache import SlotCache
 
 
 class DecodeView:
-    """Slots 0 to n - 1 of the cache, each with one new token. `longest` and `even` tell of the lengths after it, where the
-    host knows them; a kernel asks the device. Without `kernels`, none is compiled."""
+    """Attention view of slots 0 to n - 1 of the cache, each with one new token. `longest` and `even` describe the lengths
+    after that token, as far as the host knows them; a kernel reads the lengths on the device. `kernels=False` compiles no
+    kernel."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class DecodeView:
         )
 
     def advance(self) -> None:
-        """Count the token, once all layers have it."""
+        """Add the new token to the lengths, after all layers have stored it."""
         if self.fused:
             self.lengths_S += 1
         else:
@@ -75,11 +76,11 @@ class DecodeView:
 
 @dataclass
 class SlotState:
-    """The active slots before some steps, one entry each: what the host knows and a step needs."""
+    """Host-side state of the active slots before a launch, one entry per slot."""
 
     tokens: list[int]
     positions: list[int]
     lengths: list[int]
     seeds: list[int]
     last: list[int]
-    """The position no step may pass: a sequence that has ended idles there."""
+    """Last position that a step may reach. A sequence that has ended idles there."""

@@ -1,4 +1,4 @@
-"""The engine: a model, a bounded cache, and `generate`. The public face of the sampler."""
+"""The engine: a model, a bounded KV cache, and `generate`. The public API of the sampler."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,8 @@ from .selfcheck import check_model
 from .stats import Progress, Stats
 
 CHUNK = {"cpu": 8, "cuda": 16}
-"""Steps between looks at the host, at most; a divisor of the interval is taken. A finished slot idles to the next look."""
+"""Maximum decode steps between two returns to the host, by device type. The engine takes a divisor of the interval. A
+finished slot idles until the next return."""
 
 
 class Engine:
@@ -143,18 +144,18 @@ class Engine:
             self._grow(tokens + self.chunk)
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse, before any work starts, what `generate` would refuse of this prompt."""
+        """Raise the error that `generate` would raise for this prompt, before any work starts."""
         self._checked([prompt], 1, sampling, None, None, False)
 
     def most_prompt_tokens(self, sampling: Sampling) -> int:
-        """Of a prompt that `check_prompt` does not refuse for its length."""
+        """Return the number of tokens up to which `check_prompt` accepts a prompt."""
         rooms = [room - sampling.max_tokens for room in (self.limits.sliding_window, self.limits.context) if room is not None]
         if self.kv.protect_prompt and self.policy.evicts:
             rooms.append(self.kv.budget - self.kv.window - 1)
         return min([self.prefill_tokens, *rooms])
 
     def _graphs(self) -> GraphRunner | None:
-        """The captured steps, made anew where the cache or the weights have moved."""
+        """Return the graph runner, rebuilt if the cache or the weights have moved."""
         assert self.cache is not None
         if self.use_graphs and (self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk)):
             self.graphs = None  # its memory, before its successor takes some
@@ -167,7 +168,7 @@ class Engine:
         return SlotCache(self.limits.shape, self.slots, capacity, ring)
 
     def _grow(self, capacity: int) -> None:
-        """A dense cache holds what the longest sequence of a call needs."""
+        """Make a dense cache large enough for the longest sequence of a call."""
         if self.cache is None or self.cache.capacity < capacity:
             self.cache = self.graphs = None  # freed before its successor is allocated
             self.cache = self._allocate(capacity)
@@ -182,7 +183,7 @@ class Engine:
         return ids
 
     def _checked(self, prompts, samples, sampling, seeds, limits, allow_beyond_context) -> list[list[int]]:
-        """All that can be wrong with a request, before any work starts."""
+        """Check the request and return its prompts as lists. Raises before any work starts."""
         prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
         if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
             raise UserError("Prompts are lists of token ids: encode text with the model's tokenizer first.")

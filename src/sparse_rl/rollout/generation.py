@@ -1,4 +1,4 @@
-"""One call of `generate`, top to bottom: admit, decode a chunk, retire the finished, compact who is due."""
+"""One call of `generate`: admit requests, decode a chunk, retire finished sequences, compact the slots that are due."""
 
 # L layers, H kv heads, N tokens dropped, V vocabulary
 
@@ -27,17 +27,17 @@ from .scheduler import Request, Scheduler, Sequence
 from .stats import Progress, Stats
 
 ROUND = 2
-"""Chunks after which ended slots are filled anew, where chunks are launched ahead. Sequences then start in step, are
-compacted together, and the host is waited for more rarely."""
+"""Chunks after which ended slots are refilled, if chunks are launched ahead. Sequences then start in step and are compacted
+together, and the device waits for the host less often."""
 REFILL = 16
-"""So many new sequences at a time enter 256 slots on a GPU, where a prefill of a few prompts takes as long as ten steps."""
+"""New sequences that enter 256 slots at a time on a GPU. A prefill of a few prompts takes as long as ten steps there."""
 FIRST_TOKENS = 64
-"""Rows of logits sampled at a time after prefill, with torch's float64 sums: a bound on what they take."""
+"""Rows of logits sampled at a time after prefill. This bounds the memory of torch's float64 sums."""
 
 
 @dataclass
 class Stash:
-    """A prefilled prompt kept aside while samples of its group still wait for a slot."""
+    """A copy of a prefilled prompt, held while samples of its group wait for a slot."""
 
     group: int
     cache: SlotCache
@@ -143,7 +143,7 @@ class Generation:
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, 2 * tokens * key_bytes)
 
     def _keep_aside(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
-        """If samples of this prompt still wait, copy its slot, unless each of them drops keys of its own choice."""
+        """Copy the prompt's slot if samples of it still wait, unless each sample evicts its own choice of keys."""
         waiting = self.scheduler.waiting
         if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):
             return
@@ -157,7 +157,7 @@ class Generation:
         return min(len(prompt), self.kv.budget) if self.policy.evicts else len(prompt)
 
     def _start(self, requests: list[Request], logits_nV: Tensor, dropped: list[Tensor | None]) -> None:
-        """The first tokens are sampled from the prompts' last logits; each request becomes a sequence in its slot."""
+        """Sample the first tokens from the prompts' last logits and make each request a sequence in its slot."""
         seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
         positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
         drawn = [
@@ -184,7 +184,7 @@ class Generation:
     # Responses
 
     def _decode(self) -> None:
-        """Chunks of steps until the slots must change: one is booked while, on a GPU, the next one already runs."""
+        """Run chunks of steps until the slots must change. On a GPU the next chunk runs while the host books the last one."""
         self._start_steps()
         steps = min(self.chunk, self.scheduler.remaining())
         pending = self.runner.launch(steps, self.clock)
@@ -213,8 +213,9 @@ class Generation:
             self.runner.start(slots, self.sampling)
 
     def _may_follow(self, steps: int, more: int) -> bool:
-        """Whether `more` steps may be launched before the result of the last `steps` is known: if no slot is to be compacted
-        between them or would overflow, and, at the end of a round, slots that are known to have ended are not yet worth it."""
+        """Return whether `more` steps may be launched before the result of the last `steps` is known. That holds if no slot
+        is due for compaction between them or overflows. At the end of a round, it also needs that too few slots have ended
+        for a refill."""
         active = self.scheduler.active
         if (
             not self.runner.overlaps
@@ -232,11 +233,11 @@ class Generation:
         return 2 * ended < len(active)
 
     def _is_due(self, sequence: Sequence, steps: int = 0) -> bool:
-        """Whether it is to be compacted once that many more tokens have entered."""
+        """Return whether the sequence is due for compaction after `steps` more tokens have entered."""
         return (sequence.entered + steps) % self.kv.interval == 0 and sequence.held + steps > self.kv.budget
 
     def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> None:
-        """Write down what was sampled."""
+        """Add the sampled tokens to their sequences and to the statistics."""
         self._settle()
         active = self.scheduler.active
         held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
@@ -258,7 +259,7 @@ class Generation:
         self._report()
 
     def _first_stops(self, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, running: list[bool]) -> list[int]:
-        """Where in each row the first stop token is, the row's length if nowhere."""
+        """Return the index of the first stop token in each row, or the row's length if there is none."""
         if not np.isfinite(logprobs_Sn[np.array(running)]).all():
             raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
         stops = np.isin(tokens_Sn, self.stop)
@@ -296,7 +297,7 @@ class Generation:
     # The bound
 
     def _compact(self) -> None:
-        """Whoever has had a multiple of `interval` tokens enter and holds more than the budget goes back to it."""
+        """Compact every sequence that holds more than the budget and has had a multiple of `interval` tokens enter."""
         if not self.policy.evicts:
             return
         active = self.scheduler.active
@@ -321,7 +322,7 @@ class Generation:
             self.stats.compactions += len(ripe)
 
     def _settle(self) -> None:
-        """Write down what the last compactions dropped, now that the device has been waited for."""
+        """Record the positions that the last compactions dropped, after the device has been waited for."""
         for sequences, pinned_LnHN in self.unsettled:
             dropped_LnHN = pinned_LnHN.clone()  # pinned memory goes back to be used again: it takes long to get
             for index, (sequence, entered) in enumerate(sequences):
@@ -344,5 +345,5 @@ class Generation:
 
 
 def to_host_later(tensor: Tensor) -> Tensor:
-    """On its way to the host: complete when the device has been waited for, as it is at the end of every chunk."""
+    """Start a copy to the host. It is complete after the next wait for the device, at the latest at the end of the chunk."""
     return tensor.to("cpu", non_blocking=True)

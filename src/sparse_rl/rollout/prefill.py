@@ -1,7 +1,7 @@
-"""Prompts go in: packed into one row of tokens, each attending to itself alone, compressed layer by layer as they pass.
+"""Prefill: prompts are packed into one row of tokens, attend each to itself alone, and are compressed layer by layer.
 
-Only one layer's keys of the packed prompts exist at a time beside the cache: that is the scratch. Prompts that fit enter
-their slots together; those of one length lie side by side, so that compression takes them together.
+Only one layer's keys of the packed prompts exist at a time beside the cache: the scratch memory. Prompts that fit enter their
+slots together. Prompts of one length lie side by side, so that they are compressed together.
 """
 
 # N tokens of all prompts, P prompts of one length, T their tokens, Q query heads, H kv heads, D head dimension, L layers
@@ -37,10 +37,10 @@ class Row:
     stop: int
     ranks: list[Rank]
     dropped: list[list[Tensor]] = field(default_factory=list)
-    """What `SlotCache.fill` dropped in each layer, where the prompts are longer than the budget."""
+    """Positions that `SlotCache.fill` dropped in each layer, if the prompts are longer than the budget."""
 
     def dropped_of(self, prompt: int, sample: int) -> Tensor | None:
-        """[L, H, dropped] positions of one sample, None where its prompt fitted the budget."""
+        """Return the dropped positions [L, H, dropped] of one sample, or None if its prompt fitted the budget."""
         if not self.dropped or not self.dropped[0]:
             return None
         return torch.stack([by_rank[min(sample, len(by_rank) - 1)][prompt] for by_rank in self.dropped])
@@ -49,7 +49,8 @@ class Row:
 def prefill(
     model: PreTrainedModel, cache: SlotCache, policy: Policy, kv: KV, prompts: list[PromptInSlots]
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
-    """Fill the slots; the logits [prompts, V] of the first response tokens, and what each sample of each prompt dropped."""
+    """Fill the slots. Return the logits [prompts, V] of the first response tokens, and the dropped positions of each sample
+    of each prompt."""
     device = cache.shape.device
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
     rows: list[Row] = []
@@ -119,5 +120,5 @@ class PrefillView:
 
 
 def unpack(packed_1HND: Tensor, row: Row, count: int) -> Tensor:
-    """The row's prompts as a batch [P, H, T, D]."""
+    """Return the row's prompts as a batch [P, H, T, D]."""
     return packed_1HND[0, :, row.start : row.stop].unflatten(1, (count, -1)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The record of one sampled response: what was said, how likely it was, and what the sampler could see."""
+"""The record of one sampled response: its tokens, their log-probs, and the keys that the sampler evicted."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,19 +16,19 @@ class Rollout:
 
     prompt: list[int]
     response: list[int]
-    """Token ids, the stop id included."""
+    """Token ids, including the stop id."""
     logprobs: Tensor = field(repr=False)
-    """float32, one per response token: of the untruncated softmax under the sparse policy, at `temperature`."""
+    """float32 log-prob of each response token: untruncated softmax under the sparse policy at `temperature`."""
     finish: Finish
     kv_peak: int
     """Most tokens any layer and head held after prefill."""
     temperature: float
-    """Of the log-probs: the sampling temperature, 1 where that was 0."""
+    """Temperature of the log-probs: the sampling temperature, or 1 if that was 0."""
     seed: int
     trace: Trace | None = field(repr=False, default=None)
-    """The evictions, None where they were not recorded."""
+    """Evictions; None if they were not recorded."""
 
     @property
     def evicted_at(self) -> Tensor | None:
-        """int32 [layers, kv_heads, prompt + response]: the first position that does not see the key, else `NEVER`."""
+        """Return int32 [layers, kv_heads, prompt + response]: the first position that does not see the key, else `NEVER`."""
         return None if self.trace is None else self.trace.evicted_at

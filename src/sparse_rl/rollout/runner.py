@@ -35,7 +35,7 @@ SMALLEST = 16
 
 
 class NotCapturable(RuntimeError):
-    """The model asks the host something in the middle of a step: it cannot be a graph."""
+    """Raised if a model needs the host in the middle of a step, so that the step cannot be a CUDA graph."""
 
 
 class LaunchedSteps(Protocol):
@@ -50,14 +50,14 @@ class StepRunner(Protocol):
     """Run decode steps for the active slots."""
 
     overlaps: bool
-    """Whether a launch returns at once, so that the next one can follow while the host reads this one's result."""
+    """True if a launch returns at once, so that the next can follow while the host reads this one's result."""
 
     def start(self, slots: SlotState, sampling: Sampling) -> None:
         """Load the state of the active slots before the next launch."""
         ...
 
     def launch(self, steps: int, clock: Clock) -> LaunchedSteps:
-        """Start that many steps."""
+        """Start `steps` decode steps."""
         ...
 
 
@@ -80,7 +80,7 @@ class EagerRunner:
         self.cache.lengths_S[: len(slots.lengths)] = torch.tensor(slots.lengths, device=device)
 
     def launch(self, steps: int, clock: Clock) -> "TakenSteps":
-        """Run that many steps."""
+        """Run `steps` decode steps."""
         with clock.part("decode"), decode_context(self.model):
             drawn = [self._step() for _ in range(steps)]
         tokens, logprobs = (torch.stack(each, dim=1).cpu() for each in zip(*drawn, strict=True))
@@ -154,12 +154,12 @@ class GraphRunner:
         self.weights = self._weights()
 
     def fits(self, model: PreTrainedModel, cache: SlotCache, chunk: int) -> bool:
-        """Whether these graphs still read the right memory."""
+        """Return whether the graphs still read the memory of this model's weights and of this cache."""
         same = self.model is model and self.cache is cache and self.chunk == chunk
         return same and self.weights == self._weights()
 
     def start(self, slots: SlotState, sampling: Sampling) -> None:
-        """Upload the active slots and make their step ready."""
+        """Upload the active slots and capture their step if it is new."""
         self.active = len(slots.tokens)
         bucket = min(self.cache.slots, max(SMALLEST, next_power_of_2(self.active)))
         self.temperature_1.fill_(sampling.logprob_temperature)
@@ -181,7 +181,7 @@ class GraphRunner:
         self.graph = self.graphs[key]
 
     def launch(self, steps: int, clock: Clock) -> "PendingSteps":
-        """Enqueue that many steps. One more launch may follow before this one's result is fetched."""
+        """Enqueue `steps` decode steps. One more launch may follow before this one's result is fetched."""
         self.turn = 1 - self.turn
         first = self.turn * self.chunk
         self.state[5].fill_(first)
@@ -200,8 +200,8 @@ class GraphRunner:
         self.state.copy_(self.host, non_blocking=True)
 
     def _capture(self, slots: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """A step is run twice before, which compiles what it needs; each run starts from the uploaded state, so what
-        they write is written again by the first real step."""
+        """Capture one step. It runs twice first, which compiles the kernels it needs. Each run starts from the uploaded
+        state, so the first real step overwrites what they wrote."""
         device = self.cache.shape.device
         self.stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
@@ -244,12 +244,12 @@ class GraphRunner:
 
 
 def truncates(sampling: Sampling) -> bool:
-    """A greedy draw has nothing to truncate."""
+    """Return whether the sampling truncates logits. A greedy draw never does."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def graphs_work_on(device: torch.device) -> bool:
-    """Whether the decode step can be a graph there; says so in one line where a GPU lacks what it takes."""
+    """Return whether the decode step can be a CUDA graph on this device. Prints a notice if a GPU lacks Triton."""
     if device.type != "cuda":
         return False
     if not usable(device):

@@ -1,4 +1,4 @@
-"""Draw one token a row from logits, by one uniform number a row, and say its exact log-prob."""
+"""Draw one token per row from logits with one uniform number per row, and return its exact log-prob."""
 
 # B rows, V vocabulary
 
@@ -9,10 +9,10 @@ from ..config import Sampling
 
 
 def sample(logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probs [B] under the untruncated softmax at the sampling temperature.
+    """Return tokens [B] and their log-probs [B] under the untruncated softmax at the sampling temperature.
 
-    The draw inverts the cumulative distribution in vocabulary order: the same uniform gives the same token, whatever
-    rows stand beside it. Sums are in float64, so that a token's share is right to far below a 152k vocabulary's tail.
+    The draw inverts the cumulative distribution in vocabulary order: the same uniform gives the same token, whatever the other
+    rows are. Sums are in float64, so a token's share is accurate to far below the tail of a 152k vocabulary.
     """
     logprobs_BV = (logits_BV.float() / sampling.logprob_temperature).log_softmax(dim=-1)
     if sampling.temperature == 0:
@@ -30,7 +30,8 @@ def sample(logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling) -> tuple[T
 
 
 def truncate(weights_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all but the `top_k` largest (0: all) and, of those, the smallest set with a share of `top_p`; ties to lower ids."""
+    """Zero all weights but the `top_k` largest (0: all) and, among those, the smallest set with a share of `top_p`. Ties go
+    to lower ids."""
     sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     if top_k:
         sorted_BV[:, top_k:] = 0

@@ -1,7 +1,7 @@
-"""Who gets a slot: requests wait in order, active sequences fill the first slots, a finished one makes room.
+"""Assign slots: requests wait in order, active sequences fill the first slots, a finished sequence frees its slot.
 
-All of it is bookkeeping of the host in plain integers. The active slots are always 0 to n - 1, so that a step works on
-the front of the cache and never on idle slots.
+The scheduler is host-side bookkeeping in plain integers. The active slots are always 0 to n - 1, so a step works on the front
+of the cache and never on idle slots.
 """
 
 from collections import deque
@@ -18,9 +18,9 @@ from .rollout import Finish
 @dataclass(frozen=True)
 class Request:
     index: int
-    """Place in the result."""
+    """Index in the result."""
     group: int
-    """Index of the prompt: requests of one group are prefilled together."""
+    """Index of the prompt. Requests of one group are prefilled together."""
     prompt: list[int]
     seed: int
     max_tokens: int
@@ -28,7 +28,7 @@ class Request:
 
 @dataclass
 class Sequence:
-    """A rollout in the making."""
+    """An unfinished rollout."""
 
     request: Request
     held: int
@@ -36,23 +36,23 @@ class Sequence:
     trace: TraceRecorder
     guard: RepetitionGuard | None = None
     entered: int = 0
-    """Response tokens whose keys have entered the cache, those of steps after the end included."""
+    """Response tokens whose keys have entered the cache, including steps after the end."""
     tokens: int = 0
-    """Of the response so far."""
+    """Response tokens so far."""
     last_token: int = -1
     pieces: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """Tokens and log-probs of the response, a chunk at a time: views of what came from the device."""
+    """Tokens and log-probs of the response, one pair per chunk: views of the arrays that came from the device."""
     finish: Finish | None = None
     kv_peak: int = 0
 
     @property
     def position(self) -> int:
-        """Of the next token to be fed."""
+        """Position of the next token to feed."""
         return len(self.request.prompt) + self.entered
 
     @property
     def last_position(self) -> int:
-        """The position of the last token that may be fed: what the model was made for is not passed."""
+        """Position of the last token that may be fed. Steps after it could pass the positions the model was made for."""
         return len(self.request.prompt) + self.request.max_tokens - 1
 
     @property
@@ -60,8 +60,8 @@ class Sequence:
         return self.request.max_tokens - self.tokens
 
     def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
-        """Append sampled tokens up to the end of the rollout; how many were taken. `stop_at` is the first place of a stop
-        token among them, their number if there is none."""
+        """Append sampled tokens up to the end of the rollout and return how many were taken. `stop_at` is the index of the
+        first stop token, or the number of tokens if there is none."""
         if stop_at == len(tokens) < self.remaining and self.guard is None:  # most chunks end nothing: the short way
             self.pieces.append((tokens, logprobs))
             self.tokens += stop_at
@@ -83,21 +83,21 @@ class Sequence:
         return taken
 
     def response(self) -> tuple[list[int], np.ndarray]:
-        """Its tokens and their log-probs."""
+        """Return the tokens and their log-probs."""
         tokens, logprobs = zip(*self.pieces, strict=True)
         return np.concatenate(tokens).tolist(), np.concatenate(logprobs)
 
 
 class Scheduler:
     def __init__(self, requests: list[Request], slots: int, refill: int = 1, more: Callable[[], list[Request]] | None = None):
-        """While any sequence runs, new ones enter only into `refill` free slots or more (or all that wait). When there is room,
-        `more` is asked for another group, until it has none."""
+        """Queue the requests. While any sequence runs, new ones enter only if `refill` slots are free (or enough for all
+        that wait). If there is room, `more` is asked for another group until it returns none."""
         self.slots, self.refill, self.more = slots, refill, more
         self.waiting = deque(requests)
         self.active: list[Sequence] = []
 
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits, after asking for more."""
+        """Ask for more requests if there is room. Return whether a sequence runs or waits."""
         while self.more is not None and len(self.waiting) + len(self.active) < self.slots:
             requests = self.more()
             self.waiting.extend(requests)
@@ -105,18 +105,18 @@ class Scheduler:
         return bool(self.waiting or self.active)
 
     def worth_a_prefill(self, ended: int = 0) -> bool:
-        """Whether enough slots are free, those of `ended` sequences that have not been taken out included."""
+        """Return whether enough slots are free for a prefill. `ended` sequences that are not yet retired count as free."""
         free = self.slots - len(self.active) + ended
         enough = self.refill if self.more is not None else min(self.refill, len(self.waiting))
         return self.has_more and (not self.active or free >= enough)
 
     @property
     def has_more(self) -> bool:
-        """Whether a sequence waits, or may be asked for."""
+        """True if a sequence waits or `more` can still be asked."""
         return bool(self.waiting) or self.more is not None
 
     def admit(self, prefill_tokens: int) -> list[list[Request]]:
-        """The next requests that fit the free slots and, by their prompts' tokens, one prefill; a list for each group."""
+        """Return the next requests that fit the free slots and, by their prompts' tokens, one prefill. One list per group."""
         groups: list[list[Request]] = []
         free, tokens = self.slots - len(self.active), 0
         while self.waiting and free:
@@ -135,7 +135,7 @@ class Scheduler:
         return max((sequence.remaining for sequence in self.active if sequence.finish is None), default=0)
 
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
-        """Take the finished out; the moves (from slot, to slot) that close the gaps they leave."""
+        """Remove finished sequences. Return them and the moves (from slot, to slot) that close the gaps."""
         finished = [sequence for sequence in self.active if sequence.finish is not None]
         moves = []
         slot = 0

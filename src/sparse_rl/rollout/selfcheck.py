@@ -1,8 +1,8 @@
-"""Does this model, through our views, say what it says by itself? Asked once, when an engine is built.
+"""Check that a model gives the same log-probs through our views as by itself. Runs once, when an engine is built.
 
-The shapes of attention do not tell everything: a model may mix tokens beside attention, mask in its own way, or take
-positions from the row in place of their numbers. A stand-in in float32 with one layer of each kind answers in its place:
-packed sequences as the learner sees them, prompts and decode steps as the sampler does, and a token far into a sequence.
+The shapes of attention do not tell everything: a model may mix tokens beside attention, mask in its own way, or derive
+positions from the row instead of the position ids. A float32 stand-in with one layer of each kind is checked in its place:
+packed sequences as in the learner, prompts and decode steps as in the sampler, and a token far into a sequence.
 """
 
 # N packed tokens, V vocabulary
@@ -28,28 +28,28 @@ from .decode import DecodeView
 from .prefill import PromptInSlots, prefill
 
 LENGTHS = (256, 37, 13)
-"""Tokens of the sequences that are packed together."""
+"""Tokens of each sequence that is packed."""
 DECODED = 4
-"""Of those, the last ones are fed one by one."""
+"""Tokens at the end of each sequence that are fed one by one."""
 DEEP = 8256
-"""Tokens of a sequence whose last one is looked at: Llama-4 changes its attention at 8192."""
+"""Tokens of the long sequence whose last token is checked. Llama-4 changes its attention at 8192."""
 FAR_FLOAT32 = 1e-4
-"""Of log-probs, in standard deviations of the logits. Rounding gives 1e-6 in a layer."""
+"""Largest gap of log-probs in float32, in standard deviations of the logits. Rounding gives 1e-6 in a layer."""
 FAR_HALF = 0.25
-"""Where there is no stand-in and the model itself, whole, is looked at in half precision."""
+"""The same limit in half precision, for a model that has no stand-in and is checked whole."""
 ROUNDING = 10
-"""Times what the model, step by step with a cache of its own, differs from itself: large activations (Qwen2.5) magnify
-rounding a hundredfold."""
+"""Multiple of the model's own rounding that is tolerated: the gap between one pass and steps with its own cache. Large
+activations (Qwen2.5) magnify rounding a hundredfold."""
 WIDEST = 3e-3
-"""The most that this excuses: a model that contradicts itself by more cannot be checked."""
+"""Upper limit on that tolerance. A model that contradicts itself by more cannot be checked."""
 SEEDS = 2
-"""Draws of tokens, one of which must pass: rounding may send a token to another expert."""
+"""Draws of tokens, one of which must pass. Rounding may send a token to another expert."""
 
 _passed: WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, torch.device]] = WeakKeyDictionary()
 
 
 def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
-    """Refuse a model whose log-probs through our views are not its own. Done once for a model on its device."""
+    """Raise if the model's log-probs through our views differ from its own. Runs once per model and device."""
     place = (limits.shape.dtype, limits.shape.device)
     if _passed.get(model) == place:
         return
@@ -82,7 +82,7 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
 
 
 def _smallest_gap(model: PreTrainedModel, limits: AttentionLimits, far: float) -> float | None:
-    """None for a model that agrees with itself, else the gap of log-probs."""
+    """Return None if the model agrees with itself, else the smallest gap of log-probs over the seeds."""
     gaps = []
     for seed in range(SEEDS):
         gap, spread, rounding = _look(model, limits, seed, far)
@@ -94,7 +94,7 @@ def _smallest_gap(model: PreTrainedModel, limits: AttentionLimits, far: float) -
 
 
 def _look(model: PreTrainedModel, limits: AttentionLimits, seed: int, far: float) -> tuple[float, float, float]:
-    """(largest gap of log-probs, standard deviation of logits, the model's own rounding in those)."""
+    """Return (largest gap of log-probs, standard deviation of the logits, the model's own rounding in units of the latter)."""
     config = model.config.get_text_config()
     shape = replace(limits.shape, layers=config.num_hidden_layers, dtype=model.dtype)
     room = min(limit for limit in (limits.context, limits.sliding_window, DEEP) if limit)
@@ -120,7 +120,7 @@ def _gap(left_NV: Tensor, right_NV: Tensor) -> float:
 
 
 def _prompt(tokens) -> int:
-    """How many tokens of a sequence are its prompt."""
+    """Return the number of prompt tokens of a sequence."""
     return max(1, len(tokens) - DECODED)
 
 
@@ -129,7 +129,7 @@ def _row(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 class _Packed:
-    """Sequences in one row, each over itself: what a dense replay is."""
+    """Attention view of a dense replay: sequences in one row, each over itself."""
 
     def __init__(self, lengths: list[int], device: torch.device):
         self.bounds = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
@@ -140,7 +140,7 @@ class _Packed:
 
 
 def _packed(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
-    """Logits of all tokens as the learner has them: hidden states, then the head."""
+    """Return the logits of all tokens as the learner computes them: hidden states, then the head."""
     lengths = [len(tokens) for tokens in sequences]
     tokens_1N = _row(model, [token for tokens in sequences for token in tokens])
     positions_1N = _row(model, [position for length in lengths for position in range(length)])
@@ -154,7 +154,8 @@ def _packed(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
 
 
 def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int]]) -> list[Tensor]:
-    """Logits from the last prompt token on as the sampler has them: packed prompts, then tokens one by one side by side."""
+    """Return the logits from the last prompt token on as the sampler computes them: packed prompts, then one token of each
+    sequence per step."""
     cache = SlotCache(shape, len(sequences), max(map(len, sequences)))
     prompts = [PromptInSlots(tokens[: _prompt(tokens)], [slot], [0]) for slot, tokens in enumerate(sequences)]
     logits_SV, _ = prefill(model, cache, get("full"), KV(policy="full"), prompts)
@@ -175,14 +176,14 @@ def _decode(model: PreTrainedModel, cache: SlotCache, tokens_S: Tensor, position
 
 
 def _caches_keys_as_they_are(model: PreTrainedModel, shape: CacheShape) -> bool:
-    """Some models compute keys from something smaller that they cache."""
+    """Return whether the model caches its keys. Some models cache something smaller and compute keys from it."""
     cache = DynamicCache()
     model(_row(model, [0]), past_key_values=cache, use_cache=True)
     return {tuple(layer.keys.shape) for layer in cache.layers} == {(1, shape.kv_heads, 1, shape.head_dim)}
 
 
 def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Logits of the last token of a long sequence whose keys are random: the model's own and ours."""
+    """Return the logits of the last token of a long sequence with random keys: the model's own and ours."""
     cache, own = SlotCache(shape, 1, tokens), DynamicCache()
     for layer in range(shape.layers):
         keys, values = (
@@ -198,7 +199,7 @@ def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Ge
 
 
 def _step_by_step(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """The same as `_sampled`, of one sequence and with the cache that the model makes for itself."""
+    """Return the logits of `_sampled` for one sequence, with the cache that the model makes for itself."""
     out = model(_row(model, tokens[: _prompt(tokens)]), use_cache=True)
     rows = [out.logits[0, -1]]
     for token in tokens[_prompt(tokens) :]:
@@ -209,7 +210,7 @@ def _step_by_step(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """No TF32: it would hide what float32 shows."""
+    """Turn TF32 off, which would hide differences that float32 shows."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

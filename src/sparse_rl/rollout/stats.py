@@ -1,4 +1,4 @@
-"""What a call of `generate` did and cost, and how far it is while it runs."""
+"""Statistics of one call of `generate`, and its progress while it runs."""
 
 from dataclasses import dataclass, field
 
@@ -10,40 +10,40 @@ class Stats:
     """Counts, times and memory of the engine's last `generate`."""
 
     tokens: int = 0
-    """Response tokens in the rollouts; what was sampled after a stop does not count."""
+    """Response tokens in the rollouts, without those sampled after a stop."""
     prompt_tokens: int = 0
-    """Prefilled: each prompt once per group, unless its samples drop different keys of it and wait for a slot."""
+    """Prefilled prompt tokens. A prompt counts once per group, unless its samples evict different keys and wait for a slot."""
     seconds: float = 0.0
-    """Of the whole call, by the clock."""
+    """Wall-clock time of the whole call."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compaction_s: float = 0.0
-    """By part, on the device's clock: decode from the first step of a chunk to its last, the others with their launches."""
+    """Device time by part: decode from the first step of a chunk to its last, prefill and compaction with their launches."""
     compactions: int = 0
-    """Of single sequences, the compression of long prompts included."""
+    """Compactions, counted per sequence, including the compression of long prompts."""
     steps: int = 0
     peak_kv_bytes: int = 0
-    """Keys and values as allocated; they never grow."""
+    """Allocated bytes of keys and values. They never grow."""
     side_bytes: int = 0
-    """Positions, lengths and the ring of queries beside them."""
+    """Bytes of positions, lengths and the ring of queries."""
     scratch_bytes: int = 0
-    """Keys and values of the packed prompts in one layer, and of a prompt that waits for more slots."""
+    """Peak bytes of keys and values of the packed prompts in one layer, or of a prompt whose samples wait for slots."""
     slot_steps: int = 0
     kept_tokens: int = 0
     """Tokens held, summed over decode steps and sequences."""
     dense_tokens: int = 0
     """Tokens a dense cache would have held at the same steps."""
     dense_peak_tokens: int = 0
-    """The most tokens, over all sequences at one moment, that a dense cache would have held."""
+    """Most tokens that a dense cache would have held at one moment, over all sequences."""
 
     def beside(self, other: "Stats") -> "Stats":
-        """Of two engines at work at the same time: counts add up, times and memory are those of the larger."""
+        """Combine the statistics of two engines that ran at the same time: counts add up, times and memory take the larger."""
         mine, theirs = vars(self), vars(other)
         return Stats(**{name: max(mine[name], theirs[name]) if name in LARGER else mine[name] + theirs[name] for name in mine})
 
     @property
     def host_s(self) -> float:
-        """What the device spent waiting for the host, or the host on its own work."""
+        """Seconds in which the device waited for the host or the host did its own work."""
         return max(0.0, self.seconds - self.prefill_s - self.decode_s - self.compaction_s)
 
     @property
@@ -52,7 +52,7 @@ class Stats:
 
     @property
     def idle_share(self) -> float:
-        """Slots that were empty or finished, over all slots and steps."""
+        """Share of slot steps in which the slot was empty or its sequence had ended."""
         return 1 - self._useful_steps / self.slot_steps if self.slot_steps else 0.0
 
     @property
@@ -63,7 +63,8 @@ class Stats:
     _useful_steps: int = field(default=0, repr=False)
 
     def count_steps(self, taken: np.ndarray, held: np.ndarray, dense: np.ndarray) -> None:
-        """`taken` steps of each sequence, which held `held` tokens before the first, where dense would have held `dense`."""
+        """Count `taken` steps of each sequence, which held `held` tokens before the first; a dense cache would have held
+        `dense`."""
         grown = taken * (taken + 1) // 2
         self._useful_steps += int(taken.sum())
         self.kept_tokens += int((taken * held + grown).sum())
@@ -77,14 +78,14 @@ LARGER = (
 
 @dataclass(frozen=True)
 class Progress:
-    """Handed to the progress callback between chunks of steps."""
+    """Progress of `generate`, passed to the callback between chunks of steps."""
 
     finished: int
     total: int
-    """Rollouts."""
+    """Number of rollouts."""
     tokens: int
     seconds: float
     new: dict[int, list[np.ndarray]]
-    """Pieces of responses sampled since the last call, by the rollout's place in the result."""
+    """Response tokens sampled since the last call, by the rollout's index in the result."""
     ended: list[int]
-    """Places of the rollouts that have ended since the last call."""
+    """Indices of the rollouts that ended since the last call."""

@@ -36,7 +36,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def from_settings(kv: KV) -> Policy:
-    """The policy a section names, with its window, sinks and options."""
+    """Return the policy that the section names, with its window, sinks and options."""
     for name in ("window", "sinks"):
         if name in kv.options:
             raise UserError(f"kv.options has {name}, which is an option of its own: set kv.{name} = {kv.options[name]}.")

@@ -1,7 +1,7 @@
-"""What every policy shares: score the keys that compete, force the rest to stay, keep the best in time order.
+"""Base class of policies: score the keys that compete, force the rest to stay, keep the best in time order.
 
-A policy is a frozen dataclass with one method, `scores`. It sees rotated queries and keys as they lie in the
-cache and knows no model, no slots and no schedule.
+A policy is a frozen dataclass with one method, `scores`. It sees rotated queries and keys as stored in the cache. It knows no
+model, no slots and no schedule.
 """
 
 # queries [B, Q, W, D], keys and values [B, H, T, D], already rotated: B rows, Q query heads, H kv heads, W window,
@@ -24,23 +24,23 @@ class Policy:
     """Keep `budget` of T keys in every row and kv head: the last `window`, the first `sinks`, the best of the rest."""
 
     window: int = 8
-    """Tokens at the end that always stay; their queries do the scoring, where a policy uses queries."""
+    """Tokens at the end that always stay. Their queries compute the scores, if the policy uses queries."""
     sinks: int = 0
-    """Tokens at the start that always stay. They take part in the scoring like any other."""
+    """Tokens at the start that always stay. They are scored like any other token."""
 
     uses_queries: ClassVar[bool] = False
-    """Whether `scores` reads the queries of the window: the cache then keeps a ring of them."""
+    """True if `scores` reads the queries of the window. The cache then keeps a ring of them."""
     uses_values: ClassVar[bool] = True
-    """Whether `scores` reads the values: if not, a compaction does not copy them, and hands over None."""
+    """True if `scores` reads the values. If False, a compaction does not copy them and passes None."""
     reads_rows: ClassVar[bool] = False
-    """Whether `scores` takes its keys as `kernels.rows.Rows`, too: on a GPU a compaction then copies none."""
+    """True if `scores` also accepts keys as `kernels.rows.Rows`. A compaction on a GPU then copies no keys."""
     uses_seeds: ClassVar[bool] = False
-    """Whether `scores` reads the row's seed: the samples of a prompt then drop different keys of it."""
+    """True if `scores` reads the row's seed. The samples of a prompt then drop different keys."""
     evicts: ClassVar[bool] = True
-    """False only for `full`: the cache then grows to whatever the sequence needs."""
+    """False only for `full`. The cache then grows to the length of the sequence."""
 
     def __init_subclass__(cls) -> None:
-        """Scores of one's own see tensors, and the values, unless the class says otherwise."""
+        """Reset `reads_rows` and `uses_values` for a class with its own `scores`, unless the class sets them."""
         super().__init_subclass__()
         if "scores" in cls.__dict__:
             cls.reads_rows = cls.__dict__.get("reads_rows", False)
@@ -99,11 +99,11 @@ class Policy:
 
 
 def rank(scores_BHn: Tensor) -> LongTensor:
-    """Indices from best to worst, [B, H, n]; among ties the lower position first.
+    """Return indices [B, H, n] from best to worst; ties go to the lower position.
 
-    Neighbours in score that are equal up to rounding are ties, and a tie's ties are, too. They are common (the first
-    layer's keys of one token have the same norm at every position, max pooling repeats its maximum), and were they left
-    to the last bit, the choice would change with the batch a sequence happens to run in.
+    Neighbours in score that are equal up to rounding are ties, and so are ties of ties. They are common: in the first layer
+    the keys of one token have the same norm at every position, and max pooling repeats its maximum. If the last bit decided,
+    the choice would depend on the batch in which a sequence happens to run.
     """
     total = scores_BHn.shape[-1]
     scores_BHn = scores_BHn.clamp(min=torch.finfo(torch.float32).min)

@@ -1,4 +1,4 @@
-"""Full: keep everything. The dense run, through the same code as the sparse ones."""
+"""Full: keep everything. The dense run uses the same code as the sparse ones."""
 
 from dataclasses import dataclass
 from typing import ClassVar

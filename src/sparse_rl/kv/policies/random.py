@@ -1,7 +1,7 @@
-"""Random: a key's priority is drawn once, by (row seed, head, position), so what is kept is a uniform sample.
+"""Random: draw a key's priority once, by (row seed, head, position), so that the kept tokens are a uniform sample.
 
-The row seed is the rollout's, mixed with the layer. This is the control: a task on which it does not fall behind
-says nothing about the other policies.
+The row seed is the rollout's, mixed with the layer. This is the control: a task on which it does not fall behind says nothing
+about the other policies.
 """
 
 from dataclasses import dataclass

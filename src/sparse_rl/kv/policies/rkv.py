@@ -1,4 +1,4 @@
-"""R-KV: keep what the window attends to and drop what other keys already say (arXiv 2505.24133)."""
+"""R-KV: keep the keys that the window attends to and drop keys similar to others (arXiv 2505.24133)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""SnapKV: keep what the last queries attend to (arXiv 2404.14469), as R-KV decodes with it or in its original form."""
+"""SnapKV: keep the keys that the last queries attend to (arXiv 2404.14469), in R-KV's decode form or the original one."""
 
 # B rows, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens
 
@@ -16,7 +16,7 @@ class SnapKV(Policy):
     kernel: int = 7
     """Width of the pooling, in tokens; odd."""
     form: Literal["decode", "prefill"] = "decode"
-    """`decode` is R-KV's importance alone; `prefill` the original: softmax over all keys, summed over the window."""
+    """`decode` is R-KV's importance alone. `prefill` is the original: softmax over all keys, summed over the window."""
     pool: Literal["max", "avg"] = "max"
     """Pooling along time."""
 
