@@ -1,4 +1,4 @@
-"""Which checkpoint is the best: each is scored by what its own weights have earned."""
+"""Choose the best checkpoint of a run by the metric that its own weights earned."""
 
 import math
 from collections.abc import Callable
@@ -8,20 +8,24 @@ from .checkpoint import State
 
 
 class Best:
-    """Notes the best checkpoint in the state of a run, by `checkpoint.best`.
+    """Records the best checkpoint in the state of a run, by the metric `checkpoint.best`.
 
-    The rollouts of a step come from the weights before its update: what they earned belongs to the checkpoint before, and the last
-    one has no score. A metric of `eval/` is measured after the update.
+    The rollouts of a step are sampled before its update, so their metrics score the checkpoint before. The last checkpoint
+    therefore has no score. A metric of `eval/` is measured after the update.
     """
 
     def __init__(self, settings: CheckpointConfig, warn: Callable[[str], None]):
         self.metric, self.every, self.warn = settings.best, settings.every, warn
         self.held_out = self.metric.startswith("eval/")
         self.candidate = -1
-        """The step of the checkpoint whose weights the next step samples from; -1 where there is none."""
+        """Step of the checkpoint whose weights the next step samples from; -1 if there is none."""
 
     def saved(self, step: int) -> None:
-        """A checkpoint that was saved only because the run ended is no candidate: a run in parts has the best one of a whole run."""
+        """Make the checkpoint of `step` the candidate.
+
+        A checkpoint off the schedule of `checkpoint.every`, saved because the run ended, is no candidate. A resumed run thus
+        chooses the same best checkpoint as an uninterrupted one.
+        """
         self.candidate = step if step % self.every == 0 else -1
 
     def after_step(self, state: State, metrics: dict[str, float]) -> None:
@@ -42,7 +46,7 @@ class Best:
             state.best_step, state.best_value = step, value
 
     def told(self, state: State) -> str:
-        """A sentence at the end of a run; empty where no checkpoint has a score."""
+        """Return a sentence for the end of a run; empty if no checkpoint has a score."""
         if state.best_step < 0:
             return ""
         line = f"The best checkpoint by {self.metric} is step {state.best_step} ({state.best_value:.3g})."

@@ -1,8 +1,8 @@
-"""Checkpoints: weights, optimizer and counters of one step, written whole or not at all.
+"""Save and load checkpoints: weights, optimizer state and counters of one step, written whole or not at all.
 
-Weights and moments go through torch.distributed.checkpoint, each rank its part, and are read again by any number of ranks.
-A manifest has the checksum of every file; nothing is read that does not match it, and nothing is unpickled.
-Everything random in a run is drawn by counter, so the step and the data cursor are all there is to save of randomness.
+Each rank writes its part of weights and moments through torch.distributed.checkpoint; any number of ranks can read them.
+The manifest holds the checksum of every file. A file that does not match is not read, and nothing is unpickled.
+All randomness of a run is derived from counters, so the step and the data cursor restore it.
 """
 
 import json
@@ -35,7 +35,7 @@ from .storage import Place, names_in, opened, remove, within
 STATE = "state.json"
 MOST_STATE_BYTES = 2**20
 MOST_COUNT = 2**48
-"""Above any step or prompt of a run."""
+"""Upper bound of any step or prompt count of a run."""
 UNVERIFIED = "The checkpoint of step {step} has no checksums, so nobody can tell whether it is as it was written."
 STARTS_AGAIN = "There is no checkpoint to continue from: the run starts again at step 0."
 UNFINISHED = "The checkpoint of step {step} was not written to its end (it has no state.json), and is not used."
@@ -44,33 +44,36 @@ T = TypeVar("T")
 
 @dataclass
 class State:
-    """Where a run stands, besides weights and moments."""
+    """Counters of a run that a checkpoint stores beside weights and moments."""
 
     step: int = 0
-    """Steps done."""
+    """Number of finished steps."""
     cursor: int = 0
-    """Prompts drawn so far."""
+    """Number of prompts drawn so far."""
     best_step: int = -1
     best_value: float = float("-inf")
     skipped_updates: int = 0
     skipped_in_a_row: int = 0
     quiet_steps: int = 0
-    """Steps in a row without any signal."""
+    """Consecutive steps without any signal."""
     ranks: int = 1
-    """Of the run when it was saved."""
+    """Number of ranks that saved the checkpoint."""
     silent_steps: int = 0
-    """Steps in a row without any verdict."""
+    """Consecutive steps without any verdict."""
     problems: dict[str, Any] = field(default_factory=dict)
-    """Those the run is trained on, see `resume.problems_of`."""
+    """Count and digest of the training problems, see `resume.problems_of`."""
     scored_by: dict[str, str] = field(default_factory=dict)
-    """What `best_value` depends on, see `resume.scored_by`."""
+    """Settings that `best_value` depends on, see `resume.scored_by`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Options by their dotted keys, see `resume.kept_options`."""
     mean_tokens: dict[str, float] = field(default_factory=dict)
-    """By which groups are dealt to many ranks, see `Dealer.mean_tokens`; which rollouts share a batch decides their rounding."""
+    """Mean response tokens per problem, see `RolloutSampler.mean_tokens`.
+
+    Several ranks share out the groups by it. Which rollouts share a batch decides their rounding.
+    """
 
     def check(self, step: int) -> None:
-        """Raise ValueError where a value cannot be that of a run after `step`."""
+        """Raise ValueError if a value is impossible for a run after `step`."""
         lowest = {"best_step": -1, "ranks": 1}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -95,7 +98,10 @@ class State:
 
 
 def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE) -> Place:
-    """`folder`/step-N. state.json comes last and makes it a checkpoint; a write that fails leaves nothing behind."""
+    """Write the checkpoint `folder`/step-N and return its place.
+
+    state.json is written last and completes the checkpoint. A failed write leaves nothing behind.
+    """
     target = within(folder, f"step-{state.step}")
     try:
         if world.is_main:
@@ -133,13 +139,16 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
 
 
 def bytes_of(optimizer: Optimizer) -> int:
-    """Of one checkpoint: the master weights, and two moments of each in float32 or in 8 bits."""
+    """Return the size of one checkpoint in bytes: the master weights and two moments each, in float32 or 8 bits."""
     moments = 2 if optimizer.settings.state == "8bit" else 8
     return sum(master.numel() * (master.element_size() + moments) for master in optimizer.masters)
 
 
 def lack_of_room(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
-    """A warning where the disk seems too small for the checkpoints that will be there at once and the model. Storage has no end."""
+    """Return a warning if the disk seems too small for the checkpoints kept at one time and the model.
+
+    Shared storage is taken to be unlimited.
+    """
     if not isinstance(folder, Path):
         return None
     try:
@@ -159,20 +168,22 @@ def lack_of_room(folder: Place, each: int, model: int, to_come: int, keep: int) 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run continues from."""
 
     state: State
     damaged: list[Damaged]
-    """Later ones, which could not be used."""
+    """Later checkpoints that are damaged."""
     unfinished: list[int]
-    """Steps of later ones that were never written to the end."""
+    """Steps of later checkpoints that were never completed."""
     verified: bool
-    """False where it was written without a manifest."""
+    """False if the checkpoint was written without a manifest."""
 
 
 def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE, reached: float = 0) -> Loaded | None:
-    """The last checkpoint that is sound, into model and optimizer; None where there is none yet. `reached` is the last step that
-    the run is known to have done."""
+    """Load the last sound checkpoint into model and optimizer; return None if there is none yet.
+
+    `reached` is the last step that the run is known to have finished.
+    """
     damaged: list[Damaged] = []
     for step in reversed(world.gather(_agreed(world, lambda: steps_in(folder)))[0]):  # a shared disk may be slow to tell all
         checkpoint = within(folder, f"step-{step}")
@@ -189,7 +200,11 @@ def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = 
 
 
 def _clear_begun(folder: Place, reached: float) -> None:
-    """Where no checkpoint has a state.json. A kill leaves one such, of the last step; any other was whole, and lost it."""
+    """Remove incomplete checkpoints of a folder in which no checkpoint has a state.json.
+
+    A killed run leaves at most one of them, at its last step. An earlier one was complete and has lost its state.json: raise
+    UserError for it.
+    """
     if lost := [step for step in _begun(folder) if step < reached]:
         raise UserError(
             f"{folder} has no checkpoint to continue from: {_step_names(lost)} lost state.json. Restore it from a backup, or start "
@@ -210,7 +225,7 @@ def _step_names(steps: list[int]) -> str:
 
 
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, bool]:
-    """(the state, whether every file was verified), after weights and moments were read in place."""
+    """Read weights and moments in place; return the state, and True if every file was verified."""
     state, files = examined(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
@@ -225,7 +240,10 @@ def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = A
 
 
 def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: Callable[[str], None]) -> int:
-    """The weights of the last of `steps` that is sound, into the tensors that are trained, in their dtype. Returns its step."""
+    """Load the weights of the last sound checkpoint among `steps` and return its step.
+
+    The weights go into the trained tensors, in their dtype.
+    """
     trained = {name: weight.detach() for name, weight in actor.learner.named_parameters() if weight.requires_grad}
     damaged: list[Damaged] = []
     for step in reversed(steps):
@@ -250,7 +268,7 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
 
 
 def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
-    """(the state, the entries of its manifest, None where it was written without one), each checked."""
+    """Return the checked state and the entries of the manifest; None for the entries if there is no manifest."""
     step = step_of(checkpoint)
     content = manifest.read_small(checkpoint, STATE, MOST_STATE_BYTES)
     try:
@@ -270,7 +288,7 @@ def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
 
 
 def examined(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, Entry] | None]:
-    """The first rank reads the state; all verify the files, each its share."""
+    """Return the state and the manifest entries. Rank 0 reads the state; each rank verifies its share of the files."""
     if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
         raise UserError(f"{checkpoint} was written by an older sparse-rl, which has to continue it: start anew with this one.")
     found = world.gather(_agreed(world, lambda: read_state(checkpoint) if world.is_main else None))[0]
@@ -282,7 +300,7 @@ def examined(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, 
 
 
 def _agreed(world: World, work: Callable[[], T]) -> T:
-    """What this rank has found; an error of one rank is raised on all."""
+    """Return the result of `work` on this rank; a UserError of one rank is raised on all."""
     found, failed = None, None
     try:
         found = work()
@@ -295,7 +313,7 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
 
 
 def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | None, world: World) -> None:
-    """In place."""
+    """Read the tensors of a checkpoint in place."""
     index = _agreed(world, lambda: read_index(checkpoint, files))
     for name, tensor in into["weights"].items():
         if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
@@ -337,18 +355,18 @@ def _one_process_is_meant() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line that says something: what torch raises for many ranks is a heading and their errors."""
+    """Return the first informative line of an error. For several ranks torch raises a heading with the errors of the ranks."""
     causes = list(error.failures.values()) if isinstance(error, dcp.api.CheckpointException) else []
     return first_line(causes[0][0] if causes else error)
 
 
 def steps_in(folder: Place) -> list[int]:
-    """Of whole checkpoints."""
+    """Return the steps of the complete checkpoints."""
     return [step for step in _begun(folder) if STATE in names_in(within(folder, f"step-{step}"))]
 
 
 def unfinished_after(folder: Place, step: int) -> list[int]:
-    """Later steps whose checkpoint has no state, as after a write that was cut off."""
+    """Return later steps whose checkpoint has no state.json, such as after an interrupted write."""
     return sorted(set(_begun(folder)) - set(steps_in(folder)) - set(range(step + 1)))
 
 
@@ -362,7 +380,7 @@ def step_of(checkpoint: Place) -> int:
 
 
 def best_step(folder: Place) -> int:
-    """The step of the best checkpoint, as the last sound state has it."""
+    """Return the step of the best checkpoint, from the last sound state."""
     for step in reversed(steps_in(folder)):
         with suppress(Damaged):
             best = read_state(within(folder, f"step-{step}"))[0].best_step
@@ -373,7 +391,7 @@ def best_step(folder: Place) -> int:
 
 
 def set_aside(damaged: Iterable[Damaged]) -> None:
-    """Rename checkpoints that could not be used, so that no later start takes them for those of the run that goes on."""
+    """Rename damaged checkpoints, so that no later start takes them for checkpoints of the continued run."""
     for each in damaged:
         folder, _, name = str(each.checkpoint).rpartition("/")
         storage.move(each.checkpoint, storage.place(f"{folder}/damaged-{name}"))
@@ -385,7 +403,7 @@ def latest(folder: Place) -> Place | None:
 
 
 def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] = notice) -> None:
-    """Keep the last `keep` and the best. What a run left half-written goes, too. One that cannot be removed stays."""
+    """Remove all checkpoints but the last `keep` and the best, incomplete ones included. Warn if one cannot be removed."""
     whole = steps_in(folder)
     kept = {*whole[-keep:], *({best_step} & set(whole))}
     for step in _begun(folder) if whole else ():
@@ -397,7 +415,7 @@ def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] 
 
 
 def _write_last(place: Place, text: str) -> None:
-    """Whole or not at all, and not before what was written before it: storage does so by itself."""
+    """Write a file atomically, after all earlier writes have reached the disk. Shared storage does so by itself."""
     if isinstance(place, Path):
         write_whole(place, text)
         _flush(place.parent)

@@ -1,4 +1,4 @@
-"""The table at the end of training: held-out scores before and after, and what the rollouts cost, from the run folders alone."""
+"""Build the table at the end of training from run folders: held-out scores before and after, and the cost of rollouts."""
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +10,7 @@ from .run_folder import RunFolder
 
 HEADINGS = ("method", "cache", "before", "after", "KV allocated", "dense KV", "tokens not held", "rejected")
 PEAKS = ("kv/peak_bytes", "kv/dense_bytes")
-"""Bytes that were allocated, and that a dense cache would have held."""
+"""Metrics of the bytes that were allocated, and of those that a dense cache would have held."""
 
 
 def print_closing(configs: list[Config], console: Console) -> None:
@@ -38,7 +38,7 @@ def closing_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> 
 
 
 def more_than_dense(config: Config, rows: list[dict[str, float]]) -> str | None:
-    """A sentence on a bounded cache that took more memory than a dense one would have held."""
+    """Return a sentence if a bounded cache took more memory than a dense one would have held; else None."""
     allocated, dense = (_peak(rows, key) for key in PEAKS)
     if config.method == "dense" or allocated <= dense:
         return None

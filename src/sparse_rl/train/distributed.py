@@ -1,4 +1,4 @@
-"""Joining the ranks that torchrun or Ray has started, and refusing what they cannot do together."""
+"""Join the ranks that torchrun or Ray started, and refuse configurations they cannot run together."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ from .resume import options_of
 
 @contextmanager
 def joined(config: Config) -> Iterator[World]:
-    """The world that this process was started in: of one, unless a launcher says otherwise."""
+    """Yield the world of this process: a world of one, unless a launcher started several ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE
@@ -53,7 +53,7 @@ def joined(config: Config) -> Iterator[World]:
 
 
 def gpu_of(local_rank: int, gpus: int) -> int:
-    """Each rank of a machine has a GPU to itself."""
+    """Return the GPU of a rank. Each rank of a machine needs a GPU of its own."""
     if local_rank >= gpus:
         raise UserError(
             f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} and at least {local_rank + 1} ranks: start at most one for "
@@ -63,7 +63,7 @@ def gpu_of(local_rank: int, gpus: int) -> int:
 
 
 RUNS = itertools.count()
-"""Of this process: all ranks have as many."""
+"""Counter of the runs of this process; it is equal on all ranks."""
 
 
 @contextmanager
@@ -80,10 +80,11 @@ def lost_ranks_named() -> Iterator[None]:
 
 
 def fresh_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
-    """(a store of this start, once all ranks are there; the launcher's, to be kept while the other is used).
+    """Return (the store of this start, the launcher's store) once all ranks have joined.
 
-    torchrun keeps its own over restarts, with what the lost ranks have left there, and nodes count restarts apart: so the first
-    rank opens one and says where in torchrun's. One that does not answer, or that all ranks are in, is of an earlier start.
+    Keep the launcher's store alive while the other is in use. torchrun keeps its own store across restarts, with the entries
+    of lost ranks, and nodes count restarts separately. So rank 0 opens a new store and publishes its address in torchrun's
+    store. A store that does not answer, or that all ranks have already joined, belongs to an earlier start.
     """
     known = next(dist.rendezvous("env://", timeout=timeout))[0]
     refuse_again(known)
@@ -111,7 +112,10 @@ def fresh_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, d
 
 
 def address() -> str:
-    """Under which other ranks reach this one: its side of a connection to where all of them have met, or that place itself."""
+    """Return the address under which other ranks reach this one.
+
+    This is the local side of a connection to MASTER_ADDR, or MASTER_ADDR itself if that side is a loopback address.
+    """
     meeting = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
         probe.connect((meeting, int(os.environ["MASTER_PORT"])))
@@ -120,17 +124,20 @@ def address() -> str:
 
 
 SOON = timedelta(seconds=5)
-"""In which a store that is there answers."""
+"""Time within which a live store answers."""
 
 
 def launch() -> str:
-    """The same for all starts of one torchrun; empty without it. Without --rdzv-id torchrun calls every launch none."""
+    """Return the name that all starts of one torchrun share; empty without torchrun.
+
+    Without --rdzv-id torchrun names every launch "none"; the name then includes the parent process.
+    """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{name} {process_name(os.getppid())}" if name == "none" else name
 
 
 def refuse_too_large(config: Config, memory_bytes: int) -> None:
-    """Before any weights are loaded; a model whose shape is not known without the hub is tried."""
+    """Raise UserError if the weights exceed the GPU's memory, before any are loaded. Skip a model of unknown shape."""
     try:
         dims = dimensions(config.model.path)
     except UserError:

@@ -1,4 +1,4 @@
-"""Health checks of a run: what warns, and what ends it."""
+"""Health checks of a run: warnings, and conditions that end it."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Held-out evaluation inside a training run: the same sampling, with a dense cache and with the sampler's own."""
+"""Held-out evaluation inside a training run, with a dense cache and with the sampler's own."""
 
 import functools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from .terminal import View
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out problems of a run; none where data.test or eval.problems say so."""
+    """The held-out problems of a run; empty if `data.test` or `eval.problems` turns the evaluation off."""
 
     name: str
     examples: list[Example]
@@ -46,7 +46,7 @@ class Evaluator:
     config: Config
     held_out: HeldOut
     engine: Engine
-    """The sampler's."""
+    """The engine of the sampler."""
     sampler: PreTrainedModel
     plan: Plan | None
     tokenizer: PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class Evaluator:
     view: View
 
     def evaluate(self) -> dict[str, float]:
-        """Return the held-out metrics with a dense cache and, where the sampler's cache is sparse, with that."""
+        """Return the held-out metrics with a dense cache and, if the sampler's cache is sparse, with that too."""
         metrics: dict[str, float] = {}
         name, examples = self.held_out.name, self.held_out.examples
         if not examples:
@@ -79,7 +79,7 @@ class Evaluator:
         return metrics
 
     def _engine(self, *, sparse: bool) -> Engine:
-        """Return the sampler's own engine where that will do, else one whose cache is freed after the evaluation."""
+        """Return the sampler's own engine if its cache fits, else one whose cache is freed after the evaluation."""
         slots = self.config.eval.slots
         if slots == "auto" and sparse == self.engine.policy.evicts:
             return self.engine
@@ -91,7 +91,7 @@ class Evaluator:
 
     @contextmanager
     def _grading(self) -> Iterator[RewardPool]:
-        """Yield the pool of a task's own reward, also where the run trains on another reward."""
+        """Yield the pool of the task's own reward, even if the run trains on another reward."""
         reward, source = self.config.reward, self.config.data.held_out or ""
         if source not in TASK_REWARDS or reward.function_for(source) == self.pool.function:
             yield self.pool

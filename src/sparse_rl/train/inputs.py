@@ -1,4 +1,4 @@
-"""What a trainer starts from: the model, its tokenizer and the problems with their token ids."""
+"""Load the inputs of a run: the model, its tokenizer and the problems with their token ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from ..rewards.several import refuse_without_answers
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a trainer is handed in place of loading it: a benchmark's random weights and made-up prompts."""
+    """Inputs of a trainer. A benchmark passes random weights and synthetic prompts instead of loading them."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     examples: list[Example]
     prompts: list[list[int]]
     limits: Callable[[list[int]], list[int]] | None = None
-    """From the seeds of rollouts, the number of tokens each of them ends at."""
+    """Function from the seeds of rollouts to the number of tokens at which each ends."""
     notes: Sequence[str] = ()
-    """What a user should know about the data."""
+    """Sentences about the data for the user."""
     places: Sequence[int] = ()
-    """Of the examples in their source, where some were left out."""
+    """Indices of the examples in their source; set if some were left out."""
 
 
 def load_all(config: Config) -> RunInputs:
-    """The model, the problems and their token ids, as the configuration names them."""
+    """Load the model, the problems and their token ids that the configuration names."""
     settings = config.model
     tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
     loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)

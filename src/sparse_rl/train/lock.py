@@ -1,8 +1,8 @@
-"""One writer per run folder: the file `lock` in it names the process that writes.
+"""Allow one writer per run folder: the file `lock` in it names the process that writes.
 
-On one machine flock decides, and a process that is gone. A process of another machine, or one behind storage without flock,
-lives as long as its sign of life changes; whoever waits compares no clocks. A run that is started again by its own launcher
-takes the lock over.
+On one machine flock decides, and the lock of a dead process is free. A holder on another machine, or on storage without flock,
+counts as alive while its heartbeat changes; waiting processes compare no clocks. A run that its own launcher restarts takes
+the lock over.
 """
 
 import fcntl
@@ -24,13 +24,13 @@ from ..errors import UserError, notice
 from .storage import Place, answering, opened
 
 BEAT_S = 15.0
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 EXPIRES_S = 90.0
-"""Without a sign of life for so long, a process of another machine is gone."""
+"""Seconds without a heartbeat after which a process of another machine counts as dead."""
 SETTLE_S = 1.0
-"""Where there is no flock: after this the lock is read again, for two may have written it."""
+"""Seconds after which a lock without flock is read again, because two processes may have written it."""
 ATTEMPTS = 20
-"""To take a lock that changes hands at the same moment."""
+"""Attempts to take a lock that changes hands at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Holder:
     user: str = "?"
     since: str = "?"
     launch: str = ""
-    """The name that all starts of one launcher share."""
+    """Name that all starts of one launcher share."""
     boot: str = ""
-    """The machine since it was booted."""
+    """Id of the machine's current boot."""
     namespace: str = ""
-    """In which the pid counts: a container has its own."""
+    """PID namespace of the process; a container has its own."""
     ticks: str = ""
-    """When the process started, since boot: a pid may be used again."""
+    """Start time of the process in ticks since boot; a pid may be reused."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Holder:
 
     @property
     def lives(self) -> bool | None:
-        """None where it cannot be seen from here."""
+        """Return whether the process is alive; None if it cannot be seen from here."""
         if not (self.same_machine and self.namespace and self.namespace == _namespace()):
             return None
         return _ticks(self.pid) == self.ticks
@@ -78,13 +78,13 @@ class RunLock:
     def __init__(self, run: Place, launch: str = ""):
         self.run, self.holder = run, this_process(launch)
         self.lost = False
-        """Whether another process has taken it, because this one showed no sign of life for too long."""
+        """True if another process took the lock because this one sent no heartbeat for too long."""
         self._file: _OnDisk | _OnStorage = _OnDisk(run) if isinstance(run, Path) else _OnStorage(run)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock, or raise a sentence that names its holder."""
+        """Take the lock, or raise a UserError that names its holder."""
         for _ in range(ATTEMPTS):
             if self._taken():
                 break
@@ -103,7 +103,7 @@ class RunLock:
         self._file.close()
 
     def _taken(self) -> bool:
-        """False to try again."""
+        """Try once to take the lock; return False to try again."""
         exclusive = self._file.open()
         holder, _ = self._file.read()
         if exclusive is False and holder and holder.lives is False:  # a child of the dead process has flock still
@@ -134,7 +134,10 @@ class RunLock:
         return again or holder.lives is False or (bool(exclusive) and holder.same_machine)
 
     def _wait_for_flock(self, holder: Holder | None) -> None:
-        """A process that starts has not yet said who it is; one of an earlier start of this launch is about to end."""
+        """Wait until flock is free or its holder changes.
+
+        A starting process has not yet written its name. A process of an earlier start of this launch is about to end.
+        """
         ends = time.monotonic() + (EXPIRES_S if holder else 2 * SETTLE_S)
         while time.monotonic() < ends:
             time.sleep(SETTLE_S / 10)
@@ -188,7 +191,7 @@ class _OnDisk:
         self._fd: int | None = None
 
     def open(self) -> bool | None:
-        """Whether this process has it alone on this machine; None where there is no flock."""
+        """Try to take flock: True if this process has it, False if another has, None if flock is not supported."""
         self.close()
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -205,7 +208,7 @@ class _OnDisk:
         return self.open()  # it was deleted in between
 
     def read(self) -> tuple[Holder | None, Any]:
-        """(the holder, the sign of life) in the folder now, whatever file this process has open."""
+        """Return (holder, heartbeat) of the lock file now in the folder, whichever file this process has open."""
         try:
             with self.path.open("rb") as file:
                 return _parsed(file.read()), os.fstat(file.fileno()).st_mtime_ns
@@ -239,7 +242,7 @@ class _OnDisk:
 
 
 class _OnStorage:
-    """No flock, no rename: the last one to write it has it."""
+    """A lock file on shared storage, without flock and rename: the last process to write it holds it."""
 
     def __init__(self, run: str):
         self.run = run
@@ -278,7 +281,7 @@ class _OnStorage:
 
 
 def _parsed(text: bytes) -> Holder | None:
-    """None of a file that was cut by a kill."""
+    """Return the holder; None if a kill truncated the file."""
     try:
         values = json.loads(text)
         return Holder(**{each.name: values[each.name] for each in fields(Holder) if each.name in values})
@@ -287,7 +290,7 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def process_name(pid: int) -> str:
-    """A name that no other process has: containers use the same few pids, and a pid is used again."""
+    """Return a name unique to the process. Containers use the same few pids, and pids are reused."""
     return f"{socket.gethostname()} {_boot()} {_namespace()} {pid} {_ticks(pid)}"
 
 
@@ -303,7 +306,7 @@ def _namespace() -> str:
 
 
 def _ticks(pid: int) -> str | None:
-    """When the process started; None where there is none."""
+    """Return the start time of a process in ticks since boot; None if there is no such process."""
     stat = _text(f"/proc/{pid}/stat")
     if stat is None:
         return None

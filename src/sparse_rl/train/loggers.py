@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, W&B and trackio, behind one small interface."""
+"""Log metrics to TensorBoard, W&B and trackio through one small interface, beside metrics.jsonl."""
 
 import os
 import uuid
@@ -37,7 +37,7 @@ class TensorBoard:
 
 
 class WandbLike:
-    """wandb, and trackio, which has its interface."""
+    """Logger for wandb, and for trackio, which has the same interface."""
 
     def __init__(self, module: Any, folder: Path, config: Config, **how: Any):
         project = os.environ.get(f"{module.__name__.upper()}_PROJECT", "sparse-rl")
@@ -68,7 +68,7 @@ def _trackio(folder: Path, config: Config, first_step: int) -> Logger:
 
 
 def run_id(folder: Path) -> str:
-    """The run's own, drawn when it starts and kept in its folder, so that a resumed run goes on where it was."""
+    """Return the id of the run, drawn at its start and kept in its folder. A resumed run continues under the same id."""
     file = folder / "run-id"
     if not file.exists():
         write_whole(file, uuid.uuid4().hex)
@@ -77,7 +77,7 @@ def run_id(folder: Path) -> str:
 
 @contextmanager
 def opened_loggers(folder: Path, config: Config, first_step: int) -> Iterator[list[Logger]]:
-    """Those that log.to names, for a run that goes on with `first_step`."""
+    """Open the loggers that log.to names, for a run that continues with `first_step`."""
     loggers: list[Logger] = []
     with ExitStack() as opened:
         for name in config.log.to:

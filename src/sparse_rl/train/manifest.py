@@ -1,5 +1,7 @@
-"""The manifest of a checkpoint: step, sizes and checksums of its files. Hashed while they are written, verified before they are
-read."""
+"""The manifest of a checkpoint: step, sizes and checksums of its files.
+
+Files are hashed while they are written, and verified before they are read.
+"""
 
 import errno
 import hashlib
@@ -16,17 +18,17 @@ from .storage import Place, answering, opened, within
 
 FILE = "manifest.json"
 MOST_BYTES = 2**28
-"""Of a file that is read as a whole; the index of 100,000 tensors has 50 MB."""
+"""Largest size in bytes of a file that is read whole; the index of 100,000 tensors has 50 MB."""
 LARGE_BYTES = 2**20
-"""Writes from this size on are hashed in a thread of their own, while the disk is written."""
+"""Size in bytes from which a write is hashed in a thread of its own, while the disk is written."""
 READERS = 4
-"""Files that are verified at a time."""
+"""Number of files verified at a time."""
 Entry = dict[str, Any]
-"""Of one file: `bytes` and `blake2b`, in hex."""
+"""Entry of one file: `bytes`, its size, and `blake2b`, its checksum in hex."""
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what was written: the one before may be used."""
+    """A checkpoint that differs from what was written. The one before may still be sound."""
 
     def __init__(self, checkpoint: Place, why: str):
         super().__init__(f"{checkpoint} is damaged: {why}.")
@@ -51,7 +53,7 @@ def entry_of(content: bytes) -> Entry:
 
 
 class HashingFileSystem:
-    """A file system of torch.distributed.checkpoint, and an entry of each file that was written through it."""
+    """A file system for torch.distributed.checkpoint that records an entry of each file written through it."""
 
     def __init__(self, fs: Any):
         self.fs = fs
@@ -99,7 +101,7 @@ class _HashingStream:
 
 
 def read_small(checkpoint: Place, name: str, most: int = MOST_BYTES) -> bytes:
-    """The whole of one file."""
+    """Return the content of one file of at most `most` bytes."""
     fs, path = opened(checkpoint)
     with _reading(checkpoint, name):
         if _size(fs, f"{path}/{name}", checkpoint, name) > most:
@@ -108,7 +110,7 @@ def read_small(checkpoint: Place, name: str, most: int = MOST_BYTES) -> bytes:
 
 
 def read_manifest(checkpoint: Place, step: int) -> dict[str, Entry]:
-    """The entries of its files by name."""
+    """Return the entries of the files by name."""
     try:
         stored = json.loads(read_small(checkpoint, FILE))
         files = {
@@ -124,7 +126,7 @@ def read_manifest(checkpoint: Place, step: int) -> dict[str, Entry]:
 
 
 def verify(checkpoint: Place, files: dict[str, Entry]) -> None:
-    """Raise Damaged where a file is not what was written."""
+    """Raise Damaged if a file differs from what was written."""
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(lambda name: _verify(checkpoint, name, files[name]), files))
 
@@ -151,7 +153,7 @@ def _size(fs: Any, path: str, checkpoint: Place, name: str) -> int:
 
 @contextmanager
 def _reading(checkpoint: Place, name: str) -> Iterator[None]:
-    """A file that is not there is damage. One that cannot be read may be sound: then nothing is decided."""
+    """Raise Damaged for a missing file. An unreadable file may be sound: raise UserError for it."""
     try:
         with answering(checkpoint, "read"):
             try:

@@ -1,4 +1,4 @@
-"""The plan of a run on its own GPU: how many slots, what is expected, and what to say when memory runs out."""
+"""Plan a run on its own GPU: the number of slots, the expected memory, and remedies when memory runs out."""
 
 import torch
 from torch import device as Device
@@ -14,11 +14,14 @@ from ..plan.remedies import sentence
 from ..rollout.engine import Engine
 
 HOPEFUL_SLOTS = 64
-"""Where there is no plan: the rehearsal will tell."""
+"""Slots of a run without a plan; the rehearsal shows whether they fit."""
 
 
 def room_bytes(device: Device) -> int:
-    """What torch may hold on this GPU: what it has, what is free, and no more than the process is allowed."""
+    """Return the bytes that torch may hold on this GPU.
+
+    This is the free memory plus the memory torch has reserved, limited to the share this process may use.
+    """
     device = numbered(device)
     free, total = torch.cuda.mem_get_info(device)
     allowed = total * torch.cuda.get_per_process_memory_fraction(device)
@@ -26,12 +29,12 @@ def room_bytes(device: Device) -> int:
 
 
 def numbered(device: Device) -> Device:
-    """The GPU with its number, which part of torch.cuda asks for; "cuda" alone is the current one."""
+    """Return the GPU with its index, which parts of torch.cuda need; "cuda" alone is the current GPU."""
     return device if device.index is not None else Device(device.type, torch.cuda.current_device())
 
 
 def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
-    """None on a CPU, and for a model that cannot be planned."""
+    """Return the plan of a run; None on a CPU and for a model that cannot be planned."""
     if model.device.type != "cuda":
         return None
     try:
@@ -42,8 +45,11 @@ def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan
 
 
 def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
-    """`rollout.slots`; auto is as many as the plan fits on a GPU (the fewest worth trying if it fits none, for the rehearsal
-    to tell), and on a CPU, where more are not faster, 256."""
+    """Return `rollout.slots`, or a number of slots if it is auto.
+
+    On a GPU that is the plan's number: as many slots as fit, or the fewest worth trying if none fit, which the rehearsal then
+    tries. On a CPU it is at most 256, because more are not faster.
+    """
     if config.rollout.slots != "auto":
         return config.rollout.slots
     if device.type != "cuda":
@@ -53,14 +59,17 @@ def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
 
 
 def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:
-    """Of a dense cache for sequences of `longest` tokens beside a sparse sampler's: by the plan, or with as many bytes."""
+    """Return the slots of a dense cache for sequences of `longest` tokens beside a sparse sampler's cache.
+
+    The plan gives the number. Without a plan the dense cache gets as many bytes as the sparse one.
+    """
     if plan is None or not plan.evaluation_slots:
         return max(1, engine.slots * engine.kv.capacity // longest)
     return max(1, plan.evaluation_slots * (plan.prompt_tokens + plan.config.rollout.max_tokens) // longest)
 
 
 def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:
-    """The most bytes allocated so far, beside what was expected; nothing on a CPU."""
+    """Return the peak of allocated memory so far and the predicted peak, in GiB; empty on a CPU."""
     if device.type != "cuda":
         return {}
     metrics = {"memory/peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
@@ -73,7 +82,7 @@ def compared(metrics: dict[str, float]) -> str:
 
 
 def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
-    """What would fit, by the plan; without one what usually helps."""
+    """Return an error that names settings which fit by the plan; without a plan, settings that usually help."""
     plan = plan or _plan_by_name(config)
     if plan is None:
         return UserError(f"The GPU's memory does not hold a step of this run: try {', or '.join(_usual(config))}.")
@@ -84,7 +93,7 @@ def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
 
 
 def _plan_by_name(config: Config) -> Plan | None:
-    """For a run that did not come so far as to have one."""
+    """Return a plan for a run that failed before it made one; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,7 +1,7 @@
-"""The index of a checkpoint, `.metadata` of torch.distributed.checkpoint, read without running anything that is in it.
+"""Read the index of a checkpoint, `.metadata` of torch.distributed.checkpoint, without executing any of it.
 
-torch pickles the index. Here every class in the pickle becomes an inert record; the index is then built anew from the
-records, value by value. Whatever else a pickle names is refused.
+torch pickles the index. Here every class in the pickle becomes an inert record, and the index is rebuilt from the records,
+value by value. Any other name in the pickle is refused.
 """
 
 import io
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 FILE = ".metadata"
 PART = re.compile(r"__\d+_\d+\.distcp")
-"""A file of tensors, written by one rank."""
+"""Name of a file of tensors, written by one rank."""
 RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
@@ -43,7 +43,7 @@ RECORDS = {
 
 
 def read_index(content: bytes) -> Metadata:
-    """The index that `content` holds. Raises ValueError where it holds anything else."""
+    """Return the index in `content`; raise ValueError if it holds anything else."""
     try:
         return _index(_Unpickler(io.BytesIO(content)).load())
     except MemoryError as error:
@@ -55,7 +55,7 @@ def read_index(content: bytes) -> Metadata:
 
 
 class _Record:
-    """Stands for an object of the pickle: keeps what it was made from, and does nothing."""
+    """Stands for an object of the pickle: keeps its arguments and does nothing."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -66,7 +66,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """The classes it hands out belong to one pickle, so that nothing outside can be changed through them."""
+    """Creates its classes anew for each pickle, so that a pickle cannot change anything outside."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)

@@ -1,4 +1,4 @@
-"""The numbers of a step, by the names of docs/metrics.md. All of the mismatch is taken before anything is masked."""
+"""Compute the metrics of a step, by the names of docs/metrics.md. Mismatch metrics are taken before any masking."""
 
 import math
 import statistics
@@ -48,7 +48,7 @@ def kv_metrics(drawn: RolloutBatch, engine: Engine) -> dict[str, float]:
 
 
 def engine_noise(rollouts: Sequence[Rollout], replayed: Sequence[Tensor]) -> float:
-    """Mean |log pi_sampler - log pi_shadow,old|: what numerics alone put between sampler and learner."""
+    """Return the mean of |log pi_sampler - log pi_shadow,old|: the part of the mismatch that numerics alone cause."""
     gaps = torch.cat([rollout.logprobs - ours.cpu() for rollout, ours in zip(rollouts, replayed, strict=True)])
     return float(gaps.abs().mean())
 

@@ -1,8 +1,8 @@
-"""A refusal of one rank ends all of them, each with its sentence, within seconds and for good.
+"""End all ranks when one of them refuses, each with the same sentence, within seconds and permanently.
 
-The rank that refuses publishes its sentence in the store that all ranks share. A thread in every rank looks for it there and
-interrupts what the rank does, or ends the process where it cannot be interrupted. torchrun starts ended ranks again whatever
-the reason: so its own store keeps the sentence, and each later start ends with it at once.
+The refusing rank publishes its sentence in the store that all ranks share. A thread in every rank watches the store. It
+interrupts the rank, or ends the process if it cannot be interrupted. torchrun restarts ended ranks whatever the reason, so its
+own store keeps the sentence, and each later start ends with it at once.
 """
 
 import ctypes
@@ -19,25 +19,25 @@ from typing import Any
 from ..errors import RankLost, Refused, Unanswered, UserError, first_line, say_error
 
 LOOK_S = 0.5
-"""Between two looks into the store."""
+"""Seconds between two reads of the store."""
 TOGETHER_S = 5.0
-"""The longest that a rank which has unwound waits for the others: torchrun signals them as soon as one is gone."""
+"""Longest time in seconds that an ended rank waits for the others; torchrun signals them as soon as one is gone."""
 GRACE_S = 20.0
-"""In which a rank has to unwind, with all that it writes."""
+"""Seconds in which an interrupted rank must unwind, including all it writes."""
 KEY = "refused"
 
 
 class Interrupted(BaseException):
-    """Raised in the middle of what a rank does when another one has refused."""
+    """Raised in a rank, in the middle of its work, when another rank has refused."""
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether another start would end the same way."""
+    """Return whether another start would end the same way."""
     return isinstance(error, UserError) and not isinstance(error, RankLost | Unanswered)
 
 
 class Watch(threading.Thread):
-    """Looks for what another rank has published, from `with` to its end, and interrupts the thread that has opened it."""
+    """Watches for a refusal of another rank inside its `with` block, and interrupts the thread that opened the block."""
 
     def __init__(self, store: Any, rank: int, size: int):
         super().__init__(name="refusals", daemon=True)
@@ -46,7 +46,7 @@ class Watch(threading.Thread):
         self.over, self.lock = threading.Event(), threading.Lock()
         self.heard: dict[str, Any] | None = None
         self.gone = False
-        """The store, with the rank that held it."""
+        """True if the store can no longer be reached, because the rank that held it has ended."""
 
     def __enter__(self) -> "Watch":
         self.start()
@@ -72,7 +72,7 @@ class Watch(threading.Thread):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Publish what the block raises; where another rank was first, raise its sentence instead."""
+        """Publish an error of the block; if another rank refused first, raise its sentence instead."""
         try:
             try:
                 yield
@@ -94,7 +94,7 @@ class Watch(threading.Thread):
             self.store.compare_set(KEY, "", value)
 
     def look(self) -> bool:
-        """Whether a rank has refused."""
+        """Return whether a rank has refused."""
         with self.lock:
             if self.heard is None and not self.gone:
                 try:
@@ -129,7 +129,7 @@ class Watch(threading.Thread):
 
 
 def refuse_again(known: Any) -> None:
-    """Raise what an earlier start of this launch was refused with."""
+    """Raise the refusal of an earlier start of this launch, if there was one."""
     if known.check([KEY]):
         earlier = json.loads(known.get(KEY))
         raise Refused(earlier["rank"], earlier["said"])
@@ -137,7 +137,7 @@ def refuse_again(known: Any) -> None:
 
 @contextmanager
 def refused_for_good() -> Iterator[None]:
-    """Keep a refusal where later starts of the same launch find it, and ranks that have not met yet."""
+    """Keep a refusal for later starts of the same launch, and for ranks that have not joined yet."""
     try:
         yield
     except UserError as error:

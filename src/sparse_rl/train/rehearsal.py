@@ -1,5 +1,7 @@
-"""A chunk of the sampler and the longest possible pass of the learner, tried before the first step: most of what does not
-fit shows then. Compactions, graphs of fewer slots and the evaluation are still to come; the plan leaves room for them."""
+"""Try a chunk of the sampler and the longest pass of the learner before the first step, to find most memory errors early.
+
+Compactions, graphs of fewer slots and the evaluation are not tried; the plan leaves room for them.
+"""
 
 import torch
 from transformers import PreTrainedModel
@@ -26,8 +28,10 @@ def rehearse(
     config: Config,
     plan: Plan | None = None,
 ) -> None:
-    """On a GPU only: a CPU swaps instead of failing. The sampler goes first, so that its graphs hold what they hold all along
-    when the learner is tried."""
+    """Try the sampler, then the learner, on a GPU; on a CPU do nothing, because it swaps instead of failing.
+
+    The sampler goes first, so that its graphs hold their memory when the learner is tried.
+    """
     if model.device.type != "cuda":
         return
     try:
@@ -40,15 +44,18 @@ def rehearse(
 
 
 def try_sampler(engine: Engine, prompt: list[int], config: Config) -> list[Rollout]:
-    """The first tokens and one chunk of all slots. Leaves no trace: what is drawn depends on seeds and positions alone."""
+    """Sample the first tokens and one chunk in all slots. This changes no state: sampling depends only on seeds and
+    positions."""
     tokens = min(engine.chunk + 1, config.rollout.max_tokens)
     sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
     return engine.generate([prompt] * engine.slots, sampling=sampling, record=False)
 
 
 def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:
-    """Forward and backward over two micro-batches of the longest rollouts beside the optimizer's moments and the sampler's
-    cache. Leaves no trace in weights or moments."""
+    """Run forward and backward over two micro-batches of the longest rollouts, beside the optimizer's moments and the cache.
+
+    Weights and moments stay unchanged.
+    """
     rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in response_lengths(len(prompt), config)]
     count, passes = len(rollouts), list(packs(rollouts, config.optimizer.tokens_per_microbatch))
     zeros = [torch.zeros(len(rollout.response), device=model.device) for rollout in rollouts]
@@ -68,7 +75,8 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
 
 
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:
-    """Made up, with that many response tokens, its first key evicted so that a shadow pass is a real one."""
+    """Return a synthetic rollout with `tokens` response tokens. Its first key is evicted, so that a shadow pass does real
+    work."""
     recorder = TraceRecorder(len(prompt), config.kv.interval)
     recorder.record(0, torch.zeros(shape.layers, 1, shape.kv_heads, 1, dtype=torch.long))
     return Rollout(

@@ -1,7 +1,7 @@
-"""What stays the same when a run goes on, what may change, and what is told of it.
+"""Decide which options may change when a run is resumed, and report the changes.
 
-A checkpoint knows the problems it was trained on and what its best score was given by. A run goes on with the same problems;
-where the score is another, the best checkpoint is chosen anew.
+A checkpoint records its training problems and the settings of its best score. A run must continue with the same problems. If
+the settings of the score differ, the best checkpoint is chosen anew.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from ..data.examples import Example
 from ..errors import UserError
 
 FREE = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
-"""May change; of `reward` and `checkpoint.best` the checkpoint knows what it needs."""
+"""Options that may change; a checkpoint records what it needs of `reward` and `checkpoint.best`."""
 TOLD = (
     "steps",
     "optimizer.lr",
@@ -27,11 +27,11 @@ TOLD = (
     "optimizer.max_skipped_updates",
     "rollout.slots",
 )
-"""May change, and is noted in the run and in its config.toml."""
+"""Options that may change; the run and its config.toml note the change."""
 UNTIL = "# until step"
-"""How a comment of config.toml starts that tells what was otherwise before."""
+"""Start of a comment in config.toml that records an earlier value."""
 SPEED = ("workers", "timeout_s")
-"""Options of `reward` that decide how fast an answer is graded."""
+"""Options of `reward` that only affect how fast an answer is graded."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,15 @@ class Change:
     now: Any
 
     def until(self, step: int) -> str:
-        """A comment of the stored recipe."""
+        """Return the comment for config.toml."""
         return f"{UNTIL} {step}: {self.key} = {self.before}\n"
 
 
 def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Options that are told; one that may not change is refused. Both are values by their dotted keys."""
+    """Return the changes to report; raise UserError for an option that may not change.
+
+    Both `before` and `now` hold values by their dotted keys.
+    """
     differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     for key in differ:
         if key not in TOLD and not key.startswith(FREE):
@@ -58,23 +61,23 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """Every option that is set, by its dotted key."""
+    """Return every option that is set, by its dotted key."""
     return flat(tomllib.loads(to_toml(config)))
 
 
 def kept_options(config: Config) -> dict[str, Any]:
-    """Those that a checkpoint keeps: all but the free ones."""
+    """Return the options that a checkpoint keeps: all but those in `FREE`."""
     return {key: value for key, value in options_of(config).items() if not key.startswith(FREE)}
 
 
 def changes_since(checkpoint: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """The same against what a checkpoint was trained with. Options that it does not know are those of a later version."""
+    """Return the changes against the options of a checkpoint. Options unknown to the checkpoint come from a later version."""
     before = migrated(before)
     return changes(checkpoint, before, {key: value for key, value in now.items() if key in before})
 
 
 def told(changed: Sequence[Change], step: int, config: Config, lr: float) -> list[str]:
-    """Sentences about what is otherwise after `step`; `lr` is that of the next step."""
+    """Return sentences about the changes after `step`; `lr` is the learning rate of the next step."""
     lines = [
         f"{each.key} is {each.now} from step {step + 1} on, and was {each.before}." for each in changed if each.key != "steps"
     ]
@@ -88,7 +91,7 @@ def told(changed: Sequence[Change], step: int, config: Config, lr: float) -> lis
 
 
 def problems_of(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The number of problems and a digest of their token ids, in order."""
+    """Return the number of problems and a digest of their token ids, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for ids in prompts:
         digest.update(len(ids).to_bytes(8, "little"))
@@ -97,7 +100,7 @@ def problems_of(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def answers_of(examples: Sequence[Example]) -> str:
-    """A digest of what rewards are told beside the prompt."""
+    """Return a digest of the answers and columns that rewards receive beside the prompt."""
     digest = hashlib.blake2b(digest_size=16)
     for example in examples:
         digest.update(
@@ -107,7 +110,7 @@ def answers_of(examples: Sequence[Example]) -> str:
 
 
 def scored_by(config: Config, examples: Sequence[Example], held_out: Sequence[Example]) -> dict[str, str]:
-    """All that a value of `checkpoint.best` depends on beside the weights, by the option that names it."""
+    """Return everything besides the weights that `checkpoint.best` depends on, by the option that names it."""
     best, data = config.checkpoint.best, config.data
     found = {"checkpoint.best": best}
     for key, value in config.reward.model_dump(mode="json").items():
@@ -132,7 +135,7 @@ def refuse_other_problems(source: str, before: dict[str, Any], now: dict[str, An
 
 
 def other_score(before: dict[str, str], now: dict[str, str], step: int) -> str:
-    """A sentence where the best checkpoint so far was chosen by another score; empty where it was not."""
+    """Return a sentence if the best checkpoint so far was chosen by another score; else an empty string."""
     differ = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
     differ += sorted(before.keys() ^ now.keys())
     if not before or not differ:

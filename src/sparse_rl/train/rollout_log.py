@@ -1,4 +1,4 @@
-"""rollouts/step-N.parquet: a few rollouts of every step, one row each, rejected ones first."""
+"""Write rollouts/step-N.parquet: a few rollouts of every step, one row each, rejected ones first."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
 
 
 def write(path: Path, step: int, groups: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
-    """`rejected` and `dense` log-probs are in the order of the groups' samples."""
+    """Write the file of one step. `rejected` and the `dense` log-probs are in the order of the groups' samples."""
     samples = [sample for group in groups for sample in group.samples]
     order = logged(rejected, rollouts)
     rows = [_row(step, samples[index], rejected[index], dense[index], place < traces) for place, index in enumerate(order)]
@@ -39,7 +39,7 @@ def write(path: Path, step: int, groups: list, rejected: list[bool], dense: list
 
 
 def logged(rejected: list[bool], rollouts: int) -> list[int]:
-    """The places of the rollouts that are written, rejected ones first."""
+    """Return the indices of the rollouts to write, rejected ones first."""
     return sorted(range(len(rejected)), key=lambda index: not rejected[index])[:rollouts]
 
 

@@ -1,4 +1,4 @@
-"""Groups: the rollouts of a prompt, what they earned, and what each is worth against the others."""
+"""Sample and grade groups of rollouts, and compute the advantage of each rollout within its group."""
 
 import functools
 import math
@@ -22,56 +22,59 @@ from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
 
 FAILURES = ("no_verdict", "timeouts", "errors")
-"""Why a reward did not grade what it was asked for; the names are metrics."""
+"""Reasons for which the reward did not grade a rollout; the names are metrics."""
 COUNTED = (*FAILURES, "truncated", "strays")
 KNOWN_LENGTHS = 2**14
-"""Problems whose response length is remembered: state.json, which has them, may be 1 MiB."""
+"""Number of problems whose response length is remembered; they are in state.json, which is limited to 1 MiB."""
 
 
 @dataclass
 class Sample:
     row: int
-    """Its place among the rollouts of the step."""
+    """Index of the rollout among all rollouts of the step."""
     example: Example
     rollout: Rollout
     text: str
     reward: float | None
     advantage: float = 0.0
     in_loss: bool = False
-    """Whether it has a verdict, in a group that has two, and is not masked."""
+    """True if the sample has a verdict, its group has at least two, and it is not masked."""
 
 
 @dataclass
 class Group:
     samples: list[Sample]
     no_signal: bool = False
-    """All rewards equal."""
+    """True if the group has at least two verdicts and all of them are equal."""
 
     @property
     def has_signal(self) -> bool:
-        """Whether two of its verdicts differ."""
+        """Return whether the rewards of the group differ and at least one sample is in the loss."""
         return not self.no_signal and any(sample.in_loss for sample in self.samples)
 
 
 @dataclass
 class RolloutBatch:
-    """Everything a step sampled, and what it learns from."""
+    """The rollouts of a step, in groups, with their rewards and costs."""
 
     groups: list[Group] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
-    """How many rollouts the reward failed to grade, by reason, and how many it was not asked for."""
+    """Number of rollouts without a grade, by reason, including those the reward was not asked to grade."""
     first_error: str | None = None
     parts: dict[str, list[float]] = field(default_factory=dict)
-    """What each function of a sum returned."""
+    """Values of each function of a summed reward."""
     prompts: int = 0
     grade_s: float = 0.0
     waited_s: float = 0.0
-    """What ranks waited on average for the slowest, and `sampled_s` what that one took."""
+    """Mean seconds that ranks waited for the slowest; `sampled_s` is the time of that one."""
     sampled_s: float = 0.0
 
     def share_traces(self, rows: Iterable[int], world: World) -> None:
-        """Evictions stay on the rank that sampled them, until somebody asks for those of some samples."""
+        """Gather the evictions of these rows from the ranks that sampled them.
+
+        By default evictions stay on the rank that sampled them.
+        """
         if world.size == 1:
             return
         samples = self.samples
@@ -86,7 +89,7 @@ class RolloutBatch:
 
     @property
     def silent(self) -> str | None:
-        """Why the reward gave no verdict at all, if it was asked and gave none."""
+        """Return why the reward graded no rollout at all; None if it graded one or was not asked."""
         asked = len(self.samples) - self.counts["truncated"]
         if not asked or self.failures < asked:
             return None
@@ -94,7 +97,7 @@ class RolloutBatch:
         return f"The reward gave no verdict for any of {asked} rollouts{why}"
 
     def remarks(self, reward: RewardConfig) -> list[str]:
-        """What went wrong with the reward of this step."""
+        """Return sentences about failures of the reward in this step."""
         told = []
         if failures := self.counts["errors"] + self.counts["timeouts"]:
             told.append(f"the reward failed on {failures} rollouts (see reward.log): {self.first_error or 'over time'}")
@@ -112,13 +115,13 @@ class RolloutBatch:
 
     @property
     def failures(self) -> int:
-        """Rollouts that the reward was asked for and did not grade."""
+        """Number of rollouts that the reward was asked to grade and did not."""
         return sum(self.counts[name] for name in FAILURES)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank sampled and graded of a draw."""
+    """The rollouts and grades of one rank in a draw."""
 
     places: list[int]
     rollouts: list[Rollout]
@@ -132,7 +135,7 @@ class Part:
 
 
 class RolloutSampler:
-    """Draws prompts in the order of the data, samples them and has them graded. The same cursor gives the same groups."""
+    """Draws prompts in the order of the data, samples responses and has them graded. The same cursor gives the same groups."""
 
     def __init__(
         self,
@@ -146,15 +149,17 @@ class RolloutSampler:
         limits: Callable[[list[int]], list[int]] | None = None,
         world: World = ALONE,
     ):
-        """`limits` gives each rollout, by its seed, a number of tokens to end at: benchmarks draw lengths with it."""
+        """Set up the sampler. `limits` maps the seeds of rollouts to their lengths in tokens; benchmarks draw lengths with
+        it."""
         self.limits, self.world = limits, world
         self.mean_tokens: dict[str, float] = {}
-        """Of the responses to a problem when it was last drawn, by its index; the last drawn come last. Part of a checkpoint."""
+        """Mean response tokens of each problem when it was last drawn, by its index, the last drawn last. Part of a
+        checkpoint."""
         self.config, self.examples, self.prompts, self.order = config, examples, prompts, order
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
     def draw(self, cursor: int, progress: Callable[[Progress], None] | None) -> RolloutBatch:
-        """The groups of a step that starts at `cursor` of the data; for dapo until enough of them have a signal."""
+        """Sample the groups of the step that starts at `cursor` of the data; for dapo, until enough groups have a signal."""
         drawn = RolloutBatch()
         wanted = self.config.rollout.prompts_per_step
         for _ in range(MAX_DRAWS if self.config.loss.name == "dapo" else 1):
@@ -165,7 +170,7 @@ class RolloutSampler:
         return drawn
 
     def learnable(self, drawn: RolloutBatch) -> list[Group]:
-        """The groups that are learned from."""
+        """Return the groups that the update uses."""
         if self.config.loss.name == "dapo" or self.config.advantage.drop_zero_signal:
             return [group for group in drawn.groups if group.has_signal][: self.config.rollout.prompts_per_step]
         return drawn.groups
@@ -226,7 +231,10 @@ class RolloutSampler:
             del self.mean_tokens[next(iter(self.mean_tokens))]
 
     def _shared(self, chosen: list[int]) -> tuple[Callable[[], int | None] | None, list[int]]:
-        """(who says which prompt this rank samples next, those it has said): longest expected responses first."""
+        """Return (function that yields the next prompt for this rank, list of the prompts it has yielded).
+
+        Prompts with the longest expected responses come first. On a single rank the function is None.
+        """
         taken: list[int] = []
         if self.world.size == 1:
             return None, taken

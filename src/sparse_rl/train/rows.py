@@ -1,4 +1,4 @@
-"""Lines of JSON with a step in each, as runs write them: metrics.jsonl and xi.jsonl."""
+"""Read lines of JSON with a step in each: metrics.jsonl and xi.jsonl."""
 
 import json
 import math
@@ -15,11 +15,11 @@ MOST_STEPS = 2**48
 class Rows:
     rows: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
-    """Lines that are no row; the last line does not count where it has no end, for a killed run may have torn it."""
+    """Number of invalid lines. A last line without a line end does not count, because a kill may have cut it."""
 
 
 def read_rows(path: Path) -> Rows:
-    """All rows of a file, which may be damaged; none where there is no file."""
+    """Return all valid rows of a file, which may be damaged; none if there is no file."""
     if not path.exists():
         return Rows()
     *lines, last = read_plain(path).split(b"\n")
@@ -30,7 +30,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def missing_steps(rows: list[dict[str, Any]], step: int) -> list[int]:
-    """Steps up to `step` that have no row."""
+    """Return the steps up to `step` that have no row."""
     return sorted(set(range(step + 1)) - {row["step"] for row in rows})
 
 

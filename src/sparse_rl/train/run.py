@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 def dry_run(config: Config) -> None:
-    """Everything about a run but the run: nothing is written, no weights are loaded.
+    """Show the resolved run. Writes nothing, loads no weights.
 
-    What is not here but could be had (a hub that does not answer, a package to install) is said, and no mistake.
+    A missing package or an unreachable hub is reported, not fatal.
     """
     if config.model.path != "tiny" and config.model.path not in HUB_SHAPES:
         refuse_missing(config.model.path)
@@ -101,7 +101,7 @@ def told_if_absent(console: Console) -> Iterator[None]:
 
 
 def planned(config: Config) -> str:
-    """What the run needs, computed; empty where the model's shape is not known without the hub."""
+    """Return a sentence with the computed needs of the run; empty if the model's shape is not known without the hub."""
     path = config.model.path
     if path != "tiny" and path not in HUB_SHAPES and not Path(path).is_dir():
         return ""
@@ -119,9 +119,12 @@ def planned(config: Config) -> str:
 
 
 def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None = None) -> None:
-    """As one process, or as one rank of those a launcher has started. `launch` is a name that all starts of one launch share
-    and no other has: once the run has begun, a later start continues it, whatever the first was asked to do. Until then the
-    run that `overwrite` replaces is kept, and a later start replaces it again. torchrun's name is known."""
+    """Train as one process, or as one rank of those that a launcher started.
+
+    `launch` is a name that all starts of one launch share and no other launch has; by default it is torchrun's. Once the run
+    has begun, a later start of the launch resumes it, whatever the options of the first. Until then the run that `overwrite`
+    replaces is kept, and a later start replaces it again.
+    """
     from .distributed import joined
     from .distributed import launch as torchruns
 
@@ -179,7 +182,7 @@ def tell_end(config: Config, configs: list[Config], console: Console, world: "Wo
 
 
 def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwrite: bool) -> None:
-    """A folder in the way, or one that is missing, shows before any work is done."""
+    """Raise UserError for an occupied or a missing run folder, before any work is done."""
     for each in configs:
         RunFolder(each.run_dir, writes=False).refuse_if_taken(resume=resume, overwrite=overwrite)
     if resume and not any(RunFolder(each.run_dir, writes=False).exists for each in configs):
@@ -190,7 +193,8 @@ def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwri
 
 
 def arm(config: Config, method: str) -> Config:
-    """One method of a comparison, in a folder of its own. A correction is Sparse-RL's: the others keep their own."""
+    """Return the configuration of one method of a comparison, in its own folder. Only `sparse_rl` gets the correction
+    settings."""
     values = config.model_dump(by_alias=True) | {"method": method, "compare": ()}
     values["run_dir"] = str(Path(config.run_dir) / method)
     if method != "sparse_rl":
@@ -209,7 +213,7 @@ def train_one(
     world: "World",
     launch: str = "",
 ) -> bool:
-    """Whether the run came to its last step; `again` is what to say to continue it."""
+    """Train one run; return whether it reached its last step. `again` is the command that continues it."""
     try:
         done = _train_one(config, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch)
     except BaseException:
@@ -280,7 +284,7 @@ def _train_one(
 
 
 def rank_log(folder: RunFolder, world: "World") -> TextIO:
-    """What a rank has to say that has no terminal."""
+    """Open the log of a rank that has no terminal."""
     (folder.path / "logs").mkdir(exist_ok=True)
     name = f"logs/rank-{world.rank}.log"
     if folder.remote:

@@ -1,4 +1,4 @@
-"""A run is a folder: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/. It may be on shared storage."""
+"""The run folder: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/. It may be on shared storage."""
 
 import json
 import math
@@ -21,15 +21,16 @@ from .storage import read_plain
 
 class RunFolder:
     def __init__(self, path: str | Path, *, writes: bool = True):
-        """`writes=False` is for a rank that leaves writing to another. On shared storage `path` is a working copy."""
+        """Name a run folder. `writes=False` is for a rank that does not write. On shared storage `self.path` is a working
+        copy."""
         self.name, self.writes = storage.place(path), writes
         self.remote = None if isinstance(self.name, Path) else storage.working_copy(self.name)
         self.path = self.remote.path if self.remote else Path(path)
         self.begun = False
-        """Whether a run was set up in it: what a start that failed has written, is not kept."""
+        """True once a run is set up in the folder; files of a start that failed before are not kept."""
         self.lock: RunLock | None = None
         self.history: list[str] = []
-        """Comments of config.toml on what was otherwise before."""
+        """Comments of config.toml on earlier values."""
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -38,7 +39,7 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Also where a start with --overwrite was killed: the run that it was to replace."""
+        """Return whether there is a run, including one that a killed start with --overwrite was to replace."""
         return self.remote.exists if self.remote else backup.current(self.path, "config.toml").exists()
 
     def stored_config(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class RunFolder:
             raise UserError(f"{self.name}/config.toml cannot be read ({why}): mend it, or name another run.") from error
 
     def config(self) -> Config:
-        """The configuration that the run was told."""
+        """Return the configuration that config.toml holds."""
         try:
             return Config(**self.stored_config())
         except TypeError as error:
@@ -66,7 +67,7 @@ class RunFolder:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is there but what a start that was killed has left."""
+        """Return whether the folder holds nothing but the remains of a killed start."""
         if self.remote:
             return storage.names_in(self.name) <= {"logs", backup.LOCK}  # of ranks whose start failed
         if not self.path.is_dir():
@@ -76,7 +77,7 @@ class RunFolder:
         return backup.unborn(self.path) or all(map(backup.is_own, os.listdir(self.path)))
 
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
-        """An existing run is neither mixed into nor lost by accident."""
+        """Raise UserError for a run unless `resume` or `overwrite` is set, and for a folder with other content."""
         if self.is_free:
             return
         if not self.exists:
@@ -86,8 +87,10 @@ class RunFolder:
 
     @contextmanager
     def locked(self, launch: str = "") -> Iterator[None]:
-        """Nobody else writes the folder in the block. `launch` is the name that all starts of one launcher share. What a kill has
-        left is mended first. For a rank that leaves writing to another this does nothing."""
+        """Lock the folder against other writers and repair what a kill left.
+
+        `launch` is the name that all starts of one launcher share. A rank that does not write does nothing.
+        """
         if not self.writes:
             yield
             return
@@ -122,7 +125,7 @@ class RunFolder:
                 backup.delete_or_warn(left)
 
     def recover_if_abandoned(self) -> None:
-        """For commands that only read: bring back the run that a killed start with --overwrite was to replace."""
+        """Restore the run that a killed start with --overwrite was to replace; for commands that only read."""
         if self.remote is None and backup.waiting(self.path):
             # a start that is under way, or a folder that cannot be written, stays as it is
             with suppress(UserError), RunFolder(self.path).locked():
@@ -135,7 +138,7 @@ class RunFolder:
                 write_whole(self.path / "logs" / "launch", launch)
 
     def launched_by(self, launch: str) -> bool:
-        """Whether it was this launch, in an earlier start, that made or continued the run."""
+        """Return whether an earlier start of this launch created or resumed the run."""
         if not launch or not self.exists or backup.unborn(self.path) or backup.waiting(self.path):
             return False
         if self.remote:
@@ -144,18 +147,18 @@ class RunFolder:
         return noted.is_file() and noted.read_text() == launch
 
     def pull(self) -> None:
-        """From shared storage, where the run is there."""
+        """Copy the run from shared storage, if it is there."""
         if self.remote:
             self.remote.pull()
 
     def push(self) -> None:
-        """To shared storage, where the run is there: what this process has written since the last time."""
+        """Copy the files written since the last push to shared storage, if the run is there."""
         if self.remote:
             self._refuse_if_lost()
             self.remote.push()
 
     def push_or_warn(self, warn: Callable[[str], None]) -> None:
-        """Storage that does not answer for a while is no end of a run."""
+        """Push, and warn on failure: an outage of the storage does not end a run."""
         try:
             self.push()
         except UserError as error:
@@ -167,8 +170,10 @@ class RunFolder:
 
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
-        """The folder, ready for the run that is set up in the block. A run that cannot start leaves nothing behind, and what it
-        was to replace is there as before."""
+        """Prepare the folder for the run that the block sets up.
+
+        A run that fails to start leaves nothing behind, and the run it was to replace stays as before.
+        """
         if not self.writes:
             yield
             self.begun = True
@@ -199,7 +204,7 @@ class RunFolder:
             raise
 
     def _begin(self, config: Config) -> None:
-        """From here on the run is the one that a kill leaves."""
+        """Commit the new run: from here on a kill leaves this run, not the one it replaces."""
         with self.writing():
             self.remote.replace(_text(config)) if self.remote else backup.begin(self.path)
         self.begun = True
@@ -214,7 +219,7 @@ class RunFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A write that fails is the disk's fault and ends in a sentence. A run that has lost its folder to another one ends."""
+        """Raise UserError for a failed write in the block, and before it if another process has taken the folder."""
         self._refuse_if_lost()
         try:
             yield
@@ -237,11 +242,11 @@ class RunFolder:
         self.history = [line for line in lines if line.startswith(resume.UNTIL)]
 
     def note_changes(self, comments: list[str]) -> None:
-        """For config.toml, once each."""
+        """Add comments to config.toml, each once."""
         self.history += [each for each in comments if each not in self.history]
 
     def forget_after(self, step: int, warn: Callable[[str], None]) -> None:
-        """Drop what was written after the checkpoint that a run continues from, and what was left half-written."""
+        """Drop everything written after the checkpoint that a run continues from, and incomplete files."""
         if not self.writes:
             return
         with self.writing():
@@ -262,14 +267,14 @@ class RunFolder:
 
     @property
     def reached(self) -> float:
-        """The last step that was logged. A run whose model was written has saved all of its checkpoints."""
+        """Return the last logged step; infinity if the model was written, because all checkpoints were then saved."""
         return math.inf if self.model.exists() else max((row["step"] for row in self.read_metrics()), default=0)
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self._append(self.metrics, {"step": step, **metrics})
 
     def append_xi(self, step: int, counts: list[int]) -> None:
-        """The histogram of xi, see `xi.py`."""
+        """Append the histogram of xi of one step, see `monitor/ratios.py`."""
         self._append(self.xi, {"step": step, "counts": counts})
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
@@ -287,7 +292,7 @@ def _text(config: Config) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The file is the old one or the new one, never half of it."""
+    """Write a file atomically: it is the old one or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)

@@ -22,7 +22,7 @@ from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics,
 from .rollouts import Group, RolloutBatch, RolloutSampler
 
 NOISE_ROLLOUTS = 8
-"""Rollouts of a step that are replayed to measure engine noise, where the method does not replay them all."""
+"""Rollouts of a step that are replayed to measure engine noise, for methods that do not replay them all."""
 ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
 
 
@@ -32,7 +32,7 @@ class OldLogprobs:
 
     dense: list[Tensor]
     learned: list[Tensor]
-    """Those of the view that the policy gradient runs on: `dense`, or the sampler's own view."""
+    """Log-probs of the view that the policy gradient runs on: `dense`, or the sampler's own view."""
     reference: list[Tensor] | None
     entropy: float
     engine_noise: float
@@ -43,7 +43,7 @@ class StepResult:
     batch: RolloutBatch
     old: OldLogprobs
     corrected: Corrected
-    """Of all rollouts of the step."""
+    """Correction over all rollouts of the step."""
     updates: list[Updated]
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -123,7 +123,7 @@ class TrainingStep:
         return old_logprobs(model, rollouts, view, self.config.optimizer.tokens_per_microbatch, self.world)
 
     def noise_rows(self, count: int) -> Sequence[int]:
-        """Rows of a step whose evictions are replayed: all that are learned on the sampler's view, else a few."""
+        """Return the rows of a step whose evictions are replayed: all if the loss uses the sampler's view, else a few."""
         return range(count) if self.shadow else range(0, count, max(1, count // NOISE_ROLLOUTS))[:NOISE_ROLLOUTS]
 
     def _noise(self, rollouts: Sequence[Rollout], dense: Sequence[Tensor], learned: Sequence[Tensor]) -> float:

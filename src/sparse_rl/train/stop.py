@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step in progress is finished and saved; a second one ends at once."""
+"""Handle Ctrl-C and SIGTERM: the first finishes and saves the current step, the second ends the process at once."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ STOPPING = "Stopping after this step; press Ctrl-C again to drop it."
 
 
 class StopAsked:
-    """`with StopAsked(tell) as stop:` and look at `stop.asked` between steps."""
+    """Records a request to stop: `with StopAsked(tell) as stop:`, then check `stop.asked` between steps."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -1,7 +1,7 @@
-"""Runs on shared storage: any address that fsspec knows, such as s3://bucket/runs/mine.
+"""Keep runs on shared storage: any address that fsspec knows, such as s3://bucket/runs/mine.
 
-Checkpoints go straight there, each rank its part. All else is written to a working copy on this machine's disk and copied
-when it has changed, for what object stores hold cannot be appended to.
+Each rank writes its part of a checkpoint directly to storage. All other files are written to a working copy on the local disk
+and copied when they change, because objects in object stores cannot be appended to.
 """
 
 import errno
@@ -26,13 +26,13 @@ from ..errors import Absent, Unanswered, UserError, first_line
 Place = Path | str
 """A folder on a disk, or the address of one."""
 STAYS = ("checkpoints", "model")
-"""What is not copied from storage to go on with a run."""
+"""Entries that are not copied from storage when a run is resumed."""
 SUCCESSOR = ".replaced"
-"""The config.toml of a run that has begun in place of another, while files of that one may still be there."""
+"""Name of the config.toml of a run that replaces another, while files of the other may still exist."""
 MOST_BYTES = 2**31
-"""Of metrics and the like, which are read as a whole."""
+"""Largest size in bytes of metrics and other files that are read whole."""
 EVERY_S = 60.0
-"""Between copies of what grows with every step."""
+"""Seconds between copies of files that grow with every step."""
 
 
 def place(name: Place) -> Place:
@@ -48,7 +48,7 @@ def within(place: Place, name: str) -> Place:
 
 
 def opened(place: Place) -> tuple[Any, str]:
-    """(the file system, the path in it)."""
+    """Return (file system, path in it)."""
     if isinstance(place, Path):
         return fsspec.filesystem("file"), os.path.abspath(place)
     try:
@@ -68,7 +68,7 @@ def opened(place: Place) -> tuple[Any, str]:
 
 @contextmanager
 def answering(place: Place, done: str) -> Iterator[None]:
-    """What storage says when it does not answer, in a sentence; a disk speaks for itself."""
+    """Raise Unanswered with one sentence if shared storage fails in the block. Errors of a local disk pass unchanged."""
     try:
         yield
     except UserError:
@@ -83,7 +83,10 @@ def answering(place: Place, done: str) -> Iterator[None]:
 
 
 def names_in(place: Place) -> set[str]:
-    """What is in a folder; nothing, where there is none. (`exists` says no, too, where some storage does not answer.)"""
+    """Return the names in a folder; empty if there is no folder.
+
+    Some storage also answers `exists` with False when it cannot be reached, so this lists the folder instead.
+    """
     fs, path = opened(place)
     with answering(place, "read"):
         fs.invalidate_cache()
@@ -101,7 +104,8 @@ def names_in(place: Place) -> set[str]:
 
 
 def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
-    """A file of a run on a disk. One that no run writes (a device, a pipe, one without an end) is refused."""
+    """Return the content of a file of a run on a disk. Raise UserError for a device, a pipe or a file of more than `most`
+    bytes."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
         raise UserError(f"{path} is no file: restore it, or remove it.")
@@ -111,7 +115,7 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def remove(place: Place) -> None:
-    """Of a folder on a disk, a kill leaves all or nothing under its name."""
+    """Delete a folder. On a disk, a kill leaves the whole folder or nothing under its name."""
     if isinstance(place, Path):
         if place.exists():
             hidden = place.with_name(f".{place.name}.removed")
@@ -126,7 +130,7 @@ def remove(place: Place) -> None:
 
 
 def move(place: Place, to: Place) -> None:
-    """In place of what was there."""
+    """Move a folder, replacing the target."""
     fs, path = opened(place)
     remove(to)
     with answering(place, "written"):
@@ -134,7 +138,10 @@ def move(place: Place, to: Place) -> None:
 
 
 class WorkingCopy:
-    """Of one run, for one process: all of the run for the rank that writes it, the logs of its own for any other."""
+    """The local copy of a run on shared storage, for one process.
+
+    The rank that writes the run has all of it; any other rank has only its own logs.
+    """
 
     def __init__(self, address: str):
         self.address = address
@@ -146,7 +153,7 @@ class WorkingCopy:
         self._pulled = False
 
     def pull(self) -> None:
-        """The run that is there now, if one is, once."""
+        """Copy the run from storage, if there is one. Only the first call does anything."""
         if self._pulled:
             return
         self._pulled = True
@@ -159,7 +166,7 @@ class WorkingCopy:
                     self._get(name)
 
     def fetch(self, name: str) -> None:
-        """One file, if it is there."""
+        """Copy one file from storage, if it exists."""
         with answering(self.address, "read"), suppress(FileNotFoundError):
             self._get(name)
 
@@ -169,7 +176,7 @@ class WorkingCopy:
         self._copied[name] = _stamp(self.path / name)
 
     def push(self) -> None:
-        """What has changed; what is gone here, goes there."""
+        """Copy changed files to storage, and delete there the files that were deleted here."""
         self._due = time.monotonic() + EVERY_S
         here: dict[str, tuple[int, int]] = {}
         for folder, _, files in os.walk(self.path):
@@ -202,7 +209,7 @@ class WorkingCopy:
         return not names_in(self.address).isdisjoint(("config.toml", SUCCESSOR))
 
     def config(self) -> str:
-        """The run's config.toml."""
+        """Return the text of the run's config.toml."""
         with answering(self.address, "read"):
             for name in (SUCCESSOR, "config.toml"):
                 with suppress(FileNotFoundError):
@@ -210,8 +217,11 @@ class WorkingCopy:
         raise UserError(f"{self.address} is not a run, for it has no config.toml: name the folder of one.")
 
     def replace(self, config: str) -> None:
-        """Make what is there the start of the run with this config.toml. One file decides, and a kill after it is mended by
-        `recover`: storage renames nothing."""
+        """Replace the run on storage by a new one with this config.toml.
+
+        Storage has no rename, so the file `SUCCESSOR` decides which run holds. `recover` completes the replacement after a
+        kill.
+        """
         with answering(self.address, "written"):
             self._write(SUCCESSOR, config)
             for name in names_in(self.address) - {LOCK, SUCCESSOR}:
@@ -225,7 +235,7 @@ class WorkingCopy:
             self.replace(self.config())
 
     def clear(self) -> None:
-        """Forget the run in the working copy; storage keeps it."""
+        """Delete the run from the working copy; storage keeps it."""
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         self._copied.clear()
@@ -247,7 +257,7 @@ def working_copy(address: str) -> WorkingCopy:
 
 
 def _own_folder(address: str) -> Path:
-    """A new one, locked while this process lives; those that killed processes have left for this address are removed."""
+    """Return a new folder, locked until this process ends. Delete the folders that killed processes left for this address."""
     prefix = f"sparse-rl-{hashlib.sha256(address.encode()).hexdigest()[:12]}-"
     for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError), (old / ".lock").open() as lock:
@@ -261,7 +271,7 @@ def _own_folder(address: str) -> Path:
 
 
 _held: list[Any] = []
-"""Folders of this process and their locks: to the end of it."""
+"""Temporary folders of this process and their locks, held until it ends."""
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table on a terminal, plain lines elsewhere."""
+"""Show a run to a person: a live table on a terminal, plain lines elsewhere."""
 
 import time
 from collections import deque
@@ -29,11 +29,11 @@ COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
     ("tok/s", "perf/rollout_tokens_per_s", "{:,.0f}".format),
     ("s/step", "perf/step_s", "{:.1f}".format),
 ]
-"""Heading, metric, form."""
+"""Heading, metric and format of each column."""
 
 
 def summary(alerts: Sequence[Alert]) -> list[str]:
-    """Those of a whole run in a few lines: one a name, with when it held and what was seen last."""
+    """Return the alerts of a run in a few lines: one per name, with the steps it held and its last sentence."""
     lines = ["Alerts of the run:"] if alerts else []
     for name in dict.fromkeys(alert.name for alert in alerts):
         told = [alert for alert in alerts if alert.name == name]
@@ -53,7 +53,7 @@ class View:
         self.drawn_at = 0.0
         self.watch = Watch(config.alerts)
         self.shares = True
-        """Whether all held-out scores so far are shares of right answers."""
+        """True if all held-out scores so far are shares of right answers."""
 
     def __enter__(self) -> "View":
         if self.live:
@@ -75,7 +75,8 @@ class View:
         self.started = time.monotonic()
 
     def recall(self, rows: Sequence[Row]) -> None:
-        """What a resumed run has behind it: alerts that hold are told again, for this may be another terminal."""
+        """Replay the earlier rows of a resumed run. Alerts that still hold are shown again, as this may be another
+        terminal."""
         self.shares = are_shares(rows)
         for row in rows:
             self.watch.see(row)
@@ -135,7 +136,7 @@ class View:
     # How it looks
 
     def _print(self, text: str, style: str = "") -> None:
-        """Above the table, where there is one. A reward's or a model's text may be in it, which is neither markup nor a command."""
+        """Print above the table, if there is one. Text of a reward or a model is neither markup nor a terminal command."""
         self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _say(self, text: str) -> None:

@@ -129,7 +129,7 @@ class Trainer:
     # The run
 
     def run(self, stop: StopAsked) -> None:
-        """To the last step, or until asked to stop; either way the last step done is in a checkpoint."""
+        """Train to the last step, or until asked to stop. In both cases a checkpoint of the last finished step is saved."""
         self._warn_of_a_small_disk()
         self._try_reward()
         self.rehearse()
@@ -171,7 +171,7 @@ class Trainer:
             self.view.warn(warning)
 
     def _try_reward(self) -> None:
-        """Before any rollout is sampled for it. A run that continues has seen the reward work, and goes on."""
+        """Try the reward before any rollout is sampled. A resumed run only warns, because the reward has worked before."""
         tried = self.world.gather(try_on_gold(self.pool, self.rollout_sampler.examples[0], self.tokenizer))
         if failed := next((each for each in tried if each.fault), None):
             if self.state.step == 0 and failed.gold is not None:
@@ -179,7 +179,7 @@ class Trainer:
             self.view.warn(failed.sentence)
 
     def rehearse(self) -> None:
-        """Say what memory is expected to go where, and try the sampler and the fullest micro-batch."""
+        """Print the expected memory use, then try the sampler and the fullest micro-batch."""
         for line in compact(self.plan) if self.plan is not None else ():
             self.view.note(line)
         rehearse(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
@@ -230,7 +230,10 @@ class Trainer:
         return memory
 
     def _longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
-        """The longest prompt, which must leave room for a response. Training problems, which have places, may be left out."""
+        """Return the longest prompt; raise UserError if it leaves no room for a response.
+
+        Training problems, which have `places`, may be left out by `data.max_prompt_tokens`.
+        """
         at, longest = max(enumerate(prompts), key=lambda pair: len(pair[1]))
         sampling = self.config.rollout.sampling(self.config.seed)
         try:
