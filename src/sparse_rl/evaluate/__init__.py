@@ -1,1 +1,1 @@
-"""How good a model is on held-out problems, dense and under compression."""
+"""Evaluate a model on held-out problems, with a dense and with a compressed cache."""

@@ -1,6 +1,6 @@
-"""One benchmark under one cache: sample its problems, have them graded, and say how it went.
+"""Run one benchmark under one cache: sample its problems, grade them and compute the score.
 
-`train` and `eval` both come here. The same seeds under every cache, so that scores are compared problem by problem.
+`train` and `eval` both use this module. Seeds are the same under every cache, so scores are compared problem by problem.
 """
 
 import math
@@ -20,7 +20,7 @@ from ..rollout.stats import Progress, Stats
 from .statistics import NOTHING, Estimate, mean_interval, pass_at_k, t_interval
 
 PERIOD, SPAN = 64, 256
-"""A response that was cut off repeats itself if its last SPAN tokens have a period of at most PERIOD."""
+"""A truncated response repeats itself if its last SPAN tokens have a period of at most PERIOD."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Benchmark:
     name: str
     examples: Sequence[Example]
     prompts: Sequence[list[int]]
-    """Token ids, one list for each example."""
+    """Token ids, one list per example."""
     sampling: Sampling
     samples: int = 1
-    """Of each problem."""
+    """Samples per problem."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and response."""
+        """Return the tokens of the longest prompt plus the longest response."""
         return max(map(len, self.prompts)) + self.sampling.max_tokens
 
 
@@ -52,17 +52,17 @@ class Sample:
     kv_peak: int
     text: str
     id: Any = None
-    """The problem's own, where the data has one."""
+    """Id of the problem in the data, if it has one."""
     rejected: bool | None = None
-    """Whether Sparse-RL would have dropped it; only with --mismatch, as the next."""
+    """True if Sparse-RL would have rejected the sample; set only with --mismatch, like `noise`."""
     noise: float | None = None
-    """Mean |log pi_sampler - log pi_replayed| of its tokens."""
+    """Mean |log pi_sampler - log pi_replayed| over the tokens of the sample."""
     prompt_tokens: int = 0
 
 
 @dataclass
 class Cost:
-    """What sampling and grading some problems took, and which of them went wrong; costs add up."""
+    """Cost and failures of sampling and grading some problems; costs can be added."""
 
     no_verdict: int = 0
     timeouts: int = 0
@@ -70,7 +70,7 @@ class Cost:
     first_error: str | None = None
     tokens: int = 0
     seconds: float = 0.0
-    """Of sampling alone."""
+    """Seconds of sampling alone."""
     kept_tokens: int = 0
     dense_tokens: int = 0
     peak_kv_bytes: int = 0
@@ -106,9 +106,10 @@ def run(
     record: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Chunk:
-    """All problems, or those of these numbers. A rollout's seed is its problem's and sample's own, so parts make up the whole.
+    """Sample and grade all problems, or those with the indices `problems`.
 
-    `record` keeps the evictions with the rollouts.
+    The seed of a rollout depends only on its problem and sample, so the parts add up to the whole. `record` keeps the
+    evictions with the rollouts.
     """
     numbers = range(len(benchmark.examples)) if problems is None else problems
     samples, sampling = benchmark.samples, benchmark.sampling
@@ -162,23 +163,23 @@ def cost_of(stats: Stats, engine: Engine) -> Cost:
 
 
 def ends_in_repetition(tokens: Sequence[int], period: int = PERIOD, span: int = SPAN) -> bool:
-    """Whether the last `span` tokens repeat with a period of at most `period`."""
+    """Return whether the last `span` tokens repeat with a period of at most `period`."""
     tail = tokens[-span:]
     return len(tail) == span and any(tail[shift:] == tail[:-shift] for shift in range(1, period + 1))
 
 
 @dataclass(frozen=True)
 class Score:
-    """A benchmark under one cache."""
+    """The score of a benchmark under one cache."""
 
     problems: int
-    """With a verdict; those without one are in no mean."""
+    """Number of problems with a verdict; the others are in no mean."""
     samples: int
-    """Of each problem."""
+    """Samples per problem."""
     mean: Estimate
-    """Of the rewards: Pass@1 of one sample for rewards of 0 and 1, Avg@k of several."""
+    """Mean reward. For rewards of 0 and 1 it is Pass@1 with one sample and Avg@k with several."""
     pass_at: dict[int, Estimate]
-    """Unbiased, of the problems with at least k verdicts; empty for rewards other than 0 and 1."""
+    """Unbiased pass@k over the problems with at least k verdicts; empty if a reward is neither 0 nor 1."""
     mean_tokens: float
     truncated: float
     repetition: float
@@ -187,11 +188,11 @@ class Score:
     tokens_per_s: float
     cost: Cost
     ungraded: int
-    """Rollouts that got no verdict, for whatever reason."""
+    """Number of rollouts without a verdict, for any reason."""
 
     @property
     def graded(self) -> bool:
-        """Whether a reward was neither 0 nor 1: then the mean is no share of right answers."""
+        """Return whether a reward was neither 0 nor 1. The mean is then no share of right answers."""
         return self.problems > 0 and not self.pass_at
 
 
@@ -216,7 +217,7 @@ def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[
 
 
 def by_problem(samples: Sequence[Sample]) -> dict[int, list[float]]:
-    """The verdicts of each problem that has any."""
+    """Return the verdicts of each problem that has any."""
     found: dict[int, list[float]] = {}
     for sample in samples:
         if sample.reward is not None:
@@ -225,7 +226,7 @@ def by_problem(samples: Sequence[Sample]) -> dict[int, list[float]]:
 
 
 def right_or_wrong(verdicts: dict[int, list[float]]) -> bool:
-    """Whether all rewards are 0 or 1, so that they are trials that succeed or fail."""
+    """Return whether all rewards are 0 or 1, so that a sample either succeeds or fails."""
     return all(reward in (0.0, 1.0) for rewards in verdicts.values() for reward in rewards)
 
 

@@ -1,4 +1,4 @@
-"""`--compare full,rkv@512,snapkv@512+64`: the caches that are compared. Imports no torch."""
+"""Parse `--compare full,rkv@512,snapkv@512+64`: the caches to compare. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ FORM = "full or POLICY@BUDGET[+INTERVAL], as in full,rkv@512,snapkv@512+64"
 @dataclass(frozen=True)
 class Setting:
     name: str
-    """As a table names it: full, rkv@512, rkv@512+64."""
+    """Name in tables: full, rkv@512, rkv@512+64."""
     kv: KV
 
 
 def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Setting]:
-    """What --compare names; `given` are the --kv flags, for all sparse ones.
+    """Return the caches that --compare names; `given` holds the --kv flags, which apply to all sparse ones.
 
-    Without --compare: full, and what the --kv flags or else the model's own settings (`stored`) say.
+    Without --compare these are `full` and the cache of the --kv flags, or else of the model's own settings (`stored`).
     """
     if compare is None:
         found = [full()]
@@ -52,7 +52,7 @@ def name_of(kv: KV) -> str:
 
 
 def quarter(budget: int) -> int:
-    """The interval of a budget, unless another is named."""
+    """Return the default interval of a budget."""
     return max(1, budget // 4)
 
 

@@ -1,4 +1,5 @@
-"""`sparse-rl eval`: benchmarks under several caches, side by side. What is done stays done: run it again and it goes on."""
+"""`sparse-rl eval`: run benchmarks under several caches, side by side. The same command continues an interrupted
+evaluation."""
 
 import argparse
 import gc
@@ -39,14 +40,14 @@ from .watch import Watch
 from .work import Work
 
 PLAIN_WIDTH = 240
-"""Of a table of all benchmarks in a file; on a terminal its cells are broken."""
+"""Width in columns of the table of all benchmarks in a file; a terminal breaks the cells instead."""
 FILLS = {"cpu": 1, "cuda": 4}
-"""Rollouts of a chunk, in slots: after a chunk the slots run empty, which a GPU minds more."""
+"""Rollouts of a chunk as a multiple of the slots. Slots run empty at the end of a chunk, which costs a GPU more."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A benchmark as it was asked for, before there is a tokenizer."""
+    """A requested benchmark, before the tokenizer is loaded."""
 
     name: str
     title: str
@@ -57,7 +58,7 @@ class Source:
     ks: tuple[int, ...]
     reward: str
     note: str | None
-    """What a user should know about the data."""
+    """Sentence about the data for the user."""
 
 
 def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
@@ -106,7 +107,7 @@ def asked_sources(args: argparse.Namespace, data: DataConfig, reward: RewardConf
 
 
 def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
-    """By default the powers of two up to the samples, and these."""
+    """Return the k of pass@k; by default the number of samples and all powers of two up to it."""
     if text is None:
         return tuple(sorted({*(2**power for power in range(samples.bit_length())), samples}))
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
@@ -123,7 +124,7 @@ def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
 def identity(
     args, settings: Sequence[Setting], sources: Sequence[Source], data: DataConfig, reward: RewardConfig, dtype: str
 ) -> dict[str, Any]:
-    """All that what is written depends on; what only decides how fast it comes is left out."""
+    """Return everything that the results depend on. Settings that only affect speed are left out."""
     return {
         "model": args.model,
         "weights": weights_hash(args.model),
@@ -153,7 +154,7 @@ def identity(
 
 
 def weights_hash(model: str) -> str | None:
-    """By the names, sizes and times of the files: new weights under an old name are another model."""
+    """Return a hash of the names, sizes and times of the model's files: new weights under an old name are another model."""
     path = Path(model)
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     files = [file for file in found if file.is_file()]  # no link to itself: loading refuses that
@@ -161,7 +162,7 @@ def weights_hash(model: str) -> str | None:
 
 
 def reward_hash(function: str) -> str | None:
-    """Of the files that are named in it: another reward under an old name is another question."""
+    """Return a hash of the files that the reward names: a changed reward under an old name is another question."""
     files = [Path(term.function.rpartition(":")[0]) for term in terms(function) if ".py:" in term.function]
     return _hash([file.read_text() for file in files if file.is_file()]) if files else None
 
@@ -175,13 +176,13 @@ def _hash(values: Any) -> str:
 
 
 def default_folder(model: str, asked: dict[str, Any]) -> Path:
-    """The same question goes to the same folder."""
+    """Return the default folder; the same question maps to the same folder."""
     name = re.sub(r"[^\w.-]+", "-", model).strip("-.")
     return Path("runs/eval") / f"{name}-{_hash(asked)[:8]}"
 
 
 class Runner:
-    """Does what is left to do, setting by setting: one cache is allocated at a time."""
+    """Runs the unfinished work, setting by setting, so that only one cache is allocated at a time."""
 
     def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, console: Console):
         self.args, self.settings, self.sources, self.data = args, settings, sources, data
@@ -234,7 +235,7 @@ class Runner:
             self._check(setting, source)
 
     def _check(self, setting: Setting, source: Source) -> None:
-        """What the engine would refuse in the middle of the work, now."""
+        """Raise UserError now for a prompt that the engine would refuse later."""
         self.probe = Engine(self.model, setting.kv, slots=1)
         benchmark = self.benchmarks[source.name]
         number, longest = max(enumerate(benchmark.prompts, 1), key=lambda pair: len(pair[1]))
@@ -261,7 +262,8 @@ class Runner:
             watch.doing(what)
 
     def _engine(self, setting: Setting, source: Source) -> Engine:
-        """One for all benchmarks of a sparse cache, and for those of one length of a dense one."""
+        """Return the engine of a setting. A sparse cache shares one for all benchmarks, a dense cache one per response
+        length."""
         dense = not from_settings(setting.kv).evicts
         key = (setting.name, source.sampling.max_tokens if dense else 0)
         if self.engine is None or self.engine_key != key:
@@ -281,7 +283,7 @@ class Runner:
 
 
 def parts(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
-    """In order, as evenly as they go."""
+    """Split the numbers, in order, into `count` parts as evenly as possible."""
     count = min(count, len(numbers))
     edges = [round(part * len(numbers) / count) for part in range(count + 1)]
     return [numbers[start:stop] for start, stop in pairwise(edges)]

@@ -1,8 +1,8 @@
-"""How far a sampler with this cache is from the dense model: what Sparse-RL would see, before any training.
+"""Measure the mismatch between a sampler with this cache and the dense model, as Sparse-RL would see it before training.
 
-Every rollout is replayed dense, which gives xi = pi_dense / pi_sampler of each token, and once more under its recorded
-evictions, which gives the engine's own noise. Log-probs are of the untruncated softmax at the sampling temperature, so xi is
-defined under top_p and top_k, too; there it says how far the two softmaxes are apart at the tokens that were drawn.
+Every rollout is replayed with a dense cache, which gives xi = pi_dense / pi_sampler of each token. A second replay under the
+recorded evictions gives the engine noise. Log-probs are of the untruncated softmax at the sampling temperature, so xi is also
+defined under top_p and top_k. There it measures the distance of the two softmaxes at the sampled tokens.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from .benchmark import Sample
 
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
 PRESET = "paper"
-"""Whose rejection is counted: a sequence with any xi < 1e-4."""
+"""Preset whose rejections are counted: sequences with any xi < 1e-4."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over all tokens of all rollouts, before anything is dropped."""
+    """Mismatch metrics over all tokens of all rollouts, before any rejection."""
 
     rejection_rate: float
     wasted_tokens: float
@@ -39,7 +39,7 @@ class Mismatch:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[Sample]) -> np.ndarray:
-    """log xi of all tokens of all rollouts, float32, one after the other; what a sample needs to know is put into it."""
+    """Return log xi of all tokens of all rollouts, concatenated, in float32. Sets `rejected` and `noise` of each sample."""
     per_pass = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
     dense = [logprobs.cpu() for logprobs in replay(model, rollouts, "dense", tokens_per_pass=per_pass)]
     evicts = all(rollout.trace is not None for rollout in rollouts)
@@ -52,7 +52,7 @@ def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[S
 
 
 def summary(log_xi: Sequence[np.ndarray], samples: Sequence[Sample]) -> Mismatch:
-    """Of everything that was measured, in whatever parts."""
+    """Return the metrics over all measured tokens, in however many parts they come."""
     log_xi_1N = torch.from_numpy(np.concatenate(log_xi))[None]
     metrics = correct(log_xi_1N, torch.ones_like(log_xi_1N), PRESET).metrics
     names = ("mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess")

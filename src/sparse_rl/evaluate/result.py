@@ -1,4 +1,4 @@
-"""From graded samples to what is reported: scores, what each cache costs against the first, the mismatch; and as JSON."""
+"""Turn graded samples into results: scores, differences to the first cache and the mismatch, also as JSON."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,16 +19,16 @@ class Result:
     setting: str
     score: Score
     against: str | None
-    """The setting it is compared with; None for that one itself."""
+    """Setting that the result is compared with; None for the first setting."""
     difference: Estimate | None
-    """Of the mean rewards, problem by problem."""
+    """Paired difference of the mean rewards over the problems."""
     mismatch: Mismatch | None
 
 
 def results(
     benchmark: str, settings: Sequence[str], done: Sequence[FinishedPart], samples: int, ks: Iterable[int]
 ) -> list[Result]:
-    """Of one benchmark under all settings; differences are against the first."""
+    """Return the results of one benchmark under all settings; differences are against the first."""
     found: list[Result] = []
     for setting, each in zip(settings, done, strict=True):
         first = not found
@@ -47,7 +47,7 @@ def results(
 
 
 def difference(done: FinishedPart, first: FinishedPart, samples: int) -> Estimate:
-    """Over the problems that both have a verdict for."""
+    """Return the difference over the problems that have a verdict under both settings."""
     ours, theirs = by_problem(done.samples), by_problem(first.samples)
     both = sorted(ours.keys() & theirs.keys())
     values, others = means(ours, both), means(theirs, both)
@@ -61,7 +61,7 @@ def means(verdicts: dict[int, list[float]], problems: Sequence[int]) -> list[flo
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Flat, in plain numbers; what is not a number is null."""
+    """Return the result as a flat table of plain numbers; a value that is not finite becomes null."""
     score = result.score
     values: dict[str, Any] = {"benchmark": result.benchmark, "setting": result.setting, "problems": score.problems}
     values |= {"samples_per_prompt": score.samples, "pass@1": _estimate(score.mean)}

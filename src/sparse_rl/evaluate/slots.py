@@ -1,4 +1,4 @@
-"""How many rollouts an evaluation runs at a time: on a GPU what its free memory holds, on a CPU a handful."""
+"""Choose how many rollouts an evaluation runs at a time: on a GPU by its free memory, on a CPU a handful."""
 
 import torch
 
@@ -7,15 +7,15 @@ from ..rollout.engine import CHUNK, Engine
 
 CPU_SLOTS = 64
 MAX_SLOTS = 1024
-"""Matrix products are at full speed long before, and the host's work grows on."""
+"""Upper limit of slots. Matrix products reach full speed long before it, while the host's work keeps growing."""
 SHARE = 0.8
-"""Of what is free goes into the cache and its steps; prefill, graphs and replays have the rest."""
+"""Share of the free memory for the cache and its decode steps; prefill, graphs and replays use the rest."""
 STEP_BYTES = 4
-"""Of a logit of a decode step."""
+"""Bytes of one logit in a decode step."""
 
 
 def auto_slots(probe: Engine, kv: KV, longest: int) -> int:
-    """For sequences of at most `longest` tokens; `probe` is any engine on the model."""
+    """Return the slots for sequences of at most `longest` tokens; `probe` is any engine on the model."""
     shape = probe.limits.shape
     if shape.device.type != "cuda":
         return CPU_SLOTS
@@ -26,7 +26,7 @@ def auto_slots(probe: Engine, kv: KV, longest: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What torch may still take, what it holds without use included."""
+    """Return the bytes that torch may still allocate, including reserved memory that is not in use."""
     free, total = torch.cuda.mem_get_info(device)
     held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))

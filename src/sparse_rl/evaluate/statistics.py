@@ -1,6 +1,6 @@
-"""How sure a score is: unbiased pass@k and 95 % intervals. Pure functions on plain numbers, no torch.
+"""Unbiased pass@k and 95 % intervals of scores. Pure functions on plain numbers, no torch.
 
-Samples of one problem are alike, so what counts is the number of problems: every interval is over problems.
+Samples of one problem are correlated, so every interval is over problems.
 """
 
 import math
@@ -10,22 +10,25 @@ from typing import NamedTuple
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 T = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
-"""That of Student's t for few degrees of freedom, where the series below is not good enough."""
+"""The 97.5 % quantile of Student's t for few degrees of freedom, where the series in `quantile` is not accurate enough."""
 
 
 class Estimate(NamedTuple):
     mean: float
     low: float
     high: float
-    """95 % interval; NaN where there is nothing to estimate from."""
+    """Upper end of the 95 % interval, which starts at `low`; NaN if there is nothing to estimate from."""
 
 
 NOTHING = Estimate(math.nan, math.nan, math.nan)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that k of these samples, drawn without replacement, hold a right one (Chen et al. 2021, arXiv 2107.03374):
-    1 - C(n - c, k) / C(n, k). Unbiased for the chance that k fresh samples do."""
+    """Return pass@k: the chance that k of these samples, drawn without replacement, hold a right one.
+
+    Chen et al. 2021, arXiv 2107.03374: 1 - C(n - c, k) / C(n, k). Unbiased for the chance that k fresh samples hold a right
+    one.
+    """
     if not 0 <= right <= samples or k < 1:
         raise ValueError(f"{right} of {samples} right and k = {k} make no sense.")
     if k > samples:
@@ -34,11 +37,11 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def mean_interval(values: Sequence[float], samples: float = 1) -> Estimate:
-    """The mean of problems' own values, each the mean of about `samples` samples.
+    """Return the mean over problems with its interval; each value is the mean of about `samples` samples.
 
-    Values from 0 to 1 get Wilson's interval with as many trials as the spread between problems says the data are worth:
-    n = p (1 - p) / se^2, at least the problems and at most all samples (Korn and Graubard 1998; Franco et al. 2019). With
-    one sample of each problem that is Wilson's own. It stays in [0, 1] and is open where all are right or all are wrong.
+    Values from 0 to 1 get Wilson's interval. Its number of trials follows from the spread between problems: n = p (1 - p) /
+    se^2, at least the problems and at most all samples (Korn and Graubard 1998; Franco et al. 2019). With one sample per
+    problem it is Wilson's own. It stays in [0, 1] and has a positive width even if all answers are right or all are wrong.
     Other values get mean +- t standard errors.
     """
     problems = len(values)
@@ -56,7 +59,7 @@ def mean_interval(values: Sequence[float], samples: float = 1) -> Estimate:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """mean +- t standard errors; one value says nothing of its spread."""
+    """Return mean +- t standard errors; the interval of a single value is NaN."""
     n = len(values)
     mean = math.fsum(values) / n
     if n == 1:
@@ -66,17 +69,17 @@ def t_interval(values: Sequence[float]) -> Estimate:
 
 
 def wilson(mean: float, trials: float, z: float) -> Estimate:
-    """Wilson 1927: all p whose z-test does not reject the share that was seen."""
+    """Return Wilson's interval (1927): all p for which a z-test does not reject the observed share."""
     middle = (mean + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(mean * (1 - mean) / trials + z * z / (4 * trials * trials))
     return Estimate(mean, min(mean, max(0.0, middle - half)), max(mean, min(1.0, middle + half)))
 
 
 def paired_difference(values: Sequence[float], others: Sequence[float], samples: float = 1) -> Estimate:
-    """values - others, problem by problem.
+    """Return the paired difference values - others over problems.
 
-    For values from 0 to 1 two made-up problems are added, one better and one worse by 1 / sqrt(samples): with one sample of
-    each problem that is Bonett and Price 2012, which keeps its word where few problems differ, or none. Other values get
+    For values from 0 to 1 two artificial problems are added, one better and one worse by 1 / sqrt(samples). With one sample
+    per problem that is Bonett and Price 2012, which keeps its coverage when few problems differ, or none. Other values get
     mean +- t standard errors.
     """
     gaps = [value - other for value, other in zip(values, others, strict=True)]
@@ -95,7 +98,8 @@ def paired_difference(values: Sequence[float], others: Sequence[float], samples:
 
 
 def average(estimates: Sequence[Estimate]) -> Estimate:
-    """The plain mean of independent scores: their distances to the ends add up like standard errors (Zou and Donner 2008)."""
+    """Return the plain mean of independent scores. Distances to the interval ends add like standard errors (Zou and Donner
+    2008)."""
     n = len(estimates)
     mean = math.fsum(each.mean for each in estimates) / n
     below = math.sqrt(math.fsum((each.mean - each.low) ** 2 for each in estimates)) / n
@@ -104,7 +108,7 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def quantile(degrees: int) -> float:
-    """97.5 % of Student's t: the expansion of Cornish and Fisher in 1 / degrees, right to three digits."""
+    """Return the 97.5 % quantile of Student's t by the Cornish-Fisher expansion in 1 / degrees, accurate to three digits."""
     if degrees in T:
         return T[degrees]
     z, n = Z, degrees

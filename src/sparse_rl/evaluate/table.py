@@ -1,4 +1,4 @@
-"""Results for people: a table for each benchmark, one of all of them, and rows for a paper."""
+"""Format results for people: a table per benchmark, one of all benchmarks, and rows for a paper."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
     ("ESS", lambda each: f"{each.ess:.3f}"),
     ("engine noise", lambda each: f"{each.engine_noise:.1e}"),
 ]
-"""Heading, form."""
+"""Heading and format of each column."""
 
 
 def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
-    """With its interval; a share in percent."""
+    """Return the estimate with its interval; a share in percent."""
     if math.isnan(estimate.mean):
         return "-"
     form = f"{{:{'+' if signed else ''}{'.1%' if share else '.3g'}}}"
@@ -34,7 +34,7 @@ def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
 
 
 def are_shares(results: Sequence[Result]) -> bool:
-    """Whether every reward is 0 or 1. It is decided for a whole benchmark: units do not change between rows."""
+    """Return whether every reward is 0 or 1. One answer holds for a whole benchmark, so units do not change between rows."""
     return not any(each.score.graded for each in results)
 
 
@@ -47,7 +47,10 @@ def _named(results: Sequence[Result]) -> str:
 
 
 def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
-    """One benchmark under all settings: scores and costs, pass@k where there are several samples, the mismatch if measured."""
+    """Return the tables of one benchmark under all settings: scores and costs, pass@k for several samples, and the mismatch.
+
+    The mismatch is shown only if it was measured.
+    """
     first, name, share = results[0].score, _named(results), are_shares(results)
     title = f"{escape(title)}: {first.problems:,} problems, {name}, 95 % intervals"
     main = table(title, ["cache", name, *([f"against {results[0].setting}"] if len(results) > 1 else ()),
@@ -80,7 +83,7 @@ def mismatch_table(results: Sequence[Result]) -> Table:
 
 
 def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
-    """Settings by benchmarks, and their plain average."""
+    """Return a table of settings by benchmarks with their plain average."""
     headings = [f"{escape(title)} {_named(results)}" for title, results in columns]
     shares = [are_shares(results) for _, results in columns]
     found = table("All benchmarks, 95 % intervals", ["cache", *headings, "average", "KV saved"])
@@ -93,7 +96,7 @@ def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
 
 
 def latex_rows(columns: Sequence[tuple[str, Sequence[Result]]]) -> list[str]:
-    """`name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, shares in percent; the average comes last where there are several."""
+    """Return rows like `name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, shares in percent, with an average column for several benchmarks."""
     several, shares = len(columns) > 1, [are_shares(results) for _, results in columns]
     titles = [
         *(f"{title} {_named(results)}" for title, results in columns),

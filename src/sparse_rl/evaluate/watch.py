@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation at work: a bar on a terminal, a line for each chunk of problems elsewhere."""
+"""Show the progress of an evaluation: a bar on a terminal, a line per chunk of problems elsewhere."""
 
 import time
 
@@ -11,7 +11,7 @@ from ..rollout.stats import Progress as Sampled
 
 class Watch:
     def __init__(self, console: Console, rollouts: int):
-        """`rollouts` are still to be sampled."""
+        """Start the display; `rollouts` is the number still to sample."""
         self.console, self.total, self.done = console, rollouts, 0
         self.started = time.monotonic()
         columns = ("{task.description}", "{task.fields[speed]}", "{task.fields[left]}")
@@ -28,19 +28,19 @@ class Watch:
         self.bar.stop()
 
     def restart(self) -> None:
-        """Loading took its time, and is done."""
+        """Restart the clock after loading."""
         self.started = time.monotonic()
 
     def doing(self, what: str) -> None:
         self.bar.update(self.task, description=what)
 
     def sampled(self, progress: Sampled) -> None:
-        """Between chunks of steps."""
+        """Update the bar between chunks of decode steps."""
         speed = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
         self.bar.update(self.task, completed=self.done + progress.finished, speed=speed, left=self.left(progress.finished))
 
     def chunk(self, what: str, rollouts: int, tokens_per_s: float) -> None:
-        """One is sampled, graded and written down."""
+        """Report a chunk that was sampled, graded and written."""
         self.done += rollouts
         self.bar.update(self.task, completed=self.done, left=self.left())
         if not self.console.is_terminal:
@@ -48,7 +48,8 @@ class Watch:
             self.console.print(Text(line), soft_wrap=True)
 
     def left(self, more: int = 0) -> str:
-        """By the rollouts that have ended so far; long ones end last, so at first it is too hopeful."""
+        """Return the estimated time left, from the rollouts that have ended. Long rollouts end last, so early estimates are
+        too low."""
         done = self.done + more
         if not done:
             return ""

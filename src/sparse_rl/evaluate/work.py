@@ -1,5 +1,7 @@
-"""The folder of an evaluation: what was asked (asked.json), every graded sample (samples.jsonl), what each chunk of problems
-cost (chunks.jsonl), log xi of all tokens (log_xi/). A chunk is there whole or not at all, so a killed run goes on where it was.
+"""The folder of an evaluation, in which a chunk is written whole or not at all, so that a killed evaluation continues.
+
+It holds the question (asked.json), every graded sample (samples.jsonl), the cost of each chunk of problems (chunks.jsonl) and
+log xi of all tokens (log_xi/).
 """
 
 import fcntl
@@ -22,12 +24,12 @@ from .benchmark import Chunk, Cost, Sample
 FILES = ("asked.json", "samples.jsonl", "chunks.jsonl", "log_xi", "results.json")
 PARTIAL = ".asked.json.partial"
 GROWS = ("benchmarks", "settings")
-"""What a later run may add to; all else must be as it was."""
+"""Keys of the question that a later run may extend; all others must stay the same."""
 
 
 @dataclass
 class FinishedPart:
-    """What there is of one benchmark under one cache."""
+    """The finished problems of one benchmark under one cache."""
 
     samples: list[Sample] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
@@ -47,7 +49,7 @@ class Work:
 
     @contextmanager
     def opened(self, asked: dict[str, Any], *, overwrite: bool) -> Iterator[None]:
-        """The folder, for this process alone; refused where it holds an evaluation of something else."""
+        """Lock the folder for this process; raise UserError if it holds an evaluation of something else."""
         if self.path.exists() and not (self.path.is_dir() and (self._is_evaluation() or self._is_empty())):
             raise UserError(f"{self.path} exists and is not an evaluation: name another folder with --out.")
         was_there = self.path.exists()
@@ -122,7 +124,7 @@ class Work:
             raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
 
     def _is_empty(self) -> bool:
-        """Killed before it asked anything."""
+        """Return whether the folder holds only what a start leaves that was killed before it wrote its question."""
         names = {file.name for file in self.path.iterdir()}
         return all(backup.is_own(name) or name == PARTIAL for name in names)
 
@@ -151,7 +153,7 @@ class Work:
             )
 
     def _read(self) -> None:
-        """What is whole; the rest of a killed run is cut off."""
+        """Read the complete chunks, and truncate the incomplete rest of a killed run."""
         with self.chunks.open("ab+") as file:  # cut, never written anew: a kill in between would lose everything
             file.seek(0)
             lines = [line for line in file.readlines() if line.endswith(b"\n")]

@@ -1,7 +1,7 @@
-"""Alerts: which numbers of a run ask for a person, since when, and what to try.
+"""Alerts of a run: which metrics need attention, since which step, and what to try.
 
-They are computed from the rows of metrics.jsonl and stored nowhere, so a run that was resumed, or is looked at a year later,
-has the same ones. Knows rows of numbers and nothing of training; imports no torch.
+Alerts are computed from the rows of metrics.jsonl and stored nowhere. A resumed run, or one inspected a year later, therefore
+has the same alerts. Knows rows of numbers and nothing of training; imports no torch.
 """
 
 import math
@@ -19,19 +19,19 @@ Row = Mapping[str, float]
 @dataclass(frozen=True)
 class Alert:
     step: int
-    """At which it began."""
+    """Step at which the alert began."""
     name: str
-    """The option that holds its limit, where it has one."""
+    """Name of the alert; equals the option that holds its limit, if it has one."""
     sentence: str
-    """What was seen, with the number and the limit."""
+    """Observation, with the number and the limit."""
     remedy: str
-    """What to try."""
+    """Remedy to try."""
     ended: int | None = None
-    """The step at which it was gone; None where it still held at the last row."""
+    """Step at which the alert ended; None if it still held at the last row."""
 
 
 def check(rows: Sequence[Row], settings: AlertsConfig) -> list[Alert]:
-    """All alerts of a run, in the order they began."""
+    """Return all alerts of a run, in the order they began."""
     watch = Watch(settings)
     for row in rows:
         watch.see(row)
@@ -40,18 +40,18 @@ def check(rows: Sequence[Row], settings: AlertsConfig) -> list[Alert]:
 
 @dataclass
 class Past:
-    """What a step is compared with."""
+    """Earlier values of a run that a step is compared with."""
 
     recent: deque[float]
     """The latest rewards."""
     best: float = -math.inf
-    """The first reward, or the highest mean of as many."""
+    """The first reward, or the highest mean over as many rewards as `recent` holds."""
     first: dict[str, float] = field(default_factory=dict)
-    """Of every metric, the first value."""
+    """First value of every metric."""
     spread: float = 0.0
-    """The largest reward/std: a step at which all fail has none, and says nothing about chance."""
+    """Largest reward/std so far. The spread of a step in which all rollouts fail is 0 and says nothing about chance."""
     early: list[float] = field(default_factory=list)
-    """The norms of the first gradients, `EARLY` of them at most."""
+    """Norms of the first gradients, at most `EARLY` of them."""
 
     def add(self, now: Row) -> None:
         self.first = {**now, **self.first}
@@ -65,16 +65,16 @@ class Past:
 
 
 EARLY = 10
-"""Steps that say what norm of the gradient is usual in a run."""
+"""Number of first steps that define the usual gradient norm of a run."""
 
 
 class Watch:
-    """Sees a run row by row. A value that is missing or no finite number says nothing, neither for an alert nor against it."""
+    """Checks a run row by row. A missing or non-finite value counts neither for an alert nor against it."""
 
     def __init__(self, settings: AlertsConfig):
         self.settings = settings
         self.alerts: list[Alert] = []
-        """All that began, in order."""
+        """All alerts that began, in order."""
         self._past = Past(deque(maxlen=settings.steps))
         self._open: dict[str, int] = {}  # name of what holds: its place in `alerts`
         self._against = dict.fromkeys(RULES, 0)  # steps in a row that say otherwise than what holds now
@@ -84,7 +84,7 @@ class Watch:
         return [alert for alert in self.alerts if alert.ended is None]
 
     def see(self, row: Row) -> list[Alert]:
-        """The alerts that begin with this row."""
+        """Add a row and return the alerts that begin with it."""
         now = {key: value for key, value in row.items() if isinstance(value, int | float) and abs(value) < 1e300}
         if "step" not in now:
             return []
@@ -113,13 +113,16 @@ class Watch:
 
 
 def _rollouts(now: Row) -> int:
-    """Of a step: its tokens / their mean number."""
+    """Return the number of rollouts of a step: its tokens divided by their mean number per rollout."""
     tokens = now["perf/rollout_tokens_per_s"] * now["perf/rollout_s"]
     return max(1, round(min(tokens / max(now["response/mean_tokens"], 1), 1e15)))  # a damaged row may have any number
 
 
 def _reward(now: Row, past: Past, limit: float) -> str | None:
-    """A fall counts from three standard errors of a step's mean on: rewards may be of any scale, and their mean near 0."""
+    """Return a sentence if the reward fell by more than the limit and by more than three standard errors of a step's mean.
+
+    Rewards may have any scale and a mean near 0, so a relative limit alone is not enough.
+    """
     value, best = now["reward/mean"], past.best
     chance = 3 * past.spread / math.sqrt(_rollouts(now))
     if best - value <= max(limit * abs(best), chance):
@@ -215,19 +218,19 @@ def _no_update(now: Row, past: Past, limit: float) -> str | None:
 @dataclass(frozen=True)
 class Rule:
     needs: tuple[str, ...]
-    """The metrics it reads."""
+    """Metrics that the rule reads."""
     judge: Callable[[Row, Past, float], str | None]
     remedy: str
     after_fall: str = ""
-    """What to try instead where the reward has fallen."""
+    """Remedy to try instead if the reward has fallen."""
 
 
 MOST = 0.5
-"""Of the rollouts: when so many more are cut off, it is told even though the reward has not fallen."""
+"""Rise of the truncated share of rollouts that raises an alert even if the reward has not fallen."""
 LOST = float(DEFAULTS.reward)
-"""Of its best: a reward that has lost more has fallen."""
+"""Share of its best value that a reward must lose to count as fallen."""
 COUNTED = ("response/mean_tokens", "perf/rollout_s", "perf/rollout_tokens_per_s")
-"""What the number of rollouts follows from."""
+"""Metrics from which the number of rollouts is computed."""
 
 RULES = {
     "reward": Rule(
@@ -288,4 +291,4 @@ RULES = {
         "a larger kv.budget where all are rejected, else a lower optimizer.lr or float32",
     ),
 }
-"""By the option that holds the limit; `no_update` has none."""
+"""Rules by the option that holds the limit; `no_update` has none."""
