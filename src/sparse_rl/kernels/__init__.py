@@ -1,1 +1,1 @@
-"""Small pieces of arithmetic on tensors, each with a plain torch reference. They know nothing of models or policies."""
+"""Small tensor operations, each with a plain torch reference. They know nothing of models or policies."""

@@ -1,7 +1,7 @@
-"""Attention as the sampler and the learner need it: one query over a slot, causal sequences, and one sequence as a shadow.
+"""Attention for the sampler and the learner: one query over a slot, causal sequences, and the shadow of one sequence.
 
-Sequences that share one row are `packed`: they follow each other without padding, and `cu_seqlens` are the places where they
-meet, from 0 to N. `shadow.py` has the shadow of a whole packed row on a GPU.
+Sequences that share one row are `packed`: they follow each other without padding. `cu_seqlens` are their boundaries, from 0 to
+N. `shadow.py` has the shadow of a whole packed row on a GPU.
 """
 
 # B rows, S slots, Q query heads, H kv heads, G query heads of a kv head, T tokens, N packed tokens, C capacity, D head dimension
@@ -22,10 +22,10 @@ SHADOW_TILE = 512  # queries at a time: the mask of a tile is [H, tile, T]
 def decode_attention(
     queries_SQD: Tensor, keys_SHCD: Tensor, values_SHCD: Tensor, lengths_S: Tensor, *, longest: int, even: bool, scale: float
 ) -> Tensor:
-    """Each slot's query over the first `lengths` keys of its row, [S, Q, D].
+    """Return the attention [S, Q, D] of each slot's query over the first `lengths` keys of its row.
 
-    The query heads of a kv head stand where the queries of a sequence would, so keys are never repeated. `longest`
-    and `even` (all lengths alike) are what the host knows, so that nothing beyond them is read or masked.
+    The query heads of a kv head take the place of a sequence's queries, so keys are never repeated. `longest` and `even` (all
+    lengths are equal) come from the host, so that nothing beyond them is read or masked.
     """
     slots, q_heads, dim = queries_SQD.shape
     kv_heads = keys_SHCD.shape[1]
@@ -40,7 +40,7 @@ def decode_attention(
 
 
 def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:
-    """Whole sequences over themselves, [B, Q, T, D]."""
+    """Return the causal attention [B, Q, T, D] of whole sequences over themselves."""
     groups = queries_BQTD.shape[1] // keys_BHTD.shape[1]
     if groups > 1 and queries_BQTD.is_cuda and queries_BQTD.dtype not in HALF:
         # torch's only kernel for shared heads in float32 holds all T x T scores: repeated keys are far smaller
@@ -54,11 +54,11 @@ def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tenso
 def packed_causal_attention(
     queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, cu_seqlens: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Each packed sequence over itself, [1, Q, N, D], differentiable.
+    """Return the causal attention [1, Q, N, D] of each packed sequence over itself, differentiable.
 
-    `cu_seqlens` is int32, one more than there are sequences, on the device of the queries; `longest` is the longest sequence.
-    One kernel for all of them where there is one: half precision on a GPU. There nothing is copied if the tensors are
-    transposed views of [1, N, heads, D], as transformers has them. Elsewhere it is one call for each sequence.
+    `cu_seqlens` is int32, has one entry more than there are sequences, and is on the device of the queries. `longest` is the
+    length of the longest sequence. One kernel computes all sequences in half precision on a GPU. It copies nothing if the
+    tensors are transposed views of [1, N, heads, D], as in transformers. Elsewhere each sequence is one call.
     """
     if _has_varlen(queries_1QND):
         q, k, v = (each[0].transpose(0, 1) for each in (queries_1QND, keys_1HND, values_1HND))
@@ -99,7 +99,7 @@ def _varlen(
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    """The function is young and its options change with torch's releases."""
+    """Return the supported arguments of the varlen function. It is new and its arguments change with torch's releases."""
     from torch.nn.attention.varlen import varlen_attn
 
     return frozenset(inspect.signature(varlen_attn).parameters)
@@ -108,7 +108,8 @@ def _varlen_options() -> frozenset[str]:
 def shadow_attention(
     queries_1QTD: Tensor, keys_1HTD: Tensor, values_1HTD: Tensor, evicted_at_HT: Tensor, *, scale: float
 ) -> Tensor:
-    """A whole sequence as the sampler saw it, [1, Q, T, D]: the query at t sees the key at j iff j <= t < evicted_at[j]."""
+    """Return the attention [1, Q, T, D] of a whole sequence as the sampler saw it. The query at t sees the key at j iff j
+    <= t < evicted_at[j]."""
     _, q_heads, total, dim = queries_1QTD.shape
     kv_heads = keys_1HTD.shape[1]
     queries_HGTD = queries_1QTD.view(kv_heads, q_heads // kv_heads, total, dim)

@@ -1,4 +1,4 @@
-"""Randomness by counter: the same (seed, counter) gives the same number on any device, in any order, in any batch."""
+"""Counter-based randomness: the same (seed, counter) gives the same number on any device, in any order, in any batch."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,18 @@ _MASK_63 = (1 << 63) - 1
 
 
 def mix(seeds: Tensor, counters: Tensor | int) -> Tensor:
-    """Non-negative int64 hashes of (seed, counter), broadcast: splitmix64 of seed + counter steps, twice."""
+    """Return non-negative int64 hashes of (seed, counter), broadcast: splitmix64 of seed + counter steps, twice."""
     return _splitmix(_splitmix(seeds) + counters) & _MASK_63
 
 
 def uniform(seeds: Tensor, counters: Tensor | int) -> Tensor:
-    """Float64 in [0, 1), 52 bits: one fewer than fit, so that u * total < total holds after rounding too."""
+    """Return float64 numbers in [0, 1) of 52 bits: one bit fewer than fit, so that u * total < total also holds after
+    rounding."""
     return (mix(seeds, counters) >> 11).double() * 2.0**-52
 
 
 def derive(seed: int, *counters: int) -> int:
-    """`mix` along a path of counters, for single integers: the seed of a prompt, of a sample, of a layer."""
+    """Apply `mix` along a path of counters, for single integers: the seed of a prompt, of a sample, of a layer."""
     value = torch.tensor(seed, dtype=torch.int64)
     for counter in counters:
         value = mix(value, counter)
@@ -28,7 +29,7 @@ def derive(seed: int, *counters: int) -> int:
 
 
 def derive_all(seed: int, first: int, second: int) -> list[int]:
-    """`derive(seed, i, j)` of all i below `first` and j below `second`, row by row."""
+    """Return `derive(seed, i, j)` for all i below `first` and j below `second`, row by row."""
     of_first = mix(torch.tensor(seed, dtype=torch.int64), torch.arange(first))
     return mix(of_first[:, None], torch.arange(second)).flatten().tolist()
 

@@ -1,9 +1,9 @@
-"""Draw a token a slot from its logits in one pass over them, say its exact log-prob, and step the slot forward.
+"""Draw one token per slot in one pass over its logits, return its exact log-prob, and advance the slot.
 
-The torch reference is `rollout.sampling.sample` with `counter_rng.uniform`: the draw inverts the cumulative distribution
-in vocabulary order. A first launch sums the weights of each block of the vocabulary; a second finds the block in which
-the draw falls and reads only that one again. Under top_k and top_p two more stand between them: `nucleus` finds what stays,
-and its weights are summed.
+The torch reference is `rollout.sampling.sample` with `counter_rng.uniform`: the draw inverts the cumulative distribution in
+vocabulary order. A first launch sums the weights of each block of the vocabulary. A second finds the block of the draw and
+reads only that block again. top_k and top_p add two launches between them: `nucleus` finds the kept tokens, and their weights
+are summed.
 """
 
 # S slots, V vocabulary, B blocks and G groups of it; n steps of a chunk
@@ -97,7 +97,7 @@ def _sum_blocks(
 def _sum_kept(
     logits_ptr, row_stride, temperature_ptr, tops_ptr, thresholds_ptr, last_ids_ptr, kept_sums_ptr, vocab, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """As `_sum_blocks` sums, over what stays; a block of which nothing can stay is not read."""
+    """Sum the weights of each block like `_sum_blocks`, but only of kept tokens. A block without kept tokens is not read."""
     slot, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = slot * tl.num_programs(1) + block
     temperature, top = tl.load(temperature_ptr), tl.load(tops_ptr + place)

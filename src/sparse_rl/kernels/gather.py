@@ -1,4 +1,4 @@
-"""Keep some tokens of cached rows, in place: what stays moves to the front, in order, without a copy of the row."""
+"""Compact cached rows in place: kept tokens move to the front, in order, without a copy of the row."""
 
 # N rows of the cache, R of them that are compacted, H kv heads, C capacity, K kept, D head dimension
 
@@ -11,7 +11,7 @@ from .jit import jit, next_power_of_2, tl, usable
 
 
 def keep_in_place(keys_NHCD: Tensor, values_NHCD: Tensor, positions_NHC: Tensor, rows_R: Tensor, kept_RHK: Tensor) -> None:
-    """Token `kept[r, h, i]` of row `rows[r]` becomes its token i; `kept` ascends, so nothing is overwritten unread."""
+    """Move token `kept[r, h, i]` of row `rows[r]` to index i. `kept` ascends, so nothing is overwritten before it is read."""
     if usable(keys_NHCD.device):
         fused_keep(keys_NHCD, values_NHCD, positions_NHC, rows_R, kept_RHK)
         return

@@ -1,4 +1,4 @@
-"""What the window's queries look at: the importance that R-KV and SnapKV share."""
+"""Attention importance of keys for the window's queries, shared by R-KV and SnapKV."""
 
 # B rows, Q query heads, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens, n = T - W
 
@@ -11,11 +11,11 @@ from .jit import jit, next_power_of_2, precision, product, tl, usable
 from .rows import Rows
 
 QUERY_ROWS = 128
-"""Queries of 128 numbers in half precision that a program holds, besides the keys it reads, in 100 KB of shared memory."""
+"""Queries of 128 half-precision numbers that a program holds in 100 KB of shared memory, beside the keys it reads."""
 
 
 def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
-    """QK^T / sqrt(D) as [B, H, G, W, T] in float32; query head h belongs to kv head h // G."""
+    """Return QK^T / sqrt(D) as float32 [B, H, G, W, T]; query head h belongs to kv head h // G."""
     rows, q_heads, window, dim = queries_BQWD.shape
     heads = keys_BHTD.shape[1]
     queries_BHGWD = queries_BQWD.float().view(rows, heads, q_heads // heads, window, dim)
@@ -23,7 +23,7 @@ def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
 
 
 def causal_window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
-    """`window_logits` over all T keys, where a query of the window does not see the keys after it."""
+    """Return `window_logits` over all T keys, with the keys after each query of the window masked."""
     logits_BHGWT = window_logits(queries_BQWD, keys_BHTD)
     window, total = logits_BHGWT.shape[-2:]
     key_T = torch.arange(total, device=keys_BHTD.device)
@@ -32,9 +32,10 @@ def causal_window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
 
 
 def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor | Rows) -> Tensor:
-    """R-KV's attention score before pooling, [B, H, T - W].
+    """Return R-KV's attention score before pooling, [B, H, T - W].
 
-    Maximum of the logits over the group, softmax over the keys before the window, mean over the window's queries.
+    It is the maximum of the logits over the group, the softmax over the keys before the window, and the mean over the window's
+    queries.
     """
     if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
         return fused_importance(queries_BQWD, keys_BHTD if isinstance(keys_BHTD, Rows) else Rows.of(keys_BHTD))
@@ -45,7 +46,8 @@ def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor | Rows) -> Tensor:
 
 
 def fused_importance(queries_BQWD: Tensor, keys: Rows) -> Tensor:
-    """The same in one launch, reading a row's keys twice; a long window in parts, as many queries as shared memory takes."""
+    """Compute `decode_importance` in one launch that reads a row's keys twice. A long window is cut into parts of as many
+    queries as shared memory holds."""
     rows, q_heads, window, dim = queries_BQWD.shape
     heads, scored = keys.shape[1], keys.held - window
     group = q_heads // heads
@@ -76,7 +78,7 @@ def _window_block(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WINDOW_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a block of keys, the largest over the group, as [WINDOW_PAD, BLOCK]."""
+    """Return the logits of a block of keys, the largest over the group, as [WINDOW_PAD, BLOCK]."""
     n, d = start + tl.arange(0, BLOCK), tl.arange(0, DIM_PAD)
     keys = tl.load(row + n[:, None] * token_stride + d[None, :], mask=(n < scored)[:, None] & (d < DIM)[None, :], other=0.0)
     logits = product(query, tl.trans(keys), PRECISION) * scale

@@ -1,4 +1,4 @@
-"""Triton where it is installed. Without it the modules beside this one still import, and their torch references serve."""
+"""Triton, if it is installed. Without it the other kernel modules still import and use their torch references."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ except ImportError:
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Why kernels do not run on this CUDA device, None if they do: tried once, with one that does nothing."""
+    """Return the reason why kernels do not run on this CUDA device, or None if they do. Launches an empty kernel once."""
     if triton is None:
         return "Triton is not installed; try pip install triton"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -43,7 +43,7 @@ def usable(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Kernels launch on the current device: make it this one."""
+    """Make this the current device, on which kernels launch."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -52,7 +52,7 @@ def next_power_of_2(count: int) -> int:
 
 
 def precision(tensor: torch.Tensor) -> str:
-    """Of products: exact for float32, never TF32. Triton's interpreter multiplies bfloat16 only after widening it."""
+    """Return the precision of products: exact for float32, never TF32. Triton's interpreter needs bfloat16 widened first."""
     if tensor.device.type == "cpu":
         return "wide"
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
@@ -60,7 +60,7 @@ def precision(tensor: torch.Tensor) -> str:
 
 @jit
 def product(left, right, PRECISION: "tl.constexpr"):
-    """left @ right, summed in float32."""
+    """Return left @ right, summed in float32."""
     if PRECISION == "wide":
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left, right, input_precision=PRECISION)

@@ -1,8 +1,7 @@
-"""A few rows times a large weight, on a CPU whose BLAS packs the weight anew for every product.
+"""Multiply a few rows by a large weight on a CPU whose BLAS repacks the weight for every product.
 
-OpenBLAS (the ARM builds of torch) takes y = x W^T with few rows at about two thirds of its speed for W x^T (16 rows), which is
-the same product with the weight in the other place. MKL does not need the detour, and one row is a matrix-vector
-product already.
+OpenBLAS (the ARM builds of torch) computes y = x W^T with few rows at about two thirds of its speed for W x^T (16 rows). W x^T
+is the same product with the operands swapped. MKL does not need this detour, and one row is already a matrix-vector product.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ LARGE_WEIGHT = 2**16  # elements; below it the detour costs more than it saves
 
 
 class SkinnyLinear(TorchFunctionMode):
-    """Inside it, `linear` of few float32 rows with a large weight takes the detour; models need not know."""
+    """Context in which `linear` of few float32 rows with a large weight computes W x^T. Models need no change."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.linear and not kwargs and _skinny(*args[:2]):
@@ -35,7 +34,7 @@ def _skinny(x, weight) -> bool:
 
 
 def decode_context(model: torch.nn.Module) -> contextlib.AbstractContextManager:
-    """What decode steps of this model run in."""
+    """Return the context in which decode steps of this model run."""
     weights = [weight for weight in model.parameters() if weight.device.type == "cpu" and weight.numel() >= LARGE_WEIGHT]
     if weights and not torch.backends.mkl.is_available():
         return SkinnyLinear()

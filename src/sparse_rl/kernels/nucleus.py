@@ -1,10 +1,10 @@
-"""Where top_k and top_p cut a row of logits, without sorting it.
+"""Find the cut of top_k and top_p in a row of logits without sorting it.
 
-The torch reference is `rollout.sampling.truncate`: the top_k largest stay (0: all), of those the smallest set with a share of
-top_p, and among equals the lower ids. So a cut is the smallest logit that stays and the last id that stays among its equals.
+The torch reference is `rollout.sampling.truncate`: keep the top_k largest (0: all), and of those the smallest set with a share
+of top_p. Ties go to the lower ids. A cut is the smallest kept logit and the last kept id among its equals.
 
-A nucleus has few tokens as a rule, so most of the row is never read again: the largest logits of small groups of the
-vocabulary already bound the cut from below, and it is then searched in the groups that reach this bound.
+A nucleus usually has few tokens, so most of the row is never read again. The largest logits of small groups of the vocabulary
+bound the cut from below. The search then reads only the groups that reach this bound.
 """
 
 # S slots, V vocabulary, G groups of it, B blocks of it
@@ -20,14 +20,14 @@ from .jit import jit, next_power_of_2, tl
 
 GROUP = 128
 TILE, WARPS = 4096, 16
-"""Logits of groups that a program looks at together, and the warps that do."""
+"""Logits of groups that a program reads at a time, and its number of warps."""
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Of a float32 that was widened from such a logit: the search has no need to tell them apart."""
+"""Low bits that are always 0 in a float32 widened from this dtype. The search skips them."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """On the device, so that one graph serves all values."""
+    """top_k and top_p on the device, so that one graph serves all values."""
 
     top_k_1: Tensor
     """int64; 0 keeps all."""
@@ -38,10 +38,10 @@ class Truncation:
 def find_cuts(
     logits_SV: Tensor, temperature_1: Tensor, truncation: Truncation, tops_SB: Tensor, sums_SB: Tensor, group_tops_SG: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The smallest logit [S] that stays and the last id [S] that stays among its equals.
+    """Return the smallest kept logit [S] and the last kept id [S] among its equals.
 
-    Blocks come with their largest logit over the temperature and the sum of their weights relative to it, groups with
-    their largest logit as it is.
+    Inputs are, for each block, the largest logit divided by the temperature and the sum of its weights relative to it, and for
+    each group the largest logit as it is.
     """
     slots, vocab = logits_SV.shape
     blocks, groups = tops_SB.shape[1], group_tops_SG.shape[1]
@@ -63,7 +63,7 @@ def find_cuts(
 
 @jit
 def block_weights(tops, sums):
-    """The blocks' sums, relative to the largest logit of all."""
+    """Return the blocks' sums relative to the largest logit of the row."""
     return sums * tl.exp(tl.maximum(tops, -1e30) - tl.max(tops, axis=0)).to(tl.float64)
 
 
@@ -74,7 +74,7 @@ def stays(logits, ids, threshold, last_id):
 
 @jit
 def _ordered(logits, UNUSED: tl.constexpr):
-    """Floats as integers that sort alike, 0.0 and -0.0 as one."""
+    """Map floats to integers of the same order; 0.0 and -0.0 are equal."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> UNUSED
 
@@ -118,9 +118,10 @@ def _cut(
 
 @jit
 def _lower_bound(group_tops, top, total, temperature, top_k, top_p, vocab):
-    """A logit that the cut is not below: one such that the groups' tops from there on suffice by themselves.
+    """Return a logit that is not above the cut: one from which on the groups' largest logits suffice by themselves.
 
-    Failing that, tokens below (1 - top_p) / V cannot hold the share that top_p leaves out; half of it, for rounding.
+    If there is none, tokens below (1 - top_p) / V cannot hold the share that top_p leaves out. Half of that allows for
+    rounding.
     """
     counted = top_k > 0
     weights = tl.exp(group_tops / temperature - top / temperature).to(tl.float64)
@@ -139,7 +140,7 @@ def _lower_bound(group_tops, top, total, temperature, top_k, top_p, vocab):
 
 @jit
 def _tile(row, start, threshold, last_id, COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Ids, logits and weights, or ones for a count, of some listed groups; those that a former cut took weigh 0."""
+    """Return ids, logits and weights (ones for a count) of some listed groups. Tokens removed by an earlier cut weigh 0."""
     row_ptr, listed_ptr, listed, vocab, temperature, top = row
     i = tl.arange(0, TILE)
     place = start + i // GROUP
@@ -166,7 +167,8 @@ def _search(
     row, lowest, threshold, last_id, target,
     COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, UNUSED: tl.constexpr,
 ):  # fmt: skip
-    """The cut behind which weights of `target` lie, of those that a former cut left."""
+    """Return the cut at which the weights, summed from the largest logit down, reach `target`. Tokens removed by an earlier
+    cut do not count."""
     top, listed = row[5], row[2]
     low, high = _ordered(lowest, UNUSED).to(tl.int64), _ordered(top, UNUSED).to(tl.int64) + 1
     above = tl.zeros([], tl.float64)  # the weight from `high` on, which is not enough

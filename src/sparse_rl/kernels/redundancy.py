@@ -1,4 +1,4 @@
-"""R-KV's redundancy: how much each key repeats the other keys of its row, without a [T, T] matrix in memory."""
+"""R-KV's redundancy: the similarity of each key to the other keys of its row, without a [T, T] matrix in memory."""
 
 # B rows, H kv heads, T cached tokens, R rows of a tile of the similarity matrix, D head dimension
 
@@ -14,10 +14,10 @@ TILE_ROWS = 256  # of the similarity matrix, in the reference
 
 
 def redundancy(keys_BHTD: Tensor | Rows, threshold: float) -> Tensor:
-    """Softmax over the T keys of each key's mean cosine similarity to all keys, [B, H, T].
+    """Return the softmax over the T keys of each key's mean cosine similarity to all keys, [B, H, T].
 
-    In each row of the similarity matrix the diagonal counts 0, and so does the LAST column above the threshold
-    (column 0 if there is none): of several similar keys the newest is not held to be redundant.
+    In each row of the similarity matrix the diagonal counts 0, and so does the LAST column above the threshold (column 0 if
+    there is none). So the newest of several similar keys does not count as redundant.
     """
     if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
         rows = keys_BHTD if isinstance(keys_BHTD, Rows) else Rows.of(keys_BHTD)
@@ -28,7 +28,7 @@ def redundancy(keys_BHTD: Tensor | Rows, threshold: float) -> Tensor:
 
 
 def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
-    """The reference: column sums of the similarity matrix, tile by tile."""
+    """Return the column sums of the similarity matrix, tile by tile. This is the torch reference."""
     keys = keys_BHTD.float()
     unit_BHTD = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
     unit_BHDT = unit_BHTD.transpose(-1, -2).contiguous()  # many small products on a CPU run faster on it
@@ -48,7 +48,8 @@ def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
 
 
 def fused_sums(keys: Rows, threshold: float) -> Tensor:
-    """The same in three launches. The matrix is symmetric: a row's sum is its column's, less the entries set to 0."""
+    """Compute `tiled_sums` in three launches. The matrix is symmetric: a row's sum is its column's, less the entries set to
+    0."""
     rows, heads, total, dim = keys.shape
     sums = torch.empty(rows, heads, total, dtype=torch.float32, device=keys.device)
     norms, amounts, result = (torch.empty_like(sums) for _ in range(3))
@@ -122,7 +123,7 @@ def _similarities(
 
 @jit
 def _subtract(sums_ptr, zeroed_ptr, amounts_ptr, result_ptr, total, BLOCK: tl.constexpr):
-    """Column j loses the entries that the rows set to 0 in it, in a fixed order: no atomics, the same bits every time."""
+    """Subtract from column j the entries that rows set to 0 in it, in a fixed order: no atomics, the same bits every time."""
     pair = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lost = tl.zeros([BLOCK], tl.float32)

@@ -1,4 +1,4 @@
-"""Some rows of the cache, named and not copied: kernels read them where they lie, everything else takes a copy."""
+"""References to rows of the cache: kernels read them in place, all other code takes a copy."""
 
 # N rows of the cache, R of them, H kv heads, C capacity, T tokens held, D head dimension
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """The first `held` tokens of these rows: [R, H, T, D]."""
+    """The first `held` tokens of some rows: [R, H, T, D]."""
 
     stored_NHCD: Tensor
     rows_R: Tensor
@@ -18,7 +18,7 @@ class Rows:
 
     @classmethod
     def of(cls, tensor_RHTD: Tensor) -> "Rows":
-        """All rows of a tensor."""
+        """Reference all rows of a tensor."""
         stored = tensor_RHTD if tensor_RHTD.stride(-1) == 1 else tensor_RHTD.contiguous()
         return cls(stored, torch.arange(len(stored), device=stored.device), stored.shape[2])
 
@@ -36,9 +36,9 @@ class Rows:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of row, head and token."""
+        """Strides of row, head and token."""
         return self.stored_NHCD.stride()[:3]  # type: ignore[return-value]
 
     def take(self) -> Tensor:
-        """A copy."""
+        """Return a copy."""
         return self.stored_NHCD[self.rows_R, :, : self.held]

@@ -1,9 +1,10 @@
-"""The shadow of a whole packed row in one FlexAttention call per layer: each query sees what the sampler saw.
+"""Shadow attention of a whole packed row in one FlexAttention call per layer: each query sees the keys that the sampler
+saw.
 
-The evictions of a pack are one number for each key: `until`, the first packed query that does not see it, which is never
-beyond the end of the key's own sequence. A query at t sees the key at j iff j <= t < until[j], so sequences do not see each
-other and nothing of T x T is ever stored. FlexAttention skips blocks of 128 queries by 128 keys that see nothing of each
-other; which these are follows from the smallest and the largest `until` of a block of keys.
+The evictions of a pack are one number per key: `until`, the first packed query that does not see it. It is never beyond the
+end of the key's own sequence. A query at t sees the key at j iff j <= t < until[j], so sequences do not see each other and no
+T x T tensor is stored. FlexAttention skips blocks of 128 queries by 128 keys that see nothing of each other. The smallest and
+the largest `until` of a block of keys determine these blocks.
 """
 
 # L layers, Q query heads, H kv heads, G query heads of a kv head, N packed tokens, P of them with padding, B blocks of P
@@ -23,11 +24,11 @@ from ..errors import first_line
 BLOCK = 128
 SMALLEST_HEAD = 16  # FlexAttention's
 COMPILATIONS = 64
-"""Of one function. Lengths are rounded up to powers of two, so that few are needed: each takes seconds."""
+"""Maximum number of compilations. Lengths are rounded up to powers of two to need few: each takes seconds."""
 
 
 class Shadow:
-    """What the queries of a pack may see, in all layers."""
+    """Visibility of the keys of a pack to its queries, in all layers."""
 
     def __init__(self, until_LHN: Tensor):
         self.tokens = until_LHN.shape[-1]
@@ -52,7 +53,8 @@ class Shadow:
         return BlockMask((self.padded, self.padded), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
 
     def attend(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float) -> Tensor:
-        """[1, Q, N, D]. What backward keeps grows with N, and with N^2 only as the lists of blocks do, 16384 times slower."""
+        """Return the attention [1, Q, N, D]. The memory for backward grows with N. Only the lists of blocks grow with N^2,
+        16384 times slower."""
         padding = self.padded - self.tokens
         q, k, v = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (queries_1QND, keys_1HND, values_1HND))
         mask = self.block_mask(layer, q.shape[1])
@@ -61,13 +63,13 @@ class Shadow:
 
 
 def padded_length(tokens: int) -> int:
-    """The next power of two, at least a block."""
+    """Return the next power of two, at least one block."""
     return max(BLOCK, 1 << (tokens - 1).bit_length())
 
 
 def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
-    """(some, all), bool [L, H, query block, key block]: whether some query of the one may see some key of the other (where
-    it is false, none does), and whether all see all."""
+    """Return (some, all), both bool [L, H, query block, key block]. `some` is False if no query of the block sees any key
+    of the other. `all` is True if every query sees every key."""
     blocks_LHBK = until_LHP.unflatten(-1, (-1, BLOCK))
     first_B = torch.arange(0, until_LHP.shape[-1], BLOCK, device=until_LHP.device, dtype=until_LHP.dtype)
     last_B = first_B + (BLOCK - 1)
@@ -78,7 +80,8 @@ def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen_LHBB: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of blocks how many are chosen, and all of them with the chosen ones first, as FlexAttention wants them."""
+    """Return, for each row of blocks, the number of chosen ones and all indices with the chosen ones first, as
+    FlexAttention expects them."""
     order = chosen_LHBB.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen_LHBB.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -91,7 +94,7 @@ _broken: list[Exception] = []
 
 
 def give_up(error: Exception) -> None:
-    """FlexAttention could not be compiled here: from now on `usable` says so."""
+    """Record that FlexAttention cannot be compiled here. `usable` returns False from then on."""
     warnings.warn(
         "FlexAttention does not run here, so shadow passes hold a mask of T x T and take longer "
         f"({type(error).__name__}: {first_line(error)}).",

@@ -1,8 +1,8 @@
-"""One decode step of one layer in one launch: the new key, value and query enter their slot, and the query attends to it.
+"""One decode step of one layer in one launch: store the new key, value and query in their slot and attend over it.
 
-The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program takes one slot and
-one kv head and reads the slot's keys once for all query heads of that head. Where slots are few, several programs share a
-row and a second launch combines them.
+The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program takes one slot and one
+kv head, and reads the slot's keys once for all query heads of that head. If slots are few, several programs share a row and a
+second launch combines them.
 """
 
 # S slots, Q query heads, H kv heads, G query heads of a kv head, C capacity, D head dimension, W window
@@ -17,7 +17,7 @@ from .jit import jit, next_power_of_2, precision, product, tl
 BLOCK = 64
 """Keys a program reads at a time."""
 PROGRAMS_PER_SM = 4
-"""Fewer than this many programs leave bandwidth unused: rows are then split."""
+"""Programs per multiprocessor below which bandwidth stays unused. Rows are then split."""
 
 
 def attend_and_append(
@@ -34,9 +34,10 @@ def attend_and_append(
     scale: float,
     splits: int = 1,
 ) -> Tensor:
-    """[S, Q, D]: each slot's query over its first `lengths` keys and the new one, which becomes key number `lengths`.
+    """Return the attention [S, Q, D] of each slot's query over its first `lengths` keys and the new key, stored at index
+    `lengths`.
 
-    Writes the caches, the positions and the ring in place; counting the token is left to whoever ends the step.
+    Writes the caches, the positions and the ring in place. The caller increases the lengths at the end of the step.
     """
     slots, q_heads, dim = queries_SQD.shape
     kv_heads, capacity = cached_keys_SHCD.shape[1:3]
@@ -79,7 +80,8 @@ def attend_and_append(
 
 
 def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int:
-    """Programs that share a row, so that few slots fill the device, too; each has at least two blocks of a full row."""
+    """Return the number of programs that share a row, so that few slots also fill the device. Each gets at least two blocks
+    of a full row."""
     wanted = PROGRAMS_PER_SM * processors // (slots * kv_heads)
     return max(1, min(wanted, capacity // (2 * BLOCK), 64))
 

@@ -232,8 +232,8 @@ class SlotCache:
         seeds: list[int],
         protected: list[int] | None = None,
     ) -> Tensor:
-        """Keep `budget` of the `held` tokens of these slots, in place. Return the dropped positions [L, n, H, held -
-        budget].
+        """Keep `budget` of the `held` tokens of these slots, in place. Return the dropped positions
+        [L, n, H, held - budget].
 
         `ends` are the positions of the slots' next tokens, from which the start of each ring follows. `seeds` and `protected`
         (leading tokens that stay) have one entry per slot. Rows are compacted in tiles, so the scratch memory does not grow

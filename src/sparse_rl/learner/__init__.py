@@ -1,1 +1,1 @@
-"""Who learns: log-probs under the learner's and the sampler's view, corrections, losses, updates."""
+"""The learner: log-probs under the dense and the sampler's view, corrections, losses, updates."""

@@ -15,12 +15,12 @@ EPSILON = 1e-6  # of the published code, beside the standard deviation
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages with who takes part."""
+    """Advantages of a batch, and masks of the samples and groups in the loss."""
 
     advantages: Tensor
-    """Float [P, G]; 0 for samples that take no part and in groups without signal."""
+    """Float [P, G]; 0 for samples that are not in the loss and in groups without signal."""
     in_loss: Tensor
-    """Bool [P, G]: has a verdict, in a group that has at least two."""
+    """Bool [P, G]: the sample has a verdict and its group has at least two."""
     dropped: Tensor
     """Bool [P]: groups with fewer than two verdicts."""
     no_signal: Tensor
@@ -28,9 +28,9 @@ class Advantages:
 
 
 def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
-    """A_i = (r_i - mean r)/(std r + 1e-6) over a group's samples with a verdict, std with ddof 1; NaN is no verdict.
+    """Return A_i = (r_i - mean r)/(std r + 1e-6) over a group's samples with a verdict, std with ddof 1; NaN is no verdict.
 
-    `rewards` is [P, G]. It is taken before anything is rejected.
+    `rewards` is [P, G]. Advantages are computed before anything is rejected.
     """
     verdict_PG = rewards.isfinite()
     verdicts_P1 = verdict_PG.sum(dim=1, keepdim=True)
@@ -50,9 +50,9 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, overlong: int) -> Tensor:
-    """DAPO's soft penalty (arXiv 2503.14476, eq. 13), float [N], to be added to the rewards before `group_advantages`.
+    """Return DAPO's soft penalty (arXiv 2503.14476, eq. 13), float [N], to add to the rewards before `group_advantages`.
 
-    0 up to max_tokens - overlong tokens, then linear to -1 at max_tokens.
+    It is 0 up to max_tokens - overlong tokens, then linear to -1 at max_tokens.
     """
     if overlong > max_tokens:
         raise UserError(

@@ -1,8 +1,8 @@
-"""What is done about the sampler not being the learner: weights, rejections, and how far the two were apart.
+"""Correct the mismatch between sampler and learner: token weights, rejected sequences and mismatch metrics.
 
-xi = pi_old / pi_sampler per token, the sparsity consistency ratio of Sparse-RL (arXiv 2601.10079). Every preset is a
-`Point` of one space: how a token is weighed, which tokens and sequences are dropped, what a sequence is averaged over.
-Pure functions on tensors.
+xi = pi_old / pi_sampler per token is the sparsity consistency ratio of Sparse-RL (arXiv 2601.10079). Every preset is a
+`CorrectionSpec`: how tokens are weighted, which tokens and sequences are dropped, and the divisor of a sequence. Pure
+functions on tensors.
 """
 
 # B sequences of one optimizer update, T response tokens; trailing 1: kept for broadcasting
@@ -21,20 +21,20 @@ from ..config import CorrectionConfig, CorrectionSpec
 
 @dataclass(frozen=True)
 class Corrected:
-    """What each token counts. Rejected sequences still count in the loss's 1/B."""
+    """Weight of each token and the dropped tokens and sequences. Rejected sequences still count in the loss's 1/B."""
 
     weights: Tensor
-    """Float [B, T], detached: multiplies the surrogate of a token; 0 where it takes no part."""
+    """Float [B, T], detached: factor of a token's surrogate; 0 for tokens that are not in the loss."""
     keep: Tensor
     """Bool [B, T]: valid and not dropped."""
     rejected: Tensor
-    """Bool [B]: dropped by a rule on sequences (veto, a bound on its ratio, a ratio that is not finite)."""
+    """Bool [B]: dropped by a rule on sequences (veto, a bound on the ratio, a ratio that is not finite)."""
     divisors: Tensor
-    """Float [B], at least 1: response tokens, or those kept."""
+    """Float [B], at least 1: response tokens, or kept tokens."""
     kl_mask: Tensor
-    """Bool [B, T]: what the KL term runs over."""
+    """Bool [B, T]: tokens of the KL term."""
     metrics: dict[str, float]
-    """Of all valid tokens, `effective` after drops and the rest before; NaN where there are none."""
+    """Metrics over all valid tokens: `effective` after drops, the others before. NaN if there are no valid tokens."""
 
 
 def correct(
@@ -45,11 +45,12 @@ def correct(
     broken: Tensor | None = None,
     **options: Any,
 ) -> Corrected:
-    """Return weights and drops for log_ratio = log pi_old - log pi_sampler, [B, T] like `mask`; `options` replace values of the preset.
+    """Return weights and drops for log_ratio = log pi_old - log pi_sampler, [B, T] like `mask`. `options` replace values of
+    the preset.
 
-    Call it once with all sequences of an optimizer update, of all ranks: `normalize` divides by a mean over them. A ratio
-    that is not finite rejects its sequence under every preset (no weight fixes it), and counts as xi = e^-20 (or e^20)
-    in the metrics. The rules see log xi as it is; exp sees it clamped to +-20.
+    Call it once with all sequences of an optimizer update, of all ranks: `normalize` divides by a mean over them. A ratio that
+    is not finite rejects its sequence under every preset (no weight fixes it), and counts as xi = e^-20 (or e^20) in the
+    metrics. The rules use log xi as it is; exp uses it clamped to +-20.
     """
     point = (
         replace(preset, **options)
@@ -95,10 +96,10 @@ def correct(
 
 
 def opsm(logprobs: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): which sequences stay, bool [B].
+    """Return the sequences kept by off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556), bool [B].
 
-    A sequence goes if A_i < 0 and mean_t (log pi_sampler - log pi_theta) > delta: a bad answer that the learner would
-    hardly have given teaches it little. `logprobs` are the learner's own; all are [B, T] but `advantages`, [B].
+    A sequence is dropped if A_i < 0 and mean_t (log pi_sampler - log pi_theta) > delta: the learner would hardly give this bad
+    answer and learns little from it. `logprobs` are the learner's own. All are [B, T] but `advantages`, [B].
     """
     gap_BT = (sampler - logprobs).detach().masked_fill(~mask.bool(), 0)
     gap_B = gap_BT.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -110,7 +111,7 @@ def _log(bound: float) -> float:
 
 
 def _worth(weights_N: Tensor) -> float:
-    """The effective sample size as a share: 1 where all weigh the same, 1/N where one has all the weight."""
+    """Return the effective sample size as a share: 1 if all weights are equal, 1/N if one has all the weight."""
     return (weights_N.sum() ** 2 / (weights_N.numel() * (weights_N**2).sum())).item()
 
 

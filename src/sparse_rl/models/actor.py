@@ -1,8 +1,8 @@
-"""The weights that learn and the weights that sample: one model, or with LoRA a base with adapters and a merged copy, or on
-many ranks a learner spread over them and a whole model on each.
+"""The actor: the weights that learn and the weights that sample. They are one model, or with LoRA a base with adapters and
+a merged copy, or on several ranks a sharded learner and a whole model on each rank.
 
-The merged copy shares every tensor that has no adapter. It is rewritten in place after each update, W + s·BA summed in
-float32 and rounded once, so whatever was built on its storage stays valid.
+The merged copy shares every tensor that has no adapter. It is rewritten in place after each update: W + s·BA is summed in
+float32 and rounded once. So everything built on its storage stays valid.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class Actor:
     def __init__(
         self, model: PreTrainedModel, lora: LoraConfig, *, keep_reference: bool = False, ranks: RanksConfig | None = None
     ):
-        """Takes the model over. `keep_reference` keeps the policy as it is now: with LoRA for free, else as a frozen copy."""
+        """Take over the model. `keep_reference` keeps the current policy: at no cost with LoRA, else as a frozen copy."""
         self.learner = model
         self.sampler = model
         self.peft = None
@@ -49,7 +49,7 @@ class Actor:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Give the sampler what was learned. Needed after every update; free where both are one model."""
+        """Copy the learned weights to the sampler. Needed after every update; free if both are one model."""
         if self.sampler is self.learner:
             return
         if self.peft is None:
@@ -69,7 +69,7 @@ class Actor:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[PreTrainedModel]:
-        """The policy as it was at the start."""
+        """Yield the policy as it was at the start."""
         if self.peft is not None:
             with self.peft.disable_adapter():
                 yield self.learner

@@ -1,8 +1,8 @@
-"""Where transformers models meet our caches: one attention function, registered once, that hands over to a view.
+"""Attention of transformers models over our caches: one function, registered once, that calls a view.
 
-A view is whatever answers `attend(layer, queries, keys, values, scale, mask)`: the prompts being prefilled, the
-slots being decoded, a rollout being replayed. It travels as an argument of the model's forward, or inside the keys a
-cache returns. Without a view the function is transformers' own SDPA, so a prepared model behaves as before.
+A view is any object with `attend(layer, queries, keys, values, scale, mask)`: prompts in prefill, slots in decode, a rollout
+in replay. It is passed as an argument of the model's forward, or inside the keys that a cache returns. Without a view the
+function is transformers' own SDPA, so a prepared model behaves as before.
 """
 
 from collections.abc import Iterator
@@ -21,20 +21,20 @@ from ..errors import UserError, first_line
 from ..kv.cache import CacheShape
 
 NAME = "sparse_rl"
-"""Of the attention implementation, for `model.set_attn_implementation`."""
+"""Name of the attention implementation, for `model.set_attn_implementation`."""
 
 
 class View(Protocol):
     def attend(
         self, layer: int, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, mask: Tensor | None
     ) -> Tensor:
-        """[B, Q, T, D]. Only the view of a transformers cache looks at the mask, for padding."""
+        """Return the attention [B, Q, T, D]. Only the view of a transformers cache reads the mask, for padding."""
         ...
 
 
 @dataclass(frozen=True)
 class BoundKeys:
-    """Keys and values on their way to the view of a transformers cache, which has `seen` so many tokens before them."""
+    """New keys and values for the view of a transformers cache, which has received `seen` tokens before them."""
 
     view: View
     keys_BHTD: Tensor
@@ -78,7 +78,7 @@ UNSUPPORTED = {
     "block_indices": "sparse attention of its own",
 }
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Entries of layer_types: attention over all keys of a sequence, as long as it fits the window."""
+"""Supported entries of layer_types: attention over all keys of a sequence, as long as it fits the window."""
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -86,27 +86,27 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """What a prepared model's attention asks for and how far it reaches."""
+    """Cache shape and limits of a prepared model's attention."""
 
     shape: CacheShape
     context: int | None
-    """Positions the model was made for, None if its configuration does not say."""
+    """Positions the model was made for; None if its configuration does not say."""
     hard: bool
-    """Whether no position beyond the context exists: they come from a table."""
+    """True if no position beyond the context exists, because positions come from a table."""
     sliding_window: int | None
-    """The shortest sliding window of any layer: sequences within it never notice."""
+    """Shortest sliding window of any layer. It has no effect on sequences within it."""
     vocab: int
     stays: bool = False
-    """Whether it holds whatever dtype the weights have at the moment: those of a sharded model change between passes."""
+    """True if the limits hold for any dtype of the weights. The weights of a sharded model change theirs between passes."""
 
 
 def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: View, keep: Tensor | int) -> Tensor:
-    """Logits [B, n, V] of the tokens `keep` names, with attention left to the view."""
+    """Return the logits [B, n, V] of the tokens in `keep`, with attention computed by the view."""
     return model(**inputs(tokens_BT, positions_BT, view), logits_to_keep=keep).logits
 
 
 def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: View) -> dict[str, Any]:
-    """What a model, or its decoder alone, is called with to leave attention to the view."""
+    """Return the arguments of a model or its decoder that make the view compute attention."""
     return {
         "input_ids": tokens_BT,
         "position_ids": positions_BT,
@@ -117,7 +117,7 @@ def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: View) -> dict[str, Any
 
 
 def attend_to_itself(queries_BQTD: Tensor, values_BHTD: Tensor) -> Tensor:
-    """The attention of a single token."""
+    """Return the attention of a single token over itself."""
     return values_BHTD.repeat_interleave(queries_BQTD.shape[1] // values_BHTD.shape[1], dim=1)
 
 
@@ -128,9 +128,9 @@ _prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictiona
 
 
 def prepare(model: PreTrainedModel) -> AttentionLimits:
-    """Switch the model to our attention and find out, with one token, whether its attention is one we get right.
+    """Switch the model to our attention and check with one token whether its attention is supported.
 
-    Done once for a model; again if its attention, dtype or device was changed since.
+    Runs once per model, and again if its attention, dtype or device has changed.
     """
     known = _prepared.get(model)
     place = (model.dtype, model.device)
@@ -166,7 +166,7 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside it no module is in training mode; afterwards those are that were."""
+    """Put all modules into eval mode inside the block and restore their modes afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -177,7 +177,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def prepared_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """What is known of the other model holds for this one, which computes the same, whatever dtype its weights are kept in."""
+    """Give this model the limits of another that computes the same. They hold for any dtype of its weights."""
     model.set_attn_implementation(NAME)
     _prepared[model] = replace(prepare(other), stays=True)
 
@@ -206,7 +206,7 @@ def _refuse_by_layers(config, kind: str) -> None:
 
 
 def _context(config) -> int | None:
-    """Positions that the configuration promises. YaRN multiplies those of the original training."""
+    """Return the number of positions in the configuration. YaRN multiplies those of the original training."""
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if positions is None or rope.get("rope_type") != "yarn" or not rope.get("factor"):
@@ -215,7 +215,8 @@ def _context(config) -> int | None:
 
 
 def _has_table(model: PreTrainedModel, context: int) -> bool:
-    """Whether positions are looked up: in an embedding beside that of the tokens, or in a buffer, with some rows to spare."""
+    """Return whether positions are looked up: in an embedding other than the tokens', or in a buffer, with a few spare
+    rows."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = [table for table in tables if table is not model.get_input_embeddings().weight]
     tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
@@ -223,7 +224,7 @@ def _has_table(model: PreTrainedModel, context: int) -> bool:
 
 
 def _windows_of_the_mask(config) -> list[int]:
-    """Windows that some models apply only through the mask, which our views do without."""
+    """Return the windows that some models apply only through the mask, which our views do not use."""
     layer_types = getattr(config, "layer_types", None)
     local = layer_types is None or any(kind != "full_attention" for kind in layer_types)
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
@@ -232,7 +233,7 @@ def _windows_of_the_mask(config) -> list[int]:
 
 @dataclass
 class _Probe:
-    """The view that only looks: one token through every layer."""
+    """View that records shapes and windows: one token through every layer."""
 
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple] = field(default_factory=set)

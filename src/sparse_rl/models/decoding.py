@@ -1,7 +1,7 @@
-"""An unmodified transformers model, made quick to capture: layers compiled, projections of one input as one product.
+"""Make an unmodified transformers model fast to capture: compile its layers and fuse projections of one input.
 
-Both hold only while a decode step is captured; the model's own modules are back in place afterwards. What stays is that
-projections which share an input lie in one storage, of which their parameters are views.
+Both hold only while a decode step is captured. The model's own modules are back in place afterwards. One change stays:
+projections that share an input lie in one storage, and their parameters are views of it.
 """
 
 # I inputs, O outputs of all projections of a group
@@ -22,7 +22,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Product:
-    """One product for a group of projections, from the call of the first to that of the last."""
+    """One product for a group of projections. It is held from the call of the first to that of the last."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
         self.weight_OI, self.bias_O = weight_OI, bias_O
@@ -31,7 +31,7 @@ class Product:
 
 
 class SharedProjection(nn.Module):
-    """One projection's part of the group's product."""
+    """The part of a group's product that belongs to one projection."""
 
     def __init__(self, product: Product, start: int, stop: int):
         super().__init__()
@@ -51,7 +51,7 @@ class SharedProjection(nn.Module):
 
 @torch.no_grad()
 def fuse_projections(model: nn.Module) -> None:
-    """Lay the weights of each group one after the other in one storage. Values and parameters stay what they are."""
+    """Place the weights of each group one after the other in one storage. Values and parameter objects do not change."""
     for _, _, linears in _groups(model):
         if _shared([linear.weight for linear in linears]) is None:
             _lay_together([linear.weight for linear in linears])
@@ -61,7 +61,7 @@ def fuse_projections(model: nn.Module) -> None:
 
 @contextmanager
 def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
-    """Inside it, with `compile`, layers run compiled and groups as one product."""
+    """Run layers compiled and groups as one product inside the block, if `compile` is set."""
     if not compile:
         yield
         return
@@ -91,12 +91,12 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks of the decoder: all of one type, as many as the configuration says."""
+    """Return the decoder's blocks: all of one type, as many as in the configuration."""
     return list(layer_list(model) or [])
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The module that holds the decoder's blocks."""
+    """Return the module that holds the decoder's blocks, or None."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -111,7 +111,7 @@ def _compiled(forward: Callable) -> Callable:
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Linear]]]:
-    """Modules that have such projections as plain linear layers, and those layers."""
+    """Yield each module that has such projections as plain linear layers, with their names and the layers."""
     for module in list(model.modules()):
         for names in GROUPS:
             linears = [getattr(module, name, None) for name in names]
@@ -130,7 +130,7 @@ def _lay_together(params: list[Tensor]) -> None:
 
 
 def _shared(params: list[Tensor]) -> Tensor | None:
-    """The one tensor whose consecutive rows these are, if there is one."""
+    """Return the tensor whose consecutive rows these are, or None."""
     first = params[0].detach()
     end = first.data_ptr()
     for param in params:

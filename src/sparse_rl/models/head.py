@@ -1,4 +1,4 @@
-"""From token ids to hidden states, and the head that turns those into logits: the learner never holds all logits."""
+"""Compute hidden states from token ids, and the head that turns them into logits. The learner never holds all logits."""
 
 # n kept tokens, D hidden dimension, V vocabulary
 
@@ -17,7 +17,7 @@ from ..errors import UserError
 from .attention import View, attend_to_itself, eval_mode, inputs, prepare, run
 
 LARGE_LOGIT = 256.0
-"""At least this much reaches the head's check: soft caps are 15 to 50."""
+"""Size of the logits in the second check of the head. Soft caps are 15 to 50."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ _scales: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """The model's head. Checked once, on one token: some models do more to their logits than a product."""
+    """Return the model's head. It is checked once, on one token: some models do more to their logits than a product."""
     layer = model.get_output_embeddings()
     if hasattr(layer, "get_delta_weight"):
         raise UserError("model.lora.targets names the output head, whose adapter the learner would not train: leave it out.")
@@ -50,21 +50,21 @@ def head_of(model: PreTrainedModel) -> Head:
 
 
 def headed_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """The head of the other model, found out already, is this one's, too."""
+    """Give this model the head's scale of another model."""
     _scales[model] = head_of(other).scale
 
 
 def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: View, keep_n: Tensor) -> Tensor:
-    """What the head reads of the tokens `keep` names, [n, D], with attention left to the view."""
+    """Return the inputs of the head at the tokens in `keep`, [n, D], with attention computed by the view."""
     decoder = model.base_model if model.base_model is not model else model.model  # some have no prefix of their own
     return decoder(**inputs(tokens_1N, positions_1N, view)).last_hidden_state[0, keep_n]
 
 
 @torch.no_grad()
 def _scale(model: PreTrainedModel, head: Head) -> float:
-    """The factor between the model's logits and the product with its head.
+    """Return the factor between the model's logits and the product with its head.
 
-    Asked again with hidden states so large that a soft cap on the logits would show.
+    A second check uses hidden states so large that a soft cap on the logits would show.
     """
     prepare(model)
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
@@ -92,7 +92,7 @@ def _scale(model: PreTrainedModel, head: Head) -> float:
 
 @contextmanager
 def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
-    """Inside it the layer reads `factor` times what it is given."""
+    """Multiply the layer's input by `factor` inside the block."""
     hook = layer.register_forward_pre_hook(lambda module, args: (args[0] * factor, *args[1:]))
     try:
         yield
@@ -101,7 +101,7 @@ def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
 
 
 class _OneToken:
-    """One token attends to itself."""
+    """View of one token that attends to itself."""
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
         return attend_to_itself(queries_BQTD, values_BHTD)

@@ -1,4 +1,4 @@
-"""Get a model and its tokenizer: by hub id, from a folder or a GGUF file, or `tiny`, the one that ships inside the package.
+"""Load a model and its tokenizer: by hub id, from a folder or a GGUF file, or `tiny`, which is part of the package.
 
 Weights are read from safetensors alone: a pickle may run code.
 """
@@ -64,7 +64,7 @@ def load_model(
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
-    """transformers draws weights that it does not find: the model would be another."""
+    """Raise if weights are missing. transformers would fill them at random, which gives another model."""
     for key, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
         names = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
         if names:
@@ -84,7 +84,7 @@ def _refuse_broken(path: str, model: PreTrainedModel) -> None:
 
 
 def place(dtype: str | None, device: str | None) -> tuple[str, str]:
-    """(dtype, device), chosen for this machine where not named. Says in one line where a GPU cannot do what it should."""
+    """Return (dtype, device), chosen for this machine if not given. Prints a notice if a GPU lacks bfloat16."""
     device = device or ("cuda" if _cuda_works() else "cpu")
     if dtype is None and device.startswith("cuda") and _cuda_works() and not _has_bfloat16():
         notice(f"{torch.cuda.get_device_name()} has no bfloat16: the model runs in float32, twice as large and slower.")
@@ -136,7 +136,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 @contextlib.contextmanager
 def no_bar() -> Iterator[None]:
-    """For what takes no time, such as the embedded model, and where another progress is shown: transformers shows no bars."""
+    """Hide transformers' progress bars inside the block: for fast loads such as the embedded model, or beside another bar."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -147,7 +147,8 @@ def no_bar() -> Iterator[None]:
 
 
 def resolve(path: str) -> str:
-    """`tiny` is the embedded model, unless a folder of that name lies here; a misspelt one is not looked for on the hub."""
+    """Return the folder of `tiny`, unless a folder of that name exists here; else the path itself. A misspelt name raises
+    and is not looked up on the hub."""
     if path == "tiny" and not Path("tiny").is_dir():
         return str(TINY)
     close = difflib.get_close_matches(path, ["tiny", *gguf.PACKAGED], n=1, cutoff=0.8)
@@ -159,7 +160,7 @@ def resolve(path: str) -> str:
 
 @contextlib.contextmanager
 def _hub_asked_once(path: str) -> Iterator[None]:
-    """Where the hub does not answer, its copy on disk is taken or that is said: transformers would try for most of a minute."""
+    """Use the copy on disk if the hub does not answer, or raise. transformers would retry for most of a minute."""
     if Path(path).exists() or path.count("/") > 1:
         yield
         return

@@ -1,13 +1,13 @@
-"""Makes the embedded model `tiny`: `python -m sparse_rl.models.make_tiny --out DIR`.
+"""Train the embedded model `tiny`: `python -m sparse_rl.models.make_tiny --out DIR`.
 
-A Qwen2 of under a million parameters with grouped-query attention and one token per character, warm-started on
-worked solutions of the embedded arithmetic task. One sum in twenty-five of them is wrong on purpose: the model learns to
-add and to slip, and reinforcement learning is shown to remove the slips. Runs on a GPU if there is one; knows nothing of
-the rest of the package.
+A Qwen2 of under a million parameters with grouped-query attention and one token per character, warm-started on worked
+solutions of the embedded arithmetic task. One sum in twenty-five of them is wrong on purpose: the model learns to add and to
+make mistakes, which reinforcement learning then removes. Runs on a GPU if there is one. Knows nothing of the rest of the
+package.
 
-The seed fixes the first weights and every problem, and sums are taken in a fixed order, so the same machine and versions
-make the same weights again. Another machine rounds otherwise, and two such runs drift apart: its weights are a sibling
-with a score of its own. The shipped ones are scored, with their versions, in the score.json beside them.
+The seed fixes the first weights and every problem, and sums are taken in a fixed order. So the same machine and versions
+reproduce the weights. Another machine rounds differently, and its weights have another score. The score.json beside the
+shipped weights records their score and versions.
 """
 
 import argparse
@@ -36,16 +36,17 @@ DECAY_STEPS = 400
 HELD_OUT_PROBLEMS = 500
 HELD_OUT_SEED = 0
 MAX_NEW_TOKENS = 192
-"""Longer than any worked solution."""
+"""Maximum response tokens, more than any worked solution has."""
 IGNORED = -100
-"""The label transformers leaves out of the loss."""
+"""Label that transformers leaves out of the loss."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so one per character here; a prompt starts with <bos>, which also serves as attention sink.
+    """Build a tokenizer with one token per byte, so one per character here. A prompt starts with <bos>, which is also the
+    attention sink.
 
-    Byte-level BPE without merges, because transformers gives any Qwen2 folder the pre-tokenizer and decoder of Qwen2:
-    only a vocabulary of bytes survives that, and it encodes any other text without loss, too.
+    It is byte-level BPE without merges, because transformers gives any Qwen2 folder the pre-tokenizer and decoder of Qwen2.
+    Only a vocabulary of bytes survives that. It also encodes any other text without loss.
     """
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokens = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -84,7 +85,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def training_problems(seed: int) -> Iterator[Problem]:
-    """Mostly the length of the task; some shorter and longer ones, so that counting is not what is learned."""
+    """Yield problems, mostly of the task's length. Some are shorter or longer, so that the model does not learn to count
+    lines."""
     rng = random.Random(seed)
     while True:
         sums = SUMS if rng.random() < 0.6 else rng.randint(1, SUMS + 3)
@@ -95,7 +97,7 @@ def training_problems(seed: int) -> Iterator[Problem]:
 
 
 def collate(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, padded on the right: causal attention then needs no mask. Prompts bear no loss."""
+    """Return token ids and labels, padded on the right, so that causal attention needs no mask. Prompts have no loss."""
     texts = [p.prompt + p.solution + tokenizer.eos_token for p in problems]
     rows = [torch.tensor(encoding.ids) for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
     input_ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
@@ -105,7 +107,7 @@ def collate(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> tupl
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> Iterator[int]:
-    """Supervised training, the rate warmed up and at the end decayed to zero; yields the number of steps done."""
+    """Train supervised, with a learning rate that warms up and decays to zero. Yields the number of finished steps."""
     problems = training_problems(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -128,7 +130,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, step
 
 @torch.no_grad()
 def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **how) -> list[str]:
-    """The model's responses, special tokens removed; prompts must be of one length."""
+    """Return the model's responses without special tokens. Prompts must have one length."""
     model.eval()
     inputs = tokenizer(prompts, return_tensors="pt").to(model.device)
     output = model.generate(
@@ -138,7 +140,7 @@ def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts:
 
 
 def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> dict[str, object]:
-    """The held-out score, with what is needed to make it again."""
+    """Return the held-out score, with everything needed to reproduce it."""
     problems = make_problems(HELD_OUT_PROBLEMS, seed=HELD_OUT_SEED, split="test")
     prompts = [p.prompt for p in problems]
     torch.manual_seed(seed)

@@ -1,6 +1,6 @@
-"""A small float32 stand-in for a model: one decoder layer of each kind and the first rows of the vocabulary.
+"""Build a small float32 stand-in for a model: one decoder layer of each kind and the first rows of the vocabulary.
 
-It computes what the model computes, with less memory than one more layer of each kind, and float32 weights are shared.
+It computes what the model computes. It takes less memory than one more layer of each kind, and shares float32 weights.
 """
 
 import copy
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from .decoding import layer_list
 
 ROWS = 1024
-"""Of the vocabulary, at most."""
+"""Maximum rows of the vocabulary."""
 
 
 def reduced(model: PreTrainedModel) -> PreTrainedModel:
-    """The stand-in. Raises any error where the model's modules cannot be taken apart."""
+    """Return the stand-in. Raises any error if the model's modules cannot be taken apart."""
     layers = layer_list(model)
     if layers is None:
         raise ValueError("the decoder's layers were not found")
@@ -33,7 +33,8 @@ def reduced(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _one_of_each_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[str, str]]) -> list[int]:
-    """The first layer of every kind. Layers are of one kind if modules, shapes and settings agree, their numbers aside."""
+    """Return the first layer of every kind. Layers are of one kind if modules, shapes and settings agree, except layer
+    numbers."""
     first: dict[Any, int] = {}
     per_layer = [values for _, values in _lists(config, len(layers))]
     for index, layer in enumerate(layers):
@@ -47,7 +48,7 @@ def _one_of_each_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[st
 
 
 def _numbered(layers: nn.ModuleList) -> set[tuple[str, str]]:
-    """(module, attribute) pairs that hold the number of the layer in every layer, such as layer_idx."""
+    """Return (module, attribute) pairs that hold the layer's number in every layer, such as layer_idx."""
     found: set[tuple[str, str]] | None = None
     for index, layer in enumerate(layers):
         here = {
@@ -61,14 +62,14 @@ def _numbered(layers: nn.ModuleList) -> set[tuple[str, str]]:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, bool | int | str | None]]:
-    """Numbers in floating point are left out: they may differ by depth and change no structure."""
+    """Yield the settings of a module, without floats: those may differ by depth and change no structure."""
     for name, value in vars(module).items():
         if value is None or type(value) in (bool, int, str):
             yield name, value
 
 
 def _lists(config: Any, layers: int) -> list[tuple[str, list]]:
-    """What the configuration says layer by layer, such as layer_types."""
+    """Return the configuration's values that have one entry per layer, such as layer_types."""
     return [
         (name, list(value)) for name, value in vars(config).items() if type(value) in (list, tuple) and len(value) == layers
     ]

@@ -1,7 +1,7 @@
-"""A learner that is spread over ranks with FSDP2, beside the whole model that each of them samples from.
+"""A learner sharded over ranks with FSDP2, beside the whole model that each rank samples from.
 
-Weights are float32, a part of each on every rank, and gathered layer by layer in the dtype that the model computes in.
-Passes go through `with_weights`, so that the weights outside of layers (embedding, last norm, head) are there, too.
+Weights are float32, a part of each on every rank, and gathered layer by layer in the dtype of the model. Passes go through
+`with_weights`, so that the weights outside of layers (embedding, last norm, head) are gathered too.
 """
 
 import copy
@@ -22,7 +22,7 @@ from .head import headed_like
 
 
 class _Root(nn.Module):
-    """Runs a function of the model as a forward of its own."""
+    """Module whose forward calls a function of the model, so that FSDP gathers the root's weights."""
 
     def __init__(self, model: PreTrainedModel, hold_gradients: bool):
         super().__init__()
@@ -37,9 +37,9 @@ def _root_of(model: nn.Module) -> _Root | None:
 
 
 def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool = True) -> PreTrainedModel:
-    """A model with the weights of this one, spread over the ranks. This one stays whole and is only sampled from.
+    """Return a sharded model with the weights of this one. This one stays whole and is only sampled from.
 
-    `hold_gradients` keeps those of micro-batches whole on each rank until the last one, where they are summed once.
+    `hold_gradients` keeps the gradients of micro-batches whole on each rank until the last one, and sums them once there.
     """
     half = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -75,13 +75,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def with_weights(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
-    """`function(model, *args)` with all weights at hand that it reads outside of layers."""
+    """Return `function(model, *args)`, with the weights outside of layers gathered."""
     root = _root_of(model)
     return function(model, *args) if root is None else root(function, *args)
 
 
 def at_rest(model: PreTrainedModel) -> None:
-    """After passes without a backward: the weights outside of layers are given back, and gathered anew when needed."""
+    """Free the gathered weights outside of layers after passes without a backward. They are gathered again when needed."""
     root = _root_of(model)
     if isinstance(root, FSDPModule):
         root.reshard()
@@ -90,8 +90,8 @@ def at_rest(model: PreTrainedModel) -> None:
 
 
 def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:
-    """Whether the next backward must sum gradients over ranks, or may collect them for a later one. Returns the factor that the
-    loss wants, for FSDP takes the mean."""
+    """Set whether the next backward sums gradients over ranks or collects them for a later one. Return the factor for the
+    loss, because FSDP takes the mean."""
     root = _root_of(model)
     if root is None:
         return 1
@@ -101,7 +101,7 @@ def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:
 
 @torch.no_grad()
 def copy_whole(spread: PreTrainedModel, into: PreTrainedModel) -> None:
-    """Layer by layer, in place: at no time are two whole models in memory because of it."""
+    """Copy the sharded weights into a whole model, layer by layer and in place, so that no second whole model is in memory."""
     target = dict(into.named_parameters())
     for prefix, module in _gathered(spread):
         for name, weight in module.named_parameters():

@@ -1,4 +1,4 @@
-"""sparse_rl.json: the KV settings a model was trained under, stored beside its weights. Imports no torch."""
+"""Read sparse_rl.json: the KV settings a model was trained with, stored beside its weights. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ FILE = "sparse_rl.json"
 
 
 def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
-    """Return the `kv` options beside the model in a folder or on the hub; empty where there are none.
+    """Return the `kv` options beside the model in a folder or on the hub; empty if there are none.
 
     A policy that would import a module is refused, unless the user has chosen a policy: a downloaded model runs no code.
     """
@@ -34,7 +34,7 @@ def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
 
 
 def _is_hub_id(path: str) -> bool:
-    """Not a folder, nor a misspelt one inside a folder that is there."""
+    """Return whether the path is a hub id: not a folder, nor a misspelt one inside an existing folder."""
     return path.count("/") == 1 and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
