@@ -116,7 +116,8 @@ def _worth(weights_N: Tensor) -> float:
 
 
 def _metrics(log_xi_N: Tensor, weights_N: Tensor, valid_BT: Tensor, keep_BT: Tensor, rejected_B: Tensor) -> dict[str, float]:
-    """Rejection, waste, what the weights are worth, and the distance of the two policies, over the N valid tokens."""
+    """Return the metrics over the N valid tokens: rejections, wasted tokens, effective sample size, and the mismatch of the
+    two policies."""
     total = log_xi_N.numel()
     if total == 0:
         keys = ("rejection_rate", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "effective")

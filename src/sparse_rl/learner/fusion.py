@@ -1,7 +1,7 @@
-"""Elementwise work in few kernels on a GPU: compiled by torch where it can be, as it stands elsewhere.
+"""Compile elementwise operations into few kernels on a GPU; elsewhere, or if that fails, run them as they are.
 
-Only pieces without attention are compiled, each once for all layers and lengths. That takes seconds, and how attention is
-computed stays the view's own business.
+Only pieces without attention are compiled, each once for all layers and lengths. That takes seconds, and the view alone
+decides how attention is computed.
 """
 
 import warnings
@@ -25,16 +25,17 @@ _broken: list[Exception] = []
 
 
 def fused(function: Callable[..., Any], *tensors: Tensor, plain: Callable[..., Any] | None = None) -> Any:
-    """`function(*tensors)`, on a GPU compiled for any number of rows; where that cannot be, `plain` in its place."""
+    """Return `function(*tensors)`, compiled on a GPU for any number of rows. If that is not possible, return
+    `plain(*tensors)`."""
     plain = plain or function
     return _compiled_or_plain(function, plain, tensors, rows=0) if fuses(tensors[0].device) else plain(*tensors)
 
 
 @contextmanager
 def fused_layers(model: nn.Module) -> Iterator[None]:
-    """Inside it the norms and MLPs of a large model on a GPU are compiled, as far as they are functions of one tensor.
+    """Compile the norms and MLPs of a large model on a GPU inside the block, as far as they are functions of one tensor.
 
-    All passes of the learner run inside it, backward with them, so that equal weights give equal log-probs in all of them.
+    All passes of the learner run inside it, including backward, so that equal weights give equal log-probs in all of them.
     """
     pieces = [module for module in model.modules() if _elementwise(module)] if _worth_compiling(model) else []
     for piece in pieces:
@@ -52,12 +53,13 @@ def _worth_compiling(model: nn.Module) -> bool:
 
 
 def _elementwise(module: nn.Module) -> bool:
-    """By name, as transformers names them; one whose forward is already someone else's is left alone."""
+    """Return whether a module is a norm or MLP, by transformers' class names. A module whose forward is already replaced is
+    not touched."""
     return type(module).__name__.endswith(("RMSNorm", "MLP")) and "forward" not in module.__dict__
 
 
 class _Fused:
-    """The forward of a module, compiled once for all modules of its class."""
+    """Forward of a module, compiled once for all modules of its class."""
 
     def __init__(self, module: nn.Module):
         self.module = module

@@ -1,8 +1,8 @@
 """Log-probs, entropy and divergence of tokens from hidden states, in chunks: no [tokens, vocabulary] tensor exists.
 
-Backward computes a chunk's logits again instead of keeping them. Our own few lines and not a library's kernel: fused
-cross-entropies (torch's `linear_cross_entropy`, Liger, cut-cross-entropy) give a loss, not entropy or a divergence between
-two policies, and either need a newer torch or Triton; any of them can stand in for the product below.
+Backward computes a chunk's logits again instead of keeping them. Fused cross-entropies of libraries (torch's
+`linear_cross_entropy`, Liger, cut-cross-entropy) return a loss, but no entropy and no divergence between two policies. They
+also need a newer torch or Triton. Any of them can replace the product below.
 """
 
 # N tokens, n tokens of a chunk, D hidden dimension, V vocabulary, K quantities per token
@@ -19,18 +19,18 @@ from ..models.head import Head
 from .fusion import fused, fuses
 
 CHUNK_ELEMENTS = 2**26
-"""Of a chunk's logits: 256 MiB in float32, some four times that with what is computed from them."""
+"""Maximum logits in a chunk: 256 MiB in float32, and about four times that with the tensors computed from them."""
 
 FUSED_CHUNK_ELEMENTS = 2**28
-"""Where a chunk is one kernel and its logits stay in half precision: 512 MiB, and as much again for their gradient. Larger
-chunks write the head's gradient less often."""
+"""Maximum logits in a chunk that is one kernel, with logits in half precision: 512 MiB, and as much again for their
+gradient. Larger chunks write the head's gradient less often."""
 
 LARGE_VOCABULARY = 16384
-"""Below it a chunk is cheap and not worth a compilation."""
+"""Vocabulary size below which a chunk is cheap and not worth a compilation."""
 
 
 def token_logprobs(head: Head, hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy of its distribution), both [N], at the given temperatures."""
+    """Return (log-prob of each target, entropy of its distribution), both [N], at the given temperatures."""
     logprobs_N, entropy_N, _ = _TokenLogprobs.apply(
         head.scale, hidden_ND, head.weight_VD, head.bias_V, targets_N, temperatures_N
     )
@@ -68,7 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _of_chunk(function: Callable[..., Any], logits_nV: Tensor, *per_token: Tensor) -> Any:
     def plain(logits_nV: Tensor, *per_token: Tensor) -> Any:
-        """In smaller chunks, if this one was cut for a compiler that then failed."""
+        """Compute in smaller chunks, if this one was sized for a compiler that then failed."""
         parts = [
             function(*(each[rows] for each in (logits_nV, *per_token))) for rows in _cut(CHUNK_ELEMENTS, *logits_nV.shape)
         ]
@@ -86,7 +86,7 @@ def _fuses(device: torch.device, vocab: int) -> bool:
 
 
 def chunk_statistics(logits_nV: Tensor, targets_n: Tensor, factors_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob of the target, entropy, log Z), [n] each."""
+    """Return (log-prob of the target, entropy, log Z), [n] each."""
     x_nV = _full(logits_nV) * factors_n[:, None]
     log_Z_n = x_nV.logsumexp(dim=-1)
     logprobs_nV = x_nV - log_Z_n[:, None]
@@ -104,7 +104,7 @@ def chunk_gradient(
     grad_logprobs_n: Tensor,
     grad_entropy_n: Tensor,
 ) -> Tensor:
-    """Of the logits, in their dtype."""
+    """Return the gradient of the logits, in their dtype."""
     logprobs_nV = _full(logits_nV) * factors_n[:, None] - log_Z_n[:, None]
     p_nV = logprobs_nV.exp()
     is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device) == targets_n[:, None]
@@ -116,10 +116,10 @@ def chunk_gradient(
 def divergence(
     head: Head, student_ND: Tensor, teacher_ND: Tensor, temperatures_N: Tensor, *, kind: str = "kl", top: int | None = None
 ) -> Tensor:
-    """KL(student || teacher) per token, [N], or with kind `jsd` the mean of both to their midpoint.
+    """Return KL(student || teacher) per token, [N], or for kind `jsd` the mean KL of both to their midpoint.
 
-    The gradient flows through the student alone. `top` compares only the teacher's most likely tokens one by one and
-    everything else as one lump: a lower bound that tightens as `top` grows.
+    The gradient flows through the student alone. `top` compares only the teacher's most likely tokens one by one and sums all
+    others into one: a lower bound that tightens as `top` grows.
     """
 
     def of_chunk(logits_nV: Tensor, teacher_nD: Tensor, temperatures_n: Tensor) -> Tensor:
@@ -145,7 +145,8 @@ def _lump_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
 
 
 def in_chunks(of_chunk: Callable[..., Tensor], head: Head, hidden_ND: Tensor, *per_token: Tensor) -> Tensor:
-    """`of_chunk(logits_nV, *per_token_n) -> [K, n]` for all tokens, [K, N], differentiable in hidden states and head."""
+    """Return `of_chunk(logits_nV, *per_token_n) -> [K, n]` for all tokens, [K, N], differentiable in hidden states and
+    head."""
     return _InChunks.apply(of_chunk, head.scale, hidden_ND, head.weight_VD, head.bias_V, *per_token)
 
 
@@ -174,7 +175,7 @@ class _InChunks(torch.autograd.Function):
 
 
 class _HeadGradients:
-    """Of hidden states, weight and bias, collected chunk by chunk; sums over chunks are not rounded in between."""
+    """Gradients of hidden states, weight and bias, collected chunk by chunk. Sums over chunks are not rounded in between."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, bool, bool]):
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
@@ -216,5 +217,5 @@ def _logits(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: 
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """At least float32."""
+    """Cast to at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Log-probs of sampled responses under the weights at rollout time: log pi_old."""
+"""Compute log pi_old: log-probs of sampled responses under the weights at rollout time."""
 
 from collections.abc import Sequence
 

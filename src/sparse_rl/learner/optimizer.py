@@ -1,4 +1,4 @@
-"""AdamW over master weights in float32, whatever dtype the model computes in; the schedule and the clip beside it.
+"""AdamW over float32 master weights, whatever dtype the model computes in, with its schedule and gradient clipping.
 
 Gradients of half-precision weights are summed in float32 as they arrive, so nothing depends on how a batch was cut.
 """
@@ -30,7 +30,7 @@ class Optimizer:
         self.adamw = self._adamw([group for group in groups if group["params"]])
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
-        """The float32 weight that AdamW owns: the model's own where that is one, else a copy that collects its gradients."""
+        """Return the float32 weight that AdamW owns: the model's own if it is one, else a copy that collects its gradients."""
         device = torch.device("cpu") if self.settings.state == "offload" else param.device
         if param.dtype in (torch.float32, torch.float64) and device == param.device:
             return param
@@ -62,7 +62,7 @@ class Optimizer:
         return AdamW8bit(groups, **how)
 
     def lr_at(self, step: int) -> float:
-        """Of the step counted from 0. Cosine ends at 0 after the last step."""
+        """Return the learning rate of a step, counted from 0. Cosine ends at 0 after the last step."""
         settings = self.settings
         if step < settings.warmup_steps:
             return settings.lr * (step + 1) / settings.warmup_steps
@@ -72,7 +72,8 @@ class Optimizer:
         return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, past)))
 
     def update(self, step: int) -> float | None:
-        """One AdamW update from the gradients collected so far. Returns their norm, None if it was not finite: then no update."""
+        """Run one AdamW update from the collected gradients. Return their norm, or None without an update if it is not
+        finite."""
         grads = [master.grad for master in self.masters if master.grad is not None]
         total = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
@@ -92,7 +93,7 @@ class Optimizer:
         return norm
 
     def allocate(self) -> None:
-        """Take the memory that the moments will need, now and not in the first update, which stays the first."""
+        """Allocate the moments now instead of in the first update. The step count stays 0."""
         missing = [master for master in self.masters if not self.adamw.state.get(master)]  # some may never have a gradient
         if not missing:
             return
@@ -119,23 +120,23 @@ class Optimizer:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The master weights by name, in place."""
+        """Master weights by name, not copied."""
         return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
     @property
     def moments(self) -> dict[str, Any]:
-        """What AdamW keeps of each weight, by name, in place."""
+        """AdamW state of each weight by name, not copied."""
         self.allocate()
         return {name: self.adamw.state[master] for name, master in zip(self.names, self.masters, strict=True)}
 
     def was_loaded(self) -> None:
-        """After master weights were written in place: the model's own follow them."""
+        """Copy the master weights to the model after they were loaded in place."""
         self._write_back()
 
 
 @contextmanager
 def checkpointed(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Gradient checkpointing for the passes of the learner. Only the layers that do it are put into training mode: dropout
+    """Turn gradient checkpointing on inside the block. Only the layers that checkpoint are put into training mode: dropout
     stays off, so that log-probs are the sampler's."""
     if not enabled:
         yield

@@ -1,4 +1,4 @@
-"""Replay: the log-probs of rollouts in one parallel pass, as a dense model sees them or as the sampler did."""
+"""Replay: compute log-probs of rollouts in one parallel pass, under the dense or the sampler's view."""
 
 # N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, n response tokens, D hidden dimension
 
@@ -66,7 +66,7 @@ def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) ->
 
 
 def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[int]]:
-    """Indices of the rollouts in order, `tokens_per_pass` tokens at a time, at least one rollout."""
+    """Yield indices of the rollouts in order, up to `tokens_per_pass` tokens at a time and at least one rollout."""
     pack: list[int] = []
     tokens = 0
     for index, rollout in enumerate(rollouts):
@@ -81,7 +81,7 @@ def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[in
 
 
 def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World) -> list[list[int]]:
-    """The passes of this rank; alone, in the order of the rollouts."""
+    """Return the passes of this rank. With one rank they follow the order of the rollouts."""
     if world.size == 1:
         return list(packs(rollouts, tokens_per_pass))
     return world.passes([len(rollout.prompt) + len(rollout.response) for rollout in rollouts], tokens_per_pass)
@@ -89,7 +89,8 @@ def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World) -
 
 @dataclass(frozen=True)
 class Seen:
-    """One pass over packed rollouts: what the head reads at the tokens that predict a response token, and what came."""
+    """Result of one pass over packed rollouts: the head's inputs at tokens that predict a response token, and their
+    targets."""
 
     hidden_nD: Tensor
     targets_n: Tensor
@@ -128,24 +129,24 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device, without waiting for the work that is queued there."""
+    """Copy to the device without waiting for the work queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def logprobs_of(
     model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of all response tokens of these rollouts, [n] each, in one pass."""
+    """Return (log-probs, entropies) of all response tokens of these rollouts, [n] each, in one pass."""
     return response_logprobs(model, forward(model, pack, view, temperature))
 
 
 def response_logprobs(model: PreTrainedModel, seen: Seen) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of all response tokens of a pass, [n] each."""
+    """Return (log-probs, entropies) of all response tokens of a pass, [n] each."""
     return token_logprobs(head_of(model), seen.hidden_nD, seen.targets_n, seen.temperatures_n)
 
 
 def _evictions(rollout: Rollout, tokens: int) -> Tensor | None:
-    """[L, H, tokens], None where nothing was evicted."""
+    """Return eviction times [L, H, tokens], or None if nothing was evicted."""
     if rollout.trace is None:  # sampled by a policy that never evicts
         return None
     evicted_at_LHT = rollout.trace.evicted_at[:, :, :tokens]
@@ -162,11 +163,11 @@ class Span:
 
 
 class ReplayView:
-    """Packed rollouts, each over itself, as the sampler saw it where keys of it were evicted.
+    """View of packed rollouts, each over itself. Evicted keys are hidden as they were from the sampler.
 
-    Where no rollout of a pack lost a key, the sampler's view takes the path of the dense one and is equal to it to the bit.
-    A rollout that lost none, packed with others that did, is equal to its dense view to the bit where rollouts are attended
-    to one by one (on a CPU), and up to rounding where the row is one call (on a GPU).
+    If no rollout of a pack lost a key, the sampler's view takes the dense path and is bitwise equal to it. A rollout that lost
+    none, packed with others that did, is bitwise equal to its dense view on a CPU, where rollouts are attended one by one. On
+    a GPU, where the row is one call, it is equal up to rounding.
     """
 
     def __init__(self, spans: list[Span]):
@@ -196,7 +197,7 @@ class ReplayView:
         return torch.cat(outputs, dim=2)
 
     def _pack(self, device: torch.device) -> "Pack":
-        """Brought to the device once, at the first layer."""
+        """Return the pack on the device. It is uploaded once, at the first layer."""
         if device not in self._on:
             bounds = torch.tensor([0, *(span.stop for span in self.spans)], dtype=torch.int32)
             until_LHN = packed_until(self.spans)
@@ -206,11 +207,11 @@ class ReplayView:
 
 @dataclass(frozen=True)
 class Pack:
-    """What attention needs to know of packed rollouts, on one device."""
+    """Boundaries and evictions of packed rollouts, on one device."""
 
     bounds: Tensor
     until_LHN: Tensor | None
-    """The first packed query that does not see a key, None where nothing was evicted."""
+    """First packed query that does not see a key; None if nothing was evicted."""
 
     @cached_property
     def shadow(self) -> Shadow:

@@ -1,6 +1,6 @@
-"""One optimizer update: the rollouts it learns from, micro-batch by micro-batch, and the step of the optimizer.
+"""One optimizer update: accumulate gradients over micro-batches of rollouts, then step the optimizer.
 
-Every quantity that divides is computed once for the whole update, so micro-batches are plain sums.
+Every divisor is computed once for the whole update, so micro-batches are plain sums.
 """
 
 # B rollouts of the update, b of a micro-batch, T response tokens of the longest, n response tokens of a micro-batch
@@ -31,24 +31,24 @@ from .replay import ReplayKind, Seen, forward, passes_of, response_logprobs, upl
 
 @dataclass(frozen=True)
 class Batch:
-    """What an update learns from, a row for each rollout; tensors lie on the learner's device."""
+    """Data of one update, one row per rollout; tensors are on the learner's device."""
 
     rollouts: Sequence[Rollout]
     advantages_B: Tensor
     sampler_BT: Tensor
     """Log-probs as the sampler recorded them."""
     old_BT: Tensor
-    """Log-probs before the first update of the step, under the view that is learned."""
+    """Log-probs before the first update of the step, under the view that is trained."""
     mask_BT: Tensor
     corrected: Corrected
     shares_BT: Tensor
     kl_shares_BT: Tensor
-    """The same for the terms beside the policy loss, which run over `corrected.kl_mask`."""
+    """Shares of the terms beside the policy loss, which run over `corrected.kl_mask`."""
     reference_BT: Tensor | None = None
 
     @property
     def active(self) -> list[int]:
-        """Rows that the policy loss can learn from: not rejected, better or worse than their group."""
+        """Rows that change the policy loss: not rejected, and better or worse than their group."""
         counts_B = (self.corrected.weights * self.shares_BT).sum(dim=1) * self.advantages_B.abs()
         return torch.nonzero(counts_B > 0).flatten().tolist()
 
@@ -96,9 +96,10 @@ def accumulate(
     smd: SMDConfig | None,
     opsm_delta: float | None,
 ) -> dict[str, float]:
-    """Gradients of the objective over the rows of these passes, left in the weights. Returns sums over tokens, and the loss.
+    """Add the gradients of the objective over the rows of these passes to the weights. Return sums over tokens, and the
+    loss.
 
-    A pass without rows keeps step with other ranks, which have rows for theirs: any rollout goes through, and counts nothing.
+    A pass without rows keeps step with other ranks that have rows: any rollout runs through the model and counts nothing.
     """
     parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
     spare = [] if all(passes) else batch.active[:1] or [0]  # a rejected one may not be finite, and 0 times that is not 0
@@ -154,28 +155,29 @@ def accumulate(
 def _pass(
     model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-probs, entropies, distances of the dense and the shadow policy where they are wanted), [n] each."""
+    """Return (log-probs, entropies, distances of the dense and the shadow policy or None), [n] each."""
     seen = forward(model, pack, view)
     logprobs_n, entropy_n = response_logprobs(model, seen)
     return logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, seen, smd)
 
 
 def _places(pack: Sequence[Rollout], longest: int) -> Tensor:
-    """Where packed response tokens stand among [b, T], counted row by row, [n]."""
+    """Return the flat index of each packed response token in [b, T], [n]."""
     return torch.cat([torch.arange(len(rollout.response)) + row * longest for row, rollout in enumerate(pack)])
 
 
 def _spread(values_n: Tensor, where_n: Tensor, mask_bT: Tensor) -> Tensor:
-    """Packed values in their rows, [b, T], with gradient."""
+    """Scatter packed values into their rows, [b, T], with gradient."""
     empty = torch.zeros(mask_bT.numel(), dtype=values_n.dtype, device=values_n.device)
     return empty.index_copy(0, where_n, values_n).view(mask_bT.shape)
 
 
 def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen, smd: SMDConfig) -> Tensor:
-    """Shadow Mask Distillation (arXiv 2605.06850): the distance of the dense and the shadow policy at each token, [n].
+    """Return the distance of the dense and the shadow policy at each token, [n]: Shadow Mask Distillation (arXiv
+    2605.06850).
 
-    `dense_to_shadow` is KL(dense || sg shadow) and `jsd` its symmetric sibling: both pull the dense policy alone.
-    `shadow_to_dense` is KL(shadow || sg dense): the dense policy teaches.
+    `dense_to_shadow` is KL(dense || sg shadow) and `jsd` its symmetric form: both train the dense policy alone.
+    `shadow_to_dense` is KL(shadow || sg dense): the dense policy is the teacher.
     """
     teaches_dense = smd.direction != "shadow_to_dense"
     with torch.set_grad_enabled(teaches_dense):
@@ -186,7 +188,7 @@ def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen,
 
 
 def _summed(sums: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of all ranks."""
+    """Sum the metrics of all ranks."""
     return {name: sum(each.get(name, 0.0) for each in sums) for name in {name for each in sums for name in each}}
 
 
@@ -195,7 +197,7 @@ class Updated:
     sums: dict[str, float]
     grad_norm: float
     learned: bool
-    """Whether the weights were changed."""
+    """True if the weights were changed."""
     finite: bool
 
 
@@ -211,10 +213,10 @@ def update(
     opsm_delta: float | None = None,
     world: World = ALONE,
 ) -> Updated:
-    """One update of the weights at the learning rate of `step`. Nothing is changed if no row can be learned from, or if the
-    loss or the gradient is not finite.
+    """Update the weights once at the learning rate of `step`. Changes nothing if no row has a signal, or if the loss or the
+    gradient is not finite.
 
-    Rows without a part in the policy loss pass through the model only where a term beside it wants them.
+    Rows that are not in the policy loss run through the model only if another term needs them.
     """
     rows = batch.active
     if not rows:

@@ -6,8 +6,8 @@ make mistakes, which reinforcement learning then removes. Runs on a GPU if there
 package.
 
 The seed fixes the first weights and every problem, and sums are taken in a fixed order. So the same machine and versions
-reproduce the weights. Another machine rounds differently, and its weights have another score. The score.json beside the
-shipped weights records their score and versions.
+reproduce the weights. Another machine rounds differently, so the two runs drift apart and its weights have a score of their
+own. The score.json beside the shipped weights records their score and versions.
 """
 
 import argparse
@@ -85,8 +85,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def training_problems(seed: int) -> Iterator[Problem]:
-    """Yield problems, mostly of the task's length. Some are shorter or longer, so that the model does not learn to count
-    lines."""
+    """Yield problems, most of them of the task's length. The others vary, so that the model does not learn to count."""
     rng = random.Random(seed)
     while True:
         sums = SUMS if rng.random() < 0.6 else rng.randint(1, SUMS + 3)

@@ -1,7 +1,7 @@
 """CISPO: clip the weight and keep every token's gradient (MiniMax-M1, arXiv 2506.13585).
 
-The paper sets no lower bound (epsilon_low so large that it never binds: 1 here, as w > 0) and tunes epsilon_high without
-printing it. The default is a weight of at most 5, epsilon_high = 4: what ScaleRL (arXiv 2510.13786) and TRL use.
+The paper sets no lower bound (epsilon_low so large that it never binds: 1 here, as w > 0). It tunes epsilon_high without
+printing it. The default is a weight of at most 5, epsilon_high = 4, as in ScaleRL (arXiv 2510.13786) and TRL.
 """
 
 # B sequences, T response tokens
@@ -15,7 +15,7 @@ from .dapo import shares
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """- sum share xi_t sg[clip(w_t, 1 - low, 1 + high)] A_i log pi_theta. The value means little; the gradient is what counts."""
+    """Return - sum share xi_t sg[clip(w_t, 1 - low, 1 + high)] A_i log pi_theta. Only its gradient is meaningful."""
     ratio_BT = log_ratios(inputs).detach().clamp(-LIMIT, LIMIT).exp()
     clipped_BT = ratio_BT.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
     logprobs_BT = inputs.logprobs.masked_fill(~(inputs.mask & inputs.logprobs.isfinite()), 0)

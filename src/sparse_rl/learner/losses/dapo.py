@@ -1,6 +1,6 @@
-"""DAPO: every token of the update weighs the same, and the upper clip is wider (arXiv 2503.14476).
+"""DAPO: every token of the update has the same weight, and the upper clip is wider (arXiv 2503.14476).
 
-Its other parts are options of `advantage`: groups without signal dropped, a soft penalty on overlong answers.
+Its other parts are options of `advantage`: dropping groups without signal, and a soft penalty on overlong answers.
 """
 
 # B sequences, T response tokens
@@ -14,7 +14,7 @@ from .grpo import loss
 
 
 def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
-    """1/(sum_i d_i), d_i = |o_i|: the mean over tokens, those of rejected sequences in the denominator."""
+    """Return 1/(sum_i d_i), d_i = |o_i|: the mean over tokens. Tokens of rejected sequences count in the denominator."""
     mask_BT = mask.bool()
     return mask_BT / divisors.where(mask_BT.any(dim=1), 0).sum().clamp(min=1)
 

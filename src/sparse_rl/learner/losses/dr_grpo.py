@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO with a constant divisor and an advantage without std, which weigh no length or group more (2503.20783)."""
+"""Dr. GRPO: GRPO with a constant divisor and advantages without std, so that no length or group weighs more (2503.20783)."""
 
 # B sequences, T response tokens
 
@@ -11,7 +11,7 @@ from .grpo import loss
 
 
 def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
-    """1/(B max_tokens), whatever the length."""
+    """Return 1/(B max_tokens) for every length."""
     mask_BT = mask.bool()
     sequences = mask_BT.any(dim=1).sum().clamp(min=1)
     return mask_BT / (sequences * max_tokens).to(divisors.dtype)

@@ -10,14 +10,18 @@ from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
 
 
 def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
-    """1/(B d_i), d_i = |o_i|. B counts every sequence that has a token: rejected ones too, rows without one not."""
+    """Return 1/(B d_i), d_i = |o_i|. B counts every sequence that has a token, including rejected ones. Empty rows do not
+    count."""
     mask_BT = mask.bool()
     sequences = mask_BT.any(dim=1).sum().clamp(min=1)
     return mask_BT / (sequences * divisors[:, None])
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """J = sum_i 1/(B |o_i|) sum_t xi_t min(w_t A_i, clip(w_t, 1 - low, 1 + high) A_i), w_t = pi_theta/pi_old."""
+    """Return -J and its counts.
+
+    J = sum_i 1/(B |o_i|) sum_t xi_t min(w_t A_i, clip(w_t, 1 - low, 1 + high) A_i), w_t = pi_theta/pi_old.
+    """
     return clipped_surrogate(log_ratios(inputs).clamp(-LIMIT, LIMIT).exp(), inputs)
 
 

@@ -1,4 +1,4 @@
-"""GSPO: one ratio for the sequence, its likelihood ratio to the power 1/|y|, clipped as a whole (arXiv 2507.18071)."""
+"""GSPO: one ratio per sequence, its likelihood ratio to the power 1/|y|, clipped as a whole (arXiv 2507.18071)."""
 
 # B sequences, T response tokens
 
@@ -11,10 +11,11 @@ from .grpo import shares
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO-token: s_{i,t} = sg[s_i] pi_theta(y_t)/sg[pi_theta(y_t)], s_i = (pi_theta(y)/pi_old(y))^(1/|y|).
+    """Return the loss of GSPO-token and its counts.
 
-    Its value is s_i for every token, so the clip takes a sequence or leaves it, and each token may carry its own weight
-    xi_t; with all weights 1 value and gradient are GSPO's.
+    s_{i,t} = sg[s_i] pi_theta(y_t)/sg[pi_theta(y_t)], s_i = (pi_theta(y)/pi_old(y))^(1/|y|). Its value is s_i for every token,
+    so the clip applies to a whole sequence, and each token may have its own weight xi_t. If all weights are 1, value and
+    gradient are GSPO's.
     """
     delta_BT = log_ratios(inputs)
     log_s_B1 = delta_BT.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)

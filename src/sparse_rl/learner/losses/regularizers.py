@@ -1,4 +1,4 @@
-"""Terms beside the policy loss: the distance to a reference policy, per token, and the sum by shares."""
+"""Regularizers beside the policy loss: the per-token distance to a reference policy, and the sum by shares."""
 
 # B sequences, T response tokens
 
@@ -14,11 +14,12 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimator = "k3") -> Tensor:
-    """Estimates of KL(pi_theta || pi_ref) at each sampled token, [B, T], 0 off the mask; log r = log pi_ref - log pi_theta.
+    """Return estimates of KL(pi_theta || pi_ref) at each sampled token, [B, T], 0 off the mask; log r = log pi_ref - log
+    pi_theta.
 
-    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r. Differentiated as a loss, on samples of pi_theta, they part: k1
-    pulls nowhere (its gradient has mean 0: it is a measure), k2 has the gradient of this KL, and k3, GRPO's and the
-    default, that of KL(pi_ref || pi_theta), the same to first order. On other samples none is exact.
+    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r. As losses on samples of pi_theta they differ. The gradient of k1 has
+    mean 0, so k1 is only a metric. k2 has the gradient of this KL. k3, GRPO's and the default, has that of KL(pi_ref ||
+    pi_theta), the same to first order. On other samples none is exact.
     """
     log_r_BT = (ref_logprobs - logprobs).masked_fill(~mask.bool(), 0).clamp(-LIMIT, LIMIT)
     if estimator == "k1":
@@ -30,5 +31,5 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimato
 
 
 def weighted_sum(values: Tensor, mask: Tensor, shares: Tensor) -> Tensor:
-    """sum over the mask of share * value: how a per-token term (KL, entropy) enters a micro-batch's loss."""
+    """Return the sum of share * value over the mask: the term of a per-token value (KL, entropy) in a micro-batch's loss."""
     return (values.masked_fill(~mask.bool(), 0) * shares).sum()
