@@ -1,4 +1,5 @@
-"""`sparse-rl bench learner`: an update, the pass before it and the shadow pass over made-up rollouts, against the GPU's peak."""
+"""`sparse-rl bench learner`: measure an update, the pass before it and the shadow pass over synthetic rollouts, against
+peak."""
 
 import argparse
 import json
@@ -28,7 +29,7 @@ from .rollout import bench_model
 
 BUDGET, INTERVAL = 512, 128
 PEAK_FLOPS = 989e12
-"""Dense bfloat16 of an H100 or H200."""
+"""Peak FLOP/s of dense bfloat16 products on an H100 or H200."""
 PARTS = {
     "attention": ("flash", "flex", "fmha", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
@@ -41,7 +42,7 @@ PARTS = {
 class Arm:
     name: str
     tokens: int
-    """Prompts included."""
+    """Number of tokens, prompts included."""
     seconds: float
     flops: float
     peak_bytes: int
@@ -121,7 +122,7 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def synthetic_rollouts(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:
-    """Rollouts of random tokens whose keys were evicted at random, in each layer and head its own."""
+    """Return rollouts of random tokens whose keys were evicted at random, differently in each layer and head."""
     shape = prepare(model).shape
     generator = torch.Generator().manual_seed(seed)
     vocab = model.config.get_text_config().vocab_size
@@ -145,10 +146,10 @@ def random_trace(
     budget: int = BUDGET,
     interval: int = INTERVAL,
 ) -> Trace:
-    """Whenever an interval is full and more than `budget` keys are held, all but that many, drawn at random, are dropped.
+    """Return a random trace: at each full interval, random keys are evicted until `budget` are left.
 
-    Each key has one random rank for its whole life, so those that stay are always the best so far: of everything that came
-    before a compaction, those with the `budget` highest ranks.
+    Each key has one random rank for its whole life. After a compaction the kept keys are those with the `budget` highest ranks
+    of all keys before it.
     """
     total = prompt_tokens + tokens
     ranks_LHT = torch.rand(layers, kv_heads, total, generator=generator)
@@ -172,9 +173,11 @@ def _batch(model: PreTrainedModel, rollouts: list[Rollout]) -> Batch:
 
 
 def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:
-    """Of one forward pass; a backward pass takes twice as many. Two for each weight and token, the head's only at the tokens
-    that predict a response, none for looking up embeddings; and causal attention over whole sequences, of which a shadow
-    pass needs no more. What is computed twice counts once."""
+    """Return the FLOPs of one forward pass; a backward pass takes twice as many.
+
+    Each weight and token counts 2. The head counts only at tokens that predict a response, and embedding lookups count 0.
+    Attention is causal over whole sequences; a shadow pass needs no more. Recomputation is not counted.
+    """
     shape = prepare(model).shape
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     head_weights = head.numel()
@@ -190,7 +193,7 @@ def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:
 
 
 def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Rollout], device: torch.device) -> Arm:
-    """The median of three, after one that compiles and warms up; then one under the profiler."""
+    """Return the median of three runs after a warm-up that compiles; then profile one more run."""
     cuda = device.type == "cuda"
     run()
     if cuda:

@@ -1,4 +1,4 @@
-"""Lengths of synthetic responses, and what a paged dense cache holds of them. One rule for every benchmark."""
+"""Draw lengths of synthetic responses, and compute what a paged dense cache holds of them. One rule for every benchmark."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ GROUP = 8
 
 
 def drawn_lengths(seeds: Sequence[int], longest: int) -> list[int]:
-    """Uniform from a sixteenth of the longest to all of it, by the rollout's seed: mean 53 %."""
+    """Return lengths that are uniform from a sixteenth of the longest to the longest, by the rollout's seed; the mean is 53
+    %."""
     low = max(1, min(SHORTEST, longest), longest // 16)
     return [random.Random(derive(seed, 7)).randint(low, longest) for seed in seeds]
 

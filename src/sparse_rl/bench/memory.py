@@ -1,4 +1,4 @@
-"""`sparse-rl bench memory`: what `plan` predicts of each phase against what a GPU measures, on random weights."""
+"""`sparse-rl bench memory`: compare the memory that `plan` predicts for each phase with a GPU's, on random weights."""
 
 import argparse
 import json
@@ -44,7 +44,10 @@ def bench(args: argparse.Namespace, config: Config) -> None:
 
 
 def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, Any]:
-    """Peak bytes of each phase, measured and predicted. Responses run just past a compaction: the cache has its size anyway."""
+    """Return the peak bytes of each phase, measured and predicted.
+
+    Responses run just past a compaction; the size of the cache does not depend on their length.
+    """
     rows: dict[str, dict[str, Any]] = {}
     with synthetic_trainer(config, console, prompt_tokens, uniform_lengths=False) as trainer:
         plan = trainer.plan
@@ -73,7 +76,7 @@ def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, A
 
 
 def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
-    """The phases in the order of a step, the update as its rehearsal does it."""
+    """Return the phases in the order of a step; the update runs as in the rehearsal."""
     config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
     prompt = trainer.longest_prompt
     rollouts = [

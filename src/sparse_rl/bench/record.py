@@ -1,4 +1,4 @@
-"""What every benchmark's JSON says beside its numbers: when, on which machine, with which versions."""
+"""Record the conditions of a benchmark in its JSON: date, machine and versions."""
 
 import datetime
 import os

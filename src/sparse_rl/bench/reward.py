@@ -1,4 +1,4 @@
-"""A reward for random weights, in a module that workers import at once: it tells texts apart and means nothing."""
+"""A reward for random weights, in a module that workers import quickly. It tells texts apart and means nothing."""
 
 from typing import Any
 

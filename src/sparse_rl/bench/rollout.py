@@ -1,8 +1,8 @@
-"""`sparse-rl bench rollout`: transformers `generate`, our dense engine and our sparse engine on the same work.
+"""`sparse-rl bench rollout`: compare transformers `generate`, our dense engine and our sparse engine on the same work.
 
-Decode is counted from the step after which every slot has been compacted: sampling, log-probs, eviction records and
-compactions are in it, prefill is not. Beside it stands the whole call: sampled tokens over wall time. Prompts come in groups
-of 8 samples, as in training. The roofline and the profile of a decode step use each arm's mean held length.
+Decode is timed from the step after which every slot has been compacted. It includes sampling, log-probs, eviction records and
+compactions, but not prefill. The whole call is reported beside it: sampled tokens over wall time. Prompts come in groups of 8
+samples, as in training. The roofline and the profile of a decode step use each arm's mean held length.
 """
 
 import argparse
@@ -43,18 +43,19 @@ class Arm:
     tokens: int
     seconds: float
     kv_bytes: int
-    """Keys and values, allocated."""
+    """Allocated bytes of keys and values."""
     side_bytes: int = 0
-    """Positions, lengths and the ring of queries, allocated beside them."""
+    """Allocated bytes of positions, lengths and the ring of queries."""
     held_tokens: float | None = None
-    """Mean tokens a running sequence holds in decode steps: what the roofline charges and the profile reads."""
+    """Mean tokens that a running sequence holds in decode steps; the roofline and the profile use it."""
     decode_tokens_per_s: float | None = None
     roofline_share: float | None = None
     """Share of the speed that matrix products and one read of weights and held keys and values allow."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
-    """Of the whole call: prefill, decode, compaction, host."""
+    """Seconds of the whole call by part: prefill, decode, compaction, host."""
     decode_by_part: dict[str, float] = field(default_factory=dict)
-    """Shares of the device's time in decode steps at `held_tokens`, by kernel: attention, matrix products, sampling, the rest."""
+    """Shares of the device's time in decode steps at `held_tokens`, by kernel: attention, matrix products, sampling, the
+    rest."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -123,7 +124,7 @@ def _prompts(model: PreTrainedModel, groups: int, args: argparse.Namespace) -> t
 
 
 def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> Arm:
-    """The peer: every row to the same length, as it works best."""
+    """Measure transformers `generate`: every row runs to the same length, which suits it best."""
     groups = -(-args.batch // GROUP)
     prompts = _prompts(model, groups, args).repeat_interleave(GROUP, 0)[: args.batch].to(model.device)
     tokens = min(args.generate_tokens, args.max_tokens)
@@ -158,7 +159,7 @@ def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> Arm:
 
 
 class Meter:
-    """Watches a call and times its decode from the moment every slot has been compacted, over whole intervals."""
+    """Times the decode of a call from the moment every slot has been compacted, over whole intervals."""
 
     def __init__(self, engine: Engine, slots: int):
         self.engine, self.slots = engine, slots
@@ -206,7 +207,7 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
 
 
 def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, uniform: bool) -> None:
-    """Compile and capture all that a call of such lengths will need: as slots fall idle, steps of fewer slots."""
+    """Compile and capture everything that a call of such lengths needs, including steps of fewer slots as slots fall idle."""
     tokens = tokens if engine.use_graphs else WARM_UP_TOKENS
     limits = drawn_lengths(range(len(prompts)), tokens) if uniform else None
     engine.generate(prompts, sampling=Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)

@@ -1,4 +1,4 @@
-"""A training run on random weights of a shape: made-up prompts, lengths drawn from a stated distribution, a reward of no meaning."""
+"""A training run on random weights: synthetic prompts, lengths from a stated distribution, a reward without meaning."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from ..train.trainer import Trainer
 from .lengths import drawn_lengths
 
 BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
-"""256 rollouts of up to 4,096 tokens, unless a recipe or flags say otherwise."""
+"""Defaults: 256 rollouts of up to 4,096 tokens, unless a recipe or flags say otherwise."""
 FIXED: dict[str, Any] = {
     "reward": {"function": "sparse_rl.bench.reward:parity", "truncated": "grade"},  # no rollout ends by itself
     "data": {"train": "arithmetic"},
@@ -35,12 +35,12 @@ FIXED: dict[str, Any] = {
 
 
 def synthetic_config(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a recipe, with what a made-up run has of its own."""
+    """Return the values of a recipe with the defaults and fixed settings of a synthetic run."""
     return merged_tables(merged_tables(BASE, values), FIXED)
 
 
 class AnyIds:
-    """The embedded model's tokenizer for any vocabulary: an id stands for the one it leaves when divided by its size."""
+    """The embedded model's tokenizer for any vocabulary: each id is taken modulo the tokenizer's size."""
 
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer("tiny")
@@ -77,7 +77,7 @@ def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> RunIn
 
 @contextmanager
 def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[Trainer]:
-    """The trainer of a run in a folder that is deleted afterwards."""
+    """Yield the trainer of a run in a folder that is deleted afterwards."""
     with TemporaryDirectory() as folder, View(config, console) as view:
         run = RunFolder(Path(folder) / "run")
         workers = min(config.reward.workers, os.cpu_count() or 1)
@@ -90,7 +90,7 @@ def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, u
 
 
 def cap_memory(size: str | None) -> None:
-    """Let this process have no more of the GPU than that."""
+    """Limit this process to `size` of the GPU's memory."""
     if size is None:
         return
     if not torch.cuda.is_available():

@@ -96,7 +96,7 @@ def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
 
 
 def latex_rows(columns: Sequence[tuple[str, Sequence[Result]]]) -> list[str]:
-    """Return rows like `name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, shares in percent, with an average column for several benchmarks."""
+    """Return rows like `name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, shares in percent; several benchmarks add their average."""
     several, shares = len(columns) > 1, [are_shares(results) for _, results in columns]
     titles = [
         *(f"{title} {_named(results)}" for title, results in columns),

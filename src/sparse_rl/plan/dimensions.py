@@ -1,4 +1,4 @@
-"""The numbers of a model that memory and time depend on, from its config.json. No weights are looked at."""
+"""Read the dimensions of a model that memory and time depend on, from its config.json. Loads no weights."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +27,7 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Of a decoder as Llama, Mistral, Qwen2 and Qwen3 are built."""
+    """Dimensions of a decoder built like Llama, Mistral, Qwen2 and Qwen3."""
 
     layers: int
     hidden: int
@@ -37,9 +37,9 @@ class Dimensions:
     head_dim: int
     vocab: int
     tied: bool = False
-    """Whether the head is the embedding."""
+    """True if the head shares the weights of the embedding."""
     biases: tuple[str, ...] = ()
-    """The linear layers that have one."""
+    """Names of the linear layers with a bias."""
     qk_norm: bool = False
     context: int | None = None
 
@@ -53,7 +53,7 @@ class Dimensions:
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each linear layer of a block."""
+        """Return (inputs, outputs) of each linear layer of a block."""
         return {
             "q_proj": (self.hidden, self.q_width),
             "k_proj": (self.hidden, self.kv_width),
@@ -81,18 +81,18 @@ class Dimensions:
 
     @property
     def active_params(self) -> int:
-        """Those that a token is multiplied with: all but an embedding that is only looked up."""
+        """Return the parameters that a token is multiplied with: all but an embedding that is only looked up."""
         return self.params - (0 if self.tied else self.embedding_params)
 
     def adapted(self, targets: str) -> list[str]:
-        """The linear layers of a block that `model.lora.targets` names."""
+        """Return the linear layers of a block that `model.lora.targets` names."""
         if targets == "all-linear":
             return list(self.linears)
         names = {name.strip() for name in targets.split(",")}
         return [name for name in self.linears if name in names]
 
     def adapted_params(self, targets: str) -> int:
-        """Weights under adapters."""
+        """Return the number of weights that have adapters."""
         return self.layers * sum(self.linears[name][0] * self.linears[name][1] for name in self.adapted(targets))
 
     def adapter_params(self, targets: str, rank: int) -> int:
@@ -100,7 +100,7 @@ class Dimensions:
 
 
 def dimensions(path: str) -> Dimensions:
-    """Of a shape's name, a folder, `tiny` or a hub id."""
+    """Return the dimensions of a shape's name, a folder, `tiny` or a hub id."""
     return from_config(read_config(path), path)
 
 
@@ -136,7 +136,7 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The config.json of a model, or what a shape's name stands for."""
+    """Return the config.json of a model, or the values of a named shape."""
     folder = TINY if path == "tiny" and not Path(path).is_dir() else Path(path)
     shape = path if path in SHAPES else HUB_SHAPES.get(path, "")
     if shape in SHAPES and not folder.is_dir():

@@ -1,7 +1,7 @@
-"""The bytes of a training run on a GPU, piece by piece and phase by phase. The peak is the fullest phase.
+"""Compute the bytes of a training run on a GPU, by part and by phase. The peak is the fullest phase.
 
-Sizes of weights, optimizer and cache are exact; activations follow from what autograd keeps of a layer whose norms and MLP
-are compiled; the constants below are what was measured or read from the code, all in one place.
+Sizes of weights, optimizer and cache are exact. Activations follow from what autograd keeps of a layer with compiled norms and
+MLP. The constants below were measured or read from the code.
 """
 
 # N tokens of a micro-batch, n response tokens of it, S slots; D hidden, F intermediate, V vocabulary are `dims`' own
@@ -26,28 +26,28 @@ QUERY_POLICIES = ("rkv", "snapkv", "tova")  # those with a ring of queries
 
 # To be measured; see docs/plan.md.
 PLAIN_CHUNK_BYTES = 28
-"""An element of a chunk of logits that is differentiated by autograd (float32 logits, log-probs, exponentials, gradients)."""
+"""Bytes per element of a logits chunk that autograd differentiates (float32 logits, log-probs, exponentials, gradients)."""
 FIRST_TOKEN_BYTES = 26
-"""A logit of a first token, which is drawn in plain torch: half precision, three float32 and two float64 forms."""
+"""Bytes per logit of a first token, which plain torch samples: half precision, three float32 and two float64 copies."""
 STEP_LOGIT_BYTES = 4
-"""A logit of a decode step: itself, and what the drawing kernel keeps."""
+"""Bytes per logit of a decode step: the logit, and the state of the sampling kernel."""
 MLP_BACKWARD = 3
-"""Tensors of [N, F] that the backward pass of an MLP holds beside what was kept: gradients of the product and its factors."""
+"""Tensors of [N, F] that the backward pass of an MLP holds besides saved ones: gradients of the product and its factors."""
 MLP_FORWARD = 3
 LORA_MLP_BYTES = 8
-"""Float32 forms of an [N, F] tensor that adapters, which compute in float32, hold for a moment."""
+"""Bytes per element of the temporary float32 copies of an [N, F] tensor that adapters make, which compute in float32."""
 STATE_8BIT_BYTES = 2.04
-"""Both moments of a weight: a byte each, and a float32 scale for 256 of them."""
+"""Bytes of both moments of a weight: a byte each, and a float32 scale per 256 of them."""
 STEP_8BIT_BYTES = 12
-"""Of an element of the largest weight while it is updated: both moments and the step in float32."""
+"""Bytes per element of the largest weight during its update: both moments and the step in float32."""
 BATCH_TENSORS = 12
 """Float32 tensors of [rollouts, tokens] that an update reads."""
 CONTEXT_BYTES = int(0.55 * GIB)
-"""What CUDA and its libraries hold outside of torch's allocator."""
+"""Bytes that CUDA and its libraries hold outside torch's allocator."""
 RESERVED_SHARE = 0.05
-"""Of the peak: what the allocator holds and cannot use."""
+"""Share of the peak that the allocator holds and cannot use."""
 MAX_AUTO_SLOTS = 1024
-"""`rollout.slots = "auto"` stops here: matrix products are at full speed long before, and the host's work grows on."""
+"""Upper limit of `rollout.slots = "auto"`. Matrix products reach full speed long before it; the host's work keeps growing."""
 CPU_SLOTS = 256
 
 
@@ -63,7 +63,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run of `config` with `slots` on a GPU that leaves torch `memory_bytes`."""
+    """The memory plan of a run of `config` with `slots` on a GPU that leaves torch `memory_bytes`."""
 
     config: Config
     dims: Dimensions
@@ -72,7 +72,7 @@ class Plan:
     memory_bytes: int | None = None
     phases: list[Phase] = field(default_factory=list)
     evaluation_slots: int = 0
-    """Of the dense cache that held-out problems are sampled with, where it is not the sampler's own."""
+    """Slots of the dense cache for held-out problems; 0 if the sampler's own cache is used."""
 
     @property
     def fullest(self) -> Phase:
@@ -80,12 +80,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """What `torch.cuda.max_memory_allocated` should say."""
+        """Return the predicted value of `torch.cuda.max_memory_allocated`."""
         return self.fullest.total
 
     @cached_property
     def needed_bytes(self) -> int:
-        """What torch has to be able to reserve: the peak, the pool of the decode step's graphs, and what lies broken."""
+        """Return the bytes that torch must be able to reserve: the peak, the pool of the decode graphs, and fragmentation."""
         return int(most_held(self.phases, self.pool_bytes) * (1 + RESERVED_SHARE))
 
     @property
@@ -102,14 +102,14 @@ class Plan:
 
 
 def most_held(phases: list[Phase], pool_bytes: int) -> int:
-    """At a time, with the pool of the sampler's graphs, which its own phase counts already."""
+    """Return the largest number of bytes held at one time, with the graph pool, which the sampling phase already counts."""
     return max(phase.total + (0 if phase.name == "sampling" else pool_bytes) for phase in phases)
 
 
 def make_plan(
     config: Config, dims: Dimensions, *, memory_bytes: int | None = None, prompt_tokens: int = 256, slots: int | None = None
 ) -> Plan:
-    """The plan of a run; where `rollout.slots` is auto, with as many slots as fit (those of one group if none do)."""
+    """Return the plan of a run. If `rollout.slots` is auto, use as many slots as fit, or those of one group if none fit."""
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
@@ -125,7 +125,7 @@ def auto_limit(config: Config) -> int:
 
 
 def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, prompt_tokens: int, limit: int) -> int:
-    """The most slots that fit, up to `limit`; 0 if not even one does."""
+    """Return the most slots that fit, up to `limit`; 0 if not even one fits."""
 
     def fit(slots: int) -> bool:
         return make_plan(config, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots).fits
@@ -134,7 +134,7 @@ def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, promp
 
 
 def largest(fits, limit: int) -> int:
-    """The largest number from 1 to `limit` that fits, 0 if none does; what fits at a number fits below it."""
+    """Return the largest number from 1 to `limit` that fits, 0 if none does. `fits` must be monotonic."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -150,7 +150,7 @@ def itemsize(config: Config) -> int:
 
 
 def resident(config: Config, dims: Dimensions) -> dict[str, int]:
-    """Weights, and what the optimizer keeps between steps."""
+    """Return the bytes of the weights and of the optimizer state between steps, by part."""
     size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
     parts, shards = {"weights": dims.params * size}, config.ranks.count
     moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
@@ -172,7 +172,10 @@ def resident(config: Config, dims: Dimensions) -> dict[str, int]:
 
 
 def gradient_bytes(config: Config, dims: Dimensions) -> int:
-    """Summed in float32 over an update's micro-batches; offloaded ones leave as they arrive, one weight at a time."""
+    """Return the bytes of the gradients, summed in float32 over the micro-batches of an update.
+
+    Offloaded gradients leave the GPU as they arrive, one weight at a time.
+    """
     lora = config.model.lora
     trained = dims.adapter_params(lora.targets, lora.rank) if lora.rank else dims.params
     if config.optimizer.state == "offload":
@@ -192,7 +195,7 @@ def outside_layers(dims: Dimensions) -> int:
 
 
 def gathered_bytes(config: Config, dims: Dimensions) -> int:
-    """Whole weights in the model's dtype during a pass: what is outside of layers, the layer at work and the one to come."""
+    """Return the bytes of gathered weights in a pass: those outside of layers, the current layer and the next one."""
     return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
 
 
@@ -201,7 +204,7 @@ def rollouts_of_rank(config: Config) -> int:
 
 
 def slot_bytes(dims: Dimensions, kv: KV, longest: int, size: int) -> tuple[int, int]:
-    """(keys and values, what lies beside them) of one slot, as `SlotCache` allocates them."""
+    """Return (bytes of keys and values, bytes of side tables) of one slot, as `SlotCache` allocates them."""
     dense = kv.policy == "full"
     capacity = longest + CHUNK_STEPS if dense else kv.capacity
     ring = 0 if dense or (kv.policy not in QUERY_POLICIES and "." not in kv.policy) else kv.window
@@ -225,7 +228,7 @@ def fuses(dims: Dimensions) -> bool:
 
 
 def kept_per_token(config: Config, dims: Dimensions) -> int:
-    """Bytes of one layer that backward needs, a token."""
+    """Return the bytes per token of one layer that backward needs."""
     size, lora = itemsize(config), config.model.lora
     adapted = dims.adapted(lora.targets) if lora.rank else []
     widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
@@ -248,14 +251,17 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
 
 
 def passing_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
-    """Bytes that the layer at work holds for a moment, a token."""
+    """Return the bytes per token that the current layer holds temporarily."""
     size = itemsize(config)
     wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 else 0
     return (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate * size + 4 * dims.hidden * size + wide
 
 
 def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> int:
-    """Of the chunk of logits at work, and in backward of the head's own gradient: summed in float32, a chunk's beside it."""
+    """Return the bytes of the current chunk of logits.
+
+    Backward adds the head's gradient, summed in float32, and that of one chunk.
+    """
     size = itemsize(config)
     if dims.vocab >= LARGE_VOCABULARY:
         chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * size * (2 if backward else 1)
@@ -269,7 +275,7 @@ def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> i
 
 
 def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
-    """Of the fullest micro-batch: as many of the longest responses as fit, and one that takes what is left."""
+    """Return the response lengths of the fullest micro-batch: as many of the longest as fit, and one that fills the rest."""
     longest = prompt_tokens + config.rollout.max_tokens
     count, left = divmod(config.optimizer.tokens_per_microbatch, longest)
     lengths = [config.rollout.max_tokens] * max(1, count)
@@ -279,7 +285,10 @@ def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
 
 
 def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[str, int]:
-    """Backward of the fullest micro-batch: in the head while all is kept, or in the last layer, whichever is more."""
+    """Return the bytes of backward for the fullest micro-batch, by part.
+
+    The peak is in the head while all activations are kept, or in the last layer, whichever is more.
+    """
     size, checkpointed = itemsize(config), config.optimizer.gradient_checkpointing
     lengths = response_lengths(prompt_tokens, config)
     n = sum(lengths)
@@ -316,15 +325,17 @@ def padded_length(tokens: int) -> int:
 
 
 def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
-    """Which blocks see each other: four lists of [heads, B, B] with their lengths, once for the kv heads of all layers and
-    once more, for all heads, for each layer that backward still needs."""
+    """Return the bytes of the block lists: four lists of [heads, B, B] with their lengths.
+
+    They exist once for the kv heads of all layers, and once more, for all heads, per layer that backward still needs.
+    """
     blocks = padded // SHADOW_BLOCK
     heads = dims.layers * dims.kv_heads + kept_layers * dims.q_heads
     return 4 * heads * blocks * (blocks + 1) * 4
 
 
 def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, prompt_tokens: int) -> dict[str, int]:
-    """Prompts on their way through a layer; the logits of their samples, of which a few at a time are drawn from."""
+    """Return the bytes of prompts in a layer and of the logits of their samples, a few of which are sampled at a time."""
     packed = min(max(PREFILL_TOKENS, prompt_tokens), prompts * prompt_tokens)
     logits = slots * itemsize(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
@@ -334,7 +345,7 @@ def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, pr
 
 
 def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
-    """One decode step: its logits and the widest of its layers."""
+    """Return the bytes of one decode step: its logits and the widest of its layers."""
     return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.intermediate + 6 * dims.hidden) * size)
 
 
@@ -378,8 +389,11 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
 
 
 def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
-    """0 where the sampler's own cache serves. `eval.slots`; auto is as many as stay under the fullest phase of a step, so
-    that what the sampler and the learner get does not depend on the evaluation, and at least one."""
+    """Return the slots of the dense evaluation cache; 0 if the sampler's own cache is used.
+
+    This is `eval.slots`. Auto means as many as stay below the fullest phase of a step, and at least one. The memory of the
+    sampler and the learner thus does not depend on the evaluation.
+    """
     problems, wanted = config.eval.problems if config.data.held_out is not None else 0, config.eval.slots
     if not problems or (config.sampler_kv.policy == "full" and wanted == "auto"):
         return 0
@@ -395,7 +409,8 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
 
 
 def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int) -> Phase:
-    """A dense cache of `count` slots beside the sampler's, with the graphs of its own decode step."""
+    """Return the phase of a dense cache of `count` slots beside the sampler's cache, with the graphs of its own decode
+    step."""
     longest, size = prompt_tokens + config.rollout.max_tokens, itemsize(config)
     cache = count * sum(slot_bytes(dims, KV(policy="full"), longest, size))
     parts = prefill_parts(config, dims, count, config.eval.problems, prompt_tokens)
@@ -404,7 +419,7 @@ def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, p
 
 
 def largest_budget(plan: Plan) -> int:
-    """The largest `kv.budget` that fits with the plan's slots, 0 if none does."""
+    """Return the largest `kv.budget` that fits with the plan's slots, 0 if none does."""
     config, window = plan.config, plan.config.kv.window + plan.config.kv.sinks + 1
 
     def fit(budget: int) -> bool:

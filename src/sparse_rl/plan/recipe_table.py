@@ -1,4 +1,4 @@
-"""`sparse-rl recipes`: what is shipped, what GPU it needs and how long it takes, from the plan and the roofline."""
+"""`sparse-rl recipes`: list the shipped recipes with the GPU they need and their duration, from the plan and the roofline."""
 
 import re
 
@@ -12,11 +12,11 @@ from .output import wide_console
 from .roofline import GPU, GPUS, step_time
 
 CARDS = ("RTX 4090", "A6000", "H100", "H200")
-"""One of each size of memory, smallest first."""
+"""One GPU of each memory size, smallest first."""
 ENOUGH_SLOTS = 64
-"""With fewer a card holds a run, but decodes slowly: the next larger one is named."""
+"""Slots below which a card decodes slowly; the next larger card is then named."""
 SMALL = 200_000_000
-"""Parameters up to which a recipe is for a CPU as well."""
+"""Number of parameters up to which a recipe also suits a CPU."""
 
 
 def listing() -> None:
@@ -62,7 +62,7 @@ def _row(name: str) -> tuple[str, ...]:
 
 
 def smallest_card(config: Config) -> tuple[GPU, Plan]:
-    """The first of `CARDS` that holds the run with enough slots, else the last, and the plan on it."""
+    """Return the first of `CARDS` that holds the run with enough slots, else the last, and the plan on it."""
     dims = dimensions(config.model.path)
     enough = min(ENOUGH_SLOTS, config.rollout.rollouts_per_step)
     for card in CARDS:
@@ -74,5 +74,5 @@ def smallest_card(config: Config) -> tuple[GPU, Plan]:
 
 
 def run_s(plan: Plan, gpu: GPU) -> float:
-    """All steps of all methods that are compared, each counted as the one that is planned."""
+    """Return the seconds of all steps of all compared methods, each counted like the planned one."""
     return step_time(plan, gpu).total_s * plan.config.steps * max(1, len(plan.config.compare))

@@ -1,4 +1,4 @@
-"""What to change where a run does not fit: each remedy is checked with the plan before it is named."""
+"""Suggest changes for a run that does not fit. Each remedy is checked with the plan before it is named."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from ..config import Config
 from .memory import Plan, auto_limit, itemsize, make_plan, most_slots, sharded
 
 NAMED = 4
-"""Remedies that are named, at most."""
+"""Largest number of remedies to name."""
 SURELY = 0.9
-"""Where memory ran out though it should have sufficed, a remedy has to bring the need down to this share."""
+"""Share to which a remedy must reduce the planned need if memory ran out although the plan fitted."""
 
 TOO_LARGE = (
     "the model is too large for one GPU, and every rank samples from a whole copy: take a smaller model or a larger GPU"
@@ -18,7 +18,7 @@ Edit = tuple[str, dict[str, Any]]
 
 
 def remedies(plan: Plan, *, ran_out: bool = False) -> list[str]:
-    """Flags with which the run fits, each alone; if none does, several that do together; empty if nothing helps."""
+    """Return flags with each of which the run fits; if none does alone, several that do together; empty if nothing helps."""
     limit = plan.memory_bytes
     assert limit is not None
     if ran_out:
@@ -34,7 +34,7 @@ def remedies(plan: Plan, *, ran_out: bool = False) -> list[str]:
 
 
 def sentence(plan: Plan, *, ran_out: bool = False) -> str:
-    """`by the plan --rollout.slots 48 fits, or …`, or that nothing does."""
+    """Return a sentence with the remedies (`by the plan it fits with --rollout.slots 48, or …`), or that nothing fits."""
     found = remedies(plan, ran_out=ran_out)
     if plan.config.ranks.count > 1 and plan.dims.params * itemsize(plan.config) > (plan.memory_bytes or 0):
         return TOO_LARGE
@@ -44,7 +44,7 @@ def sentence(plan: Plan, *, ran_out: bool = False) -> str:
 
 
 def _together(plan: Plan, edits: list[list[Edit]], limit: int) -> list[str]:
-    """The strongest of each kind, one after the other, until the run fits."""
+    """Apply the strongest edit of each kind, one after the other, until the run fits."""
     config, flags = plan.config, []
     for variants in edits:
         flag, change = variants[-1]
@@ -57,7 +57,7 @@ def _together(plan: Plan, edits: list[list[Edit]], limit: int) -> list[str]:
 
 
 def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
-    """Kinds of remedy, from what costs least to what costs most, each from mild to strong."""
+    """Return the kinds of remedy, from cheapest to costliest, each from mild to strong."""
     optimizer, lora = config.optimizer, config.model.lora
     found: list[list[Edit]] = []
     if not optimizer.gradient_checkpointing:

@@ -1,4 +1,5 @@
-"""How long a step takes at best: matrix products, then bytes, at what a GPU does of its peak. Computed, never measured."""
+"""Compute the shortest time of a step from FLOPs and bytes, at the share of its peak that a GPU reaches. Nothing is
+measured."""
 
 import difflib
 import re
@@ -11,11 +12,11 @@ from .dimensions import Dimensions
 from .memory import Plan, itemsize, rollouts_of_rank, sharded
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
-"""Of the peaks: what large products and plain reads reach on an H200 (780 of 989 TFLOP/s, 4.3 of 4.8 TB/s)."""
+"""Shares of the peaks that large products and plain reads reach on an H200 (780 of 989 TFLOP/s, 4.3 of 4.8 TB/s)."""
 LEARNER_MFU = 0.4
-"""Assumed, of the peak."""
+"""Assumed share of the peak FLOP/s in the learner."""
 HOST_BYTES_PER_S = 20e9
-"""Assumed, to and from host memory, for an offloaded optimizer."""
+"""Assumed bytes per second to and from host memory, for an offloaded optimizer."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class GPU:
     name: str
     memory_bytes: int
     flops: float
-    """Of dense bfloat16 products, peak."""
+    """Peak FLOP/s of dense bfloat16 products."""
     bandwidth: float
-    """Bytes a second, peak."""
+    """Peak bytes per second."""
 
 
 GPUS = {
@@ -48,7 +49,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """By its short name, or by one with all its words, as drivers say it (`NVIDIA H200`, `NVIDIA A100-SXM4-40GB`)."""
+    """Return a GPU by its short name, or by a driver's name with all its words (`NVIDIA H200`, `NVIDIA A100-SXM4-40GB`)."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     named = [gpu for key, gpu in GPUS.items() if words.issuperset(key.split())]
     if named:
@@ -60,7 +61,7 @@ def find_gpu(name: str) -> GPU:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step in which every response has `max_tokens`, and tokens a second of its decode steps."""
+    """Seconds of a step in which every response has `max_tokens`, by phase, and tokens per second of its decode steps."""
 
     decode_step_s: float
     prefill_s: float
@@ -68,11 +69,11 @@ class StepTime:
     old_s: float
     update_s: float
     tokens_per_s: float
-    """Of one GPU."""
+    """Decoded tokens per second of one GPU."""
     sync_s: float = 0.0
-    """To give the samplers of several ranks what was learned."""
+    """Seconds to copy the new weights to the samplers of several ranks."""
     exposed_s: float = 0.0
-    """Of old log-probs and update: what several ranks wait for weights and gradients."""
+    """Seconds of old log-probs and update in which several ranks wait for weights and gradients."""
 
     @property
     def total_s(self) -> float:
@@ -80,7 +81,11 @@ class StepTime:
 
 
 def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> float:
-    """A step: products of all slots or one read of the weights, whichever is slower, then one read of what the slots hold."""
+    """Return the seconds of a decode step.
+
+    This is the time of the products of all slots or of one read of the weights, whichever is slower, plus one read of the
+    cache.
+    """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)
     return weights + slots * 2 * dims.layers * dims.kv_width * size * held / bandwidth
@@ -98,7 +103,7 @@ def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) ->
 
 
 def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None) -> float:
-    """Return the seconds of a decode step of all slots, or of so many, at their mean held length."""
+    """Return the seconds of a decode step of all slots, or of `slots`, at their mean held length."""
     longest = plan.config.rollout.max_tokens
     held = mean_held(plan.config.sampler_kv, plan.prompt_tokens, longest, longest / 2)
     return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu)
@@ -139,17 +144,21 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
 
 
 def looks(config: Config) -> int:
-    """How often a step's rollouts pass through the model before its first update: dense, as the sampler saw, by a reference."""
+    """Return the forward passes over a step's rollouts before its first update.
+
+    There is one dense pass, one in the sampler's view for shadow methods, and one of a reference if the loss has a KL term.
+    """
     return 1 + (config.method in SHADOW_METHODS) + (config.loss.kl_coef > 0)
 
 
 NODE_GPUS, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S = 8, 350e9, 40e9
-"""Assumed: GPUs of a machine, and bytes a second that each of them receives from the others within it and between machines."""
+"""Assumed GPUs per machine, and bytes per second that each receives from the others within it and between machines."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What FSDP2 moves to each GPU in a step, and how long that takes; of passes it may hide behind the products."""
+    """Bytes that FSDP2 moves to each GPU in a step, and their seconds. Transfers during passes may overlap with the
+    products."""
 
     gathered_bytes: float = 0.0
     reduced_bytes: float = 0.0
