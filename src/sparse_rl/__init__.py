@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    """Loaded when first used: `sparse-rl --help` needs no torch."""
+    """Import a public name on first use, so that `sparse-rl --help` needs no torch."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'sparse_rl' has no attribute {name!r}")
     from importlib import import_module

@@ -1,10 +1,10 @@
-"""Replace what a folder holds in steps that a kill cannot tear: the old stays whole until the new has begun.
+"""Replace the content of a folder so that a kill loses nothing: the old entries stay whole until the new ones have begun.
 
-Everything happens inside the folder, which may be a link or a mounted disk:
+All steps happen inside the folder, which may be a link or a mounted disk:
 
 | there is | meaning | the next command |
 |---|---|---|
-| `.replaced.partial/` | the old entries are on their way out or back | moves them back |
+| `.replaced.partial/` | the old entries are being moved out or back | moves them back |
 | `.replaced/` | all old entries are in it; the others belong to a successor that has not begun | removes those, moves the old back |
 | `.replaced.removed-…/` | the successor has begun | deletes it |
 
@@ -26,7 +26,7 @@ LOCK = "lock"
 
 
 def set_aside(folder: Path, names: Collection[str] | None = None) -> None:
-    """Move these of the folder's entries, or all, out of the way. `recover` comes first."""
+    """Move these entries of the folder, or all, into `.replaced/`. Call `recover` first."""
     if (folder / NAME).exists():  # of a start that was killed and had nothing to replace
         remove(folder, names)
         return
@@ -37,14 +37,14 @@ def set_aside(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def begin(folder: Path) -> None:
-    """The successor has begun: what it replaces can go."""
+    """Mark the successor as begun, and delete the entries it replaces."""
     if (folder / NAME).exists():
         (folder / NAME).rename(folder / f"{REMOVED}-{uuid.uuid4().hex[:8]}")  # one before it may be undeletable
     sweep(folder)
 
 
 def bring_back(folder: Path, names: Collection[str] | None = None) -> None:
-    """Put the old entries back in place of what has been written since."""
+    """Move the old entries back, replacing everything written since."""
     if (folder / NAME).exists():
         remove(folder, names)
         (folder / NAME).rename(folder / MOVING)
@@ -55,7 +55,7 @@ def bring_back(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def recover(folder: Path, names: Collection[str] | None = None) -> bool:
-    """Mend what a kill has left; True where old entries came back. A successor that had nothing to replace stays as it is."""
+    """Repair what a kill left; return True if old entries came back. A successor without anything to replace stays."""
     found = waiting(folder)
     if found or (folder / MOVING).exists():
         bring_back(folder, names)
@@ -64,17 +64,17 @@ def recover(folder: Path, names: Collection[str] | None = None) -> bool:
 
 
 def waiting(folder: Path) -> bool:
-    """Whether old entries are out of place."""
+    """Return whether old entries are out of place."""
     return any((folder / name).is_dir() and any((folder / name).iterdir()) for name in (NAME, MOVING))
 
 
 def unborn(folder: Path) -> bool:
-    """Whether all the folder holds is a start that has not begun, which replaces nothing."""
+    """Return whether the folder holds only a start that has not begun and replaces nothing."""
     return (folder / NAME).is_dir() and not waiting(folder)
 
 
 def current(folder: Path, name: str) -> Path:
-    """Where the entry is that `recover` would leave in place."""
+    """Return the path of the entry that `recover` would leave in place."""
     places = (folder / MOVING / name, folder / NAME / name)
     return next((place for place in places if place.exists()), folder / name)
 
@@ -85,12 +85,12 @@ def sweep(folder: Path) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Whether the entry is the lock or one of the above."""
+    """Return whether the entry is the lock or one of the folders in the table above."""
     return name == LOCK or name.startswith(NAME)
 
 
 def delete_or_warn(path: Path) -> None:
-    """A leftover that cannot be deleted is no reason to stop."""
+    """Delete a leftover; warn if that fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line."""
+    """An argparse parser that reports a mistake in one line."""
 
     def error(self, message: str):
         say(f"{message}; see {self.prog} --help.")

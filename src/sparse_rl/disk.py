@@ -1,4 +1,4 @@
-"""Name what a disk refuses to write: full, over quota, not permitted, read-only. Each has its own remedy."""
+"""Explain a failed write to a disk: full, over quota, not permitted or read-only. Each has its own remedy."""
 
 import errno
 import os
@@ -19,12 +19,15 @@ REMEDIES = {
     errno.EIO: "check the disk",
 }
 PROBE_BYTES = 2**20
-"""A disk that cannot take this much more is full."""
+"""Bytes of the test write; a disk that cannot take them is full."""
 
 
 def refusal(error: BaseException, folder: Path) -> tuple[str, str]:
-    """(the reason, the remedy) of a failed write to `folder`. Libraries hide the reason: torch says "unexpected pos 704 vs 598"
-    of a full disk. Then the disk is asked again, and where it takes a file, space is not what is missing."""
+    """Return (reason, remedy) of a failed write to `folder`.
+
+    Libraries hide the reason: for a full disk torch says "unexpected pos 704 vs 598". Then a test file is written; if that
+    succeeds, the disk is not full.
+    """
     number = next(filter(None, map(_errno, _chain(error))), None) or _probed(folder)
     if number is None:
         return first_line(error), "check the disk"
@@ -32,7 +35,7 @@ def refusal(error: BaseException, folder: Path) -> tuple[str, str]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from and, for many ranks, theirs."""
+    """Yield the error, its causes and, for several ranks, their errors."""
     seen: list[BaseException] = []
     left = [error]
     while left:
@@ -53,7 +56,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 def _probed(folder: Path) -> int | None:
-    """What the disk says to a new file; None where it takes one."""
+    """Return the errno of writing a test file; None if that succeeds."""
     there = next((each for each in (folder, *folder.parents) if each.is_dir()), Path())
     try:
         with tempfile.TemporaryFile(dir=there) as file:

@@ -1,4 +1,4 @@
-"""How a command ends: whatever goes wrong is one line on the terminal and an exit code, never a traceback."""
+"""End a command: any failure becomes one line on the terminal and an exit code, never a traceback."""
 
 import errno
 import os
@@ -11,7 +11,8 @@ from .errors import Refused, UserError, say, say_error, say_unexpected
 
 @contextmanager
 def one_line(lower: Callable[[], str]) -> Iterator[None]:
-    """Exit with 2 for what a user can mend, 130 for Ctrl-C, 1 for the rest. `lower` says what to lower where memory runs out."""
+    """Exit with 2 for a user's mistake, 130 for Ctrl-C, 1 for the rest. `lower` names options to lower when memory runs
+    out."""
     try:
         yield
         sys.stdout.flush()
@@ -38,7 +39,7 @@ def one_line(lower: Callable[[], str]) -> Iterator[None]:
 
 
 def _reader_has_gone() -> bool:
-    """Whether who read our output has enough of it, as `head` has; what is left of it is then dropped."""
+    """Return whether the reader of our output has closed it, as `head` does; the rest of the output is then dropped."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -48,7 +49,7 @@ def _reader_has_gone() -> bool:
 
 
 def _memory_ran_out(error: Exception) -> str | None:
-    """Whose, if that is what went wrong."""
+    """Return whose memory ran out ("GPU's" or "machine's"); None for any other error."""
     torch = sys.modules.get("torch")  # who never imported it has no GPU's memory to run out of
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return "GPU's"

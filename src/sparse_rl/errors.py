@@ -1,4 +1,4 @@
-"""What a user should know: mistakes in one sentence with the remedy, and what runs otherwise than expected, said once."""
+"""Errors and notices for the user: mistakes in one sentence with the remedy, and unexpected conditions, each said once."""
 
 import functools
 import logging
@@ -15,16 +15,18 @@ class UserError(ValueError):
 
 
 class Absent(UserError):
-    """Not here, but to be had: on a hub that does not answer, in a package that is not installed. To a dry run that is news,
-    not a mistake."""
+    """A resource that is missing but obtainable: on a hub that does not answer, or in a package that is not installed.
+
+    A dry run reports it and goes on.
+    """
 
 
 class RankLost(UserError):
-    """Another rank is gone: who started the ranks may start them again."""
+    """Another rank is gone; the launcher may start the ranks again."""
 
 
 class Refused(UserError):
-    """What another rank was refused with. Another start would end the same way."""
+    """The refusal of another rank. Another start would end the same way."""
 
     def __init__(self, rank: int, sentence: str):
         super().__init__(sentence)
@@ -32,33 +34,33 @@ class Refused(UserError):
 
 
 class Unanswered(UserError):
-    """Storage that does not answer: it may, the next time."""
+    """Shared storage does not answer. A later attempt may succeed."""
 
 
 UNREACHABLE = "The hub cannot be reached"
-"""How a sentence about a hub that does not answer starts."""
+"""Start of every message about an unreachable hub."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a sentence of ours: its first line without the full stop, or its type where it says nothing."""
+    """Return the first line of an error without its full stop, or its type if it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def without_torchaos_warnings() -> None:
-    """It registers its enums in a way that torch warns of: nothing a user can mend."""
+    """Silence a warning of torch about how torchao registers its enums. A user cannot fix it."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def say(text: str, rank: int | None = None) -> None:
-    """One line on the terminal, whatever the text holds: everything we write to stderr comes through here."""
+    """Write one safe line to stderr. All our output to stderr goes through this function."""
     mine = os.environ.get("RANK", "0")
     who = rank if rank is not None else int(mine) if mine.isdecimal() else 0
     sys.stderr.write(f"sparse-rl{f', rank {who}' if who else ''}: {message(text)}\n")
 
 
 def say_error(error: UserError) -> None:
-    """What ends a command; what another rank has said, once on every machine."""
+    """Print the error that ends a command. The error of another rank is printed once per machine."""
     if not isinstance(error, Refused):
         say(str(error))
     elif os.environ.get("LOCAL_RANK", "0") == "0":
@@ -67,12 +69,12 @@ def say_error(error: UserError) -> None:
 
 @functools.cache
 def notice(text: str) -> None:
-    """One line on the terminal, once."""
+    """Print one line on the terminal, once per text."""
     say(text)
 
 
 def say_unexpected(error: Exception) -> None:
-    """What no one foresaw, in one sentence; the traceback goes to a file for whoever mends it."""
+    """Print an unforeseen error in one sentence, and write its traceback to a file."""
     what = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
     try:
         with tempfile.NamedTemporaryFile("w", prefix="sparse-rl-", suffix=".log", delete=False, errors="replace") as file:

@@ -1,15 +1,15 @@
-"""Does the hub answer? Asked once and briefly: the libraries themselves would try for most of a minute."""
+"""Check once, with a short timeout, whether the hub answers. The libraries themselves retry for most of a minute."""
 
 from collections.abc import Callable
 
 from .errors import first_line
 
 PROBE_S = 10.0
-"""How long it may take."""
+"""Timeout of the check in seconds."""
 
 
 def why_unreachable(ask: Callable[..., object], id: str) -> str | None:
-    """Why the hub cannot be reached; None if it answers, whatever it says. `ask` is `HfApi().model_info` or `dataset_info`."""
+    """Return why the hub cannot be reached; None if it answers anything. `ask` is `HfApi().model_info` or `dataset_info`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:

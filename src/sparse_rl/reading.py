@@ -1,4 +1,4 @@
-"""Read a file that a user named, and only a file: a device may never end, a pipe may never begin."""
+"""Read a regular file that a user named. A device may never end and a pipe may never begin, so both are refused."""
 
 import errno
 import os
@@ -6,7 +6,8 @@ import stat
 
 
 def read_file(path: str, most: int | None = None) -> bytes:
-    """The bytes of a regular file of at most `most` bytes; else an `OSError` or, where the name holds a NUL, a `ValueError`."""
+    """Return the bytes of a regular file of at most `most` bytes; else raise OSError, or ValueError if the name holds a
+    NUL."""
     found = os.stat(path)
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)

@@ -1,4 +1,4 @@
-"""The console that every command prints on: no text from outside reaches a terminal as a command to it."""
+"""The console that every command prints on. Text from outside cannot reach a terminal as a command."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,10 @@ from .text import printable
 
 
 class Terminal(Console):
-    """A rich console. Column names, prompts, rewards' errors and folders' names may hold control characters: they are shown as
-    escapes. Rich adds its own colours later."""
+    """A rich console that shows control characters in column names, prompts, errors of rewards and folder names as escapes.
+
+    Rich adds its own colours later.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

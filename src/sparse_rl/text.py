@@ -1,4 +1,4 @@
-"""Text that others wrote, made safe to show: a model's, a folder's name, a file's."""
+"""Make text from outside safe to show: from a model, a folder's name, a file."""
 
 import re
 import reprlib
@@ -6,11 +6,11 @@ import unicodedata
 from collections.abc import Iterable
 
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Unicode's control, format (right-to-left marks among them), surrogate, private and unassigned characters, and odd line ends."""
+"""Unicode's control, format (such as right-to-left marks), surrogate, private and unassigned characters, and odd line ends."""
 
 
 def printable(text: str, most: int = 400, keep: str = "") -> str:
-    """One line that drives no terminal and is legal in XML: what would not be seen is written as an escape, but for `keep`."""
+    """Return one line without terminal commands, legal in XML. Invisible characters other than `keep` become escapes."""
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
     if cut.isprintable():
         return cut
@@ -18,11 +18,12 @@ def printable(text: str, most: int = 400, keep: str = "") -> str:
 
 
 LONGEST_MESSAGE = 1000
-"""Characters of a message on the terminal, at most."""
+"""Largest number of characters of a message on the terminal."""
 
 
 def message(text: str) -> str:
-    """One printable line of at most `LONGEST_MESSAGE` characters. A long text loses its middle: the remedy is at its end."""
+    """Return one printable line of at most `LONGEST_MESSAGE` characters. A long text loses its middle: the remedy is at its
+    end."""
     text = re.sub(r"\s*[\r\n]\s*", " ", _without_middle(text.strip(), 4 * LONGEST_MESSAGE))
     return _without_middle(printable(text, most=len(text)), LONGEST_MESSAGE)
 
@@ -33,13 +34,13 @@ def _without_middle(text: str, most: int) -> str:
 
 
 def listed(names: Iterable[object], most: int = 20) -> str:
-    """The first of many names, with commas."""
+    """Return the first `most` names, separated by commas."""
     found = [printable(str(name), most=80) for name in names]
     return ", ".join(found[:most]) + (f" and {len(found) - most:,} more" if len(found) > most else "")
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """A value as Python writes it, however long, deep or large it is."""
+    """Return a value as Python writes it, shortened if it is long, deep or large."""
     try:
         return printable(_SHORT.repr(value), most=most)
     except ValueError:  # an integer of more digits than Python writes

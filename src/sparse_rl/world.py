@@ -1,8 +1,8 @@
-"""The ranks of a run, and what each of them does. Alone, a process is a world of one and talks to nobody.
+"""The ranks of a run and their communication. A single process is a world of one and communicates with nobody.
 
-Every rank knows every rollout of a step and computes whatever divides, compares or rejects from the whole of them. Only
-passes through a model are dealt out: sampling by groups of rollouts, learning by tokens. So many ranks compute what one
-does, up to the order of sums.
+Every rank knows every rollout of a step, and computes statistics and rejections from all of them. Only passes through a model
+are divided: sampling by groups of rollouts, learning by tokens. So several ranks compute the same as one, up to the order of
+sums.
 """
 
 import heapq
@@ -29,19 +29,19 @@ class World:
     rank: int = 0
     size: int = 1
     control: Any = None
-    """The group, on the host, that objects travel in."""
+    """Process group on the host, for objects."""
     store: Any = None
-    """Counters that all ranks see, of this world alone."""
+    """Store of this world, with counters that all ranks see."""
     timeout: timedelta = timedelta(minutes=30)
     takers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_main(self) -> bool:
-        """Whether it is this rank that writes and speaks."""
+        """Return whether this rank writes files and prints."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's, by rank. A rank that does not come is named."""
+        """Return the values of all ranks, by rank. Raise RankLost, with its number, for a rank that does not answer."""
         if self.size == 1:
             return [value]
         self.barrier()
@@ -50,7 +50,7 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks, for as long as the timeout allows."""
+        """Wait for all ranks, up to the timeout."""
         if self.size == 1:
             return
         failed: list[RuntimeError] = []
@@ -74,7 +74,8 @@ class World:
         return any(self.gather(flag))
 
     def sum_gradients(self, params: Sequence[Tensor]) -> None:
-        """In place, where every rank holds all of them; a rank that has none adds nothing."""
+        """Sum gradients over the ranks in place, for parameters that every rank holds whole. A missing gradient counts as
+        zero."""
         if self.size == 1:
             return
         for param in params:
@@ -86,14 +87,17 @@ class World:
             param.grad = part.view_as(param)
 
     def passes(self, lengths: Sequence[int], tokens: int) -> list[list[int]]:
-        """The rows that pass through the model on this rank, `tokens` at a time. All ranks have as many passes; one of them may
-        be empty."""
+        """Return the rows that pass through the model on this rank, at most `tokens` at a time.
+
+        All ranks have the same number of passes; a pass may be empty.
+        """
         return deal(lengths, self.size, tokens)[self.rank]
 
     def taker(self, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
-        """Hands this rank the items it works on, one at each call, None when there are no more. Asked for by all ranks in turn.
+        """Return a function that yields the next item for this rank at each call, and None at the end.
 
-        The costliest `at_once` for each rank are dealt out evenly beforehand; what is left is taken by who is ready first.
+        All ranks must create their takers in the same order. The costliest `at_once` items per rank are dealt out evenly
+        beforehand; the first rank that is ready takes the next of the rest.
         """
         order = sorted(range(len(costs)), key=lambda item: -costs[item])
         dealt = order[: at_once * self.size]
@@ -113,12 +117,14 @@ class World:
 ALONE = World()
 
 LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|Broken pipe")
-"""What gloo says when the other side is gone."""
+"""Messages of gloo when the other side is gone."""
 
 
 def deal(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]]]:
-    """Rows for each rank and pass, as even in tokens as longest-first makes them, in as few passes as `tokens` allows. A row
-    longer than that has a pass of its own."""
+    """Return the rows of each rank and pass, balanced in tokens by longest-first, in as few passes as `tokens` allows.
+
+    A row longer than `tokens` has a pass of its own.
+    """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     passes = max(1, math.ceil(sum(min(length, tokens) for length in lengths) / (tokens * ranks)))
     while True:
@@ -134,7 +140,7 @@ def deal(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]
 
 
 def missing(error: RuntimeError) -> str:
-    """Who did not come, from what gloo says of it."""
+    """Return a sentence with the rank that did not answer, from the message of gloo."""
     found = re.search(r"Ranks? ([\d, ]+) failed|from rank (\d+)", str(error))
     if not found:
         return f"A rank did not answer ({first_line(error)})"
@@ -142,6 +148,7 @@ def missing(error: RuntimeError) -> str:
 
 
 def _snake(turn: int, ranks: int) -> int:
-    """0 1 2 2 1 0 0 1 2: who is dealt the costliest of one round is dealt the cheapest of the next."""
+    """Return the rank of a turn in the order 0 1 2 2 1 0 0 1 2: the rank with the costliest item of one round gets the
+    cheapest of the next."""
     round, place = divmod(turn, ranks)
     return ranks - 1 - place if round % 2 else place

@@ -1,1 +1,1 @@
-"""What a person looks at after a run, or during one: a page from run folders. It reads files, and knows neither torch nor models."""
+"""Write a page from run folders, after a run or during it. Reads files, and knows neither torch nor models."""

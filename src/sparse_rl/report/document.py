@@ -1,4 +1,4 @@
-"""What the page knows, as plain values: everything a browser shows is computed or copied here, nothing is read later."""
+"""Build the document of the page as plain values: everything a browser shows is computed or copied here."""
 
 import datetime
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ PHASES = [
     ("old log-probs", "perf/old_logprobs_s"),
     ("updates", "perf/update_s"),
 ]
-"""Of a step, in the order they happen; what is left of `perf/step_s` is the host's."""
+"""Phases of a step, in order; the rest of `perf/step_s` is the host's."""
 MOST_NAMED = 6
-"""Runs in the first line."""
+"""Number of runs named in the first line."""
 LONGEST_VALUE = 400
-"""Characters of one value of a configuration."""
+"""Largest number of characters of one value of a configuration."""
 
 
 class Source:
-    """Run folders that may be read again and again: what has not changed is not packed twice."""
+    """Run folders that may be read repeatedly; unchanged files are not packed twice."""
 
     def __init__(self, paths: Sequence[Path], pieces: "pieces.Pieces | None" = None, budget_bytes: int = BUDGET_BYTES):
         self.paths, self.given, self.budget_bytes = list(paths), pieces, budget_bytes
@@ -53,7 +53,7 @@ class Source:
         return packer
 
     def document(self, *, live: bool = False) -> tuple[dict[str, Any], list[dict[int, Chunk]]]:
-        """(what the page shows, the chunks of each run by step)"""
+        """Return (the values that the page shows, the chunks of each run by step)."""
         runs, notes = self.runs()
         chunks: list[dict[int, Chunk]] = []
         for run in runs:
@@ -119,7 +119,7 @@ def shown_key(key: str) -> str:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits are more than a curve shows."""
+    """Return the value rounded to six digits, which is more than a curve shows."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -128,7 +128,7 @@ def _text(value: Any) -> str:
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """All runs in a few words, those that went wrong first, each with its most telling sign."""
+    """Return a summary of all runs, failed ones first, each with its most telling sign."""
     order = list(LABELS.values())
     judged = sorted(((run.name, verdict(run)) for run in runs), key=lambda pair: order.index(pair[1].label))
     said = [f"{name}: {', '.join([each.label, *each.signs[:1]])}." for name, each in judged]
@@ -137,7 +137,7 @@ def summary(runs: Sequence[Run]) -> str:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Options that not all runs have alike; those without a configuration do not count."""
+    """Return the options that differ between runs; runs without a configuration do not count."""
     known = [run.config for run in runs if run.config]
     keys = dict.fromkeys(key for config in known for key in config)
     return [printable(key, 80) for key in keys if len({str(config.get(key)) for config in known}) > 1]

@@ -1,4 +1,4 @@
-"""The main plots as SVG and PNG for papers, drawn by matplotlib, which is an optional part of the installation."""
+"""Draw the main plots as SVG and PNG for papers with matplotlib, an optional dependency."""
 
 import math
 import re
@@ -24,7 +24,7 @@ CURVES = {
     "length": ("response/mean_tokens", "response tokens"),
     "savings": ("kv/token_savings", "tokens not held"),
 }
-"""File name: metric, label of the axis."""
+"""Metric and axis label by file name."""
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -91,7 +91,7 @@ def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, Callable[[Any], None]]]:
 
 
 def _curve(axes: Any, runs: Sequence[Run], key: str, label: str) -> None:
-    """A line for each group: a run with its interval where it has one, or the mean over seeds from the lowest to the highest."""
+    """Draw a line per group: a run with its interval if it has one, or the mean over seeds with the range of values."""
     for number, (name, places) in enumerate(grouped(runs)):
         rows = [{int(row["step"]): row for row in runs[place].rows if key in row} for place in places]
         steps = sorted(set().union(*rows))
@@ -136,7 +136,7 @@ def _ratio(axes: Any, run: Run) -> None:
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """The ratio below which that share of the tokens lies, from counts in bins of log10 xi."""
+    """Return the ratio below which that share of the tokens lies, from counts in bins of log10 xi."""
     left, width = share * sum(counts), (HIGH - LOW) / BINS
     for place, count in enumerate(counts):
         if count and left <= count:
@@ -155,7 +155,7 @@ def _time(axes: Any, run: Run) -> None:
 
 
 def _label(text: str) -> str:
-    """matplotlib leaves names that begin with _ out of a legend."""
+    """Return the label without leading underscores, because matplotlib leaves names with them out of a legend."""
     return printable(text, 60).lstrip("_") or "run"
 
 

@@ -1,4 +1,5 @@
-"""The caption of each metric's chart: one plain sentence. docs/metrics.md, with the same sections and keys, says more."""
+"""The caption of each metric's chart in one plain sentence. docs/metrics.md has the same sections and keys, with more
+detail."""
 
 import re
 from collections.abc import Iterable
@@ -6,7 +7,7 @@ from collections.abc import Iterable
 ANY_BENCHMARK = re.compile(r"^eval/.+/(?=pass@1|no_verdict|graded)")
 ANY_PART = re.compile(r"^reward/.+/(?=mean$)")
 OTHER = "Other"
-"""Where keys stand that no section has: of another version, or of a logger of your own."""
+"""Section of keys that no other section has: from another version, or from a logger of your own."""
 UNKNOWN = "This key is not among the metrics of this version: another one wrote it, or code of your own."
 INTERVAL = "This is a bound of the 95 % interval of the score."
 
@@ -82,7 +83,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 
 
 def placed(keys: Iterable[str]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(title of a section, (key, sentence) of each key in it), in this order; unknown keys come last."""
+    """Return (section title, (key, sentence) of each key in it), in the order of the sections; unknown keys come last."""
     left = sorted(keys)
     titled: list[tuple[str, list[tuple[str, str]]]] = []
     for title, sentences in SECTIONS.items():

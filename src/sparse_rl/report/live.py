@@ -1,4 +1,4 @@
-"""The report of a run that is under way. A page is a convenience: what goes wrong with it is one warning, never the run's end."""
+"""Write the report of a run in progress. A failure to write it is one warning and never ends the run."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from .document import Source
 from .pieces import Pieces
 
 SHARE = 0.02
-"""Of the run's time that refreshing may take."""
+"""Share of the run's time that refreshing may take."""
 
 
 class LiveReport:
@@ -22,7 +22,7 @@ class LiveReport:
         self.warned = False
 
     def refresh(self) -> None:
-        """Now, unless the last time took so long that it is too early."""
+        """Write the page, unless the last write took so long that it is too early."""
         if time.monotonic() >= self.due:
             self.write()
 
@@ -39,6 +39,6 @@ class LiveReport:
 
 
 def _pieces(tokenizer: Any) -> Pieces | None:
-    """A slow tokenizer has no backend: the texts are then found on disk, or not."""
+    """Return the pieces of a fast tokenizer; None for a slow one, whose texts are then looked up on disk."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return Pieces(fast) if fast is not None else None

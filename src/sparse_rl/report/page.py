@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: the data, the charts and the looks are in it, and it may not use the network."""
+"""Build one self-contained HTML file: data, charts and styles are in it, and it may not use the network."""
 
 import base64
 import functools
@@ -24,7 +24,7 @@ FILE = "report.html"
 
 
 def write(source: Source, file: Path) -> dict[str, Any]:
-    """The page in `file`, whole or not at all, whoever else writes it; what it shows is returned."""
+    """Write the page to `file` atomically, even with concurrent writers; return its document."""
     document, chunks = source.document()
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -40,7 +40,7 @@ def write(source: Source, file: Path) -> dict[str, Any]:
 
 
 def html(document: dict[str, Any], chunks: Sequence[dict[int, Chunk]] = ()) -> bytes:
-    """The page with the rollouts in it; without `chunks` it asks its server for them."""
+    """Return the page with the rollouts in it; without `chunks` the page requests them from its server."""
     script = "\n".join(map(_asset, SCRIPTS))
     values = {
         "policy": policy(script, live=document["live"]),
@@ -57,7 +57,10 @@ def html(document: dict[str, Any], chunks: Sequence[dict[int, Chunk]] = ()) -> b
 
 
 def policy(script: str, *, live: bool) -> str:
-    """Only our own script runs, known by its hash, and nothing is loaded from anywhere; a live page asks its own server."""
+    """Return the content security policy: only our script, identified by its hash, runs, and nothing is loaded.
+
+    A live page may connect to its own server.
+    """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = [
         "default-src 'none'",
@@ -72,7 +75,7 @@ def policy(script: str, *, live: bool) -> str:
 
 
 def _blocks(chunks: Sequence[dict[int, Chunk]]) -> Iterable[str]:
-    """Base64 of gzip has no character that means anything in HTML."""
+    """Yield the chunks as script elements. Base64 has no character with a meaning in HTML."""
     for place, by_step in enumerate(chunks):
         for step, chunk in by_step.items():
             packed = base64.b64encode(chunk.data).decode()
@@ -80,7 +83,7 @@ def _blocks(chunks: Sequence[dict[int, Chunk]]) -> Iterable[str]:
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: no `<` can end or comment it, and it is ASCII, lone surrogates included."""
+    """Return JSON for a script element: no `<` can end or comment it, and it is ASCII, lone surrogates included."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""What each token id says, one by one: a tokenizer's own `decode` joins and trims, and halves of a character become `�`."""
+"""Look up the text of each token id. A tokenizer's own `decode` joins and trims, and turns halves of a character into `�`."""
 
 import functools
 import re
@@ -53,7 +53,7 @@ def _readable(data: bytes) -> Piece:
 
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's: every byte as a character that can be seen."""
+    """Return the byte alphabet of GPT-2, which maps every byte to a visible character."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(code): code for code in seen}
     hidden = [code for code in range(256) if code not in seen]
@@ -61,7 +61,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def find(run: Path, model: str | None) -> Pieces | None:
-    """From the run's own model folder or the one it was trained from, if that is on disk: nothing is downloaded."""
+    """Load the tokenizer from the run's model folder, or from the base model if it is on disk. Downloads nothing."""
     for file in _candidates(run, model):
         try:
             from tokenizers import Tokenizer

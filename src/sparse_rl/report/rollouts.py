@@ -1,7 +1,7 @@
-"""Stored rollouts, packed for a browser: one compressed chunk a step, opened when somebody asks for it.
+"""Pack stored rollouts for a browser: one compressed chunk per step, opened on request.
 
-A chunk is gzip over: the length of its header (4 bytes, little endian), the header as JSON, then arrays. The header names, for
-each rollout, where its arrays lie: [type, first byte after the header, number of items].
+A chunk is gzip over: the length of its header (4 bytes, little endian), the header as JSON, then arrays. The header holds, for
+each rollout, the place of its arrays: [type, first byte after the header, number of items].
 """
 
 import gzip
@@ -18,15 +18,15 @@ from ..text import printable
 from .pieces import Pieces
 
 PER_NAT = 1000
-"""Log-probs are kept to a thousandth, in two bytes."""
+"""Units per nat: log-probs are stored to a thousandth, in two bytes."""
 UNKNOWN = -(2**15)
-"""A log-prob that was not stored or is not a number."""
+"""Code of a log-prob that was not stored or is not a number."""
 LONGEST_TEXT = 20_000
-"""Characters of a prompt, an answer or a token that a page takes up; what is cut is said."""
+"""Largest number of characters of a prompt, an answer or a token in a page; the page says what was cut."""
 LEVEL = 4
-"""Of gzip: the next ones save a fiftieth of the bytes and take twice the time."""
+"""Compression level of gzip. Higher levels save a fiftieth of the bytes and take twice the time."""
 BUDGET_BYTES = 48 * 2**20
-"""Compressed bytes of rollouts in one page; steps spread over the run are kept, the rest stays in the run folder."""
+"""Compressed bytes of rollouts in one page. Steps spread over the run are kept; the rest stays in the run folder."""
 
 
 class Chunk(NamedTuple):
@@ -35,11 +35,11 @@ class Chunk(NamedTuple):
     rejected: int
     traced: int
     note: str = ""
-    """Why there is nothing in it."""
+    """Reason why the chunk is empty."""
 
 
 class Packer:
-    """Packs the files of one run, each once: a page that is made again takes what has not changed from here."""
+    """Packs the files of one run, each once; a page that is made again reuses unchanged chunks."""
 
     def __init__(self, pieces: Pieces | None, veto: float):
         self.pieces, self.veto = pieces, veto
@@ -56,7 +56,8 @@ class Packer:
             return Chunk(b"", 0, 0, 0, f"{file.name} cannot be read ({printable(first_line(error), 120)})")
 
     def all(self, files: dict[int, Path], budget_bytes: int = BUDGET_BYTES) -> tuple[dict[int, Chunk], list[str]]:
-        """(chunks by step, what was left out). Where not all fit, those that do are spread over the run."""
+        """Return (chunks by step, sentences about what was left out). If not all fit, the kept steps are spread over the
+        run."""
         taken: dict[int, Chunk] = {}
         bad: list[str] = []
         room = budget_bytes
@@ -80,7 +81,7 @@ class Packer:
 
 
 def spread(steps: Sequence[int]) -> Iterable[int]:
-    """The last, the first, and then always the middle of the widest gap."""
+    """Return the last step, the first, and then repeatedly the middle of the widest gap."""
     if len(steps) < 3:
         return reversed(steps)
     gaps = [(0, len(steps) - 1)]
@@ -135,7 +136,8 @@ def pack(file: Path, pieces: Pieces | None, veto: float) -> Chunk:
 
 
 def cause(log_xi: np.ndarray, veto: float) -> int | None:
-    """The token that rejected the rollout: the first whose ratio lies below the veto. What follows it went astray."""
+    """Return the token that rejected the rollout: the first whose ratio lies below the veto. The tokens after it went
+    astray."""
     if veto <= 0:
         return None
     below = np.flatnonzero(log_xi < math.log(veto))
@@ -143,7 +145,7 @@ def cause(log_xi: np.ndarray, veto: float) -> int | None:
 
 
 def _trace(row: dict[str, Any], arrays: "_Arrays") -> dict[str, Any]:
-    """Eviction times as places in a short list of times: they happen only at compactions."""
+    """Return eviction times as indices into a short list of times, because evictions happen only at compactions."""
     evicted, shape = row["evicted_at"], row["evicted_at_shape"]
     tokens = len(row["prompt_tokens"]) + len(row["tokens"])
     if evicted is None or shape is None or len(shape) != 3 or int(np.prod(shape)) != len(evicted) or shape[2] != tokens:
@@ -182,7 +184,7 @@ class _Arrays:
         self.bytes = 0
 
     def add(self, values: np.ndarray) -> list:
-        """[type, first byte, number of items]"""
+        """Append an array; return [type, first byte, number of items]."""
         start, data = self.bytes, np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes()
         self.parts.append(data)
         self.bytes += len(data)
@@ -193,7 +195,7 @@ class _Arrays:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Rows with every column: one that a file of another version does not have is empty."""
+    """Return rows with every column; a column that the file lacks is empty."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:

@@ -1,4 +1,4 @@
-"""Run folders as they are found: half-written, cut, of another version. What cannot be read is said, the rest is shown."""
+"""Read run folders in any state: incomplete, truncated, of another version. Unreadable parts are noted, the rest is shown."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from ..train.rows import MOST_STEPS
 from ..train.storage import read_plain
 
 OWN = ("seed", "run_dir", "compare")
-"""What runs of one group may have otherwise: they are the same experiment, drawn again."""
+"""Options that may differ within a group of runs: the same experiment with another seed."""
 
 
 @dataclass
@@ -27,15 +27,15 @@ class Run:
     path: Path
     name: str
     config: dict[str, Any] = field(default_factory=dict)
-    """Every option by its whole name, `kv.budget`; empty where config.toml cannot be read."""
+    """Every option by its dotted key, such as `kv.budget`; empty if config.toml cannot be read."""
     settings: Config | None = None
-    """The same, understood; None where this version does not."""
+    """The validated configuration; None if this version cannot parse it."""
     rows: list[dict[str, float]] = field(default_factory=list)
     xi: list[tuple[int, list[int]]] = field(default_factory=list)
-    """(step, tokens in each bin of log10 xi)"""
+    """(step, tokens in each bin of log10 xi)."""
     rollout_files: dict[int, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What is missing or cannot be read, one sentence each."""
+    """Sentences about missing or unreadable parts."""
 
     @property
     def method(self) -> str:
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        """The lines of training steps; that of step 0 is only an evaluation."""
+        """Return the rows of training steps; the row of step 0 is only an evaluation."""
         return [row for row in self.rows if row["step"] > 0]
 
     @property
     def veto(self) -> float:
-        """The ratio below which a token rejects its rollout; 0 where nothing is rejected for one token."""
+        """Return the ratio below which a token rejects its rollout; 0 if no single token rejects one."""
         if self.settings is not None:
             return self.settings.correction.point(self.settings.default_preset).veto
         preset = self.config.get("correction.preset", "paper" if self.method in ("sparse_rl", "?") else "none")
@@ -74,7 +74,7 @@ class Run:
 
 
 def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """(the folders of runs, a sentence about each path that holds none). A folder of runs stands for those in it."""
+    """Return (run folders, a sentence about each path without a run). A folder of runs stands for the runs in it."""
     runs: list[Path] = []
     notes: list[str] = []
     for path in paths:
@@ -88,7 +88,7 @@ def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _runs_in(path: Path) -> tuple[list[Path], str]:
-    """(the runs that the path stands for, why there are none)"""
+    """Return (runs of the path, reason if there are none)."""
     try:
         if is_run(path):
             return [path], ""
@@ -107,7 +107,7 @@ def is_run(path: Path) -> bool:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """What tells the folders apart: their paths from where they part."""
+    """Return names that tell the folders apart: their paths from where they differ."""
     whole = [Path(os.path.abspath(path)) for path in paths]
     if len(whole) == 1:
         return [printable(f"{whole[0].parent.name}/{whole[0].name}".strip("/"), 80)]
@@ -196,7 +196,7 @@ def _read_xi(run: Run) -> None:
 
 
 def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:
-    """(number, value or None, whether it is the last line and has no end) of each line that is not empty."""
+    """Yield (number, value or None, True if it is the last line and has no line end) of each non-empty line."""
     try:
         text = read_plain(run.path / name).decode("utf-8", "replace")
     except FileNotFoundError:
@@ -222,8 +222,10 @@ def _is_number(value: Any) -> bool:
 
 
 def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
-    """(name, places in `runs`) of runs that differ in nothing but the seed; a run without a configuration stands alone, and
-    one whose seed is there already is no other draw of it."""
+    """Return (name, indices in `runs`) of groups of runs that differ only in the seed.
+
+    A run without a configuration is a group of its own. A second run with the same seed starts another group.
+    """
     groups: dict[tuple[str, int], list[int]] = {}
     drawn: Counter[tuple[str, str]] = Counter()
     for place, run in enumerate(runs):
@@ -240,7 +242,7 @@ def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
 
 
 def _common(runs: Sequence[Run], places: Sequence[int]) -> str:
-    """The start that the names share, up to a whole word."""
+    """Return the common start of the names, up to a whole word."""
     letters = zip(*(runs[place].name for place in places), strict=False)
     start = "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, letters))
     return start.rstrip("0123456789-_/. ").removesuffix("seed").rstrip("-_/. ")

@@ -1,4 +1,4 @@
-"""A live run in a browser on the same machine. Loopback only, and nothing but the page and its rollouts is handed out."""
+"""Serve a live run to a browser on the same machine. Loopback only; nothing but the page and its rollouts is served."""
 
 import json
 import re
@@ -18,7 +18,7 @@ WATCHED = ("config.toml", "metrics.jsonl", "xi.jsonl", "rollouts")
 
 
 class Watcher:
-    """The document, made again when a file has changed since."""
+    """The document, rebuilt when a file has changed."""
 
     def __init__(self, source: Source):
         self.source = source
@@ -117,4 +117,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A terminal full of requests helps nobody."""
+        """Suppress the log of requests."""

@@ -1,4 +1,4 @@
-"""A run in words: what it gained, what it saved, how far sampler and learner were apart, and whether it broke down."""
+"""Describe a run in words: gains, savings, mismatch of sampler and learner, and whether it collapsed."""
 
 import math
 import statistics
@@ -25,15 +25,15 @@ LABELS: dict[str, str] = {
     "empty": "no data",
 }
 FEWEST = 6
-"""Steps below which no verdict is given."""
+"""Number of steps below which no verdict is given."""
 SURE = 3.0
-"""Standard errors that a difference must have to be called one."""
+"""Standard errors that a difference needs to count."""
 SURE_OF_BEST = 4.0
-"""The same for a fall from the best of many windows, which is the luckiest one, too."""
+"""Standard errors for a fall from the best of many windows, which is also the luckiest one."""
 FAR_BELOW = 0.75
-"""Of the dense score: a sampler's cache that reaches less, intervals apart, is crippled."""
+"""Share of the dense score below which, with separate intervals, the sampler's cache counts as crippled."""
 MOST_REJECTED = 0.5
-"""Of the first step's rollouts: a sampler's cache that loses more is crippled."""
+"""Share of rejected rollouts in the first step above which the sampler's cache counts as crippled."""
 NOISE = "answers became noise"
 
 
@@ -42,7 +42,7 @@ class Verdict:
     state: State
     sentences: list[str] = field(default_factory=list)
     signs: list[str] = field(default_factory=list)
-    """What else went wrong, the most telling first."""
+    """Other signs of failure, the most telling first."""
 
     @property
     def label(self) -> str:
@@ -50,7 +50,7 @@ class Verdict:
 
 
 class Curve:
-    """A metric over steps, and its means over windows at the start and the end."""
+    """A metric over steps, with its means over windows at the start and the end."""
 
     def __init__(self, run: Run, key: str):
         points = [(int(row["step"]), row[key]) for row in run.steps if key in row]
@@ -66,7 +66,7 @@ class Curve:
 
     @property
     def start(self) -> float:
-        """Before much was learned: a run may break at its first update."""
+        """Return the mean before much was learned; the window is short because a run may break at its first update."""
         return statistics.fmean(self.values[: max(1, len(self.values) // 10)])
 
     @property
@@ -79,7 +79,7 @@ class Curve:
 
     @property
     def best(self) -> tuple[int, float]:
-        """(the step in the middle of the best window, its mean)"""
+        """Return (step in the middle of the best window, mean of that window)."""
         sums = list(accumulate(self.values, initial=0.0))
         starts = range(max(1, len(self.values) - self.window + 1))
         start = max(starts, key=lambda place: sums[min(place + self.window, len(self.values))] - sums[place])
@@ -88,7 +88,7 @@ class Curve:
 
     @property
     def error(self) -> float:
-        """The standard error of the difference of two windows, from how far a step is from the next."""
+        """Return the standard error of the difference of two windows, from the differences of successive steps."""
         if len(self.values) < 3:
             return math.inf
         jumps = [later - earlier for earlier, later in zip(self.values, self.values[1:], strict=False)]
@@ -96,7 +96,7 @@ class Curve:
 
     @property
     def trend(self) -> float:
-        """The slope of a straight line through all steps, in its own standard errors."""
+        """Return the slope of a straight line through all steps, in its own standard errors."""
         line = statistics.linear_regression(self.steps, self.values)
         misses = [value - line.slope * step - line.intercept for step, value in zip(self.steps, self.values, strict=True)]
         spread = statistics.pvariance(self.steps) * len(self.steps)
@@ -157,7 +157,7 @@ def _gained(run: Run, reward: Curve) -> bool:
 
 
 def signs(run: Run) -> list[str]:
-    """The usual suspects, the most telling first."""
+    """Return the usual signs of failure, the most telling first."""
     found = ["the sampler's cache was crippled from the start"] if _crippled(run) else []
     entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
     if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
@@ -197,7 +197,7 @@ def _and(parts: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """An evaluation at one step."""
+    """The held-out score of one step."""
 
     step: int
     mean: float
@@ -211,7 +211,7 @@ class Score:
 
 
 def scores(run: Run) -> dict[str, list[Score]]:
-    """The evaluations of each `eval/<benchmark>/pass@1…`, by key."""
+    """Return the evaluations of each `eval/<benchmark>/pass@1…`, by key."""
     found: dict[str, list[Score]] = {}
     share = are_shares(run.rows)
     for row in run.rows:
@@ -222,7 +222,7 @@ def scores(run: Run) -> dict[str, list[Score]]:
 
 
 def apart(before: Score, after: Score) -> int:
-    """1 where the later interval lies above the earlier, -1 below, 0 where they overlap."""
+    """Return 1 if the later interval lies above the earlier, -1 if below, 0 if they overlap."""
     if None in (before.low, before.high, after.low, after.high):
         return 0
     return int(after.low > before.high) - int(after.high < before.low)  # type: ignore[operator]
@@ -240,7 +240,7 @@ def _held_out_rose(run: Run) -> list[Score]:
 
 
 def _crippled(run: Run) -> list[str]:
-    """What the sampler's cache cost before anything was learned."""
+    """Return sentences about the cost of the sampler's cache before training."""
     found, cost = scores(run), []
     for key, (sparse, *_) in found.items():
         dense = found.get(key.removesuffix("_sparse"), [sparse])[0]
@@ -332,5 +332,5 @@ def _drifts(k3: Curve) -> bool:
 
 
 def _below(ratio: float) -> str:
-    """Rounded down, so that nearly 1 is not 1."""
+    """Return the ratio rounded down, so that nearly 1 is not shown as 1."""
     return f"{math.floor(ratio * 1000) / 1000:g}" if ratio > 0.1 else f"{ratio:.2g}"

@@ -1,4 +1,4 @@
-"""`sparse-rl report`: a page from run folders, once or while they grow, and pictures for papers."""
+"""`sparse-rl report`: write a page from run folders, once or while they grow, and figures for papers."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from . import page
 from .document import Source
 
 SERVED_BYTES = 2**30
-"""Compressed bytes of rollouts that a server keeps at hand: nobody has to download them all."""
+"""Compressed bytes of rollouts that a server holds in memory; a browser does not download them all."""
 
 
 def write_report(args: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def write_report(args: argparse.Namespace) -> None:
 
 
 def local(run: str, args: argparse.Namespace) -> Path:
-    """The folder to read: of a run on shared storage, a copy as it is now."""
+    """Return the folder to read; for a run on shared storage, a current local copy."""
     if not is_address(run):
         RunFolder(run, writes=False).recover_if_abandoned()
         return Path(run)
@@ -50,12 +50,12 @@ def local(run: str, args: argparse.Namespace) -> Path:
 
 
 def default_file(runs: list[Path]) -> Path:
-    """In the folder that was named first."""
+    """Return the default file, in the folder that was named first."""
     return runs[0] / page.FILE
 
 
 def told(document: dict) -> list[str]:
-    """The headline for a terminal: every run in a line or two, and what is missing."""
+    """Return lines for a terminal: each run in a line or two, and what is missing."""
     lines = [*document["notes"]]
     for run in document["runs"]:
         lines.append(f"{run['name']}: {run['sentences'][0]}")
