@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from sparse_rl.config import Config, Sampling, Section
+from sparse_rl.config.migrate import REMOVED
 
 PAGE = Path(__file__).parent / "config.md"
 HEAD = """\
@@ -33,6 +34,13 @@ GENERATE = """\
 
 `generate` takes the flags of `kv` above and these, without a prefix: `--max-tokens 256`.
 """
+REMOVED_HEAD = """\
+## Removed options
+
+A stored `config.toml` may still hold these with the value shown, which changed nothing. Other values are refused.
+
+| key | value | instead |
+|---|---|---|"""
 WORDS = {int: "integer", float: "number", bool: "true or false", str: "text"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -42,7 +50,12 @@ def page() -> str:
     for section in sections(Config):
         name = f"`{section.section}`" if section.section else "The run itself"
         parts += [f"## {name}\n\n{summary(section)}\n", table(section, f"{section.section}." if section.section else "")]
-    return "\n".join([*parts, GENERATE, table(Sampling, "")])
+    removed = [f"| `{key}` | `{json.dumps(value)}` | {remedy} |" for key, (value, remedy) in REMOVED.items()]
+    removed += [
+        "| `loss.kl_estimator = k1` | | `k2` or `k3`: the gradient of k1 is zero on average |",
+        "| `loss.smd.estimator` | `full`, `top-K` | `loss.smd.top_k`; these values are converted |",
+    ]
+    return "\n".join([*parts, GENERATE, table(Sampling, ""), REMOVED_HEAD, *removed, ""])
 
 
 def sections(section: type[Section]) -> Iterator[type[Section]]:
