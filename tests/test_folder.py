@@ -1,5 +1,6 @@
 """One writer per run folder, and a sentence for everything a disk refuses."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +21,8 @@ from sparse_rl import backup, disk
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import Config, from_flags
 from sparse_rl.errors import UserError
-from sparse_rl.train import checkpoint, command, lock
+from sparse_rl.train import checkpoint, lock
+from sparse_rl.train import run as training
 from sparse_rl.train.distributed import launch
 from sparse_rl.train.lock import Holder, RunLock, this_process
 from sparse_rl.train.run_folder import RunFolder
@@ -194,7 +197,7 @@ def test_a_launch_that_starts_again_goes_on_with_the_run_it_has_begun(world, tmp
     for steps in ("1", "2"):
         config = parsed(arguments(world, *flags, "--steps", steps))
         with one_thread():
-            command.train(config, resume=False, overwrite=True, launch="job 7")
+            training.train(config, resume=False, overwrite=True, launch="job 7")
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
@@ -284,3 +287,26 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_end_of_a_run(world, tmp_
         subprocess.run(["chattr", "-i", kept], check=True)
     assert checkpoint.steps_in(run / "checkpoints") == [1, 3]
     assert f"The old checkpoint {kept} could not be removed" in capsys.readouterr().out
+
+
+def test_a_start_that_fails_leaves_nothing_while_other_ranks_still_write(tmp_path):
+    """Ranks that unwind write into logs/ for a moment: the folder goes with what they write."""
+    folder, over = RunFolder(tmp_path / "run"), threading.Event()
+
+    def late():
+        ends, number = time.monotonic() + 0.3, 0
+        while time.monotonic() < ends:
+            with contextlib.suppress(FileNotFoundError):
+                (tmp_path / f"run/logs/rank-{(number := number + 1)}.log").write_text("late\n")
+        over.set()
+
+    def start():
+        with folder.locked(), folder.opening(Config(), resume=False, overwrite=False):
+            folder.note_launch("mine")
+            threading.Thread(target=late).start()
+            raise ValueError("no reward")
+
+    with pytest.raises(ValueError, match="no reward"):
+        start()
+    over.wait()
+    assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,9 @@ from . import resume, storage
 from .lock import RunLock
 from .rows import missing_steps, read_rows
 from .storage import read_plain
+
+LATE_WRITES_S = 1.0
+"""Seconds in which ranks that unwind may still write their logs into a folder that is being removed."""
 
 
 class RunFolder:
@@ -104,6 +108,9 @@ class RunFolder:
             self._recover()
             yield
         finally:
+            if not was_there and not self.exists:
+                with suppress(OSError):
+                    _retried(lambda: backup.remove(self.path))
             lock.release()
             self.lock = None
             if not was_there:
@@ -198,7 +205,7 @@ class RunFolder:
             self._begin(config)
         except BaseException:
             with suppress(OSError, UserError):  # why the run could not start is what matters
-                self.remote.clear() if self.remote else backup.bring_back(self.path)
+                self.remote.clear() if self.remote else _retried(lambda: backup.bring_back(self.path))
                 if not was_there:
                     self.path.rmdir()
             raise
@@ -299,3 +306,15 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def _retried(work: Callable[[], None]) -> None:
+    """Try again while other ranks still write into the folder."""
+    ends = time.monotonic() + LATE_WRITES_S
+    while True:
+        try:
+            return work()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.05)
