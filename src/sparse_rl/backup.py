@@ -27,7 +27,7 @@ LOCK = "lock"
 
 def set_aside(folder: Path, names: Collection[str] | None = None) -> None:
     """Move these entries of the folder, or all, into `.replaced/`. Call `recover` first."""
-    if (folder / NAME).exists():  # of a start that was killed and had nothing to replace
+    if (folder / NAME).exists():  # from a start that was killed and had nothing to replace
         remove(folder, names)
         return
     (folder / MOVING).mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ def set_aside(folder: Path, names: Collection[str] | None = None) -> None:
 def begin(folder: Path) -> None:
     """Mark the successor as begun, and delete the entries it replaces."""
     if (folder / NAME).exists():
-        (folder / NAME).rename(folder / f"{REMOVED}-{uuid.uuid4().hex[:8]}")  # one before it may be undeletable
+        (folder / NAME).rename(folder / f"{REMOVED}-{uuid.uuid4().hex[:8]}")  # an earlier one may be undeletable
     sweep(folder)
 
 

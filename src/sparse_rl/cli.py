@@ -19,11 +19,11 @@ from .errors import UserError, say, without_torchaos_warnings
 def main(argv: Sequence[str] | None = None) -> None:
     without_torchaos_warnings()
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        # Sampler and learner take turns in blocks of all sizes: in fixed segments 1.4 of 22 GiB were lost to gaps
+        # Sampler and learner alternate with blocks of all sizes: fixed segments lost 1.4 of 22 GiB to gaps
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
         with suppress(OSError):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no error, as for stderr
+            sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: escape characters that the terminal lacks
     args = argparse.Namespace()
     with one_line(lambda: getattr(args, "lower", LOWER)):
         args = _parse(build_parser(), list(sys.argv[1:] if argv is None else argv))

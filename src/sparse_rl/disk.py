@@ -60,9 +60,10 @@ def _probed(folder: Path) -> int | None:
     there = next((each for each in (folder, *folder.parents) if each.is_dir()), Path())
     try:
         with tempfile.TemporaryFile(dir=there) as file:
-            file.write(os.urandom(PROBE_BYTES))  # no posix_fallocate: not every system has it; no zeros: a disk may compress
+            # Not every system has posix_fallocate, and a disk may compress zeros.
+            file.write(os.urandom(PROBE_BYTES))
             file.flush()
-            os.fsync(file.fileno())  # some file systems look for room only now
+            os.fsync(file.fileno())  # some file systems allocate only now
     except OSError as error:
         return error.errno
     return None

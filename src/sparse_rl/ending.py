@@ -20,7 +20,7 @@ def one_line(lower: Callable[[], str]) -> Iterator[None]:
         say_error(error)
         if isinstance(error, Refused) and "RANK" in os.environ:
             sys.stdout.flush()
-            os._exit(2)  # a thread may still wait for the rank that has refused
+            os._exit(2)  # a thread may still wait for the rank that refused
         sys.exit(2)
     except KeyboardInterrupt:
         say("stopped.")
@@ -50,7 +50,7 @@ def _reader_has_gone() -> bool:
 
 def _memory_ran_out(error: Exception) -> str | None:
     """Return whose memory ran out ("GPU's" or "machine's"); None for any other error."""
-    torch = sys.modules.get("torch")  # who never imported it has no GPU's memory to run out of
+    torch = sys.modules.get("torch")  # without torch imported, no GPU memory can run out
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return "GPU's"
     return "machine's" if isinstance(error, MemoryError) else None

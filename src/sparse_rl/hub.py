@@ -16,6 +16,6 @@ def why_unreachable(ask: Callable[..., object], id: str) -> str | None:
         ask(id, timeout=PROBE_S)
     except HfHubHTTPError:
         return None
-    except Exception as error:  # of the HTTP library, which is not ours to name
+    except Exception as error:  # an error of the HTTP library, whose type is an implementation detail
         return first_line(error)
     return None

@@ -43,7 +43,7 @@ def quoted(value: object, most: int = 80) -> str:
     """Return a value as Python writes it, shortened if it is long, deep or large."""
     try:
         return printable(_SHORT.repr(value), most=most)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python prints
         return "a number of thousands of digits"
 
 

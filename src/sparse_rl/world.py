@@ -64,7 +64,7 @@ class World:
         waiting = threading.Thread(target=monitored, name="barrier", daemon=True)
         waiting.start()
         while waiting.is_alive():
-            waiting.join(0.2)  # so that this thread can be interrupted: gloo cannot
+            waiting.join(0.2)  # lets this thread be interrupted, which gloo cannot
         if failed:
             raise RankLost(
                 f"{missing(failed[0])} (ranks.timeout_s = {self.timeout.total_seconds():g}): see what that rank says."

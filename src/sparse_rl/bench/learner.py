@@ -188,7 +188,8 @@ def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:
     for rollout in rollouts:
         fed, predicted = len(rollout.prompt) + len(rollout.response) - 1, len(rollout.response)
         flops += 2 * layer_weights * fed + 2 * head_weights * predicted
-        flops += shape.layers * shape.q_heads * shape.head_dim * 2 * fed * fed  # scores and values, 4 x, half of them seen
+        # Scores and values take 4 x fed^2; the causal mask halves it.
+        flops += shape.layers * shape.q_heads * shape.head_dim * 2 * fed * fed
     return flops
 
 

@@ -67,7 +67,7 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
         raise UserError(f"batch and prompt-tokens must be at least 1, and max-tokens more than {WARM_UP_TOKENS}.")
     if kv.policy == "full":
         raise UserError("The dense engine runs anyway: name the sparse policy to compare, such as --kv.policy rkv.")
-    from_settings(kv)  # a typo shows before minutes of work
+    from_settings(kv)  # report a typo before minutes of work
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
     console = wide_console()
@@ -220,7 +220,7 @@ def share_of_roofline(model: PreTrainedModel, slots: int, held: float, tokens_pe
         gpu = find_gpu(torch.cuda.get_device_name(model.device))
         dims = from_config(model.config.get_text_config().to_dict(), "the model")
     except UserError:
-        return None  # a GPU or a model that the plan does not know
+        return None  # the plan does not know the GPU or the model
     return tokens_per_s * decode_s(dims, slots, held, model.dtype.itemsize, gpu) / slots
 
 
@@ -243,7 +243,7 @@ def decode_chunks(engine: Engine, held: int) -> Callable[[], None]:
         graphs.start(state, Sampling())
         graphs.launch(engine.chunk, clock).wait()
 
-    run()  # captures
+    run()  # captures the graphs
     return run
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
     given = flags_given(args, KV)
     caches = settings(args.compare, given, {} if args.compare else stored_kv(args.model, given.get("policy")))
-    workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # a GPU waits while a chunk is graded
+    workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # the GPU idles while a chunk is graded
     data, reward = from_flags(args, DataConfig), from_flags(args, RewardConfig, {"workers": workers})
     from ..evaluate.evaluation import evaluate
 

@@ -33,7 +33,7 @@ def _run(args: argparse.Namespace) -> None:
 
         folder = RunFolder(args.run_dir or Config().run_dir, writes=False)
         base = folder.stored_config() | {"run_dir": str(folder.name)} if folder.exists else {}
-    if args.method and not args.compare:  # a method that is named is the one that is meant
+    if args.method and not args.compare:  # --method alone overrides the recipe's comparison
         base.pop("compare", None)
     config = from_flags(args, Config, base)
     if args.resume and args.overwrite:

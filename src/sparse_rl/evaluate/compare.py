@@ -27,7 +27,7 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
         found = [full()]
         if {"policy", "budget"} & given.keys() or stored.get("policy", "full") != "full":
             values = {**stored, **given}
-            if "budget" in given and "interval" not in given:  # a budget of one's own does not go with another's interval
+            if "budget" in given and "interval" not in given:  # the stored interval belongs to the stored budget
                 values["interval"] = quarter(KV(policy="full", budget=given["budget"]).budget)
             kv = KV(**values)
             found += [Setting(name_of(kv), kv)] if kv.policy != "full" else []

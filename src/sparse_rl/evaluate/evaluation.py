@@ -66,9 +66,9 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
     console = Terminal(highlight=False)
     if not console.is_terminal:
         console = Terminal(highlight=False, width=PLAIN_WIDTH)
-    if args.json and not args.json.parent.is_dir():  # it is written last
+    if args.json and not args.json.parent.is_dir():  # fail now: the file is written last
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
-    for setting in settings:  # a misspelt policy shows before anything is loaded
+    for setting in settings:  # report a misspelt policy before anything is loaded
         from_settings(setting.kv)
     sources = asked_sources(args, data, reward)
     for note in filter(None, (source.note for source in sources)):
@@ -157,7 +157,7 @@ def weights_hash(model: str) -> str | None:
     """Return a hash of the names, sizes and times of the model's files: new weights under an old name are another model."""
     path = Path(model)
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    files = [file for file in found if file.is_file()]  # no link to itself: loading refuses that
+    files = [file for file in found if file.is_file()]  # skips links to themselves, which loading refuses
     return _hash([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) if files else None
 
 
@@ -267,7 +267,7 @@ class Runner:
         dense = not from_settings(setting.kv).evicts
         key = (setting.name, source.sampling.max_tokens if dense else 0)
         if self.engine is None or self.engine_key != key:
-            self.engine = None  # its cache, before the next one's is allocated
+            self.engine = None  # frees its cache before the next one is allocated
             gc.collect()
             alike = [
                 (self.benchmarks[other.name], missing)

@@ -69,7 +69,7 @@ class Work:
                     self._read()
                 yield
             finally:
-                if not self.written and not was_there:  # what could not start leaves nothing behind
+                if not self.written and not was_there:  # a failed start leaves nothing behind
                     shutil.rmtree(self.path, ignore_errors=True)
                 elif overwrite and not self.written:
                     backup.bring_back(self.path, FILES)
@@ -98,7 +98,7 @@ class Work:
                 "log_xi": file,
                 "samples_end": self.samples.stat().st_size,
             }
-            with self.chunks.open("a") as out:  # last: without its line a chunk has not happened
+            with self.chunks.open("a") as out:  # last: this line completes the chunk
                 out.write(json.dumps(line) + "\n")
             backup.begin(self.path)
         self.written += 1
@@ -133,7 +133,7 @@ class Work:
 
     def _refuse_another(self, asked: dict[str, Any]) -> None:
         before = json.loads(self.asked.read_text()) if self.asked.exists() else {}
-        asked = json.loads(json.dumps(asked))  # as it will be read again
+        asked = json.loads(json.dumps(asked))  # the form in which it is read back
         for key in (asked.keys() | before.keys()) - set(GROWS) if before else ():
             self._refuse_if_changed(key, before.get(key), asked.get(key))
         for group in GROWS:
@@ -154,7 +154,7 @@ class Work:
 
     def _read(self) -> None:
         """Read the complete chunks, and truncate the incomplete rest of a killed run."""
-        with self.chunks.open("ab+") as file:  # cut, never written anew: a kill in between would lose everything
+        with self.chunks.open("ab+") as file:  # truncate, never rewrite: a kill during a rewrite would lose everything
             file.seek(0)
             lines = [line for line in file.readlines() if line.endswith(b"\n")]
             file.truncate(sum(map(len, lines)))

@@ -76,8 +76,8 @@ class Watch:
         self.alerts: list[Alert] = []
         """All alerts that began, in order."""
         self._past = Past(deque(maxlen=settings.steps))
-        self._open: dict[str, int] = {}  # name of what holds: its place in `alerts`
-        self._against = dict.fromkeys(RULES, 0)  # steps in a row that say otherwise than what holds now
+        self._open: dict[str, int] = {}  # index in `alerts` of each alert that holds, by name
+        self._against = dict.fromkeys(RULES, 0)  # consecutive steps that contradict the current state
 
     @property
     def holding(self) -> list[Alert]:
@@ -109,13 +109,13 @@ class Watch:
         return self.alerts[began:]
 
 
-# What is judged: (this step, those before, limit) -> a sentence where the limit is passed
+# Judges: (this step, the steps before, limit) -> a sentence if the limit is exceeded
 
 
 def _rollouts(now: Row) -> int:
     """Return the number of rollouts of a step: its tokens divided by their mean number per rollout."""
     tokens = now["perf/rollout_tokens_per_s"] * now["perf/rollout_s"]
-    return max(1, round(min(tokens / max(now["response/mean_tokens"], 1), 1e15)))  # a damaged row may have any number
+    return max(1, round(min(tokens / max(now["response/mean_tokens"], 1), 1e15)))  # a damaged row may hold any number
 
 
 def _reward(now: Row, past: Past, limit: float) -> str | None:

@@ -13,16 +13,16 @@ from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
 from ..format import GIB
 from .dimensions import Dimensions
 
-# Read from the code; tests/test_plan.py compares them with it.
-CHUNK_ELEMENTS = 2**26  # learner/logprobs.py: logits at a time where nothing is fused
-FUSED_CHUNK_ELEMENTS = 2**28  # and where a chunk is one kernel
-LARGE_VOCABULARY = 16384  # from which on it is one
+# Copied from the code; tests/test_plan.py compares them.
+CHUNK_ELEMENTS = 2**26  # learner/logprobs.py: logits per chunk without fusion
+FUSED_CHUNK_ELEMENTS = 2**28  # learner/logprobs.py: logits per chunk in one fused kernel
+LARGE_VOCABULARY = 16384  # vocabulary from which the kernel is fused
 PREFILL_TOKENS = 8192  # rollout/engine.py
-CHUNK_STEPS = 16  # rollout/engine.py, on a GPU: a dense slot has room to idle that long
-FIRST_TOKENS = 64  # rollout/generation.py: rows of first tokens that are drawn at a time
+CHUNK_STEPS = 16  # rollout/engine.py, on a GPU: spare room of a dense slot for idle steps
+FIRST_TOKENS = 64  # rollout/generation.py: rows of first tokens sampled at a time
 SHADOW_BLOCK = 128  # kernels/shadow.py
 SCRATCH_SHARE, SCRATCH_FLOOR = 0.05, 16 * 2**20  # kv/cache.py
-QUERY_POLICIES = ("rkv", "snapkv", "tova")  # those with a ring of queries
+QUERY_POLICIES = ("rkv", "snapkv", "tova")  # policies with a ring of queries
 
 # To be measured; see docs/plan.md.
 PLAIN_CHUNK_BYTES = 28
@@ -142,7 +142,7 @@ def largest(fits, limit: int) -> int:
     return low
 
 
-# What is always there
+# Resident memory
 
 
 def itemsize(config: Config) -> int:
@@ -156,10 +156,10 @@ def resident(config: Config, dims: Dimensions) -> dict[str, int]:
     moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
     if lora.rank:
         adapters = dims.adapter_params(lora.targets, lora.rank)
-        parts["adapters"] = 4 * adapters  # peft keeps them in float32: they are their own masters
+        parts["adapters"] = 4 * adapters  # peft keeps them in float32, so they are their own masters
         parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merge else 0
         trained = adapters
-    elif shards > 1:  # a whole model to sample from, and float32 shards of what is trained
+    elif shards > 1:  # a whole model for sampling, and float32 shards of the trained weights
         parts["reference copy"] = 4 * dims.params // shards if config.loss.kl_coef > 0 else 0
         parts["float32 masters"] = 4 * dims.params // shards
         trained = dims.params // shards
@@ -220,7 +220,7 @@ def cache_parts(config: Config, dims: Dimensions, slots: int, longest: int) -> d
     return {"KV cache": slots * keys, "positions, queries": slots * beside}
 
 
-# What a pass holds
+# Memory of a pass
 
 
 def fuses(dims: Dimensions) -> bool:
@@ -233,19 +233,19 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     adapted = dims.adapted(lora.targets) if lora.rank else []
     widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
     fused = fuses(dims)
-    # the norms: their inputs; where they are not compiled in float32, and normalised besides if their weight is trained
+    # norms: their inputs; uncompiled, in float32, and the normalised values too if their weight is trained
     norm = size if fused else 4 if adapted else 4 + size
     kept = 2 * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.qk_norm else 0)
-    # what the linear layers read: the norms' outputs, or copies of them
+    # inputs of the linear layers: the norms' outputs, or copies of them
     if adapted:
         kept += widen * dims.hidden * sum(name in adapted for name in ("q_proj", "k_proj", "v_proj"))
-        kept += widen * ((1 if fused else 2) * dims.hidden + dims.intermediate)  # compiled, gate and up share theirs
+        kept += widen * ((1 if fused else 2) * dims.hidden + dims.intermediate)  # compiled, gate and up share a copy
     else:
         kept += 2 * dims.hidden * size
-    # attention: queries, keys, values, its output and a sum for each head; plain float32 repeats keys and copies outputs
+    # attention: queries, keys, values, output and a sum per head; plain float32 repeats keys and copies outputs
     kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
     kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
-    # the MLP: gate, up, and their product where its layer is trained; not compiled also the gate's activation
+    # MLP: gate, up, and their product if its layer is trained; uncompiled, also the gate's activation
     kept += (2 + (0 if adapted else 1) + (0 if fused else 1)) * dims.intermediate * size
     return kept + 4 * lora.rank * len(adapted)
 
@@ -267,7 +267,7 @@ def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> i
         chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * size * (2 if backward else 1)
     else:
         chunk = min(CHUNK_ELEMENTS, n * dims.vocab) * (size + (20 if backward else 12))
-    if backward and config.method == "smd":  # the distance of two distributions is differentiated by autograd
+    if backward and config.method == "smd":  # autograd differentiates the distance of two distributions
         chunk = max(chunk, min(CHUNK_ELEMENTS, n * dims.vocab) * PLAIN_CHUNK_BYTES)
     if backward and not config.model.lora.rank:
         chunk += dims.embedding_params * (4 + size)
@@ -295,7 +295,7 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
     tokens = n + prompt_tokens * len(lengths)
     shadow = config.method in SHADOW_METHODS
     layer = kept_per_token(config, dims) * tokens
-    if shadow:  # FlexAttention pads to a power of two, and reads when each key was evicted
+    if shadow:  # FlexAttention pads to a power of two, and reads the eviction time of each key
         layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens
     kept = (dims.hidden * size * tokens if checkpointed else layer) * dims.layers + ends

@@ -121,7 +121,7 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of the pairs
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
     passes = 1 + backward + (1 if optimizer.gradient_checkpointing else 0)
-    if config.method == "smd":  # a second, dense pass, of which the teacher's needs no gradient
+    if config.method == "smd":  # a second, dense pass; the teacher's needs no gradient
         passes += 1 if config.loss.smd.direction == "shadow_to_dense" else passes
     learner = gpu.flops * LEARNER_MFU
     update = passes * forward / learner

@@ -131,7 +131,7 @@ def _ratio(axes: Any, run: Run) -> None:
     if run.veto > 0:
         axes.axhline(run.veto, color="#c22f2f", linestyle="--", linewidth=1, label=f"veto {run.veto:g}")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")  # powers of ten would be formulas
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")  # by default powers of ten are rendered as formulas
     _finish(axes, _label(f"ξ, {run.name}"))
 
 

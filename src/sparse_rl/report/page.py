@@ -51,7 +51,7 @@ def html(document: dict[str, Any], chunks: Sequence[dict[int, Chunk]] = ()) -> b
         "rollouts": "\n".join(_blocks(chunks)),
         "script": script,
     }
-    parts = re.split(r"\{\{(\w+)\}\}", _asset("page.html"))  # texts and names in turn: a value is never looked into
+    parts = re.split(r"\{\{(\w+)\}\}", _asset("page.html"))  # alternates text and names; values are not scanned again
     filled = (values[part] if place % 2 else part for place, part in enumerate(parts))
     return "".join(filled).encode("utf-8", "replace")
 
@@ -65,7 +65,7 @@ def policy(script: str, *, live: bool) -> str:
     rules = [
         "default-src 'none'",
         f"script-src 'sha256-{digest}'",
-        "style-src 'unsafe-inline'",  # uPlot and ours set widths and colours of elements
+        "style-src 'unsafe-inline'",  # uPlot and our script set widths and colours of elements
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",

@@ -20,7 +20,7 @@ class Pieces:
         decoder = tokenizer.decoder
         try:
             state = decoder.__getstate__() if decoder is not None else b""  # the decoder as JSON, without the vocabulary
-        except Exception:  # one written in Python has no JSON, which tokenizers says with a bare Exception
+        except Exception:  # a decoder written in Python has no JSON; tokenizers raises a bare Exception
             state = b""
         self.byte_level = b"ByteLevel" in state
         self.metaspace = b"Metaspace" in state or "\u2581".encode() in state or b"\\u2581" in state
@@ -67,7 +67,7 @@ def find(run: Path, model: str | None) -> Pieces | None:
             from tokenizers import Tokenizer
 
             return Pieces(Tokenizer.from_file(str(file)))
-        except Exception:  # tokenizers raises bare Exceptions; the next file may do
+        except Exception:  # tokenizers raises bare Exceptions; try the next file
             continue
     return None
 

@@ -52,7 +52,7 @@ class Packer:
             if file not in self._packed or self._packed[file][0] != stamp:
                 self._packed[file] = stamp, pack(file, self.pieces, self.veto)
             return self._packed[file][1]
-        except Exception as error:  # of pyarrow, or a column of another version: this file is left out, the others stay
+        except Exception as error:  # an error of pyarrow, or a column of another version: skip this file only
             return Chunk(b"", 0, 0, 0, f"{file.name} cannot be read ({printable(first_line(error), 120)})")
 
     def all(self, files: dict[int, Path], budget_bytes: int = BUDGET_BYTES) -> tuple[dict[int, Chunk], list[str]]:
@@ -75,7 +75,7 @@ class Packer:
                 )
                 break
             taken[step] = chunk
-        shown = {files[step] for step in taken}  # which steps are shown moves as a run grows: the others are not held
+        shown = {files[step] for step in taken}  # the shown steps change as a run grows; drop the others
         self._packed = {file: packed for file, packed in self._packed.items() if file in shown}
         return dict(sorted(taken.items())), [f"{note}." for note in sorted(bad)[:5]]
 
@@ -86,7 +86,7 @@ def spread(steps: Sequence[int]) -> Iterable[int]:
         return reversed(steps)
     gaps = [(0, len(steps) - 1)]
     order = [len(steps) - 1, 0]
-    for low, high in gaps:  # grows while it is walked: breadth first
+    for low, high in gaps:  # `gaps` grows during the loop: breadth first
         if high - low > 1:
             middle = (low + high) // 2
             order.append(middle)
@@ -150,9 +150,7 @@ def _trace(row: dict[str, Any], arrays: "_Arrays") -> dict[str, Any]:
     tokens = len(row["prompt_tokens"]) + len(row["tokens"])
     if evicted is None or shape is None or len(shape) != 3 or int(np.prod(shape)) != len(evicted) or shape[2] != tokens:
         return {}
-    places = np.where(
-        (evicted < 0) | (evicted > tokens), tokens + 1, evicted
-    )  # NEVER, or later than there was anything to see
+    places = np.where((evicted < 0) | (evicted > tokens), tokens + 1, evicted)  # NEVER, or after the end of the rollout
     times = np.flatnonzero(np.bincount(places, minlength=tokens + 2))
     kind = np.uint8 if len(times) < 2**8 else np.uint16 if len(times) < 2**16 else np.uint32
     codes = np.zeros(tokens + 2, kind)

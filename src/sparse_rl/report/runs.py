@@ -70,7 +70,7 @@ class Run:
         return float(veto) if _is_number(veto) and 0 <= veto < 1 else usual
 
 
-# Which folders are meant
+# Find run folders
 
 
 def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -115,7 +115,7 @@ def names(paths: Sequence[Path]) -> list[str]:
     return [printable(str(path.relative_to(common)), 80) if path != common else printable(path.name, 80) for path in whole]
 
 
-# What is in them
+# Read run folders
 
 
 def read(path: Path, name: str) -> Run:
@@ -125,7 +125,7 @@ def read(path: Path, name: str) -> Run:
     _read_xi(run)
     for file in (path / "rollouts").glob("step-*.parquet"):
         number = file.stem.removeprefix("step-")
-        if number.isdigit() and file.is_file():  # a pipe would never end
+        if number.isdigit() and file.is_file():  # reading a pipe would never end
             run.rollout_files[int(number)] = file
     run.rollout_files = dict(sorted(run.rollout_files.items()))
     if not run.rollout_files:
@@ -218,7 +218,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
 
 
-# Which belong together
+# Group runs
 
 
 def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:

@@ -57,7 +57,7 @@ def _when(path: Path) -> tuple[int, int]:
 
 def make_server(source: Source, port: int) -> ThreadingHTTPServer:
     watcher = Watcher(source)
-    watcher.look()  # a folder that is no run shows before a browser does
+    watcher.look()  # report a folder that is no run before a browser opens
     try:
         server = ThreadingHTTPServer((HOST, port), type("Handler", (Handler,), {"watcher": watcher}))
     except (OSError, OverflowError) as error:
@@ -81,14 +81,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
-        if host not in (HOST, "localhost"):  # a web page that had its own name point here could else read a run
+        if host not in (HOST, "localhost"):  # blocks DNS rebinding: another site's name that points here could read a run
             self._answer(403, "text/plain", b"This page answers to 127.0.0.1 and localhost only.")
             return
         try:
             self._route()
         except (BrokenPipeError, ConnectionResetError):
             pass
-        except Exception as error:  # a run that is deleted while it is watched, say: the page goes on asking
+        except Exception as error:  # such as a run deleted while it is watched; the page keeps asking
             self._answer(503, "text/plain", first_line(error).encode("utf-8", "replace"))
 
     def _route(self) -> None:

@@ -109,13 +109,14 @@ def verdict(run: Run) -> Verdict:
     if not run.rows:
         return Verdict("empty", ["There is nothing to say yet: metrics.jsonl has no lines."])
     state, why = _state(run, reward, entropy)
-    found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]  # what learns explores
+    # A run that learns also explores, so noise is no sign of failure there.
+    found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]
     said = [f"Signs: {_and(found)}."] if found else []
     said += [*_crippled(run), *_skipped(run), *_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
     return Verdict(state, [why, *said], found)
 
 
-# Did it break down?
+# Collapse
 
 
 def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
@@ -127,7 +128,7 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
     if fall > sure and fall > _limit(run, "reward") * (best - floor):
         return "collapsed", f"Collapse: yes. The mean reward fell from {best:.3g} around step {step} to {reward.last:.3g}."
     crashed = bool(entropy) and entropy.first > 0 and entropy.last < _limit(run, "entropy") * entropy.first
-    if crashed and not _gained(run, reward):  # a task that is solved leaves nothing to try
+    if crashed and not _gained(run, reward):  # a solved task leaves nothing to explore
         return "collapsed", (
             f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers become all "
             "alike, and nothing new is tried."
@@ -176,7 +177,7 @@ def signs(run: Run) -> list[str]:
     if length and length.last < _limit(run, "length") * length.start:
         found.append(f"answers shrank ({length.start:.0f} → {length.last:.0f} tokens)")
     same = Curve(run, "reward/zero_std_groups")
-    if same and same.last > _limit(run, "zero_std_groups") and not _skipped(run):  # which says more
+    if same and same.last > _limit(run, "zero_std_groups") and not _skipped(run):  # skipped updates say more
         found.append(f"{same.last:.0%} of the groups taught nothing, their rewards being equal")
     failed = [Curve(run, f"reward/{name}") for name in ("timeouts", "errors")]
     if any(curve and curve.last > 0 for curve in failed):
@@ -236,7 +237,7 @@ def _held_out_rose(run: Run) -> list[Score]:
     return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) > 0), [])
 
 
-# The sentences
+# Sentences
 
 
 def _crippled(run: Run) -> list[str]:

@@ -112,13 +112,14 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
         writer.fs = written = HashingFileSystem(writer.fs)  # type: ignore[assignment]
         with _one_process_is_meant():
             dcp.save(parts, checkpoint_id=target, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
-        files = {name: each for part in world.gather(written.written) for name, each in part.items()}  # all ranks have written
+        # `gather` returns once all ranks have written.
+        files = {name: each for part in world.gather(written.written) for name, each in part.items()}
         if world.is_main:
             text = json.dumps(asdict(state) | {"manifest": True}, indent=1)
             files[STATE] = manifest.entry_of(text.encode())
             _write_last(within(target, manifest.FILE), json.dumps({"step": state.step, "files": files}, indent=1))
             _write_last(within(target, STATE), text)
-    except (Exception, dcp.api.CheckpointException) as error:  # whatever a disk and the libraries above it raise
+    except (Exception, dcp.api.CheckpointException) as error:  # any error of a disk and the libraries above it
         reason, remedy = refusal(error, target) if isinstance(target, Path) else (_reason(error), "")
         last = None
         with suppress(Exception):
@@ -156,7 +157,7 @@ def lack_of_room(folder: Place, each: int, model: int, to_come: int, keep: int) 
     except OSError:
         return None
     existing = len(_begun(folder))
-    at_once = min(existing + to_come, keep + 2)  # the best besides, and the next while it is written
+    at_once = min(existing + to_come, keep + 2)  # plus the best one, and the next one while it is written
     more = max(0, at_once - existing) * each + model
     if not to_come or not disk.total or disk.free >= more:
         return None
@@ -185,7 +186,7 @@ def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = 
     `reached` is the last step that the run is known to have finished.
     """
     damaged: list[Damaged] = []
-    for step in reversed(world.gather(_agreed(world, lambda: steps_in(folder)))[0]):  # a shared disk may be slow to tell all
+    for step in reversed(world.gather(_agreed(world, lambda: steps_in(folder)))[0]):  # ranks may see a shared disk differently
         checkpoint = within(folder, f"step-{step}")
         try:
             state, verified = load(checkpoint, actor, optimizer, world)
@@ -213,7 +214,7 @@ def _clear_begun(folder: Place, reached: float) -> None:
 
     for step in _begun(folder):
         left = within(folder, f"step-{step}")
-        if manifest.FILE in names_in(left):  # all but the state is there
+        if manifest.FILE in names_in(left):  # everything but the state exists
             set_aside([Damaged(left, f"it has no {STATE}")])
         else:
             remove(left)
@@ -323,12 +324,12 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
     try:
         with _one_process_is_meant():
             dcp.load(into, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
-    except (Exception, dcp.api.CheckpointException) as error:  # every library has its own kinds for a damaged file
+    except (Exception, dcp.api.CheckpointException) as error:  # each library raises its own types for a damaged file
         if LOST.search(_reason(error)):
             raise RuntimeError(_reason(error)) from error
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
-        if files is None:  # nothing else would tell
+        if files is None:  # without checksums this is the only sign of damage
             raise Damaged(checkpoint, f"it cannot be read ({_reason(error)})") from error
         raise UserError(f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the one before.") from error
 
@@ -350,7 +351,7 @@ def read_index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
 def _one_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        warnings.filterwarnings("ignore", "Detected pickle protocol")  # where a file is none of torch's
+        warnings.filterwarnings("ignore", "Detected pickle protocol")  # for a file that torch did not write
         yield
 
 

@@ -32,7 +32,7 @@ def joined(config: Config) -> Iterator[World]:
         return
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available() and config.model.device in (None, "cuda")
     timeout = timedelta(seconds=config.ranks.timeout_s)
-    started = not dist.is_initialized()  # Ray has done it, and chosen the GPU
+    started = not dist.is_initialized()  # Ray has already initialized it and chosen the GPU
     if started and on_gpu:
         torch.cuda.set_device(gpu_of(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
     whole, _launcher = fresh_store(rank, size, timeout) if started else (dist.distributed_c10d._get_default_store(), None)
@@ -71,7 +71,7 @@ def lost_ranks_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not LOST.search(str(error)):  # by what they say: gloo raises no kind of its own
+        if not LOST.search(str(error)):  # match the message: gloo has no exception type of its own
             raise
         raise RankLost(
             f"Another rank was lost in the middle of a step ({first_line(error)}): see what it says; --max-restarts of "
@@ -117,7 +117,7 @@ def address() -> str:
     This is the local side of a connection to MASTER_ADDR, or MASTER_ADDR itself if that side is a loopback address.
     """
     meeting = os.environ["MASTER_ADDR"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect((meeting, int(os.environ["MASTER_PORT"])))
         mine = probe.getsockname()[0]
     return meeting if mine.startswith("127.") else mine

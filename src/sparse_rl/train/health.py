@@ -46,7 +46,7 @@ class Health:
             elif not all(group.no_signal for group in drawn.groups):
                 what = "every answer that could teach was cut off"
                 why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
-            learned = any(each.learned for each in updates)  # from lengths, where advantage.overlong penalises them
+            learned = any(each.learned for each in updates)  # from lengths, if advantage.overlong penalises them
             then = "so only their lengths are learned from" if learned else "so nothing is learned"
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):

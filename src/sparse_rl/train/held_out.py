@@ -75,7 +75,7 @@ class Evaluator:
                 self.view.warn(f"{result.ungraded} of {len(examples)} evaluated rollouts got no verdict and are not in {key}.")
             if cost.timeouts and pool.timeout == "zero":
                 self.view.warn(f"{cost.timeouts} of {len(examples)} evaluated rollouts were over time and count 0 in {key}.")
-            del engine  # its cache, before the next one's is allocated
+            del engine  # frees its cache before the next one is allocated
         return metrics
 
     def _engine(self, *, sparse: bool) -> Engine:

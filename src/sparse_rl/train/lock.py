@@ -67,7 +67,7 @@ class Holder:
 def this_process(launch: str) -> Holder:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container that has no name for it
+    except (KeyError, OSError):  # a container without a user name
         user = f"user {os.getuid()}"
     since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     ticks = _ticks(os.getpid()) or ""
@@ -98,7 +98,7 @@ class RunLock:
         if self._thread:
             self._thread.join()
         if not self.lost:
-            with suppress(OSError, UserError):  # it expires
+            with suppress(OSError, UserError):  # an unremoved lock expires
                 self._file.remove(self.holder)
         self._file.close()
 
@@ -106,7 +106,7 @@ class RunLock:
         """Try once to take the lock; return False to try again."""
         exclusive = self._file.open()
         holder, _ = self._file.read()
-        if exclusive is False and holder and holder.lives is False:  # a child of the dead process has flock still
+        if exclusive is False and holder and holder.lives is False:  # a child of the dead process still holds flock
             self._file.remove(holder)
             return False
         if not self._is_free(exclusive, holder):
@@ -155,7 +155,7 @@ class RunLock:
         while time.monotonic() < ends:
             time.sleep(min(SETTLE_S, EXPIRES_S / 10))
             now = self._file.read()
-            if now[0] is None:  # it has ended
+            if now[0] is None:  # the holder has ended
                 return
             if now != before:
                 self._file.close()
@@ -177,7 +177,7 @@ class RunLock:
 
     def _show_life(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with suppress(Exception):  # storage that does not answer for a while
+            with suppress(Exception):  # a temporary outage of the storage
                 holder, _ = self._file.read()
                 if holder is not None and holder.token != self.holder.token:
                     self.lost = True
@@ -205,7 +205,7 @@ class _OnDisk:
                 return True
         except FileNotFoundError:
             pass
-        return self.open()  # it was deleted in between
+        return self.open()  # the file was deleted in between
 
     def read(self) -> tuple[Holder | None, Any]:
         """Return (holder, heartbeat) of the lock file now in the folder, whichever file this process has open."""
@@ -219,7 +219,7 @@ class _OnDisk:
         assert self._fd is not None
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
-        with os.fdopen(self._fd, "wb", closefd=False) as file:  # which writes all or raises
+        with os.fdopen(self._fd, "wb", closefd=False) as file:  # writes everything or raises
             file.write(json.dumps(asdict(holder)).encode())
 
     def beat(self, holder: Holder, *, missing: bool) -> None:

@@ -23,7 +23,7 @@ class TensorBoard:
     def __init__(self, folder: Path, config: Config, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # a resumed run writes some steps again: those of before are not shown beside them
+        # A resumed run writes some steps again; purge_step hides the earlier ones.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
         self.writer.add_text("config", f"```json\n{config.model_dump_json(indent=1)}\n```")
 

@@ -32,7 +32,7 @@ class Damaged(UserError):
 
     def __init__(self, checkpoint: Place, why: str):
         super().__init__(f"{checkpoint} is damaged: {why}.")
-        self.args = (checkpoint, why)  # for a copy on another rank
+        self.args = (checkpoint, why)  # so that a copy can be unpickled on another rank
         self.checkpoint, self.why = checkpoint, why
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class _HashingStream:
             try:
                 self.stream.write(content)
             finally:
-                hashing.join()  # the memory is the caller's
+                hashing.join()  # the caller may reuse the memory after this
         self.size += content.nbytes
         return content.nbytes
 

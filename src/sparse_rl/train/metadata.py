@@ -38,7 +38,7 @@ RECORDS = {
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
     "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),  # of Python 3.13
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # since Python 3.13
 }
 
 
@@ -50,7 +50,7 @@ def read_index(content: bytes) -> Metadata:
         raise ValueError("it asks for more memory than there is") from error
     except ValueError:
         raise
-    except Exception as error:  # a damaged pickle may raise any kind
+    except Exception as error:  # a damaged pickle may raise any type
         raise ValueError(f"it is no index of a checkpoint: {type(error).__name__}") from error
 
 

@@ -16,7 +16,7 @@ from .rollouts import FAILURES, RolloutBatch
 def reward_metrics(drawn: RolloutBatch) -> dict[str, float]:
     rewards = [sample.reward for sample in drawn.samples if sample.reward is not None]
     return {
-        "reward/mean": statistics.fmean(rewards) if rewards else math.nan,  # which is left out of what is written
+        "reward/mean": statistics.fmean(rewards) if rewards else math.nan,  # NaN is not written to metrics.jsonl
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward/zero_std_groups": sum(group.no_signal for group in drawn.groups) / len(drawn.groups),
         **{f"reward/{name}/mean": statistics.fmean(values) for name, values in drawn.parts.items() if values},
@@ -69,7 +69,7 @@ def policy_metrics(updates: Sequence[Updated], tokens: int, entropy: float, lr: 
     }
     for name in ("kl_ref", "distillation_kl"):
         if any(name in each.sums for each in updates):
-            metrics[f"policy/{name}"] = total(name) / max(1.0, total("tokens"))  # of the tokens that passed through it
+            metrics[f"policy/{name}"] = total(name) / max(1.0, total("tokens"))  # mean over the tokens of all updates
     if any("opsm_dropped" in each.sums for each in updates):
         metrics["policy/opsm_dropped"] = total("opsm_dropped")
     return metrics

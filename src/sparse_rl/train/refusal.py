@@ -41,7 +41,7 @@ class Watch(threading.Thread):
 
     def __init__(self, store: Any, rank: int, size: int):
         super().__init__(name="refusals", daemon=True)
-        self.store, self.rank, self.size = store.clone(), rank, size  # a connection of its own: others may block
+        self.store, self.rank, self.size = store.clone(), rank, size  # its own connection, because others may block
         self.watched: int | None = threading.get_ident()
         self.over, self.lock = threading.Event(), threading.Lock()
         self.heard: dict[str, Any] | None = None
@@ -57,18 +57,19 @@ class Watch(threading.Thread):
         self.join()
         if self.heard and self.heard["final"]:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, to ranks that have yet to say why
+                # torchrun signals ranks that have not printed their reason yet.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._leave_together()
 
     def _leave_together(self) -> None:
         ends = time.monotonic() + TOGETHER_S
-        with suppress(RuntimeError):  # the first rank, which holds the store, was faster
+        with suppress(RuntimeError):  # rank 0, which holds the store, may have ended
             left = self.store.add("left", 1)
             while left < self.size and time.monotonic() < ends:
                 time.sleep(0.02)
                 left = self.store.add("left", 0)
         if self.rank == 0:
-            time.sleep(0.2)  # in which the others see it
+            time.sleep(0.2)  # time for the others to see the count
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -78,7 +79,7 @@ class Watch(threading.Thread):
                 yield
             finally:
                 with self.lock:
-                    self.watched = None  # no more to be interrupted
+                    self.watched = None  # do not interrupt it any more
         except (Exception, Interrupted) as error:
             if not isinstance(error, RankLost | Interrupted):
                 self._publish(error)
@@ -90,7 +91,7 @@ class Watch(threading.Thread):
     def _publish(self, error: BaseException) -> None:
         said = str(error) if is_final(error) else first_line(error)
         value = json.dumps({"rank": self.rank, "said": said, "final": is_final(error)})
-        with suppress(RuntimeError):  # the store is gone, and with it all who could look
+        with suppress(RuntimeError):  # the store is gone, so no rank can read it
             self.store.compare_set(KEY, "", value)
 
     def look(self) -> bool:
@@ -120,7 +121,7 @@ class Watch(threading.Thread):
             assert self.heard is not None
             if self.watched and self.heard["rank"] != self.rank:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.watched), ctypes.py_object(Interrupted))
-        if not self.over.wait(GRACE_S):  # it waits outside of Python, as for a GPU that waits for the rank that is gone
+        if not self.over.wait(GRACE_S):  # the rank waits outside of Python, such as for a GPU that waits for a lost rank
             say_error(self._told())
             os._exit(2)
 
@@ -143,7 +144,7 @@ def refused_for_good() -> Iterator[None]:
     except UserError as error:
         if is_final(error) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank = error.rank if isinstance(error, Refused) else int(os.environ.get("RANK", "0"))
-            with suppress(Exception):  # what is refused is what matters
+            with suppress(Exception):  # the refusal itself matters more
                 import torch.distributed as dist
 
                 known = next(dist.rendezvous("env://", timeout=timedelta(seconds=TOGETHER_S)))[0]

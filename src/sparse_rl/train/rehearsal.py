@@ -68,7 +68,7 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
     try:
         optimizer.allocate()
         with checkpointed(model, config.optimizer.gradient_checkpointing):
-            twice = [*passes, *passes]  # moments, collected gradients and activations meet in the second micro-batch
+            twice = [*passes, *passes]  # moments, accumulated gradients and activations coexist only in the second micro-batch
             accumulate(model, batch, twice, config.loss, view, smd, None)
     finally:
         optimizer.clear()

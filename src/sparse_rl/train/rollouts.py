@@ -264,7 +264,7 @@ class RolloutSampler:
         per_prompt = config.rollout.samples_per_prompt
         std = config.advantage.std and get_loss(config.loss.name).std
         valued = group_advantages(rewards.view(-1, per_prompt), std)
-        no_signal = group_advantages(verdicts.view(-1, per_prompt)).no_signal  # a penalty on length alone is none
+        no_signal = group_advantages(verdicts.view(-1, per_prompt)).no_signal  # without the length penalty
         groups = []
         for number in range(len(samples) // per_prompt):
             group = Group(samples[number * per_prompt : (number + 1) * per_prompt], bool(no_signal[number]))

@@ -133,11 +133,11 @@ def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None =
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
         console = wide_console() if world.is_main else Terminal(file=StringIO(), width=160, highlight=False)
-        again = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # after a rank was lost
+        again = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # a restart after a lost rank
         if world.gather(again)[0]:
             resume, overwrite = True, False
         train_all(config, console, world, resume=resume, overwrite=overwrite, launch=launch)
-        world.barrier()  # the first rank still writes when the others are done
+        world.barrier()  # rank 0 still writes when the others are done
 
 
 def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool, launch: str = "") -> None:
@@ -148,12 +148,12 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
     for source in filter(None, (config.data.train, config.data.held_out if config.eval.problems else None)):
-        check_source(source)  # a misspelt name shows before anything else is asked for
+        check_source(source)  # report a misspelt name before any other work
     if world.is_main:
         refuse_folders(configs, config.run_dir, resume=resume, overwrite=overwrite)
     from ..kv.policies import from_settings
 
-    for each in configs:  # so does a misspelt policy
+    for each in configs:  # report a misspelt policy early too
         from_settings(each.sampler_kv)
     with ExitStack() as locks:
         folders = [RunFolder(each.run_dir, writes=world.is_main) for each in configs]
@@ -217,7 +217,7 @@ def train_one(
     try:
         done = _train_one(config, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch)
     except BaseException:
-        with suppress(UserError):  # what went wrong first is what matters
+        with suppress(UserError):  # the first error matters more
             if folder.begun:
                 folder.push()
         raise
@@ -246,7 +246,7 @@ def _train_one(
     from .terminal import View
     from .trainer import Trainer
 
-    dtype, _ = place(config.model.dtype, config.model.device)  # written down: an export is made in what was trained
+    dtype, _ = place(config.model.dtype, config.model.device)  # stored, so that an export uses the dtype of the training
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     reward = config.reward
     trainer: Trainer | None = None
@@ -254,7 +254,7 @@ def _train_one(
         try:
             with folder.opening(config, resume=resume, overwrite=overwrite):
                 folder.note_launch(launch)
-                world.barrier()  # the folder is there
+                world.barrier()  # the folder exists from here on
                 if not world.is_main:
                     console.file = log.enter_context(rank_log(folder, world))
                     console.print(f"rank {world.rank} of {world.size}, process {os.getpid()} on {socket.gethostname()}")
@@ -275,7 +275,7 @@ def _train_one(
         except OutOfMemoryError as error:
             raise out_of_memory(config, trainer.plan if trainer else None) from error
         finally:
-            if trainer and world.is_main and folder.metrics.exists():  # also of a run that broke down: then it is wanted most
+            if trainer and world.is_main and folder.metrics.exists():  # also for a failed run, which needs its report most
                 trainer.report.write()
         done = trainer.state.step >= config.steps
         if not done:
@@ -288,5 +288,5 @@ def rank_log(folder: RunFolder, world: "World") -> TextIO:
     (folder.path / "logs").mkdir(exist_ok=True)
     name = f"logs/rank-{world.rank}.log"
     if folder.remote:
-        folder.remote.fetch(name)  # that of an earlier start
+        folder.remote.fetch(name)  # the log of an earlier start
     return (folder.path / name).open("a", buffering=1)

@@ -73,7 +73,7 @@ class RunFolder:
     def is_free(self) -> bool:
         """Return whether the folder holds nothing but the remains of a killed start."""
         if self.remote:
-            return storage.names_in(self.name) <= {"logs", backup.LOCK}  # of ranks whose start failed
+            return storage.names_in(self.name) <= {"logs", backup.LOCK}  # logs of ranks whose start failed
         if not self.path.is_dir():
             return not self.path.exists()
         if backup.waiting(self.path):
@@ -114,7 +114,7 @@ class RunFolder:
             lock.release()
             self.lock = None
             if not was_there:
-                with suppress(OSError):  # it is a run now
+                with suppress(OSError):  # fails if it is a run now
                     self.path.rmdir()
 
     def _recover(self) -> None:
@@ -134,7 +134,7 @@ class RunFolder:
     def recover_if_abandoned(self) -> None:
         """Restore the run that a killed start with --overwrite was to replace; for commands that only read."""
         if self.remote is None and backup.waiting(self.path):
-            # a start that is under way, or a folder that cannot be written, stays as it is
+            # A start in progress, or a folder without write permission, stays as it is.
             with suppress(UserError), RunFolder(self.path).locked():
                 pass
 
@@ -191,7 +191,7 @@ class RunFolder:
             yield
             self._write_config(config)
             with self.writing():
-                backup.begin(self.path)  # a start that was killed before it had begun
+                backup.begin(self.path)  # the remains of a start that was killed before it began
             self.begun = True
             self.push()
             return
@@ -204,7 +204,7 @@ class RunFolder:
             yield
             self._begin(config)
         except BaseException:
-            with suppress(OSError, UserError):  # why the run could not start is what matters
+            with suppress(OSError, UserError):  # the reason of the failed start matters more
                 self.remote.clear() if self.remote else _retried(lambda: backup.bring_back(self.path))
                 if not was_there:
                     self.path.rmdir()

@@ -72,9 +72,9 @@ class TrainingStep:
     def learn(self, step: int, batch: RolloutBatch) -> StepResult:
         """Update the weights from a batch. `step` counts from 0."""
         started = self._now()
-        # 1. Old log-probs, of the reference too
+        # 1. Old log-probs, and those of the reference
         old = self._old_logprobs(batch)
-        # 2. How far the sampler was off, over the whole step
+        # 2. The mismatch of the sampler, over the whole step
         corrected = self._correct(batch, range(len(batch.samples)), old, on_policy=False)
         old_s = self._now() - started
         # 3. One optimizer update for each part of the groups

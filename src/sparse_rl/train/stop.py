@@ -25,7 +25,8 @@ class StopAsked:
         return self._asked
 
     def __enter__(self) -> "StopAsked":
-        here = threading.current_thread() is threading.main_thread()  # signals come to no other: Ray runs a rank in one
+        # Only the main thread can handle signals; Ray runs a rank in another.
+        here = threading.current_thread() is threading.main_thread()
         self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS if here}
         return self
 
@@ -39,5 +40,5 @@ class StopAsked:
         self._asked = True
         try:
             self.tell(STOPPING)
-        except RuntimeError:  # the signal came in the middle of a write
+        except RuntimeError:  # the signal interrupted a write
             self._untold = True

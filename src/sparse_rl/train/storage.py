@@ -55,13 +55,13 @@ def opened(place: Place) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(place)
     except ImportError as error:
         raise Absent(f"{place} needs a package that is not installed: {first_line(error)} (pip install).") from error
-    except Exception as error:  # an address that is none, a host that does not answer
+    except Exception as error:  # an invalid address, or a host that does not answer
         raise UserError(
             f"{place} cannot be a run folder ({first_line(error)}): name a path or an address of fsspec."
         ) from error
     if not path.strip("/") or not (path.startswith("/") or "/" in path.strip("/")):
         raise UserError(f"{place} is all of a storage and no folder in it: name one, such as {place.rstrip('/')}/runs/mine.")
-    if set(path) & set("*?["):  # which fsspec takes for patterns, also where it deletes
+    if set(path) & set("*?["):  # fsspec treats them as patterns, even when it deletes
         raise UserError(f"{place} cannot be a run folder: leave *, ? and [ out of its name.")
     return fs, path
 
@@ -73,7 +73,7 @@ def answering(place: Place, done: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # every file system has its own kinds
+    except Exception as error:  # each file system raises its own types
         if isinstance(place, Path):
             raise
         raise Unanswered(
@@ -181,7 +181,7 @@ class WorkingCopy:
         here: dict[str, tuple[int, int]] = {}
         for folder, _, files in os.walk(self.path):
             for file in (Path(folder) / name for name in files):
-                with suppress(FileNotFoundError):  # loggers have files that come and go
+                with suppress(FileNotFoundError):  # loggers create and delete files
                     here[str(file.relative_to(self.path))] = _stamp(file)
         with answering(self.address, "written"):
             for name in [name for name, stamp in here.items() if self._copied.get(name) != stamp]:
@@ -246,7 +246,7 @@ class WorkingCopy:
 
     def _target(self, name: str) -> str:
         target = f"{self.root}/{name}"
-        if target.startswith("/"):  # object stores have no folders, and would make a bucket of a misspelt name
+        if target.startswith("/"):  # object stores have no folders, and would create a bucket from a misspelt name
             self.fs.makedirs(os.path.dirname(target), exist_ok=True)
         return target
 

@@ -83,7 +83,7 @@ class View:
         for alert in self.watch.holding:
             self._alert(alert)
 
-    # What happens
+    # Events
 
     @contextmanager
     def sampling(self, step: int) -> Iterator[Callable[[Progress], None]]:
@@ -133,7 +133,7 @@ class View:
     def _alert(self, alert: Alert) -> None:
         self._print(f"alert, step {alert.step}: {alert.sentence}. Try {alert.remedy}.", "bold yellow")
 
-    # How it looks
+    # Display
 
     def _print(self, text: str, style: str = "") -> None:
         """Print above the table, if there is one. Text of a reward or a model is neither markup nor a terminal command."""

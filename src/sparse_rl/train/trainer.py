@@ -51,7 +51,7 @@ class Trainer:
     ):
         self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
         self.world = world
-        torch.manual_seed(config.seed)  # of fresh adapters; all else is drawn by counter
+        torch.manual_seed(config.seed)  # for new adapters; all other randomness is derived from counters
         given = given or load_all(config)
         for note in given.notes:
             view.note(note)
@@ -126,7 +126,7 @@ class Trainer:
             checkpoint.set_aside(last.damaged)
         self.view.note(f"Continuing after step {step}.")
 
-    # The run
+    # Training loop
 
     def run(self, stop: StopAsked) -> None:
         """Train to the last step, or until asked to stop. In both cases a checkpoint of the last finished step is saved."""
@@ -144,8 +144,8 @@ class Trainer:
                 try:
                     metrics |= self._evaluate()
                 except Exception:
-                    if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may be anywhere by now
-                        with suppress(UserError):  # why the evaluation failed is what is told
+                    if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may be at any point
+                        with suppress(UserError):  # report the error of the evaluation
                             self._log(metrics)
                             self._save(metrics, last=last)
                             self.view.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
@@ -153,7 +153,8 @@ class Trainer:
             self._log(metrics)
             self.health.end_if_broken()
             stopping = self.world.any(stop.asked)
-            due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row  # a good one is not pushed out
+            # No checkpoint after skipped updates: it would push out a good one.
+            due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
             if last or stopping or due:
                 self._save(metrics, last=last)
         if self.state.step >= self.config.steps:
@@ -258,7 +259,7 @@ class Trainer:
         for logger in self.loggers:
             try:
                 logger.log(self.state.step, finite)
-            except Exception as error:  # whatever a service does, the run goes on
+            except Exception as error:  # a failing service does not end the run
                 self.view.warn(f"{type(logger).__name__} took no metrics of step {self.state.step} ({one_line(error)}).")
         self.view.step(self.state.step, metrics)
         if self.world.is_main:
@@ -272,14 +273,12 @@ class Trainer:
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)
-        self.folder.push_or_warn(
-            self.view.warn
-        )  # first: what comes after a checkpoint is dropped when a run continues from it
+        self.folder.push_or_warn(self.view.warn)  # first, because a resumed run drops everything after the checkpoint
         try:
             checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         except UserError as error:
             on_disk = not isinstance(error, RankLost | Unanswered)
-            if last and on_disk and self.world.is_main:  # the model is smaller, and what the run was for
+            if last and on_disk and self.world.is_main:  # the model is smaller than a checkpoint, and the run's result
                 with suppress(UserError):
                     self._write_model()
                     self.view.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
@@ -288,5 +287,5 @@ class Trainer:
         if self.world.is_main:
             try:
                 checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.view.warn)
-            except UserError as error:  # storage that does not answer for a while
+            except UserError as error:  # a temporary outage of the storage
                 self.view.warn(str(error))
