@@ -1,4 +1,4 @@
-"""`advantage`: how rewards of a group become advantages."""
+"""`advantage`: options for the advantages of a group."""
 
 from typing import ClassVar
 

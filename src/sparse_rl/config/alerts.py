@@ -36,5 +36,5 @@ class AlertsConfig(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _null_is_a_word(cls, value: Any) -> Any:
-        """TOML has no null: what is turned off must come back from config.toml."""
+        """Convert None to the word `none`: TOML has no null, and an alert that is off must come back from config.toml."""
         return "none" if value is None or value in ("null", "None") else value

@@ -1,4 +1,4 @@
-"""`correction`: how the learner corrects for the sampler's policy. Presets and their options."""
+"""`correction`: presets and options that correct for the sampler's policy."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from ..errors import UserError
 from .section import Section
 
 LOG_RATIO_LIMIT = 20.0
-"""Larger |log xi| are clamped: exp(20) squared still fits float32."""
+"""Limit of |log xi|: larger values are clamped. exp(20) squared still fits float32."""
 
 Weight = Literal["one", "token", "sequence", "mean"]
 Drop = Literal["none", "token", "sequence", "mean"]
@@ -101,6 +101,6 @@ class CorrectionConfig(Section):
     )
 
     def point(self, default: str) -> CorrectionSpec:
-        """The correction in full; `default` is the preset where none is named."""
+        """Return the correction in full; `default` is the preset if none is set."""
         options = self.model_dump(exclude={"preset", "opsm"}, exclude_none=True)
         return replace(PRESETS[self.preset or default], **options)

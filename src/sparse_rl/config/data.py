@@ -1,4 +1,4 @@
-"""`Data`: where the problems come from and how they become prompts."""
+"""`data`: the source of the problems and how they become prompts."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from .section import Section
 from .tasks import TASKS
 
 PLACEHOLDER = "{prompt}"
-"""Stands for the problem in `data.template`."""
+"""Placeholder of the problem in `data.template`."""
 
 OURS = {
     "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
@@ -72,11 +72,12 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> str | None:
-        """What to evaluate on: some tasks hold problems out by themselves, a file of training problems does not."""
+        """Source of the held-out problems. Some tasks hold problems out by themselves, a file of training problems does
+        not."""
         task = TASKS.get(self.train)
         return self.test or (self.train if task and task.test else None)
 
     @property
     def reading(self) -> dict[str, str | None]:
-        """What `load` is told beside source, split, number and seed."""
+        """Arguments of `load` beside source, split, number and seed."""
         return {"dir": self.dir, "prompt_column": self.prompt_column, "answer_column": self.answer_column}

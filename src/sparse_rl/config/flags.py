@@ -18,7 +18,7 @@ S = TypeVar("S", bound=Section)
 def add_flags(
     parser: argparse.ArgumentParser, section: type[Section], *, prefix: str | None = None, without: Collection[str] = ()
 ) -> None:
-    """`--kv.budget 512` for each field; `prefix=""` gives plain `--max-tokens`. Dashes and underscores are the same."""
+    """Add `--kv.budget 512` for each field; `prefix=""` gives plain `--max-tokens`. Dashes and underscores are the same."""
     prefix = _dotted(section) if prefix is None else prefix
     group = parser.add_argument_group(section.section or "the run", (section.__doc__ or "").splitlines()[0])
     for name, key, field in _fields(section):
@@ -39,7 +39,7 @@ def add_flags(
 
 
 def from_flags(args: argparse.Namespace, section: type[S], base: dict[str, Any] | None = None) -> S:
-    """The section as `base` and then the flags set it; what neither names keeps its default."""
+    """Return the section set by `base` and then by the flags. Other options keep their defaults."""
     return section(**merged_tables(base or {}, flags_given(args, section)))
 
 
@@ -61,7 +61,7 @@ def _dotted(section: type[Section]) -> str:
 
 
 def _fields(section: type[Section]):
-    """(Python's name, the key in TOML and flags, the field): they differ where the key is a word of Python's."""
+    """Yield (Python's name, the key in TOML and flags, the field). The names differ if the key is a Python keyword."""
     for name, field in section.model_fields.items():
         yield name, field.alias or name, field
 
@@ -75,8 +75,8 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 
 def _parsed(text: str, key: str, annotation: Any) -> Any:
-    """A list is written with commas (`2,50256`) or as JSON, a table as JSON (`{"mix": 0.2}`); the section converts and checks
-    the rest."""
+    """Parse a flag: a list is written with commas (`2,50256`) or as JSON, a table as JSON (`{"mix": 0.2}`). The section
+    converts and checks the rest."""
     kinds = get_args(annotation)
     if type(None) in kinds and text.lower() in ("none", "null") and not any(text in get_args(kind) for kind in kinds):
         return None  # but `--correction.preset none` is a preset

@@ -1,4 +1,4 @@
-"""`KV`: the options of the cache. Everything here counts tokens per layer and kv head of one sequence."""
+"""`kv`: the options of the cache. All sizes count tokens per layer and kv head of one sequence."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -39,7 +39,7 @@ class KV(Section):
         return self
 
     def no_room(self, prompt_tokens: int) -> str | None:
-        """Why a prompt of so many tokens cannot be protected, after its name."""
+        """Return the reason why a prompt of so many tokens cannot be protected, or None. It follows the prompt's name."""
         least = prompt_tokens + self.window + 1
         if self.policy == "full" or not self.protect_prompt or self.budget >= least:
             return None
@@ -49,7 +49,8 @@ class KV(Section):
         )
 
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
-        """A sentence on a budget that these prompts and their responses never fill, or that prompts alone do not fit into."""
+        """Return a sentence on a budget that these prompts and responses never fill, or that prompts alone exceed, else
+        None."""
         if self.policy == "full":
             return None
         if (longest := max(map(len, prompts), default=0) + max_tokens) <= self.budget:
@@ -67,5 +68,5 @@ class KV(Section):
 
     @property
     def capacity(self) -> int:
-        """The most tokens a layer and head holds between prefill and the end."""
+        """Maximum tokens that a layer and head holds between prefill and the end."""
         return self.budget + self.interval

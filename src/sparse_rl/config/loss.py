@@ -1,4 +1,4 @@
-"""`Loss` and `SMD`: the options of what is minimised."""
+"""`loss` and `smd`: options of the objective."""
 
 from typing import ClassVar, Literal
 

@@ -10,7 +10,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "rollout.approximate": (False, "it allowed rollout.top_p and top_k, which are gone: leave it out"),
     "log.project": ("sparse-rl", "set WANDB_PROJECT or TRACKIO_PROJECT in the environment"),
 }
-"""Key: (the value that may stay in a stored config.toml, the remedy for any other)."""
+"""Removed options: (the value that may stay in a stored config.toml, the remedy for any other)."""
 CHANGED = ("loss.smd.estimator", "loss.kl_estimator")
 
 
@@ -39,7 +39,7 @@ def migrated(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def migrated_tables(values: dict[str, Any]) -> dict[str, Any]:
-    """The same for the tables of a TOML file."""
+    """Return the tables of a TOML file, migrated like `migrated` does for dotted keys."""
     for key in (*REMOVED, *CHANGED):
         values = _migrated_in(values, key.split("."), key)
     return values

@@ -1,4 +1,4 @@
-"""`model`: which weights are trained, in which dtype, whole or through adapters."""
+"""`model`: the weights to train, their dtype, and whether they train whole or through adapters."""
 
 from typing import ClassVar, Literal
 
@@ -7,7 +7,8 @@ from pydantic import Field
 from .section import Section
 
 WORTH_COMPILING = 50_000_000
-"""Parameters. A smaller model is done before its layers are compiled, in the sampler and in the learner."""
+"""Parameters from which on compilation pays off. A smaller model is done before its layers are compiled, in sampler and
+learner."""
 
 
 class LoraConfig(Section):

@@ -1,4 +1,4 @@
-"""`optimizer`: AdamW, its schedule, and how rollouts become updates. The other sections stand beside their functions."""
+"""`optimizer`: AdamW, its schedule, and the split of rollouts into updates."""
 
 from typing import Annotated, ClassVar, Literal
 

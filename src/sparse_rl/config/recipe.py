@@ -14,11 +14,11 @@ from .migrate import migrated_tables
 from .section import Section
 
 LARGEST_RECIPE = 2**20
-"""Bytes."""
+"""Maximum bytes of a recipe file."""
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """A shipped recipe by name, or a TOML file by path, on top of the one it `extends`."""
+    """Return a shipped recipe by name, or a TOML file by path, merged over the one it `extends`."""
     return migrated_tables(_recipe(name if name in recipe_names() else os.path.normpath(name), ()))
 
 
@@ -43,12 +43,12 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
 
 
 def recipe_text(name: str) -> str:
-    """A shipped recipe as it was written, with its comments."""
+    """Return the text of a shipped recipe, with its comments."""
     return (_shipped() / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def _find_beside(data: dict[str, Any]) -> None:
-    """Files that are shipped beside a recipe get their whole path: other paths are meant from where the user is."""
+    """Replace paths of files shipped beside a recipe by full paths. Other paths are relative to the user's folder."""
     for key in ("train", "test"):
         beside = Path(str(_shipped())) / str(data.get(key))
         if beside.is_file():
@@ -76,7 +76,7 @@ def _shipped():
 
 
 def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` wins, key by key; only the tables of sections are merged, `kv.options` is a value."""
+    """Return `base` with the keys of `over` replaced. Only the tables of sections are merged; `kv.options` is one value."""
     merged = dict(base)
     for key, value in over.items():
         both_tables = (
@@ -87,7 +87,7 @@ def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_toml(section: Section) -> str:
-    """The resolved values; None is left out, as TOML has no word for it."""
+    """Return the resolved values as TOML. None is left out, as TOML has no word for it."""
     import tomli_w
 
     return tomli_w.dumps(_without_none(section.model_dump(mode="json", by_alias=True)))

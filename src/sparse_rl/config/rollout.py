@@ -1,4 +1,4 @@
-"""`rollout`: how many rollouts a step samples, and how."""
+"""`rollout`: the number of rollouts per step, and their sampling."""
 
 from typing import ClassVar, Literal
 

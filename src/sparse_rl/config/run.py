@@ -18,7 +18,7 @@ from .section import Section
 
 Method = Literal["dense", "naive", "sparse_rl", "smd", "on_policy_sparse"]
 SHADOW_METHODS = ("smd", "on_policy_sparse")
-"""Those whose policy gradient runs on the sampler's own view."""
+"""Methods whose policy gradient uses the sampler's own view."""
 
 
 class EvalConfig(Section):
@@ -138,7 +138,7 @@ class Config(Section):
 
     @property
     def unset(self) -> str:
-        """What is in force where an option was left to the method, the loss or the task; a comment of the stored recipe."""
+        """Return the values in force for options left to the method, the loss or the task: a comment of the stored recipe."""
         low, high = self.loss.clips
         parts = [f"loss.clip_low = {low:g}, loss.clip_high = {high:g}"]
         if self.method in SHADOW_METHODS:
@@ -151,7 +151,7 @@ class Config(Section):
 
     @property
     def sampler_kv(self) -> KV:
-        """What the sampler keeps: everything under `dense`."""
+        """KV options of the sampler; `dense` keeps everything."""
         return KV(policy="full") if self.method == "dense" else self.kv
 
     @property

@@ -1,4 +1,4 @@
-"""`Sampling`: how tokens are drawn and when a rollout ends."""
+"""`sampling`: token sampling and stopping rules of a rollout."""
 
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ from .section import Section
 
 
 class Sampling(Section):
-    """How tokens are drawn and when a rollout ends."""
+    """Token sampling and stopping rules of a rollout."""
 
     section: ClassVar[str] = "sampling"
 
@@ -40,5 +40,5 @@ class Sampling(Section):
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature of the recorded log-probs."""
+        """Temperature of the recorded log-probs."""
         return self.temperature or 1.0

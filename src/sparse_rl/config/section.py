@@ -10,10 +10,10 @@ from ..errors import UserError
 from ..text import quoted
 
 LARGEST_FLOAT = 3.4e38
-"""Beyond it a number is not finite in float32, in which weights and losses are computed."""
+"""Largest absolute value of a float option. Larger ones are not finite in float32, the dtype of weights and losses."""
 LARGEST_INT = 2**63 - 1
 DEEPEST = 8
-"""Lists and tables in one another."""
+"""Maximum nesting of lists and tables."""
 
 
 class Section(BaseModel):
@@ -22,7 +22,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     section: ClassVar[str] = ""
-    """The name the section has in TOML and in flags."""
+    """Name of the section in TOML and flags."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
 
 def _unusable(value: Any, depth: int = 0) -> str | None:
-    """Why no part of a run could work with this value, whatever the option."""
+    """Return the reason why no option can have this value, or None."""
     if isinstance(value, str) and "\0" in value:
         return "a text must not hold a NUL character"
     if isinstance(value, int) and abs(value) > LARGEST_INT:

@@ -1,4 +1,4 @@
-"""The tasks that are known by name: where their problems lie, how they are asked and how the papers evaluate on them.
+"""Tasks known by name: the source of their problems, their instruction, and the papers' evaluation settings.
 
 Imports neither torch nor datasets, so that help and dry runs are quick.
 """
@@ -19,19 +19,19 @@ class HubData:
     config: str | None = None
     split: str = "test"
     file: str | None = None
-    """One file of the repository, where it holds several data sets."""
+    """One file of the repository, if it holds several data sets."""
     prompt_column: str = "problem"
     answer_column: str = "answer"
     answer_after: str | None = None
-    """The answer is what follows the last of these marks in its column."""
+    """Mark in the answer column; the answer is the text after its last occurrence."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the problems of one split lie; with neither file nor hub the package makes them itself."""
+    """Source of the problems of one split. With neither file nor hub the package generates them."""
 
     file: str | None = None
-    """The name in `data.dir`."""
+    """File name in `data.dir`."""
     hub: HubData | None = None
 
 
@@ -39,19 +39,19 @@ class Origin:
 class Task:
     name: str
     title: str
-    """As papers write it."""
+    """Name as papers write it."""
     kind: Kind
-    """How answers are compared: as mathematics, as integers, or as the embedded task does."""
+    """Comparison of answers: as mathematics, as integers, or as in the embedded task."""
     max_tokens: int
-    """The most tokens of a response when the papers evaluate."""
+    """Maximum response tokens in the papers' evaluation."""
     samples: int
-    """Responses to each problem when the papers evaluate: 1 is Pass@1, 32 is Avg@32."""
+    """Responses per problem in the papers' evaluation: 1 is Pass@1, 32 is Avg@32."""
     train: Origin | None
-    """None: there is nothing to train on."""
+    """Source of the training problems; None if there are none."""
     test: Origin | None
-    """None: nothing is held out."""
+    """Source of the held-out problems; None if there are none."""
     instruction: str = BOXED
-    """Follows the problem unless `data.template` says otherwise."""
+    """Text after the problem unless `data.template` is set."""
 
     def origin(self, split: Split) -> Origin | None:
         return self.train if split == "train" else self.test
@@ -84,7 +84,7 @@ def _benchmark(name: str, title: str, file: str, hub: HubData) -> Task:
 
 
 def _contest(name: str, title: str, file: str, hub: HubData) -> Task:
-    """Few problems, whose answers are integers: they are sampled 32 times each, and longer."""
+    """Return a benchmark of few problems with integer answers: sampled 32 times each, with longer responses."""
     return replace(_benchmark(name, title, file, hub), kind="integer", max_tokens=16384, samples=32)
 
 

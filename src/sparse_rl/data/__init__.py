@@ -1,1 +1,1 @@
-"""Where problems come from: tasks, loaders and the embedded arithmetic task. Knows no model."""
+"""Data: tasks, loaders and the embedded arithmetic task. Knows no model."""

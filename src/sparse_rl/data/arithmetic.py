@@ -1,13 +1,12 @@
 """The embedded task: a sequence in which every number is the sum of the two before it, last two digits only.
 
-A problem names how many sums to write and the first one. The response writes them all, counting down:
+A problem gives the number of sums to write and the first sum. The response writes them all, counting down:
 
     15:47+85=                                    the prompt
-    32 14:85+32=17 13:32+17=49 … 1:51+42=93      the response; what follows its last = is graded
+    32 14:85+32=17 13:32+17=49 … 1:51+42=93      the response; the text after its last = is graded
 
-A line reads the line before it and nothing else, so a cache that keeps the last line can go on for ever, and one that
-forgets at random cannot. One token per character: fifteen sums take 162 tokens, long enough to evict.
-Plain Python, no torch, no files.
+A line depends only on the line before it. So a cache that keeps the last line can go on for ever, and one that evicts at
+random cannot. One token per character: fifteen sums take 162 tokens, long enough to evict. Plain Python, no torch, no files.
 """
 
 import hashlib
@@ -26,15 +25,15 @@ class Problem:
     first: int
     second: int
     prompt: str
-    """The number of sums and the first of them, as in `15:47+85=`."""
+    """Number of sums and the first of them, as in `15:47+85=`."""
     answer: str
-    """The last sum, as the graded text must spell it."""
+    """Last sum, as the graded text must spell it."""
     solution: str
-    """A whole worked response; without a slip it ends in the answer."""
+    """Whole worked response. Without a mistake it ends in the answer."""
 
 
 def make_problems(n: int, seed: int, sums: int = SUMS, split: Split = "train") -> list[Problem]:
-    """`n` problems, the same ones for the same arguments; no prompt of one split ever occurs in the other."""
+    """Return `n` problems, the same for the same arguments. No prompt of one split ever occurs in the other."""
     if sums < 1:
         raise ValueError(f"sums = {sums} leaves nothing to add: it must be at least 1.")
     if split not in ("train", "test"):
@@ -49,7 +48,8 @@ def make_problems(n: int, seed: int, sums: int = SUMS, split: Split = "train") -
 
 
 def write_problem(first: int, second: int, sums: int, slip: Callable[[], int] = lambda: 0) -> Problem:
-    """The problem that starts with these two numbers. `slip()` is added to each sum as it is written: 0 is no mistake."""
+    """Return the problem that starts with these two numbers. `slip()` is added to each sum as it is written; 0 is no
+    mistake."""
     answer, (before, last) = 0, (first, second)
     for _ in range(sums):
         answer = (before + last) % 10**DIGITS
@@ -64,10 +64,10 @@ def write_problem(first: int, second: int, sums: int, slip: Callable[[], int] = 
 
 
 def split_of(prompt: str) -> Split:
-    """The prompt's own hash decides its split, one in eight is held out: no seed can make the two overlap."""
+    """Return the split of a prompt by its hash; one in eight is held out. No seed can make the two overlap."""
     return "test" if hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 8 == 0 else "train"
 
 
 def grade(text: str, answer: str) -> float:
-    """1.0 if what follows the last `=` is exactly the answer, else 0.0."""
+    """Return 1.0 if the text after the last `=` is exactly the answer, else 0.0."""
     return float(text.rpartition("=")[2] == answer)

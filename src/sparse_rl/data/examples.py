@@ -1,7 +1,7 @@
-"""Problems to train and to test on, from a task, a file or the hub, and their token ids.
+"""Load problems to train and to test on, from a task, a file or the hub.
 
-A malformed row is refused by file and line before anything is loaded or trained; a row without an answer is left out and
-counted where the others have one.
+A malformed row is refused by file and line before anything is loaded or trained. A row without an answer is left out and
+counted, if other rows have one.
 """
 
 import difflib
@@ -22,9 +22,9 @@ from .hub import read_hub
 from .rows import SUFFIXES, Row, kind_of, read_rows
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")
-"""Where the problem is looked for."""
+"""Columns that may hold the problem."""
 RESERVED = {"prompts", "completions", "finish", "completion_ids", "in_thought"}
-"""What a reward function is given under these names is ours."""
+"""Arguments that sparse-rl passes to every reward function. Data columns must not have these names."""
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
 INTEGER = re.compile(r"[-+]?[0-9][0-9,]*(\.0*)?")
 
@@ -34,27 +34,27 @@ Prompt = str | list[dict[str, str]]
 @dataclass(frozen=True)
 class Example:
     prompt: Prompt
-    """The problem as the data has it, without a template."""
+    """The problem as in the data, without a template."""
     answer: str | None
     columns: dict[str, Any]
-    """What the reward function is given beside prompt and completion: the answer, if there is one, and all other columns."""
+    """Columns passed to the reward function beside prompt and completion: the answer, if there is one, and all others."""
     template: str = PLACEHOLDER
-    """Stands around the problem unless `data.template` says otherwise: a task's instruction."""
+    """Template around the problem unless `data.template` is set: a task's instruction."""
 
 
 TASK_PROBLEMS = 4096
-"""Problems of a task that makes its own."""
+"""Number of problems of a task that generates them."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The problems of a source, in its order. All have the same columns."""
+    """Problems of a source, in its order. All have the same columns."""
 
     examples: list[Example]
     skipped: int = 0
-    """Rows left out because they have no answer that could be graded by."""
+    """Rows left out because they have no answer to grade by."""
     note: str | None = None
-    """That in a sentence, if there are any."""
+    """Sentence on the skipped rows, if there are any."""
 
 
 def load(
@@ -67,7 +67,8 @@ def load(
     prompt_column: str | None = None,
     answer_column: str | None = None,
 ) -> Loaded:
-    """All problems of a task, a file or a data set on the hub; `n` of a task that makes them, the same for the same seed.
+    """Return all problems of a task, a file or a data set on the hub. A task that generates them gives `n`, the same for
+    the same seed.
 
     `dir` is the folder of the tasks' files; without it they come from the hub. The columns are those of your own data.
     """
@@ -88,7 +89,7 @@ def load(
 
 
 def name_of(source: str) -> str:
-    """A short name for metrics and tables: the task's, or the file's or data set's without what is around it."""
+    """Return a short name for metrics and tables: the task's, or that of the file or data set without folder and suffix."""
     if source in TASKS:
         return source
     if HUB_ID.fullmatch(source) and not os.path.exists(source):
@@ -101,7 +102,7 @@ def name_of(source: str) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raise where a source is neither a task nor a file nor the name of a data set on the hub. Reads nothing."""
+    """Raise if a source is neither a task nor a file nor the name of a data set on the hub. Reads nothing."""
     if source not in TASKS and not os.path.exists(source):
         _on_the_hub(source, "train")
 
@@ -150,7 +151,7 @@ def _file_in(dir: str, name: str, task: Task) -> str:
 
 
 def _as_task_row(row: Row, data: HubData) -> Row:
-    """A row of the hub in the form of the task's file: problem, answer and whatever else there is."""
+    """Convert a row of the hub to the form of the task's file: problem, answer and all other columns."""
     columns = {"problem": data.prompt_column, "answer": data.answer_column}
     for name in columns.values():
         if name not in row.values:
@@ -205,7 +206,7 @@ def _gather(
 
 
 def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | None) -> tuple[list[int], str | None]:
-    """The places of the prompts with at most `limit` tokens, and a sentence on the others, if there are any."""
+    """Return the indices of the prompts with at most `limit` tokens, and a sentence on the others, if there are any."""
     places = [place for place, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
     if not places:
         raise UserError(
@@ -219,7 +220,7 @@ def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | Non
 
 
 def too_few(source: str, problems: int, prompts_per_step: int) -> str | None:
-    """A sentence on a step that has to sample problems more than once."""
+    """Return a sentence if a step has to sample problems more than once, else None."""
     if problems >= prompts_per_step:
         return None
     return (
@@ -278,7 +279,7 @@ def _messages(row: Row, name: str, messages: list[Any]) -> list[dict[str, str]]:
 
 
 def _answer(row: Row, name: str) -> str | None:
-    """As a text; None where there is nothing to grade by."""
+    """Return the answer as text; None if there is nothing to grade by."""
     answer = row.values.get(name)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):
         row.refuse(f"{name} is {kind_of(answer)}: write a text or a number, or leave the column out of all rows.")
@@ -290,6 +291,6 @@ def _answer(row: Row, name: str) -> str | None:
 
 
 def _integer(answer: str) -> str | None:
-    """`1,234`, `27.0` and `025` as 1234, 27 and 25; None for what is no integer, or has more digits than Python reads."""
+    """Return `1,234`, `27.0` and `025` as 1234, 27 and 25; None for text that is no integer or has 1000 characters or more."""
     whole = len(answer) < 1000 and INTEGER.fullmatch(answer.strip())
     return str(int(answer.partition(".")[0].replace(",", ""))) if whole else None

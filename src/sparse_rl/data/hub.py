@@ -1,4 +1,4 @@
-"""The rows of a data set on the Hugging Face hub, read with `datasets`, which keeps a copy on disk."""
+"""Read the rows of a data set on the Hugging Face hub with `datasets`, which keeps a copy on disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from .rows import Row
 
 
 def read_hub(data: HubData, instead: str) -> list[Row]:
-    """All rows of a split; `instead` is what to do where the hub cannot be reached."""
+    """Return all rows of a split. `instead` is the remedy named if the hub cannot be reached."""
     import datasets  # here, because it takes a second to import
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -47,7 +47,7 @@ def _cannot_reach(id: str, why: str, instead: str) -> Absent:
 
 @contextmanager
 def _offline(offline: bool) -> Iterator[None]:
-    """Only the copy on disk is asked: `datasets` would try the network for half a minute first."""
+    """Read only the copy on disk, if `offline`. `datasets` would try the network for half a minute first."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -64,7 +64,7 @@ def _offline(offline: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars across ours."""
+    """Hide the progress bars of `datasets`, which would mix with ours."""
     import datasets
 
     before = datasets.are_progress_bars_disabled()

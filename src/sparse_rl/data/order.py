@@ -1,11 +1,11 @@
-"""In which order training sees its problems. To resume, the number of problems seen so far is enough."""
+"""The order of problems in training. The number of problems seen so far is enough to resume."""
 
 import random
 from functools import lru_cache
 
 
 class Order:
-    """An endless stream of the indices below `n`: each epoch holds every one once, shuffled anew.
+    """An endless stream of the indices below `n`. Each epoch contains every index once, in a new order.
 
     A pure function of (n, seed, cursor), the same on every machine. Near the end of an epoch `take` may reach into the next.
     """
@@ -16,7 +16,7 @@ class Order:
         self.n, self.seed = n, seed
 
     def take(self, cursor: int, count: int) -> list[int]:
-        """Entries cursor, …, cursor + count - 1 of the stream."""
+        """Return entries cursor, …, cursor + count - 1 of the stream."""
         return [shuffled(self.n, self.seed, at // self.n)[at % self.n] for at in range(cursor, cursor + count)]
 
 

@@ -1,6 +1,6 @@
-"""From a problem to the token ids of its prompt: the one place where a chat template is applied.
+"""Convert a problem to the token ids of its prompt: the one place where a chat template is applied.
 
-A template is code of the model's author. It runs in Jinja's sandbox, and here for a few seconds at most.
+A template is code of the model's author. It runs in Jinja's sandbox, for a few seconds at most.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 5.0
-"""For one prompt. Templates take less than a millisecond."""
+"""Time limit for one prompt, in seconds. Templates take less than a millisecond."""
 CHAT_NAMES = re.compile(r"instruct|chat|assistant|-it\b", re.IGNORECASE)
 CHAT_TOKENS = {"<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>", "<|user|>"}
-"""What a model that was trained on messages has in its name or among its tokens."""
+"""Special tokens of models that were trained on messages. `CHAT_NAMES` matches the names of such models."""
 
 
 def encoded(tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example], data: DataConfig) -> list[list[int]]:
-    """Token ids of each prompt, as train, eval and the dry run all have them."""
+    """Return the token ids of each prompt, the same for train, eval and the dry run."""
     options = (data.template, data.raw, data.chat_template_kwargs)
     prompts = [encode(tokenizer, example, *options) for example in examples]
     if len({str(example.prompt) for example in examples}) > 1 and len(set(map(tuple, prompts))) == 1:
@@ -44,10 +44,11 @@ def encode(
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt: in the tokenizer's chat template where it has one, as a message of a user unless it is messages.
+    """Return the token ids of a prompt, in the tokenizer's chat template if it has one. A text becomes a message of the
+    user.
 
-    The template, by default the example's own, goes around the text, or around the content of the last message. The
-    chat template is given `chat_template_kwargs`, such as Qwen3's enable_thinking.
+    The template, by default the example's own, goes around the text, or around the content of the last message. The chat
+    template gets `chat_template_kwargs`, such as Qwen3's enable_thinking.
     """
     template = template or example.template
     chat = bool(tokenizer.chat_template) and not raw
@@ -105,7 +106,8 @@ def _tell_of_missing_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 class _TooLong(BaseException):
-    """Not an Exception: whoever is interrupted must not take it for one of its own."""
+    """Raised in a template that takes too long. Not an Exception, so that the interrupted code does not catch it as its
+    own."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""The rows of a file, each with the place it stands at: JSON lines, Parquet or CSV, packed with gzip or not.
+"""Read the rows of a file, each with its place: JSON lines, Parquet or CSV, with or without gzip.
 
-Knows nothing of prompts and answers. What cannot be read is refused by file and line.
+Knows nothing of prompts and answers. Rows that cannot be read are refused by file and line.
 """
 
 import codecs
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".csv.gz")
 LONGEST_CELL = 2**27
-"""Characters of one cell of a CSV; Python's own limit is 2**17."""
+"""Maximum characters in one cell of a CSV; Python's own limit is 2**17."""
 
 
 @dataclass(frozen=True)
 class Row:
     place: str
-    """Such as `data.jsonl:3`; a row of what has no lines is `data.parquet, row 3`."""
+    """Place in the source, such as `data.jsonl:3`, or `data.parquet, row 3` for a format without lines."""
     values: dict[str, Any]
 
     def refuse(self, sentence: str) -> NoReturn:
@@ -42,7 +42,7 @@ def refuse(place: str, sentence: str) -> NoReturn:
 
 
 def read_rows(source: str) -> list[Row]:
-    """All rows of a file, in its order; a file whose name ends in neither .csv nor .parquet is JSON lines."""
+    """Return all rows of a file, in order. A file whose name ends in neither .csv nor .parquet is JSON lines."""
     try:
         content = read_file(source)
     except OSError as error:
@@ -119,7 +119,7 @@ def _encodable(row: dict[str, Any]) -> bool:
 
 
 def _csv(source: str, content: bytes) -> Iterator[Row]:
-    """The first line names the columns; an empty cell is None, everything else text."""
+    """Yield the rows of a CSV. The first line names the columns; an empty cell is None, everything else text."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -185,6 +185,6 @@ def _python_values(source: str, name: str, column: "ChunkedArray") -> list[Any]:
 
 
 def kind_of(value: Any) -> str:
-    """A value's type as a user calls it."""
+    """Return the type of a value in a user's words."""
     kinds = {str: "a text", bool: "true or false", list: "a list", dict: "an object", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")

@@ -1,1 +1,1 @@
-"""Our caches inside other people's loops. Nothing else of sparse-rl uses this room."""
+"""Bounded KV caches in other training and generation loops. No other part of sparse-rl imports this package."""

@@ -1,7 +1,7 @@
-"""`sparse-rl train RECIPE --ray.workers N`: the same program on Ray Train, which places the ranks and starts them again.
+"""Run `sparse-rl train RECIPE --ray.workers N` on Ray Train, which places the ranks and restarts them.
 
-The driver checks the run folder once. The first start of the workers makes, replaces or continues the run; every later one
-continues it, once it has begun.
+The driver checks the run folder once. The first start of the workers creates, replaces or continues the run. Every later start
+continues it, if it has begun.
 """
 
 import json
@@ -92,7 +92,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
-    """Ray would wait for ever for what a cluster does not have."""
+    """Raise if the cluster has too few resources. Ray would wait for them for ever."""
     asked = {name: count for name, count in needs.items() if count}
     places = sum(int(min(node.get(name, 0) // count for name, count in asked.items())) for node in nodes)
     if places < workers:
@@ -105,7 +105,7 @@ def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[
 
 
 def what_is_busy(free: dict[str, float], workers: int, needs: dict[str, float]) -> str | None:
-    """What others of the cluster use at the moment, which Ray waits for in silence."""
+    """Return a sentence on resources that others use at the moment, which Ray waits for in silence, or None."""
     short = [
         f"{free.get(name, 0):g} of {workers * count:g} {name}"
         for name, count in needs.items()
@@ -115,7 +115,7 @@ def what_is_busy(free: dict[str, float], workers: int, needs: dict[str, float]) 
 
 
 def _rank(values: dict[str, Any]) -> None:
-    """What runs on every worker."""
+    """Run training on one worker."""
     import ray.train
 
     from ..train import run
@@ -137,7 +137,7 @@ def _rank(values: dict[str, Any]) -> None:
 
 
 def _sentence(error: BaseException) -> UserError:
-    """What the first worker that failed has said, if it was a sentence of ours."""
+    """Return the error of the first worker that failed, other than one that lost another rank."""
     failures = getattr(error, "worker_failures", {})
     for rank, failure in sorted(failures.items()):
         cause = getattr(failure, "cause", None) or failure.__cause__ or failure

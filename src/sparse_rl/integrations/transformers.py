@@ -3,10 +3,10 @@
     model.set_attn_implementation("sparse_rl")
     model.generate(**inputs, past_key_values=BoundedCache(policy="rkv", budget=512))
 
-For a model that sparse-rl trained, `BoundedCache.from_pretrained(path)` has the settings it was trained under.
+`BoundedCache.from_pretrained(path)` has the settings with which sparse-rl trained a model.
 
-The schedule is the engine's: a prompt is compressed to the budget, and so is the cache after every `interval` new
-tokens. In a left-padded batch the padding never enters the cache, so the sinks are the first real tokens.
+The schedule is the engine's: a prompt is compressed to the budget, and so is the cache after every `interval` new tokens. In a
+left-padded batch the padding never enters the cache, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
@@ -52,7 +52,7 @@ class BoundedCache(Cache):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
-        """As the model in a folder or on the hub was trained: by the sparse_rl.json beside its weights."""
+        """Build the cache with the settings in the sparse_rl.json beside a model's weights, in a folder or on the hub."""
         stored, remedy = stored_kv(str(path)), "give them yourself, as in BoundedCache('rkv', budget=512)"
         if not stored:
             raise UserError(f"{path} has no KV settings, for there is no sparse_rl.json: {remedy}.")
@@ -72,7 +72,7 @@ class BoundedCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values, as allocated."""
+        """Allocated bytes of keys and values."""
         return sum(layer.cache.kv_bytes for layer in self.layers if layer.cache is not None)
 
     def crop(self, *args, **kwargs):
@@ -88,7 +88,7 @@ class BoundedCache(Cache):
 
 
 class BoundedLayer(CacheLayerMixin):
-    """One layer of it. It is the view its own keys are bound to: our attention function hands them back with queries."""
+    """One layer of a `BoundedCache`. It is the view of its own keys: our attention function passes them back with queries."""
 
     is_sliding = False
 
@@ -99,7 +99,7 @@ class BoundedLayer(CacheLayerMixin):
         self.kv, self.policy, self.seed, self.layer = kv, policy, seed, layer
         self.cache: SlotCache | None = None
         self.seen = 0
-        """Columns of the batch so far, padding included."""
+        """Columns of the batch so far, including padding."""
         self.entered = 0
         """Tokens after the prompt."""
         self.prompts: list[int] = []
@@ -180,7 +180,7 @@ class BoundedLayer(CacheLayerMixin):
     # What transformers asks of a layer
 
     def lazy_initialization(self, *args, **kwargs) -> None:
-        """Allocated at prefill, when the shapes are known."""
+        """Do nothing: the cache is allocated at prefill, when the shapes are known."""
 
     def update(self, *args, **kwargs):
         raise UserError("A BoundedLayer is updated through its BoundedCache.")

@@ -1,1 +1,1 @@
-"""What a response is worth: built-in and user functions, called in processes that can be killed. Imports no torch."""
+"""Rewards: built-in and user functions that grade responses, called in processes that can be killed. Imports no torch."""

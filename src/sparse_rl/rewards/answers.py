@@ -1,4 +1,4 @@
-"""Where in a text the final answer stands, and when it is a plain number. Text alone: nothing is evaluated, no sympy."""
+"""Find the final answer in a text and read plain numbers. Text alone: nothing is evaluated, no sympy."""
 
 import re
 from fractions import Fraction
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 BOX = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{")  # some write two backslashes
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;.*]|\\[,;: \\()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*", re.IGNORECASE)
-"""What may stand between two boxes that are one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
+"""Text allowed between two boxes that are one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
 BRACE = re.compile(rf"(?P<box>{BOX.pattern})|\\.|[{{}}]", re.DOTALL)
 BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
 ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))", re.IGNORECASE)
@@ -18,11 +18,11 @@ MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{NO-B
 SPACING = re.compile(r"\\[!,]|(\\[;:> ]|\\q?quad\b|~)|(\{,\}(?=\d))")
 STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mbox|bm)\s*\{([^{}]*)\}")
 MAX_STYLES = 3
-"""In each other."""
+"""Maximum nesting of style commands."""
 MAX_BRACES = 10
-"""Around a whole answer."""
+"""Maximum pairs of braces around a whole answer."""
 MAX_DIGITS = 1000
-"""Of a number and of its power of ten; longer ones are no plain numbers."""
+"""Maximum characters of a plain number, and maximum absolute power of ten."""
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 INTEGER = re.compile(
@@ -43,15 +43,15 @@ FRACTION = re.compile(
 
 
 class Said(NamedTuple):
-    """What a completion says outside of its thoughts."""
+    """Text of a completion outside of its thoughts."""
 
     text: str
     whole: bool
-    """Whether it ended by itself, and not in a thought. Only then is its last number an answer."""
+    """True if the text ended by itself and not in a thought. Only then its last number is an answer."""
 
 
 def said(text: str, finish: str = "stop", in_thought: bool = False) -> Said:
-    """Leave out the thoughts of a text, also one that is still open.
+    """Remove the thoughts of a text, including one that is still open.
 
     `in_thought` says that the prompt opened a thought. A text whose first tag is `</think>` shows the same.
     """
@@ -64,7 +64,7 @@ def said(text: str, finish: str = "stop", in_thought: bool = False) -> Said:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`, empty where it never closes; None where there is no box.
+    r"""Return the content of the last `\boxed{…}`, empty if it never closes; None if there is no box.
 
     Boxes side by side, as in `\boxed{2} and \boxed{3}`, are one answer of several parts. A box within another is a part of it:
     `\boxed{\boxed{5}+1000}` is 1005.
@@ -83,7 +83,7 @@ def boxed(text: str) -> str | None:
 
 
 class Box(NamedTuple):
-    """Where its command starts, its content starts and its brace closes."""
+    """Indices of a box: the start of its command, the start of its content, and its closing brace."""
 
     start: int
     content: int
@@ -91,9 +91,9 @@ class Box(NamedTuple):
 
 
 def outer_boxes(text: str) -> list[Box] | None:
-    """Return the boxes that are in no other, without those before the last one that never closes; None where there is no box.
+    """Return the boxes that are in no other, without those before the last one that never closes; None if there is no box.
 
-    As in TeX, an open box ends at a blank line: boxes below it are read as usual.
+    An open box ends at a blank line, as in TeX: boxes below it are read as usual.
     """
     if not BOX.search(text):
         return None
@@ -138,7 +138,7 @@ def closing(text: str, start: int) -> int | None:
 
 
 def depth(text: str) -> int:
-    """How deep brackets of any kind stand in each other."""
+    """Return the maximum nesting depth of brackets of any kind."""
     deepest = level = 0
     for character in text:
         level += (character in "{[(") - (character in "}])")
@@ -147,7 +147,7 @@ def depth(text: str) -> int:
 
 
 def tidy(text: str) -> str:
-    """Without dollars around it, spacing commands and styles: `$\\mathbf{1{,}234}$` is `1,234`."""
+    """Remove dollars around the text, spacing commands and styles: `$\\mathbf{1{,}234}$` is `1,234`."""
     text = text.translate(MINUS_SIGNS).strip()
     for opening, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > 2 * len(opening) and text.startswith(opening) and text.endswith(end):
@@ -159,7 +159,8 @@ def tidy(text: str) -> str:
 
 
 def integer(text: str) -> str | None:
-    """The one integer that a text is, with a unit perhaps, as its digits: never a number, so that no length of it is slow."""
+    """Return the digits of a text that is one integer, possibly with a unit, else None. They stay text, so that no length
+    is slow."""
     match = INTEGER.fullmatch(tidy(text))
     if not match:
         return None
@@ -172,12 +173,12 @@ class Plain(NamedTuple):
 
     value: Fraction
     exact: bool
-    """Whether it has no decimal point, so that only the same number equals it."""
+    """True if it has no decimal point, so that only the same number equals it."""
     percent: bool
 
 
 def plain(text: str) -> Plain | None:
-    """A number written in figures: an integer, a decimal, a fraction of integers, a power of ten, a percentage."""
+    """Read a number written in figures: an integer, a decimal, a fraction of integers, a power of ten, a percentage."""
     text = tidy(text)
     if len(text) > MAX_DIGITS:
         return None
@@ -195,7 +196,8 @@ def plain(text: str) -> Plain | None:
 
 
 def same(gold: Plain, answer: Plain, tolerance: Fraction) -> bool:
-    """Equal; within the relative `tolerance` where one is a decimal and the gold is no integer. 9 % is 9 or 0.09."""
+    """Return whether two numbers are equal, within the relative `tolerance` if one is a decimal and the gold is no integer.
+    9 % is 9 or 0.09."""
     golds, answers = values(gold), values(answer)
     if gold.percent and answer.percent:
         golds, answers = golds[:1], answers[:1]

@@ -1,7 +1,7 @@
-r"""Answers that name what they give: `x = 5`, `m + n = 25`, `f(2) = 5`. Text alone: nothing is evaluated, no sympy.
+r"""Read answers that name their value: `x = 5`, `m + n = 25`, `f(2) = 5`. Text alone: nothing is evaluated, no sympy.
 
-An equation is right where each side is a name or the gold, and one is the gold. An equation that has yet to be solved, such
-as `2x = 10`, names nothing.
+An equation is right if each side is a name or the gold, and one is the gold. An equation that has yet to be solved, such as
+`2x = 10`, names nothing.
 """
 
 import re
@@ -45,9 +45,10 @@ def sides_of(text: str) -> list[str] | None:
 
 
 def is_name(side: str) -> bool:
-    """Whether a side only names a quantity: a symbol, a function's value, a word, or an expression of several symbols.
+    """Return whether a side only names a quantity: a symbol, a function's value, a word, or an expression of several
+    symbols.
 
-    An expression of one symbol, as `2x` or `x + 1`, is an equation's side to be solved.
+    An expression of one symbol, such as `2x` or `x + 1`, is a side of an equation to be solved.
     """
     symbols, works, place = set(), False, 0
     while place < len(side):
@@ -62,6 +63,6 @@ def is_name(side: str) -> bool:
 
 
 def values_in(text: str) -> list[str]:
-    """Return the sides of an equation that are no names, or the text itself where it is no equation."""
+    """Return the sides of an equation that are no names, or the text itself if it is no equation."""
     sides = sides_of(text)
     return [text] if sides is None else [side for side in sides if not is_name(side)]

@@ -1,4 +1,4 @@
-"""From the name of a reward to the function. A user's module is imported in a worker, into the trainer only with no workers."""
+"""Find a reward function by name. A user's module is imported in a worker; in the trainer only if there are no workers."""
 
 import difflib
 import importlib
@@ -22,13 +22,13 @@ BUILT_IN = {
     "last_number": "functions",
     "math_answer": "math",  # the only one that imports sympy
 }
-"""The names a user may give, and the modules they are in."""
+"""Names of the built-in rewards and their modules."""
 INSIDE = "SPARSE_RL_REWARD_WORKER"
-"""Set in the environment of reward workers and of what they start, and while the trainer imports a reward."""
+"""Environment variable set in reward workers and their child processes, and while the trainer imports a reward."""
 
 
 class InsideAReward(UserError):
-    """A run that a reward's module starts when it is imported: its worker would import it again, and so on without end."""
+    """Raised if a reward's module starts a run when it is imported. Its worker would import it again without end."""
 
 
 def refuse_inside_a_reward() -> None:
@@ -49,7 +49,8 @@ def inside_a_reward() -> Iterator[None]:
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """`exact`, `my_rewards:graded`, `my_rewards.graded` or `path/to/rewards.py:graded`; else a `UserError` in one sentence."""
+    """Return the function of `exact`, `my_rewards:graded`, `my_rewards.graded` or `path/to/rewards.py:graded`. Raise a
+    `UserError` of one sentence if there is none."""
     where, _, name = spec.rpartition(":" if ":" in spec else ".")
     if not name or (":" in spec and not where) or spec.endswith(".py"):
         raise UserError(
@@ -121,7 +122,7 @@ def nearest(name: str, known: list[str], otherwise: str = "") -> str:
 
 
 def refusal_behind(error: BaseException | None) -> InsideAReward | None:
-    """The refusal that a command line has turned into an exit, if that is what happened."""
+    """Return the refusal that a command line has turned into an exit, or None."""
     while error:
         if isinstance(error, InsideAReward):
             return error
@@ -134,5 +135,5 @@ def cannot_import(spec: str, error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The exception as Python would print it, on one line and of bounded length."""
+    """Return the exception as Python prints it, on one line of bounded length."""
     return " ".join(traceback.format_exception_only(error)[-1].split())[:300]

@@ -1,8 +1,8 @@
-"""The built-in rewards, in TRL's convention: one float per completion, None where there is no verdict.
+"""The built-in rewards, in TRL's convention: one float per completion, None for no verdict.
 
-A completion is a text, or a list of messages where the prompt is one. `answer` is the data's column of that name. `finish`
-says how each completion ended (stop, length, repetition) and `in_thought` whether its prompt opened a thought; a caller
-without them grades finished texts.
+A completion is a text, or a list of messages if the prompt is one. `answer` is the data's column of that name. `finish` says
+how each completion ended (stop, length, repetition) and `in_thought` whether its prompt opened a thought. Without these
+columns all texts count as finished.
 """
 
 import re
@@ -23,12 +23,12 @@ NUMBER = re.compile(
 
 
 def arithmetic(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
-    """The embedded task: what follows the last `=` is exactly the answer."""
+    """Grade completions of the embedded task: 1 if the text after the last `=` is exactly the answer, else 0."""
     return [grade(text_of(completion), right) for completion, right in zip(completions, answer, strict=True)]
 
 
 def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
-    """The whole text is the answer, but for space around it."""
+    """Grade each completion: 1 if the whole text is the answer, except for space around it, else 0."""
     return [float(text_of(completion).strip() == right.strip()) for completion, right in zip(completions, answer, strict=True)]
 
 
@@ -40,9 +40,10 @@ def last_number(
     in_thought: list[bool] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """The last number in the text is the answer's, however spelt: 1,234.50 is 1234.5. A text that was cut off is wrong.
+    """Grade each completion: 1 if the last number in the text equals the answer's, else 0.
 
-    No verdict where the data's answer has no number.
+    The spelling does not matter: 1,234.50 is 1234.5. A text that was cut off is wrong. No verdict if the data's answer has no
+    number.
     """
     verdicts: list[float | None] = []
     for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True):
@@ -52,7 +53,7 @@ def last_number(
 
 
 def spoken(completions: list, finish: list[str] | None, in_thought: list[bool] | None) -> list[Said]:
-    """What each completion says outside of its thoughts."""
+    """Return the text of each completion outside of its thoughts."""
     ends, starts = finish or ["stop"] * len(completions), in_thought or [False] * len(completions)
     return [said(text_of(each), end, start) for each, end, start in zip(completions, ends, starts, strict=True)]
 
@@ -62,7 +63,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 
 
 def number_in(text: str) -> Decimal | None:
-    """The last number in a text; exact, so that 0.1 is 0.10 and nothing else."""
+    """Return the last number in a text, exact: 0.1 equals 0.10 and nothing else."""
     found = NUMBER.findall(text)
     try:
         return Decimal(found[-1].replace(",", "").replace("\N{MINUS SIGN}", "-")) if found else None

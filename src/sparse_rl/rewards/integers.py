@@ -1,4 +1,4 @@
-"""The reward of tasks whose answers are integers (AIME, AMC, GSM8K): compared figure by figure, and no more than sums are evaluated."""
+"""Reward of tasks whose answers are integers (AIME, AMC, GSM8K). Figures are compared, and nothing but sums is evaluated."""
 
 import re
 from collections import deque
@@ -12,7 +12,7 @@ from .functions import NUMBER, number_in, spoken
 __all__ = ["integer_answer"]
 
 PART_OF_MORE = re.compile(r"\s*(?:_|\^(?!\s*\{?\s*\\circ)|/\s*\d)")
-"""What follows a number that is only the start of a power, a name or a fraction."""
+"""Text after a number that is only the start of a power, a name or a fraction."""
 TERM = re.compile(r"[-+]? *[0-9]{1,18}")
 SUM = re.compile(rf"{TERM.pattern}(?: *[-+] *[0-9]{{1,18}})+")
 
@@ -25,10 +25,11 @@ def integer_answer(
     in_thought: list[bool] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""The last `\boxed{…}` is the answer's integer; without a box the number announced by "answer is" or ####, else the last.
+    r"""Grade each completion: 1 if the last `\boxed{…}` is the answer's integer, else 0.
 
-    Dollars, commas between thousands, `.0`, a unit and a name, as in `m + n = 25`, are forgiven; a sum, a power or two numbers
-    are not. A text that was cut off needs a box. No verdict where the data's answer is no integer.
+    Without a box, the number announced by "answer is" or #### counts, else the last one. Dollars, commas between thousands,
+    `.0`, a unit and a name, as in `m + n = 25`, are allowed. A sum, a power or two numbers are not. A text that was cut off
+    needs a box. No verdict if the data's answer is no integer.
     """
     verdicts: list[float | None] = []
     for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True):
@@ -45,7 +46,7 @@ def integer_in(speech: Said) -> str | None:
 
 
 def the_one(sides: list[str]) -> str | None:
-    """The integer that all sides are. A sum counts only beside its result: `m + n = 12 + 13 = 25`."""
+    """Return the integer that all sides equal, or None. A sum counts only beside its result: `m + n = 12 + 13 = 25`."""
     integers = [integer(side) for side in sides]
     values = {value or total(side) for value, side in zip(integers, sides, strict=True)}
     return values.pop() if len(values) == 1 and any(integers) else None
@@ -56,7 +57,7 @@ def total(side: str) -> str | None:
 
 
 def unboxed(text: str) -> str | None:
-    """The number that a text announces, else its last."""
+    """Return the number that a text announces, else its last number."""
     announcements = list(ANNOUNCED.finditer(text))
     number = NUMBER.search(text, announcements[-1].end()) if announcements else None
     if number is None:
@@ -68,12 +69,12 @@ def unboxed(text: str) -> str | None:
 
 
 def stands_alone(text: str, number: re.Match[str]) -> bool:
-    r"""Whether it is a number of its own; the 4 of `\frac{3}{4}`, the 3 of `2^3` or `z_3` is none."""
+    r"""Return whether the match is a whole number of its own. The 4 of `\frac{3}{4}` and the 3 of `2^3` or `z_3` are not."""
     return text[number.start() - 1 : number.start()] not in ("{", "^", "_", "/") and not PART_OF_MORE.match(text, number.end())
 
 
 def as_digits(value: Decimal) -> str | None:
-    """An integer's figures, unless it is written with an exponent too large to write them."""
+    """Return the digits of an integer, or None if it is no integer or its exponent is too large to write them."""
     if abs(value.adjusted()) > 1000 or value != value.to_integral_value():
         return None
     return integer(f"{value:f}")

@@ -1,4 +1,5 @@
-"""The process between the trainer and a reward worker: it ends whatever the worker has started, also when the trainer was killed.
+"""The keeper: a process between the trainer and a reward worker that ends everything the worker started, also if the
+trainer is killed.
 
 The worker is its child. On Linux orphans of the worker become the keeper's children as well, so it finds a daemon that has
 left its process group. Elsewhere it ends the worker's process group.
@@ -15,13 +16,14 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 1.0
-"""How often the keeper looks for its trainer, whose end of the channel a process it forked may still hold open."""
+"""Seconds between checks that the trainer still runs. A process it forked may still hold its end of the channel open."""
 END_S = 1.0
-"""How long the keeper tries to end what is left: a process in a system call that nothing can end stays behind."""
+"""Seconds in which the keeper tries to end the remaining processes. A process in an uninterruptible system call stays
+behind."""
 
 
 def fork_worker(channel: int, trainer: int) -> None:
-    """Return in a child, the worker. This process stays to watch it and never returns."""
+    """Fork the worker and return in it. The parent stays as its keeper and never returns."""
     set_process(PR_SET_CHILD_SUBREAPER, 1)
     woken, wakes = os.pipe()
     os.set_blocking(woken, False)
@@ -50,7 +52,7 @@ def fork_worker(channel: int, trainer: int) -> None:
 
 
 def set_process(option: int, value: int) -> None:
-    """prctl(2), where there is one."""
+    """Call prctl(2), if the system has it."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -71,7 +73,7 @@ def watch(channel: int, woken: int, worker: int, trainer: int) -> int | None:
 
 
 def reap(worker: int) -> int | None:
-    """Take in all children that have ended; the worker's status if it was one of them."""
+    """Reap all children that have ended. Return the worker's status if it was one of them."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -98,7 +100,7 @@ def end_all(worker: int) -> None:
 
 
 def descendants() -> list[int]:
-    """The processes below this one, where /proc tells."""
+    """Return the processes below this one, if /proc lists them."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if entry.isdigit():
@@ -113,7 +115,7 @@ def descendants() -> list[int]:
 
 
 def end_like(status: int | None) -> None:
-    """End as the worker did: what it died of is read from this process."""
+    """End as the worker did: the trainer reads the cause of its death from this process."""
     if status is None or not os.WIFSIGNALED(status):
         os._exit(0 if status is None else os.waitstatus_to_exitcode(status))
     number = os.WTERMSIG(status)

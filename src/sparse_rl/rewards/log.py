@@ -1,4 +1,4 @@
-"""`reward.log`: what rewards print. Several processes append to it; it never grows far beyond its limit."""
+"""`reward.log`: the output of rewards. Several processes append to it, and it never grows far beyond its limit."""
 
 import os
 from contextlib import suppress
@@ -6,11 +6,11 @@ from pathlib import Path
 
 MAX_BYTES = 16 * 2**20
 HEAD_BYTES = TAIL_BYTES = 2**20
-"""What stays of a log that has grown too long: its beginning and its end."""
+"""Bytes kept at the beginning and at the end of a log that has grown too long."""
 
 
 def trim(log: Path | None) -> None:
-    """Cut the middle out of a log over `MAX_BYTES`. Those who append to it go on at its new end."""
+    """Cut the middle out of a log over `MAX_BYTES`. Processes that append continue at its new end."""
     with suppress(OSError):
         if log is None or log.stat().st_size <= MAX_BYTES:
             return

@@ -1,8 +1,8 @@
-"""The reward of mathematics: is the boxed answer the gold, by math-verify, less the matches it makes too easily?
+"""Reward of mathematics: compare the boxed answer with the gold by math-verify, without the matches it makes too easily.
 
-Runs where it can be killed: math-verify's own limits are off, because they are signals that sympy may swallow. What cannot
-be an answer (kilobytes, towers of powers, an integral left to the grader) is wrong before sympy sees it. docs/train-your-own.md
-says what counts as right.
+Run it where it can be killed: math-verify's own limits are off, because they are signals that sympy may swallow. Text that
+cannot be an answer (kilobytes, towers of powers, an integral left to the grader) is wrong before sympy sees it.
+docs/train-your-own.md defines which answers are right.
 """
 
 import logging
@@ -48,24 +48,24 @@ from .functions import spoken
 __all__ = ["math_answer"]
 
 MAX_CHARS = 500
-"""Of an answer, or three times the gold: the longest gold of the benchmarks has 210."""
+"""Maximum characters of an answer, or three times the gold if that is more. The longest gold of the benchmarks has 210."""
 MAX_DEPTH = 10
-"""Of brackets in each other, for which the parser takes a second; the deepest gold has 4."""
+"""Maximum nesting of brackets, for which the parser takes a second. The deepest gold has 4."""
 TAIL_CHARS = 300
-"""How much of the end of a text without a box is searched for an answer."""
+"""Characters at the end of a text without a box that are searched for an answer."""
 MAX_BITS = 4096
-"""Of a number that an answer asks to be worked out."""
+"""Maximum bits of a number that an answer leaves to be computed."""
 MAX_POWER = 64
-"""Of an expression with variables, which might be multiplied out."""
+"""Maximum power of an expression with variables, which might be multiplied out."""
 MAX_NODES = 400
 TOLERANCE = Fraction(1, 10**6)
-"""Relative, where one of two numbers is a decimal."""
+"""Relative tolerance if one of two numbers is a decimal."""
 
 ROUNDING = 1e-13
-"""What may be left of a sum or a sine that is 0."""
+"""Absolute rounding error of a sum or a sine that is 0."""
 
 UNDONE = (Derivative, Integral, Limit, Product, Sum)
-"""Work that an answer leaves to the grader; right only where the gold leaves it, too."""
+"""Operations that an answer leaves to the grader. They are right only if the gold leaves them too."""
 UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")  # binomials too large
 AT_ONCE = re.compile(r"gcd|lcm|binom")  # the parser works these out
 HUGE = re.compile(r"\^[\s{(]*\w+\s*\^|\^[\s{(]*\d{5}|\d{5}[\s)]*!")
@@ -88,9 +88,10 @@ def math_answer(
     in_thought: list[bool] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""The last `\boxed{…}`, or without one what math-verify finds at the end of the text, equals the data's answer.
+    r"""Grade each completion: 1 if the last `\boxed{…}` equals the data's answer, else 0.
 
-    A text that was cut off needs a box. No verdict where the data's answer is empty.
+    Without a box, the answer that math-verify finds at the end of the text counts. A text that was cut off needs a box. No
+    verdict if the data's answer is empty.
     """
     return [
         None if not right.strip() else float(is_right(speech, right))
@@ -133,7 +134,7 @@ def gold_values(text: str) -> tuple[Any, ...]:
 
 
 def equals(gold: Gold, answer: str) -> bool:
-    """Whether the content of a box is the gold."""
+    """Return whether the content of a box equals the gold."""
     if compact(answer) == compact(gold.text):
         return True
     if "\0" in answer or len(answer) > max(MAX_CHARS, 3 * len(gold.text)) or depth(answer) > MAX_DEPTH:
@@ -147,7 +148,7 @@ def equals(gold: Gold, answer: str) -> bool:
 
 
 def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
-    """By meaning; where one of the two has none, only the same text is the same."""
+    """Compare by meaning. If one of the two has none, only the same text is equal."""
     wanted, said = compact(gold.text), compact(answer)
     if WORD.fullmatch(wanted) and WORD.fullmatch(said):
         return wanted.casefold() == said.casefold()
@@ -170,20 +171,21 @@ def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
 
 
 def is_number(gold: Gold) -> bool:
-    """Whether it has no symbol, so that `x = 5` only names it."""
+    """Return whether the gold has no symbol, so that `x = 5` only names it."""
     values = gold_values(gold.text)
     symbols = [each for each in values if not isinstance(each, Expr) or each.free_symbols]
     return gold.number is not None or ("=" not in gold.text and bool(values) and not symbols)
 
 
 def other_base(gold: str, answer: str) -> bool:
-    """Whether they name two bases, as 101_2 and 101_3 do: math-verify drops them."""
+    """Return whether the two name different bases, as 101_2 and 101_3 do. math-verify drops bases."""
     bases = BASE.search(tidy(gold)), BASE.search(tidy(answer))
     return all(bases) and len({base[1] for base in bases if base}) > 1
 
 
 def defined(answer: Any, gold: Any) -> Any:
-    """What `y = 2x + 3` or `f(x) = 2x + 3` says that y is, where the gold is an expression of x; for a number it stays as it is."""
+    """Return the right side of `y = 2x + 3` or `f(x) = 2x + 3` if the gold is an expression of x. Else return the answer
+    unchanged."""
     if not isinstance(answer, Eq) or not isinstance(gold, Expr) or gold.is_Symbol or not gold.free_symbols:
         return answer
     name = answer.lhs
@@ -192,7 +194,8 @@ def defined(answer: Any, gold: Any) -> Any:
 
 
 def is_range(answer: Any) -> bool:
-    """Whether all it says is between which numbers a variable lies, as `1 < x < 3`: then sympy makes an interval of it at once."""
+    """Return whether the answer only bounds one variable by numbers, as `1 < x < 3`. sympy turns that into an interval at
+    once."""
     parts = answer.args if isinstance(answer, And) else [answer]
     return (
         all(isinstance(part, Relational) and {part.lhs.is_Symbol, part.rhs.is_Symbol} == {True, False} for part in parts)
@@ -201,7 +204,7 @@ def is_range(answer: Any) -> bool:
 
 
 def parsed(content: str) -> list[Any]:
-    """Powers of ten are spelt out, because in TeX 4.5e33 is a product with Euler's number."""
+    """Parse the content of a box. Powers of ten are written out, because in TeX 4.5e33 is a product with Euler's number."""
     content = POWER_OF_TEN.sub(r" \\times 10^{\1}", DEGREES.sub(r"^\\circ", tidy_outside(content)))
     return parse(f"\\boxed{{{content}}}", parsing_timeout=None)
 
@@ -216,7 +219,7 @@ def values_of(found: list[Any]) -> tuple[Any, ...]:
 
 
 def compact(text: str) -> str:
-    """To compare texts by: spacing, styles and a full stop do not count."""
+    """Return the text for comparison, without spacing, styles and a final full stop."""
     return IGNORED.sub("", DISPLAY_FRACTION.sub(r"\\frac", tidy(text))).rstrip(".")
 
 
@@ -227,7 +230,8 @@ def leaves_work(answer: str, gold: Gold) -> bool:
 
 
 def fits(gold: Any, answer: Any, gold_text: str, text: str) -> bool:
-    """Whether the answer is of the gold's kind. math-verify takes `x = 5`, `\\{5\\}` and `[5, 5]` for 5, and a set for a pair."""
+    """Return whether the answer is of the gold's kind. math-verify takes `x = 5`, `\\{5\\}` and `[5, 5]` for 5, and a set
+    for a pair."""
     if isinstance(gold, Relational | And):
         return True
     if not isinstance(gold, Set | Tuple | MatrixBase):
@@ -242,7 +246,7 @@ def ordered(value: Any, text: str) -> bool:
 
 
 def modest(answer: Any, gold: Any) -> bool:
-    """Whether working the answer out is no more than a grader can be asked to do."""
+    """Return whether evaluating the answer is cheap enough for a grader."""
     if isinstance(answer, MatrixBase):
         return all(modest(entry, gold) for entry in answer.flat())
     allowed = tuple(kind for kind in UNDONE if isinstance(gold, Basic) and gold.has(kind))
@@ -257,7 +261,7 @@ def modest(answer: Any, gold: Any) -> bool:
 
 
 def bits(node: Any) -> float:
-    """An upper estimate of log2 of the absolute value of a number, which is not worked out; 0 where there are variables."""
+    """Return an upper estimate of log2 of the absolute value of a number without evaluating it; 0 if there are variables."""
     if node.free_symbols:
         return 0.0
     if isinstance(node, Integer):
@@ -278,9 +282,10 @@ def bits(node: Any) -> float:
 
 
 def far_apart(gold: Any, answer: Any) -> bool:
-    """Whether two expressions differ at a point: then sympy need not try for seconds to make one of the other.
+    """Return whether two expressions differ at a point. sympy then need not try for seconds to transform one into the
+    other.
 
-    It also tells 0 from 1e-8, which math-verify does not: it rounds decimals to six places.
+    It also distinguishes 0 from 1e-8, which math-verify does not: it rounds decimals to six places.
     """
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or gold.is_Symbol or answer.is_Symbol:
         return False  # a word is a symbol, or the product of its letters

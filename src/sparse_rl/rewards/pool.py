@@ -1,14 +1,14 @@
-"""Calls a reward function in processes of its own, one sample per call, each with a limit on the clock.
+"""Call a reward function in separate processes, one sample per call, each with a time limit.
 
-A function that hangs, raises or crashes costs its sample the verdict and is counted; its process is killed and replaced, and
-the other samples go on. Grading takes at most samples / workers x (timeout_s + the time a process takes to start); of an
-async function twice that, because samples whose process had to be killed while it graded several are asked again, alone.
+A function that hangs, raises or crashes costs its sample the verdict and is counted. Its process is killed and replaced, and
+the other samples continue. Grading takes at most samples / workers x (timeout_s + the time a process takes to start). An async
+function takes up to twice that: if a process is killed while it grades several samples, they are graded again, alone.
 
-A process is a fresh interpreter: a fork would inherit CUDA, and multiprocessing's spawn imports the trainer's main module,
-and torch with it.
+A process is a fresh interpreter: a fork would inherit CUDA, and multiprocessing's spawn imports the trainer's main module, and
+torch with it.
 
-With no workers the function is called here instead, once with all samples and without a limit: for a reward model that
-wants the GPU and a batch.
+With no workers the function is called in this process instead, once with all samples and without a limit: for a reward model
+that needs the GPU and a batch.
 """
 
 import math
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from ..rollout.rollout import Rollout
 
 PROMPT_END = 8
-"""Tokens in which a prompt that opens a thought ends."""
+"""Last tokens of a prompt that are searched for an opened thought."""
 LOOK_S = 1.0
-"""How often the log's size is looked at while something is graded."""
+"""Seconds between checks of the log's size during grading."""
 
 Messages = list[dict[str, str]]
 
 
 def about(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Any]]:
-    """The columns that tell a reward how each rollout ended, which tokens it has and whether its prompt has opened a thought."""
+    """Return the columns that tell a reward how each rollout ended, its token ids, and whether its prompt opened a thought."""
     ends = tokenizer.batch_decode([each.prompt[-PROMPT_END:] for each in rollouts], skip_special_tokens=False)
     return {
         "finish": [each.finish for each in rollouts],
@@ -60,25 +60,27 @@ def about(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokenizerBase") -
 
 @dataclass(frozen=True)
 class Graded:
-    """The verdicts of a batch; a value is None where there is none. What the reward failed to grade is counted by reason."""
+    """Verdicts of a batch; a value is None if there is no verdict. Samples that the reward failed to grade are counted by
+    reason."""
 
     values: list[float | None]
     no_verdict: int
-    """The function returned None."""
+    """Samples for which the function returned None."""
     timeouts: int
     errors: int
-    """It raised, ended its process, or returned anything but one finite number of at most `MAX_REWARD`."""
+    """Samples for which the function raised, ended its process, or did not return one finite number of at most
+    `MAX_REWARD`."""
     first_error: str | None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """Of a sum of several functions, what each returned; a sample that got no verdict has none."""
+    """Values of each function of a sum; None for a sample without a verdict. Empty for one function."""
     truncated: int = 0
-    """Cut off, and so not decided by the function."""
+    """Samples that were cut off and therefore not graded by the function."""
     strays: int = 0
     """Lines on the workers' channels that answered no request."""
 
 
 class RewardPool:
-    """`with RewardPool("my_rewards:graded") as pool: pool.grade(…)`. For one caller at a time."""
+    """Pool of reward workers: `with RewardPool("my_rewards:graded") as pool: pool.grade(…)`. For one caller at a time."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class RewardPool:
         truncated: Truncated = "grade",
         timeout: Timeout = "none",
     ):
-        """Waits until every worker has imported the function. What they print goes to `log`, or nowhere."""
+        """Start the workers and wait until every one has imported the function. Their output goes to `log`, or nowhere."""
         refuse_inside_a_reward()
         self.function, self.timeout_s, self.log = function, timeout_s, log
         self.truncated, self.timeout = truncated, timeout
@@ -124,9 +126,10 @@ class RewardPool:
     def grade(
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], columns: dict[str, list[Any]]
     ) -> Graded:
-        """Completions may all be texts: where a prompt is messages, the function gets its completion as messages, too.
+        """Grade completions. They may all be texts: if a prompt is messages, the function gets its completion as messages
+        too.
 
-        The column `finish`, where there is one, says which completions were cut off.
+        The column `finish`, if there is one, says which completions were cut off.
         """
         assert self._size or self._here, "the pool is closed"
         trim(self.log)
@@ -155,7 +158,7 @@ class RewardPool:
         )
 
     def _asked(self, batch: "_Batch") -> list[dict[str, Any]]:
-        """The outcome of every sample that is not cut off."""
+        """Return the outcome of every sample that is not cut off."""
         failure = self._fill()  # why a worker could not start: then no further one is tried in this call
         try:
             while batch.unasked or any(worker.ready and worker.in_flight for worker in self._workers):
@@ -175,7 +178,7 @@ class RewardPool:
         return batch.outcomes
 
     def _fill(self) -> str | None:
-        """Start the workers that are missing; the reason, if that cannot be done."""
+        """Start the missing workers. Return the reason if that fails."""
         while len(self._workers) < self._size:
             try:
                 worker = Worker(self.function, self.timeout_s, self.log)
@@ -188,7 +191,7 @@ class RewardPool:
         return None
 
     def _deal(self, batch: "_Batch") -> None:
-        """Hand out samples, the next one to the worker that has fewest."""
+        """Assign samples, the next one to the worker that has fewest."""
         for worker in self._workers:
             if batch.alone and worker.idle:
                 sample = batch.alone.popleft()
@@ -198,7 +201,7 @@ class RewardPool:
             min(free, key=lambda worker: len(worker.in_flight)).ask(sample, batch.requests[sample])
 
     def _hear(self, worker: Worker, batch: "_Batch") -> str | None:
-        """Take in what a worker has said, or that it has ended or is overdue; the reason, if it could not start."""
+        """Handle the messages of a worker, its end or its timeout. Return the reason if it could not start."""
         for sample, message in worker.read():
             if "refused" in message:
                 self._discard(worker)
@@ -227,7 +230,7 @@ class RewardPool:
         return f"reward.function = {self.function} ends its process ({ended}) when imported: mend its module."
 
     def _wait(self, timeout_s: float) -> list[Worker]:
-        """The workers that have said something, have ended or are overdue."""
+        """Return the workers that have sent a message, have ended or are overdue."""
         first = min((worker.overdue_at for worker in self._workers), default=0.0)
         said = [key.data for key, _ in self._selector.select(max(0.0, min(timeout_s, first - time.monotonic())))]
         now = time.monotonic()
@@ -241,7 +244,7 @@ class RewardPool:
 
 
 def pool_for(settings: Settings, function: str, *, log: Path | None = None, workers: int | None = None) -> RewardPool:
-    """A pool of this function, as the configuration has it but for the number of workers where one is named."""
+    """Return a pool of this function with the configured settings; `workers` replaces their number if given."""
     return RewardPool(
         function,
         settings.workers if workers is None else workers,
@@ -254,12 +257,12 @@ def pool_for(settings: Settings, function: str, *, log: Path | None = None, work
 
 @dataclass(frozen=True)
 class Tried:
-    """What a reward made of the answer of a problem, given as the whole text; of an empty one where there is no answer."""
+    """Result of a reward on a problem's answer as the whole text, or on an empty text if there is no answer."""
 
     gold: str | None
     value: float | None
     fault: str
-    """Empty if there is none."""
+    """Failure of the reward; empty if there is none."""
 
     @property
     def sentence(self) -> str:
@@ -268,7 +271,7 @@ class Tried:
 
 
 def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Tried:
-    """Grade one gold before anything is sampled. Without a tokenizer the text's bytes stand in for token ids."""
+    """Grade one gold before anything is sampled. Without a tokenizer the text's bytes replace token ids."""
     text = example.answer or ""
     ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else list(text.encode())
     columns = {name: [value] for name, value in example.columns.items()}
@@ -279,14 +282,14 @@ def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokeni
 
 
 class _Batch:
-    """Samples that are asked for, and what became of each: a value, an error, or late."""
+    """Samples to grade and the outcome of each: a value, an error, or late."""
 
     def __init__(self, requests: list[bytes], cut: list[bool]):
         self.requests = requests
         self.outcomes: list[dict[str, Any]] = [{} for _ in requests]
         self.waiting = deque(sample for sample, each in enumerate(cut) if not each)
         self.alone: deque[int] = deque()
-        """Asked again, in a worker that has no other: in company it was not clear who was to blame."""
+        """Samples to grade again in a worker without others, because it was unclear which of several caused the failure."""
 
     @property
     def unasked(self) -> bool:
@@ -334,14 +337,14 @@ class _Here:
 
 
 def by_name(names: list[str], parts: Sequence[list[float | None] | None]) -> dict[str, list[float | None]]:
-    """Of one function alone there is nothing to tell apart."""
+    """Group the parts of each verdict by function name. Return nothing for a single function."""
     if len(names) < 2:
         return {}
     return {name: [each[place] if each else None for each in parts] for place, name in enumerate(names)}
 
 
 def requests(prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> list[bytes]:
-    """One message per sample: its prompt, its completion and its row of the columns."""
+    """Return one message per sample: its prompt, its completion and its row of the columns."""
     assert {len(completions), *map(len, columns.values())} <= {len(prompts)}, (
         "prompts, completions and columns differ in length"
     )

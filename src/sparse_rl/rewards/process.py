@@ -1,4 +1,4 @@
-"""One worker of a `RewardPool` as the trainer sees it: a process, its channel, and the samples it has in flight."""
+"""One worker of a `RewardPool` on the trainer's side: a process, its channel, and its samples in flight."""
 
 import json
 import math
@@ -17,17 +17,18 @@ from .find import INSIDE
 from .worker import LENGTH_BYTES, NUMBER_BYTES, START_S
 
 GRACE_S = 0.5
-"""A worker ends itself at its limit and leaves a traceback in the log; one that cannot is killed this much later."""
+"""Seconds after its limit at which a worker is killed. Normally it ends itself at the limit and leaves a traceback in the
+log."""
 END_S = 5.0
-"""How long a keeper may take to end a worker and what it has started."""
+"""Seconds in which a keeper must end a worker and everything it started."""
 LINE_BYTES = 2**20
-"""No message is longer."""
+"""Maximum length of a message."""
 START = -1
-"""Stands for a sample while the worker imports the function."""
+"""Sample number used while the worker imports the function."""
 
 
 class Worker:
-    """Importing until `at_once` is known, then grading the samples in `in_flight`, by request number."""
+    """A worker that imports until `at_once` is known and then grades the samples in `in_flight`, by request number."""
 
     def __init__(self, function: str, timeout_s: float, log: Path | None):
         self.timeout_s = timeout_s
@@ -47,9 +48,9 @@ class Worker:
         self.in_flight: dict[int, int] = {}
         self.at_once = 0
         self.alone = False
-        """Whether it has one sample that is to have no company."""
+        """True if it grades one sample that must have no others beside it."""
         self.retiring = False
-        """Whether it is replaced once nothing is in flight: a sample that was late may have left something running."""
+        """True if it is replaced when nothing is in flight: a sample that was late may have left something running."""
         self.ended = False
         self.strays = 0
         self._unread = b""
@@ -87,7 +88,7 @@ class Worker:
             self.socket.sendall(number.to_bytes(NUMBER_BYTES, "big") + len(request).to_bytes(LENGTH_BYTES, "big") + request)
 
     def read(self) -> list[tuple[int, dict[str, Any]]]:
-        """What it has said of which sample; sets `ended` if it has. Anything that answers no request is counted."""
+        """Return the messages by sample. Sets `ended` if the worker has ended, and counts lines that answer no request."""
         self.socket.setblocking(False)
         try:
             data = self.socket.recv(1 << 16)
@@ -118,12 +119,12 @@ class Worker:
         return sample, message
 
     def hang_up(self) -> None:
-        """Have the keeper end the worker and all that it has started."""
+        """Make the keeper end the worker and everything it started."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> str:
-        """End it, if it has not ended by itself; how it ended."""
+        """End the worker if it still runs. Return how it ended."""
         self.hang_up()
         self.socket.close()
         try:

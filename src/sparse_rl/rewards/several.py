@@ -16,9 +16,9 @@ LISTED = re.compile(r"\[|.*:\w+\s*,")
 WEIGHT = re.compile(r"\s*([^*]*?)\s*\*\s*(\S.*)")
 
 ABOUT_THE_ROLLOUT = ("finish", "completion_ids", "in_thought")
-"""Columns that come from the sampler and not from the data. A function that does not take them is called without."""
+"""Columns that come from the sampler and not from the data. A function that does not accept them is called without them."""
 MAX_REWARD = 1e9
-"""A larger reward is an error, so that sums, means and deviations of rewards stay finite."""
+"""Maximum absolute reward. A larger one is an error, so that sums, means and deviations of rewards stay finite."""
 
 
 class Term(NamedTuple):
@@ -29,11 +29,11 @@ class Term(NamedTuple):
 class Verdict(NamedTuple):
     total: float | None
     parts: list[float | None]
-    """Of each function, unweighted."""
+    """Value of each function, unweighted."""
 
 
 def terms(spec: str) -> list[Term]:
-    """The parts of a sum; a weight is 1 where none is named."""
+    """Return the parts of a sum. The default weight is 1."""
     found = []
     if LISTED.match(spec):
         raise UserError(
@@ -56,13 +56,13 @@ def terms(spec: str) -> list[Term]:
 
 
 def part_names(spec: str) -> list[str]:
-    """What the parts of a sum are called in metrics: by their function, numbered where two have one name."""
+    """Return the names of a sum's parts in metrics: their functions, numbered if two have one name."""
     names = [term.function.rpartition(":")[2] for term in terms(spec)]
     return [name if name not in names[:place] else f"{name}_{place + 1}" for place, name in enumerate(names)]
 
 
 def refuse_without_answers(path: str, example: Example, function: str) -> None:
-    """Before hours of sampling that none of our own rewards could grade."""
+    """Raise if a built-in reward has no answer to grade by, before hours of sampling."""
     if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
         raise UserError(
             f"{path} has no answer that {needy[0]} could grade by, beside the problem only "
@@ -71,7 +71,7 @@ def refuse_without_answers(path: str, example: Example, function: str) -> None:
 
 
 class Reward:
-    """A function from a batch to a verdict per completion, which raises where a part returns anything but floats and None."""
+    """Function from a batch to one verdict per completion. Raises if a part returns anything but floats and None."""
 
     def __init__(self, spec: str):
         self.weights = [term.weight for term in terms(spec)]
@@ -86,7 +86,7 @@ class Reward:
         return self._sum(results, len(completions))
 
     async def graded(self, prompts: list, completions: list, columns: dict[str, list]) -> list[Verdict]:
-        """The same on a loop that others share."""
+        """Grade a batch on a shared event loop."""
         results = []
         for place in range(len(self.parts)):
             result = self._call(place, prompts, completions, columns)
@@ -103,7 +103,7 @@ class Reward:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be called with a keyword."""
+    """Return whether a function accepts a keyword argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of something built in
@@ -118,13 +118,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def total(weighted: list[tuple[float, float | None]]) -> float | None:
-    """As in TRL, a part without a verdict is left out of the sum; without any there is none."""
+    """Sum the weighted parts. A part without a verdict is left out, as in TRL; without any verdict return None."""
     given = [weight * value for weight, value in weighted if value is not None]
     return sum(given) if given else None
 
 
 def verdicts(result: Any, count: int) -> list[float | None]:
-    """The floats in what a function returned; booleans and array scalars are numbers, texts are not."""
+    """Return the floats of a function's result. Booleans and array scalars are numbers, texts are not."""
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
         raise TypeError(f"the reward returned {type(result).__name__}, not a list with one float per completion")
     if len(result) != count:
@@ -141,7 +141,7 @@ def verdict(value: Any) -> float | None:
 
 
 def fault_of(verdict: Verdict) -> str | None:
-    """What is wrong with the numbers of a verdict, if anything is."""
+    """Return the fault in the numbers of a verdict, or None."""
     for value in (verdict.total, *verdict.parts):
         if value is not None and not math.isfinite(value):
             return f"the reward returned {value}"
@@ -152,14 +152,14 @@ def fault_of(verdict: Verdict) -> str | None:
 
 @functools.cache
 def event_loop() -> Any:
-    """One loop for the life of the process, because clients that a module opens belong to the loop they were used in."""
+    """Return one event loop for the life of the process: clients that a module opens belong to the loop they were used in."""
     import asyncio  # most rewards are not async, and it takes long to import
 
     return asyncio.Runner()
 
 
 def wait_for(result: Any) -> Any:
-    """What a function returned, awaited where it is to be."""
+    """Return the result of a function, awaited if needed."""
     return event_loop().run(finish(result)) if hasattr(result, "__await__") else result
 
 

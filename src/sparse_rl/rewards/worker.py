@@ -1,10 +1,10 @@
-"""The far end of a `RewardPool`: a process that imports the reward and grades, one sample at a time.
+"""The worker's side of a `RewardPool`: a process that imports the reward and grades, one sample at a time.
 
 An `async def` reward gets up to `AT_ONCE` samples at a time, on one event loop, each with its own limit.
 
-It is started as a fresh interpreter and imports no torch, so it is ready in a few hundredths of a second and a crash in it
-is nobody else's. A request is its number, its length and a pickle. A reply is a line of JSON with the request's number, which
-is drawn at random: what a reward writes to the channel is taken for no reply.
+The worker is a fresh interpreter and imports no torch, so it is ready in a few hundredths of a second and its crash affects
+nothing else. A request is its number, its length and a pickle. A reply is a line of JSON with the request's number, which is
+random: text that a reward writes to the channel does not count as a reply.
 """
 
 import faulthandler
@@ -25,21 +25,21 @@ from .keeper import fork_worker
 from .several import Reward, Verdict, event_loop, fault_of
 
 START_S = 120.0
-"""How long the function's module may take to import."""
+"""Seconds in which the function's module must import."""
 NUMBER_BYTES = LENGTH_BYTES = 8
 AT_ONCE = 16
-"""Samples that an async reward has at a time in one worker."""
+"""Samples that an async reward grades at a time in one worker."""
 SLACK_S = 0.25
-"""How much later than its samples' limits a worker of an async reward ends itself: by then its loop does not turn."""
+"""Seconds after its samples' limits at which a worker of an async reward ends itself: its loop is blocked by then."""
 TICK_S = 0.05
 BLOCKED = 0.1
-"""Of a sample's limit: if the loop stood still for more, the sample may be late through the fault of another."""
+"""Share of a sample's limit. If the loop was blocked for longer, another sample may have made this one late."""
 
 Reply = Callable[..., None]
 
 
 def main(fd: int, function: str, timeout_s: float, trainer: int) -> None:
-    """Grade until the trainer closes its end or is gone. Then the keeper ends this process and all that it has started."""
+    """Grade until the trainer closes its end or is gone. Then the keeper ends this process and everything it started."""
     fork_worker(fd, trainer)
     os.set_inheritable(fd, False)
     sys.path.insert(0, os.getcwd())
@@ -95,7 +95,7 @@ def exactly(channel: socket.socket, size: int) -> bytes:
 
 
 class Limit:
-    """Ends this process if the block takes longer, leaving its traceback in the log.
+    """End this process if the block takes longer than the limit, and leave its traceback in the log.
 
     The clock is a thread in C: it works while the function holds the interpreter's lock.
     """
@@ -137,10 +137,10 @@ def failed(error: BaseException) -> dict[str, Any]:
 
 
 async def serve_together(channel: socket.socket, reward: Reward, timeout_s: float, reply: Reply) -> None:
-    """Grade every sample as it comes, and reply as each is done.
+    """Grade every sample as it arrives, and reply as each is done.
 
-    While samples are in flight something is said at least every `timeout_s`. Silence means that one of them blocks the loop:
-    the process then ends, and the pool asks for the others again.
+    While samples are in flight, a message is sent at least every `timeout_s`. Silence means that a sample blocks the loop: the
+    process then ends, and the pool asks for the others again.
     """
     import asyncio
 
