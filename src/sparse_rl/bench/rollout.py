@@ -159,7 +159,7 @@ def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> Arm:
 
 
 class Meter:
-    """Times the decode of a call from the moment every slot has been compacted, over whole intervals."""
+    """Timer of the decode of a call, from the moment every slot has been compacted, over whole intervals."""
 
     def __init__(self, engine: Engine, slots: int):
         self.engine, self.slots = engine, slots

@@ -182,7 +182,7 @@ def default_folder(model: str, asked: dict[str, Any]) -> Path:
 
 
 class Runner:
-    """Runs the unfinished work, setting by setting, so that only one cache is allocated at a time."""
+    """Runner of the unfinished work, setting by setting, so that only one cache is allocated at a time."""
 
     def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, console: Console):
         self.args, self.settings, self.sources, self.data = args, settings, sources, data

@@ -124,7 +124,7 @@ class Work:
             raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
 
     def _is_empty(self) -> bool:
-        """Return whether the folder holds only what a start leaves that was killed before it wrote its question."""
+        """Return whether the folder holds only the remains of a start that was killed before it wrote asked.json."""
         names = {file.name for file in self.path.iterdir()}
         return all(backup.is_own(name) or name == PARTIAL for name in names)
 

@@ -69,7 +69,7 @@ EARLY = 10
 
 
 class Watch:
-    """Checks a run row by row. A missing or non-finite value counts neither for an alert nor against it."""
+    """Row-by-row check of a run. A missing or non-finite value counts neither for an alert nor against it."""
 
     def __init__(self, settings: AlertsConfig):
         self.settings = settings

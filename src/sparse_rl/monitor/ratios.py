@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOW, HIGH, BINS = -8.0, 2.0, 50
-"""Bins of equal width in log10 xi, each from its lower edge to below its upper one; the first and the last also take what
-lies beyond."""
+"""Range and number of the bins, of equal width in log10 xi. A bin excludes its upper edge. The first and the last bin include
+all values beyond the range."""
 
 
 def count(log_xi_N: Tensor) -> list[int]:

@@ -83,8 +83,7 @@ class StepTime:
 def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> float:
     """Return the seconds of a decode step.
 
-    This is the time of the products of all slots or of one read of the weights, whichever is slower, plus one read of the
-    cache.
+    The products of all slots or one read of the weights count, whichever is slower. One read of the cache is added.
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)

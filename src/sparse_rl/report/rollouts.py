@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 class Packer:
-    """Packs the files of one run, each once; a page that is made again reuses unchanged chunks."""
+    """Packer of the files of one run, each once. A page that is made again reuses unchanged chunks."""
 
     def __init__(self, pieces: Pieces | None, veto: float):
         self.pieces, self.veto = pieces, veto

@@ -8,7 +8,7 @@ from .checkpoint import State
 
 
 class Best:
-    """Records the best checkpoint in the state of a run, by the metric `checkpoint.best`.
+    """Record of the best checkpoint in the state of a run, by the metric `checkpoint.best`.
 
     The rollouts of a step are sampled before its update, so their metrics score the checkpoint before. The last checkpoint
     therefore has no score. A metric of `eval/` is measured after the update.

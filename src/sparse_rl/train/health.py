@@ -16,7 +16,7 @@ QUIET_STEPS = 5
 
 
 class Health:
-    """Watches the steps of a run. Its counters are in `state`, so a resumed run goes on counting."""
+    """Health checks of the steps of a run. The counters are in `state`, so a resumed run continues them."""
 
     def __init__(self, config: Config, state: checkpoint.State, checkpoints: Place, warn: Callable[[str], None]):
         self.config, self.state, self.checkpoints, self.warn = config, state, checkpoints, warn
@@ -55,7 +55,7 @@ class Health:
             self.warn(f"Step {step}: {remark}.")
 
     def end_if_broken(self) -> None:
-        """End a run whose updates are not finite again and again."""
+        """End a run after `optimizer.max_skipped_updates` consecutive updates that are not finite."""
         skipped = self.state.skipped_in_a_row
         if skipped >= self.config.optimizer.max_skipped_updates:
             last = checkpoint.latest(self.checkpoints)

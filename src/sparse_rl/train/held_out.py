@@ -41,7 +41,7 @@ def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, view: View
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores the sampler's weights on the held-out problems."""
+    """Evaluator of the sampler's weights on the held-out problems."""
 
     config: Config
     held_out: HeldOut

@@ -55,7 +55,7 @@ def read_index(content: bytes) -> Metadata:
 
 
 class _Record:
-    """Stands for an object of the pickle: keeps its arguments and does nothing."""
+    """Inert stand-in for an object of the pickle, which only keeps its arguments."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -66,7 +66,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Creates its classes anew for each pickle, so that a pickle cannot change anything outside."""
+    """Unpickler that creates its classes anew for each pickle, so that a pickle cannot change anything outside."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)

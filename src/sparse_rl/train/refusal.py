@@ -37,7 +37,7 @@ def is_final(error: BaseException) -> bool:
 
 
 class Watch(threading.Thread):
-    """Watches for a refusal of another rank inside its `with` block, and interrupts the thread that opened the block."""
+    """Thread that watches for a refusal of another rank during its `with` block, and interrupts the thread of the block."""
 
     def __init__(self, store: Any, rank: int, size: int):
         super().__init__(name="refusals", daemon=True)

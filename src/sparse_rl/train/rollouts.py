@@ -60,7 +60,7 @@ class RolloutBatch:
     groups: list[Group] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
-    """Number of rollouts without a grade, by reason, including those the reward was not asked to grade."""
+    """Counts by the names in `COUNTED`: rollouts without a grade by reason, those not sent to the reward, and stray lines."""
     first_error: str | None = None
     parts: dict[str, list[float]] = field(default_factory=dict)
     """Values of each function of a summed reward."""
@@ -135,7 +135,7 @@ class Part:
 
 
 class RolloutSampler:
-    """Draws prompts in the order of the data, samples responses and has them graded. The same cursor gives the same groups."""
+    """Sampler of prompts, in the order of the data, and of graded responses. The same cursor gives the same groups."""
 
     def __init__(
         self,

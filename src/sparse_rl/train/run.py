@@ -213,7 +213,7 @@ def train_one(
     world: "World",
     launch: str = "",
 ) -> bool:
-    """Train one run; return whether it reached its last step. `again` is the command that continues it."""
+    """Train one run; return whether it reached its last step. `again` says how to continue it."""
     try:
         done = _train_one(config, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch)
     except BaseException:

@@ -309,7 +309,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _retried(work: Callable[[], None]) -> None:
-    """Try again while other ranks still write into the folder."""
+    """Run `work`; retry it for up to `LATE_WRITES_S` while other ranks still write into the folder."""
     ends = time.monotonic() + LATE_WRITES_S
     while True:
         try:

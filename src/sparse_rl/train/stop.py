@@ -9,7 +9,7 @@ STOPPING = "Stopping after this step; press Ctrl-C again to drop it."
 
 
 class StopAsked:
-    """Records a request to stop: `with StopAsked(tell) as stop:`, then check `stop.asked` between steps."""
+    """Handler of requests to stop: `with StopAsked(tell) as stop:`, then check `stop.asked` between steps."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

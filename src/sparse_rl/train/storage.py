@@ -1,7 +1,7 @@
 """Keep runs on shared storage: any address that fsspec knows, such as s3://bucket/runs/mine.
 
 Each rank writes its part of a checkpoint directly to storage. All other files are written to a working copy on the local disk
-and copied when they change, because objects in object stores cannot be appended to.
+and copied when they change. Objects in object stores cannot be appended to.
 """
 
 import errno
