@@ -37,7 +37,7 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
         return values
     if not isinstance(parent, str):
         raise UserError(f"extends = {quoted(parent)} in {name} must be the name of a recipe or a path.")
-    if parent not in recipe_names():  # a path is meant from the file that names it
+    if parent not in recipe_names():  # a path is relative to the file that names it
         parent = os.path.normpath(Path(name).parent / parent)
     return merged_tables(_recipe(parent, (*via, name)), values)
 

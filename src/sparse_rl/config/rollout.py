@@ -41,7 +41,7 @@ class RolloutConfig(Section):
         if self.slots != "auto" and self.slots < 1:
             raise ValueError(f"rollout.slots = {self.slots} must be at least 1, or auto.")
         try:
-            self.sampling(seed=0)  # says what is wrong with the rest
+            self.sampling(seed=0)  # raises if another option is wrong
         except UserError as error:
             raise ValueError(str(error).replace("sampling.", "rollout.")) from None
         return self

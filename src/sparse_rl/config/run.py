@@ -122,7 +122,7 @@ class Config(Section):
                 f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}: every "
                 f"answer would be too long. Try --advantage.overlong {self.rollout.max_tokens // 4}."
             )
-        self.correction.point(self.default_preset)  # says what does not fit in it
+        self.correction.point(self.default_preset)  # raises if the options do not fit together
         given = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
         if self.method in SHADOW_METHODS and given not in ({}, {"preset": "none"}):
             key, value = next(iter(given.items()))

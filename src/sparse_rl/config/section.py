@@ -45,7 +45,7 @@ class Section(BaseModel):
     @classmethod
     def _sentence(cls, error: ValidationError) -> str:
         first = error.errors()[0]
-        # of a place inside the field only an index helps: the others are pydantic's names for the kinds it tried
+        # inside a field only an index helps: the other parts are pydantic's names of the types it tried
         place = [str(part) for index, part in enumerate(first["loc"]) if index == 0 or isinstance(part, int)]
         key = cls._key(".".join(place))
         if first["type"] == "extra_forbidden":
@@ -53,7 +53,7 @@ class Section(BaseModel):
             close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
             return f"Unknown option {key}: {hint}"
-        if first["type"] == "value_error":  # raised by our own validators: a whole sentence already
+        if first["type"] == "value_error":  # raised by our own validators: already a whole sentence
             return str(first["ctx"]["error"])
         return f"{key} = {quoted(first['input'])} is refused: {first['msg'][0].lower()}{first['msg'][1:]}."
 
@@ -65,7 +65,7 @@ def _unusable(value: Any, depth: int = 0) -> str | None:
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return "a whole number must fit into 64 bits"
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT and not (depth == 0 and math.isinf(value)):
-        return f"a number must be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}"  # infinite only where the option allows it
+        return f"a number must be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}"  # infinite only if the option allows it
     if isinstance(value, list | tuple | dict):
         if depth == DEEPEST:
             return f"lists and tables must not be deeper than {DEEPEST}"

@@ -98,7 +98,7 @@ def name_of(source: str) -> str:
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 
-# Where the rows are
+# Sources of rows
 
 
 def check_source(source: str) -> None:
@@ -267,7 +267,7 @@ def _messages(row: Row, name: str, messages: list[Any]) -> list[dict[str, str]]:
         for key in ("role", "content"):
             if key not in message:
                 row.refuse(f'message {index} has no {key}: write {{"role": "user", "content": "…"}}.')
-        # tables give all messages the keys that any has
+        # tables give every message the keys of all messages
         kept = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
         for key, value in kept.items():
             if not isinstance(value, str):
@@ -283,7 +283,7 @@ def _answer(row: Row, name: str) -> str | None:
     answer = row.values.get(name)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):
         row.refuse(f"{name} is {kind_of(answer)}: write a text or a number, or leave the column out of all rows.")
-    if answer is None or answer != answer:  # tables write NaN for nothing
+    if answer is None or answer != answer:  # tables write NaN for a missing value
         return None
     if isinstance(answer, float | Decimal) and not math.isfinite(answer):
         row.refuse(f"{name} is {answer}: write a finite number, or a text.")

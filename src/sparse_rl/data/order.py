@@ -22,6 +22,6 @@ class Order:
 
 @lru_cache(maxsize=4)
 def shuffled(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    # sorted by random() because, unlike shuffle(), its sequence is promised to be the same in every version of Python
+    # sorted by random(), because Python promises the same sequence in every version; shuffle() has no such promise
     rng = random.Random(f"order/{seed}/{epoch}")
     return tuple(sorted(range(n), key=lambda _: rng.random()))

@@ -59,7 +59,7 @@ def encode(
                 _tell_of_missing_template(tokenizer)
             return _not_empty(
                 list(tokenizer(text, verbose=False).input_ids)
-            )  # what is too long is refused by us, with a remedy
+            )  # prompts that are too long are refused later, with a remedy
         messages = [{"role": "user", "content": text}]
     elif chat:
         *before, last = example.prompt

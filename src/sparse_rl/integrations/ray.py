@@ -48,7 +48,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         run = folder.name.absolute() if isinstance(folder.name, Path) else folder.name
         values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(run)}
         fs, path = opened(run)
-        beside = f"{os.path.dirname(path.rstrip('/'))}/.ray"  # what Ray and the workers leave for the driver
+        beside = f"{os.path.dirname(path.rstrip('/'))}/.ray"  # files that Ray and the workers leave for the driver
         refusal = f"{beside}/{folder.path.name}.refused"
         fs.makedirs(beside, exist_ok=True)
         if fs.exists(refusal):
@@ -92,7 +92,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
-    """Raise if the cluster has too few resources. Ray would wait for them for ever."""
+    """Raise if the cluster has too few resources. Ray would wait for them forever."""
     asked = {name: count for name, count in needs.items() if count}
     places = sum(int(min(node.get(name, 0) // count for name, count in asked.items())) for node in nodes)
     if places < workers:
@@ -121,11 +121,11 @@ def _rank(values: dict[str, Any]) -> None:
     from ..train import run
 
     without_torchaos_warnings()
-    if Path(values["cwd"]).is_dir():  # paths of data and models are meant from there
+    if Path(values["cwd"]).is_dir():  # paths of data and models are relative to it
         os.chdir(values["cwd"])
     config = Config(**values["config"])
     fs, _ = opened(RunFolder(config.run_dir, writes=False).name)
-    if fs.exists(values["refusal"]):  # by an earlier start, in which a worker could not be ended otherwise
+    if fs.exists(values["refusal"]):  # written by an earlier start, which could not end its workers otherwise
         return
     try:
         run.train(config, **values["start"])
@@ -133,7 +133,7 @@ def _rank(values: dict[str, Any]) -> None:
         if not is_final(error):
             raise
         rank = error.rank if isinstance(error, Refused) else ray.train.get_context().get_world_rank()
-        fs.pipe_file(values["refusal"], json.dumps({"rank": rank, "sentence": str(error)}).encode())  # no failure to Ray
+        fs.pipe_file(values["refusal"], json.dumps({"rank": rank, "sentence": str(error)}).encode())  # not a failure for Ray
 
 
 def _sentence(error: BaseException) -> UserError:
@@ -141,6 +141,6 @@ def _sentence(error: BaseException) -> UserError:
     failures = getattr(error, "worker_failures", {})
     for rank, failure in sorted(failures.items()):
         cause = getattr(failure, "cause", None) or failure.__cause__ or failure
-        if not isinstance(cause, RankLost):  # why, and not who noticed
+        if not isinstance(cause, RankLost):  # report the cause, not a rank that noticed it
             return UserError(f"Rank {rank} failed on Ray ({first_line(cause)}): see the logs of the run and of Ray.")
     return UserError(f"The ranks failed on Ray ({str(error).strip().splitlines()[-1]}): see the logs of the run and of Ray.")

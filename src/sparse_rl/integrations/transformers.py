@@ -108,7 +108,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
         new = queries_BQTD.shape[2]
-        real_BT = None if mask is None else mask[:, 0, -1, -new:]  # what the last query may see of the new tokens
+        real_BT = None if mask is None else mask[:, 0, -1, -new:]  # new tokens that the last query may see
         if self.cache is None:
             out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT)
         else:
@@ -177,7 +177,7 @@ class BoundedLayer(CacheLayerMixin):
             for row in rows:
                 self.held[row] = self.kv.budget
 
-    # What transformers asks of a layer
+    # Interface of a transformers cache layer
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Do nothing: the cache is allocated at prefill, when the shapes are known."""

@@ -43,7 +43,7 @@ def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tenso
     """Return the causal attention [B, Q, T, D] of whole sequences over themselves."""
     groups = queries_BQTD.shape[1] // keys_BHTD.shape[1]
     if groups > 1 and queries_BQTD.is_cuda and queries_BQTD.dtype not in HALF:
-        # torch's only kernel for shared heads in float32 holds all T x T scores: repeated keys are far smaller
+        # torch's only float32 kernel for shared heads stores all T x T scores; repeated keys are far smaller
         keys_BHTD, values_BHTD = (each.repeat_interleave(groups, dim=1) for each in (keys_BHTD, values_BHTD))
         groups = 1
     return F.scaled_dot_product_attention(
@@ -90,7 +90,7 @@ def _varlen(
     options: dict[str, Any] = {"scale": scale}
     known = _varlen_options()
     options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:  # where it is missing the kernel shares heads unasked
+    if "enable_gqa" in known:  # without this argument the kernel always shares heads
         options["enable_gqa"] = queries_NQD.shape[1] != keys_NHD.shape[1]
     out_NQD = varlen_attn(queries_NQD, keys_NHD, values_NHD, cu_seqlens, cu_seqlens, longest, longest, **options)
     assert isinstance(out_NQD, Tensor)

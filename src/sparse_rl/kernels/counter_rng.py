@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as the signed integers torch has
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants as signed integers, which torch has
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
 _MASK_63 = (1 << 63) - 1

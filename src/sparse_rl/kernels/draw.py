@@ -138,7 +138,7 @@ def _draw(
     v = tl.arange(0, BLOCK)
     if GREEDY:
         block = tl.min(tl.where(tops == top, b, BLOCKS_PAD), axis=0)
-        block = tl.minimum(block, blocks - 1)  # of NaNs alone: the log-prob below then tells
+        block = tl.minimum(block, blocks - 1)  # out of range only if all are NaN; the log-prob below shows it
         inside = (
             tl.load(
                 logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
@@ -157,7 +157,7 @@ def _draw(
         target = uniform * tl.sum(weights, axis=0)
         cumulative = tl.cumsum(weights, axis=0)
         block = tl.sum((cumulative <= target).to(tl.int32), axis=0)
-        block = tl.minimum(block, tl.max(tl.where(weights > 0, b, 0), axis=0))  # the last that has any
+        block = tl.minimum(block, tl.max(tl.where(weights > 0, b, 0), axis=0))  # the last block with any weight
         before = tl.sum(tl.where(b < block, weights, 0.0), axis=0)
         inside = tl.load(
             logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
@@ -167,10 +167,10 @@ def _draw(
             inside = tl.where(stay, inside, float("-inf"))
         inside = inside / temperature
         inner = tl.cumsum(tl.exp(inside - top).to(tl.float64), axis=0)
-        # The block's sum was rounded otherwise than the sum of its terms: the target keeps its share of the block.
+        # The block's sum was rounded differently from the sum of its terms, so the target keeps its share of the block.
         weight = tl.sum(tl.where(b == block, weights, 0.0), axis=0)
         within = (target - before) / weight * tl.max(inner, axis=0)
-        heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)  # of NaNs alone is anything beyond it
+        heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)  # an index beyond it is possible only if all are NaN
         place = tl.minimum(tl.sum((inner <= within).to(tl.int32), axis=0), heavy)
     chosen = tl.sum(tl.where(v == place, inside, 0.0), axis=0)
     logprob = chosen - top - tl.log(total).to(tl.float32)

@@ -50,7 +50,7 @@ def _keep(
         keys = tl.load(keys_ptr + (row + source)[:, None] * DIM + d[None, :], mask=mask)
         values = tl.load(values_ptr + (row + source)[:, None] * DIM + d[None, :], mask=mask)
         positions = tl.load(positions_ptr + row + source, mask=to < kept)
-        tl.debug_barrier()  # all of the block is read before any of it is written; later blocks read further on
+        tl.debug_barrier()  # read the whole block before writing any of it; later blocks read further on
         tl.store(keys_ptr + (row + to)[:, None] * DIM + d[None, :], keys, mask=mask)
         tl.store(values_ptr + (row + to)[:, None] * DIM + d[None, :], values, mask=mask)
         tl.store(positions_ptr + row + to, positions, mask=to < kept)

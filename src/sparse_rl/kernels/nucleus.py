@@ -40,8 +40,8 @@ def find_cuts(
 ) -> tuple[Tensor, Tensor]:
     """Return the smallest kept logit [S] and the last kept id [S] among its equals.
 
-    Inputs are, for each block, the largest logit divided by the temperature and the sum of its weights relative to it, and for
-    each group the largest logit as it is.
+    `tops_SB` is each block's largest logit divided by the temperature; `sums_SB` is the sum of its weights relative to it.
+    `group_tops_SG` is each group's largest logit, not divided.
     """
     slots, vocab = logits_SV.shape
     blocks, groups = tops_SB.shape[1], group_tops_SG.shape[1]
@@ -98,7 +98,7 @@ def _cut(
     low = _lower_bound(group_tops, top, total, temperature, top_k, top_p, vocab)
     near = (group_tops >= low) & (group_tops > float("-inf"))
     tl.store(listed_ptr + tl.cumsum(near.to(tl.int32), axis=0) - 1, g, mask=near)
-    tl.debug_barrier()  # the threads read what others of them listed
+    tl.debug_barrier()  # threads read groups that other threads listed
     row = (row_ptr, listed_ptr, tl.sum(near.to(tl.int32), axis=0), vocab, temperature, top)
 
     threshold, last_id = tl.full([], float("-inf"), tl.float32), tl.full([], -1, tl.int32)
@@ -171,8 +171,8 @@ def _search(
     cut do not count."""
     top, listed = row[5], row[2]
     low, high = _ordered(lowest, UNUSED).to(tl.int64), _ordered(top, UNUSED).to(tl.int64) + 1
-    above = tl.zeros([], tl.float64)  # the weight from `high` on, which is not enough
-    while high - low > 1:  # each pass leaves a quarter
+    above = tl.zeros([], tl.float64)  # the weight from `high` on, which is below the target
+    while high - low > 1:  # each pass keeps a quarter of the range
         first = low + tl.maximum((high - low) // 4, 1)
         second, third = low + (high - low) // 2, low + (high - low) * 3 // 4
         sum_1, sum_2, sum_3 = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)

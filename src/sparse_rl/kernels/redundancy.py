@@ -10,7 +10,7 @@ from torch import Tensor
 from .jit import jit, next_power_of_2, precision, product, tl, usable
 from .rows import Rows
 
-TILE_ROWS = 256  # of the similarity matrix, in the reference
+TILE_ROWS = 256  # rows of a tile of the similarity matrix, in the reference
 
 
 def redundancy(keys_BHTD: Tensor | Rows, threshold: float) -> Tensor:
@@ -31,7 +31,7 @@ def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
     """Return the column sums of the similarity matrix, tile by tile. This is the torch reference."""
     keys = keys_BHTD.float()
     unit_BHTD = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
-    unit_BHDT = unit_BHTD.transpose(-1, -2).contiguous()  # many small products on a CPU run faster on it
+    unit_BHDT = unit_BHTD.transpose(-1, -2).contiguous()  # contiguous: many small products on a CPU run faster
     total = keys.shape[2]
     column_T = torch.arange(total, device=keys.device)
     sums_BHT = keys.new_zeros(keys.shape[:3])

@@ -2,7 +2,7 @@
 saw.
 
 The evictions of a pack are one number per key: `until`, the first packed query that does not see it. It is never beyond the
-end of the key's own sequence. A query at t sees the key at j iff j <= t < until[j], so sequences do not see each other and no
+end of the key's own sequence. A query at t sees the key at j iff j <= t < until[j]. So sequences do not see each other, and no
 T x T tensor is stored. FlexAttention skips blocks of 128 queries by 128 keys that see nothing of each other. The smallest and
 the largest `until` of a block of keys determine these blocks.
 """
@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from ..errors import first_line
 
 BLOCK = 128
-SMALLEST_HEAD = 16  # FlexAttention's
+SMALLEST_HEAD = 16  # FlexAttention's limit
 COMPILATIONS = 64
 """Maximum number of compilations. Lengths are rounded up to powers of two to need few: each takes seconds."""
 
@@ -33,10 +33,10 @@ class Shadow:
     def __init__(self, until_LHN: Tensor):
         self.tokens = until_LHN.shape[-1]
         self.padded = padded_length(self.tokens)
-        self.until_LHP = F.pad(until_LHN, (0, self.padded - self.tokens))  # padding is seen by nobody and sees nothing
+        self.until_LHP = F.pad(until_LHN, (0, self.padded - self.tokens))  # no query sees padding, and padding sees nothing
         some_LHBB, all_LHBB = block_relations(self.until_LHP)
         partial_LHBB = some_LHBB & ~all_LHBB
-        self.lists: dict[str, Any] = {}  # as BlockMask names them
+        self.lists: dict[str, Any] = {}  # keys are BlockMask's names
         for prefix, chosen in (("", partial_LHBB), ("full_", all_LHBB)):
             for side, rows in (("kv", chosen), ("q", chosen.transpose(-1, -2))):
                 counts, indices = _listed(rows)

@@ -22,8 +22,8 @@ from ..kernels.redundancy import TILE_ROWS
 from ..kernels.rows import Rows
 from .policies import Policy
 
-SCRATCH_SHARE = 0.05  # of the cache, for the temporaries of a compaction
-SCRATCH_FLOOR_BYTES = 16 * 2**20  # but at least this much: a cache of a few MiB would be compacted row by row
+SCRATCH_SHARE = 0.05  # share of the cache for the temporaries of a compaction
+SCRATCH_FLOOR_BYTES = 16 * 2**20  # minimum, so that a cache of a few MiB is not compacted row by row
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Packed:
 
 
 def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
-    """Raise if the cache is larger than the total memory. The allocator reports one that only does not fit now."""
+    """Raise if the cache is larger than the total memory. For a smaller one that does not fit, the allocator raises."""
     needed = 2 * shape.layers * slots * shape.kv_heads * capacity * shape.head_dim * shape.dtype.itemsize
     if shape.device.type == "cuda":
         total, whose = torch.cuda.mem_get_info(shape.device)[1], "the GPU"
@@ -145,8 +145,8 @@ class SlotCache:
     ) -> list[Tensor]:
         """Write prompts of one length into the slots of their samples, compressed to `budget` if they are longer.
 
-        Returns the dropped positions [P, H, T - budget]: nothing if the prompts fit, one tensor if all samples of a prompt
-        drop the same keys, and one per rank if the policy draws by the rollout's own seed.
+        Returns the dropped positions [P, H, T - budget]. The list is empty if the prompts fit. It has one tensor if all
+        samples of a prompt drop the same keys, and one per rank if the policy draws by the rollout's own seed.
         """
         total = keys_PHTD.shape[2]
         places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UserError
 
-EPSILON = 1e-6  # of the published code, beside the standard deviation
+EPSILON = 1e-6  # added to the standard deviation, as in the published code
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
     known_PG = rewards.masked_fill(~verdict_PG, 0)
     mean_P1 = known_PG.sum(dim=1, keepdim=True) / verdicts_P1.clamp(min=1)
     centred_PG = (known_PG - mean_P1).masked_fill(~takes_part_PG, 0)
-    # equal rewards are asked of the rewards themselves: their mean may round, and 1e-8/1e-6 is no small advantage
+    # compare the rewards themselves: their mean may round, and 1e-8/1e-6 is no small advantage
     high_P1 = rewards.masked_fill(~verdict_PG, -float("inf")).amax(dim=1, keepdim=True)
     low_P1 = rewards.masked_fill(~verdict_PG, float("inf")).amin(dim=1, keepdim=True)
     no_signal_P1 = (verdicts_P1 >= 2) & (high_P1 == low_P1)

@@ -81,7 +81,7 @@ def correct(
     keep_BT = keep_BT & ~rejected_B[:, None]
 
     weights_BT = levels[point.weight].clamp(-LIMIT, LIMIT).exp().clamp(max=point.cap).expand_as(log_xi_BT)
-    if point.normalize:  # m of the released code, over every valid token, dropped ones included
+    if point.normalize:  # m of the released code, over every valid token, including dropped ones
         weights_BT = weights_BT / weights_BT[valid_BT].mean()
     weights_BT = weights_BT.masked_fill(~keep_BT, 0)
     counted_BT = keep_BT if point.divisor == "kept" else valid_BT

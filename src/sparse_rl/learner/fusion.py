@@ -77,7 +77,7 @@ def _compiled_or_plain(function: Callable[..., Any], plain: Callable[..., Any], 
             torch._dynamo.maybe_mark_dynamic(arg, rows)
     try:
         return _compiled(function)(*args)
-    except compiler_errors() as error:  # nothing else: checkpointing stops a forward early by an exception of its own
+    except compiler_errors() as error:  # nothing else: checkpointing stops a forward early with its own exception
         _give_up(error)
         return plain(*args)
 

@@ -125,7 +125,7 @@ def divergence(
     def of_chunk(logits_nV: Tensor, teacher_nD: Tensor, temperatures_n: Tensor) -> Tensor:
         student = (logits_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         with torch.no_grad():
-            teacher_nV = _logits(teacher_nD, head.weight_VD, head.bias_V, head.scale)  # rounded as the student's are
+            teacher_nV = _logits(teacher_nD, head.weight_VD, head.bias_V, head.scale)  # rounded like the student's
             teacher = (teacher_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         if top is not None and top < student.shape[-1]:
             best = teacher.topk(top, dim=-1).indices
@@ -141,7 +141,7 @@ def divergence(
 def _lump_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
     chosen = logprobs_nV.gather(-1, chosen_nk)
     rest = logprobs_nV.scatter(-1, chosen_nk, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    return torch.cat([chosen, rest.clamp(min=-80)], dim=-1)  # a rest of nothing weighs nothing
+    return torch.cat([chosen, rest.clamp(min=-80)], dim=-1)  # an empty rest has no weight
 
 
 def in_chunks(of_chunk: Callable[..., Tensor], head: Head, hidden_ND: Tensor, *per_token: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _chunks(hidden_ND: Tensor, weight_VD: Tensor, *, fusible: bool = True) -> li
 def _cut(elements: int, tokens: int, vocab: int) -> list[slice]:
     size = max(1, elements // vocab)
     if size > 128:
-        size -= size % 128  # what matrix products are cut into
+        size -= size % 128  # tile size of matrix products
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 

@@ -41,7 +41,7 @@ class Optimizer:
             if master.grad is None:
                 master.grad = param.grad.to(master.device, torch.float32)
             else:
-                master.grad.add_(param.grad.to(master.device))  # a sum in float32, whatever arrives
+                master.grad.add_(param.grad.to(master.device))  # a sum in float32, whatever the gradient's dtype
             param.grad = None
 
         param.register_post_accumulate_grad_hook(collect)
@@ -102,7 +102,7 @@ class Optimizer:
             master.grad = torch.zeros_like(master)
         for group in self.adamw.param_groups:
             group["lr"] = group["lr"] * 0
-        self.adamw.step()  # a gradient and a rate of zero change nothing but the count
+        self.adamw.step()  # a gradient and a learning rate of zero change only the step count
         for master in missing:
             self.adamw.state[master]["step"].zero_()
         self.clear()

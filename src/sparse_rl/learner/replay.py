@@ -166,8 +166,8 @@ class ReplayView:
     """View of packed rollouts, each over itself. Evicted keys are hidden as they were from the sampler.
 
     If no rollout of a pack lost a key, the sampler's view takes the dense path and is bitwise equal to it. A rollout that lost
-    none, packed with others that did, is bitwise equal to its dense view on a CPU, where rollouts are attended one by one. On
-    a GPU, where the row is one call, it is equal up to rounding.
+    none may be packed with others that did. On a CPU, where rollouts are attended one by one, it is bitwise equal to its dense
+    view. On a GPU, where the row is one call, it is equal up to rounding.
     """
 
     def __init__(self, spans: list[Span]):

@@ -102,7 +102,7 @@ def accumulate(
     A pass without rows keeps step with other ranks that have rows: any rollout runs through the model and counts nothing.
     """
     parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
-    spare = [] if all(passes) else batch.active[:1] or [0]  # a rejected one may not be finite, and 0 times that is not 0
+    spare = [] if all(passes) else batch.active[:1] or [0]  # a rejected row may not be finite, and 0 * inf is not 0
     with fused_layers(model):
         for number, rows in enumerate(passes):
             chosen = upload(torch.tensor(rows or spare), batch.old_BT.device)
@@ -230,7 +230,7 @@ def update(
         sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta)))
     if not is_sharded(model):
         world.sum_gradients(optimizer.masters)
-    if sums.get("opsm_dropped") == len(rows) and rows == batch.active:  # all that could have been learned from
+    if sums.get("opsm_dropped") == len(rows) and rows == batch.active:  # every active row was dropped
         optimizer.clear()
         return Updated(sums, 0.0, learned=False, finite=True)
     if not math.isfinite(sums["loss"]):

@@ -1,5 +1,7 @@
-"""The actor: the weights that learn and the weights that sample. They are one model, or with LoRA a base with adapters and
-a merged copy, or on several ranks a sharded learner and a whole model on each rank.
+"""The actor: the weights that learn and the weights that sample.
+
+Without LoRA on one rank both are one model. With LoRA they are a base with adapters and a merged copy. On several ranks they
+are a sharded learner and a whole model on each rank.
 
 The merged copy shares every tensor that has no adapter. It is rewritten in place after each update: W + s·BA is summed in
 float32 and rounded once. So everything built on its storage stays valid.
@@ -86,7 +88,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
         r=lora.rank,
         lora_alpha=lora.alpha or 2 * lora.rank,
         target_modules=targets,
-        lora_dropout=0.0,  # a policy that forgets at random is not the one that sampled
+        lora_dropout=0.0,  # with dropout the learner's policy would not be the sampler's
         task_type="CAUSAL_LM",
     )
     try:

@@ -121,8 +121,8 @@ def attend_to_itself(queries_BQTD: Tensor, values_BHTD: Tensor) -> Tensor:
     return values_BHTD.repeat_interleave(queries_BQTD.shape[1] // values_BHTD.shape[1], dim=1)
 
 
-NO_MASK = (1, 1, 1, 1)  # four dimensions: transformers takes it for a finished mask and builds none of its own
-SPARE_ROWS = 8  # of a table of positions: OPT's has 2
+NO_MASK = (1, 1, 1, 1)  # four dimensions: transformers takes it for a finished mask and builds none
+SPARE_ROWS = 8  # extra rows of a position table; OPT's has 2
 
 _prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
 

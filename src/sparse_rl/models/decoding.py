@@ -65,10 +65,10 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
     if not compile:
         yield
         return
-    ours = [layer for layer in decoder_layers(model) if "forward" not in layer.__dict__]  # hooked by someone: left alone
+    ours = [layer for layer in decoder_layers(model) if "forward" not in layer.__dict__]  # a replaced forward is left alone
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
-        AttentionInterface.register(NAME, torch.compiler.disable(attention))  # traced, it would be compiled for every layer
+        AttentionInterface.register(NAME, torch.compiler.disable(attention))  # if traced, it would be compiled for every layer
         for layer in ours:
             layer.forward = functools.partial(_compiled(type(layer).forward), layer)
         for parent, names, linears in _groups(model):
@@ -106,7 +106,7 @@ def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
 
 @functools.cache
 def _compiled(forward: Callable) -> Callable:
-    # Rounding where the model rounds: the learner's pass is not compiled, and the two should differ as little as they can.
+    # Round where the model rounds: the learner's pass is not compiled, and the two should differ as little as possible.
     return torch.compile(forward, options={"emulate_precision_casts": True})
 
 

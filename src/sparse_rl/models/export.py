@@ -25,17 +25,17 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        whole = merge or actor.peft is None  # of many ranks' learner this one has only a part
+        whole = merge or actor.peft is None  # the sampler is whole; a sharded learner holds only a part
         (actor.sampler if whole else actor.peft).save_pretrained(partial)  # type: ignore[union-attr]
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
-        mode = (partial / FILE).stat().st_mode  # as the umask has it; safetensors makes files that only their owner reads
+        mode = (partial / FILE).stat().st_mode  # the umask's mode; safetensors creates files that only the owner can read
         for file in partial.iterdir():
             file.chmod(mode)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
-    except Exception as error:  # safetensors raises its own kind for a full disk
+    except Exception as error:  # safetensors raises its own error for a full disk
         reason, remedy = refusal(error, folder)
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"The model could not be written to {folder} ({reason}): {remedy} or name another folder.") from error

@@ -215,5 +215,5 @@ def _dtypes(file: Path) -> dict[str, str]:
             return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     except UserError:
         raise
-    except Exception as error:  # safetensors has its own kind
+    except Exception as error:  # safetensors raises its own errors
         _refuse(file, f"it is not a whole safetensors file ({first_line(error)})")

@@ -78,7 +78,7 @@ def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
         os.replace(partial, folder)
     except UserError:
         raise
-    except Exception as error:  # a broken file fails in many ways, a full disk in safetensors' own
+    except Exception as error:  # a broken file fails in many ways, a full disk with safetensors' own error
         if folder.is_dir():  # another process was first
             return folder
         raise UserError(
@@ -145,9 +145,9 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 def _write_model(source: Path, folder: Path) -> None:
     types = _tensor_types(source)
     matrices = {kind.name for name, kind in types.items() if name.startswith("blk.") and "norm" not in name}
-    exact = matrices & {"F32", "F16"}  # bfloat16 would round what is not rounded yet
+    exact = matrices & {"F32", "F16"}  # bfloat16 would round values that are not rounded yet
     verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()  # that the whole model is dequantised is what we ask for
+    hf_logging.set_verbosity_error()  # it warns that the whole model is dequantised, which is intended
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32 if exact else torch.bfloat16
@@ -156,7 +156,7 @@ def _write_model(source: Path, folder: Path) -> None:
         hf_logging.set_verbosity(verbosity)
     if "output.weight" in types and _is_one_matrix(model):
         _tie(model, output_is_finer=_bits(types["output.weight"]) >= _bits(types["token_embd.weight"]))
-    model.hf_quantizer = None  # the weights are dense by now, and transformers would refuse to save them
+    model.hf_quantizer = None  # the weights are dense now, and transformers would refuse to save them
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)

@@ -56,7 +56,7 @@ def headed_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: View, keep_n: Tensor) -> Tensor:
     """Return the inputs of the head at the tokens in `keep`, [n, D], with attention computed by the view."""
-    decoder = model.base_model if model.base_model is not model else model.model  # some have no prefix of their own
+    decoder = model.base_model if model.base_model is not model else model.model  # some models have no base_model_prefix
     return decoder(**inputs(tokens_1N, positions_1N, view)).last_hidden_state[0, keep_n]
 
 

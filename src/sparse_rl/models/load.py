@@ -50,13 +50,13 @@ def load_model(
             )
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # a folder's values reach every line of a model
+    except Exception as error:  # values of config.json can fail anywhere in a model's code
         raise UserError(_sentence("model", path, error)) from error
     _refuse_incomplete(path, info)
     try:
         model = model.to(device).eval()
     except torch.OutOfMemoryError:
-        raise  # the device works: whoever asked knows what would fit
+        raise  # the device works: the caller knows what would fit
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"Device {device!r} cannot be used ({first_line(error)}): name another, such as cpu.") from error
     _refuse_broken(path, model)
@@ -99,7 +99,7 @@ def _has_bfloat16() -> bool:
 @cache
 def _cuda_works() -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch warns of is said below
+        warnings.simplefilter("ignore")  # the notice below replaces torch's warning
         if torch.cuda.is_available():
             return True
     if DRIVER.exists():
@@ -125,9 +125,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         words = len(tokenizer.get_vocab()) - len(set(tokenizer.all_special_tokens))
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # tokenizers has kinds of its own
+    except Exception as error:  # tokenizers raises its own errors
         raise UserError(_sentence("tokenizer of", path, error)) from error
-    if words < 1:  # transformers makes an empty one where it finds no files
+    if words < 1:  # transformers makes an empty one if it finds no files
         raise UserError(
             f"The model {quoted(path, 200)} has no tokenizer files (tokenizer.json, or tokenizer.model): copy them into its folder."
         )

@@ -1,6 +1,6 @@
 """Build a small float32 stand-in for a model: one decoder layer of each kind and the first rows of the vocabulary.
 
-It computes what the model computes. It takes less memory than one more layer of each kind, and shares float32 weights.
+Its layers compute the same as the model's. It takes less memory than one more layer of each kind, and shares float32 weights.
 """
 
 import copy
@@ -26,7 +26,7 @@ def reduced(model: PreTrainedModel) -> PreTrainedModel:
     memo: dict[int, Any] = {id(layers): nn.ModuleList()}
     _share_in_float32(model, layers, [layers[index] for index in kept], memo)
     small = copy.deepcopy(model, memo)
-    small.get_input_embeddings().padding_idx = None  # may lie beyond the rows; it matters to gradients only
+    small.get_input_embeddings().padding_idx = None  # it may lie beyond the rows; only gradients use it
     memo[id(layers)].extend(copy.deepcopy(layers[index], memo) for index in kept)
     _renumber(small, memo[id(layers)], kept, len(layers), numbered)
     return small.requires_grad_(False).eval()

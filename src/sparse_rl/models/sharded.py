@@ -60,7 +60,7 @@ def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool =
             part = weight.to_local()
             if part.numel():
                 part.copy_(whole[name].chunk(dist.get_world_size())[dist.get_rank()])
-    spread.__dict__["sharded_root"] = root  # past nn.Module, for which it would be a module within its own
+    spread.__dict__["sharded_root"] = root  # not an attribute: nn.Module would register it as a submodule of itself
     prepared_like(spread, model)
     headed_like(spread, model)
     return spread
@@ -85,7 +85,7 @@ def at_rest(model: PreTrainedModel) -> None:
     root = _root_of(model)
     if isinstance(root, FSDPModule):
         root.reshard()
-        if hasattr(root, "reset_iter_state"):  # torch 2.13: what forwards note for a backward that does not come
+        if hasattr(root, "reset_iter_state"):  # torch 2.13: state that forwards keep for a backward that does not follow
             root.reset_iter_state()
 
 

@@ -43,7 +43,7 @@ def _from_hub(path: str) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        only_here = why_unreachable(HfApi().model_info, path) is not None  # else it retries for half a minute, and says so
+        only_here = why_unreachable(HfApi().model_info, path) is not None  # else the hub is retried for half a minute
         return Path(hf_hub_download(path, FILE, local_files_only=only_here))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
-        return None  # not every model was trained with us, and not every machine reaches the hub
+        return None  # not trained with sparse-rl, or the hub is not reachable

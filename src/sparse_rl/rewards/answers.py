@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-BOX = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{")  # some write two backslashes
+BOX = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{")  # some models write two backslashes
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;.*]|\\[,;: \\()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*", re.IGNORECASE)
 """Text allowed between two boxes that are one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
 BRACE = re.compile(rf"(?P<box>{BOX.pattern})|\\.|[{{}}]", re.DOTALL)
@@ -14,7 +14,7 @@ THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 THOUGHT_TAG = re.compile(r"</?think>")
 MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{NO-BREAK SPACE}": " "})
 
-# what TeX writes without meaning
+# TeX without meaning
 SPACING = re.compile(r"\\[!,]|(\\[;:> ]|\\q?quad\b|~)|(\{,\}(?=\d))")
 STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mbox|bm)\s*\{([^{}]*)\}")
 MAX_STYLES = 3
@@ -79,7 +79,7 @@ def boxed(text: str) -> str | None:
             break
         found.append(bare(text[box.content : box.end]))
         after = box.start
-    return ", ".join(dict.fromkeys(reversed(found)))  # the same answer twice is one
+    return ", ".join(dict.fromkeys(reversed(found)))  # repeated answers count once
 
 
 class Box(NamedTuple):
@@ -111,7 +111,7 @@ def outer_boxes(text: str) -> list[Box] | None:
         blank = BLANK_LINE.search(text, never_closed[-1])
         boxes = [box for box in boxes if blank and box.start > blank.start()]
     outer: list[Box] = []
-    for box in boxes:  # in the order in which they close: an outer one after those within
+    for box in boxes:  # in closing order: an outer box after those within it
         while outer and outer[-1].start > box.start:
             outer.pop()
         outer.append(box)

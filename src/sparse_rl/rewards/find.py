@@ -98,7 +98,7 @@ def from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         here = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UserError(f"reward.function = {spec} is not there: no file {path}, {nearest(path.name, here)}")
-    sys.path.append(str(path.parent.resolve()))  # for what it imports from beside itself
+    sys.path.append(str(path.parent.resolve()))  # for its imports from the same folder
     found = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)  # a file math.py must not become math
     assert found and found.loader
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)

@@ -14,7 +14,7 @@ from .answers import Said, said
 
 __all__ = ["arithmetic", "exact", "last_number"]  # the names a user may give
 
-# a minus after a word, a digit or a bracket subtracts and belongs to no number; a comma groups three digits or separates
+# a minus after a word, a digit or a bracket subtracts and is no sign; a comma groups three digits or separates
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}])[-\N{MINUS SIGN}])?"
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"

@@ -38,7 +38,7 @@ def fork_worker(channel: int, trainer: int) -> None:
         os.close(woken)
         os.close(wakes)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)  # Ctrl-C is the trainer's business
+            signal.signal(number, signal.SIG_DFL)  # the trainer handles Ctrl-C
         os.setpgid(0, 0)
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
@@ -61,7 +61,7 @@ def set_process(option: int, value: int) -> None:
 def watch(channel: int, woken: int, worker: int, trainer: int) -> int | None:
     """Wait until the worker has ended and return its status, or None if the trainer has closed its end or is gone."""
     events = select.poll()
-    events.register(channel, 0)  # a closed end is always told; requests are the worker's to read
+    events.register(channel, 0)  # a closed end is always reported; the worker reads the requests
     events.register(woken, select.POLLIN)
     while True:
         closed = any(fd == channel for fd, _ in events.poll(LOOK_S * 1000))
@@ -120,7 +120,7 @@ def end_like(status: int | None) -> None:
         os._exit(0 if status is None else os.waitstatus_to_exitcode(status))
     number = os.WTERMSIG(status)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError, ValueError):  # SIGKILL takes no handler
+    with suppress(OSError, ValueError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(1)

@@ -67,13 +67,13 @@ ROUNDING = 1e-13
 UNDONE = (Derivative, Integral, Limit, Product, Sum)
 """Operations that an answer leaves to the grader. They are right only if the gold leaves them too."""
 UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")  # binomials too large
-AT_ONCE = re.compile(r"gcd|lcm|binom")  # the parser works these out
+AT_ONCE = re.compile(r"gcd|lcm|binom")  # the parser evaluates these
 HUGE = re.compile(r"\^[\s{(]*\w+\s*\^|\^[\s{(]*\d{5}|\d{5}[\s)]*!")
 IGNORED = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\d)\s+|\s+(?!\d)")  # a space between figures counts: 1 1/2 is not 11/2
 DISPLAY_FRACTION = re.compile(r"\\[dt]frac")
 DEGREES = re.compile(r"\s*(?:°|\\degree(?![a-z]))")
-BARE_UNIT = re.compile(r"(?<=[\d}])\s*[cdkm]m\s*\^\s*\{?\s*[23]\s*\}?\s*\.?$")  # math-verify knows those in \text
-WORD = re.compile(r"[A-Za-z]{4,}")  # to math-verify the product of its letters, so that seat is east
+BARE_UNIT = re.compile(r"(?<=[\d}])\s*[cdkm]m\s*\^\s*\{?\s*[23]\s*\}?\s*\.?$")  # math-verify handles those in \text
+WORD = re.compile(r"[A-Za-z]{4,}")  # math-verify reads a word as the product of its letters, so that seat equals east
 BASE = re.compile(r"(?<=\d)\s*_\s*\{?\s*(\d+)\s*\}?\s*$")
 POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])")
 
@@ -99,7 +99,7 @@ def math_answer(
     ]
 
 
-math_answer.memory_bytes = 2 << 30  # type: ignore[attr-defined]  # of a worker: sympy must not take the machine's
+math_answer.memory_bytes = 2 << 30  # type: ignore[attr-defined]  # per worker: sympy must not take the machine's memory
 
 
 def is_right(speech: Said, right: str) -> bool:
@@ -109,7 +109,7 @@ def is_right(speech: Said, right: str) -> bool:
         return bool(content) and equals(gold, content)
     if not speech.whole:
         return False
-    if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # nothing but the answer
+    if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # the text is only the answer
         return True
     tail = text[-TAIL_CHARS:]
     if depth(tail) > MAX_DEPTH or leaves_work(tail, gold):
@@ -295,8 +295,8 @@ def far_apart(gold: Any, answer: Any) -> bool:
     point = {symbol: Float(0.37 + 0.61 * (place * 0.618 % 1)) for place, symbol in enumerate(symbols, 1)}
     try:
         one, other = complex(gold.evalf(subs=point)), complex(answer.evalf(subs=point))
-    except Exception:  # no number there
+    except Exception:  # not a number at this point
         return False
-    cancels = gold.atoms(Add, Function) or answer.atoms(Add, Function)  # products do not: 1e-24 is not 1e-28
+    cancels = gold.atoms(Add, Function) or answer.atoms(Add, Function)  # products do not cancel: 1e-24 is not 1e-28
     rounding = ROUNDING if cancels else 0.0
     return isfinite(one) and isfinite(other) and abs(one - other) > max(1e-4 * max(abs(one), abs(other)), rounding)

@@ -96,7 +96,7 @@ class RewardPool:
         refuse_inside_a_reward()
         self.function, self.timeout_s, self.log = function, timeout_s, log
         self.truncated, self.timeout = truncated, timeout
-        self._parts = part_names(function)  # a sum that cannot be read is refused before anything starts
+        self._parts = part_names(function)  # refuse a malformed sum before anything starts
         self._size, self._strays = workers, 0
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -159,7 +159,7 @@ class RewardPool:
 
     def _asked(self, batch: "_Batch") -> list[dict[str, Any]]:
         """Return the outcome of every sample that is not cut off."""
-        failure = self._fill()  # why a worker could not start: then no further one is tried in this call
+        failure = self._fill()  # the reason why a worker could not start; no other is then started in this call
         try:
             while batch.unasked or any(worker.ready and worker.in_flight for worker in self._workers):
                 for worker in self._wait(0 if batch.unasked and any(worker.idle for worker in self._workers) else LOOK_S):
@@ -169,7 +169,7 @@ class RewardPool:
                 trim(self.log)
                 if not self._workers:
                     batch.give_up(failure)
-        finally:  # when interrupted: no worker goes on with this batch
+        finally:  # after an interrupt no worker continues this batch
             for worker in [worker for worker in self._workers if worker.ready and worker.in_flight]:
                 self._discard(worker)
             self._strays += sum(worker.strays for worker in self._workers)
@@ -321,11 +321,11 @@ class _Here:
     def grade(self, packed: list[bytes]) -> list[dict[str, Any]]:
         if not packed:
             return []
-        prompts, completions, rows = zip(*map(pickle.loads, packed), strict=True)  # copies, as a worker has
+        prompts, completions, rows = zip(*map(pickle.loads, packed), strict=True)  # copies, as in a worker
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         try:
             verdicts = self.reward(list(prompts), list(completions), columns)
-        except (Exception, SystemExit, CancelledError) as error:  # what is meant for the trainer passes, such as Ctrl-C
+        except (Exception, SystemExit, CancelledError) as error:  # not KeyboardInterrupt, which is for the trainer
             with open(self.log or os.devnull, "a") as output:
                 traceback.print_exc(file=output)
             return [{"error": one_line(error)}] * len(packed)

@@ -37,13 +37,13 @@ class Worker:
         code += f"main({theirs.fileno()}, {function!r}, {timeout_s!r}, {os.getpid()})"
         with theirs, open(log or os.devnull, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],  # -u: what was printed before a kill is in the log
+                [sys.executable, "-u", "-c", code],  # -u: output before a kill is in the log
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, INSIDE: "1"},
-                start_new_session=True,  # away from the terminal's Ctrl-C
+                start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
             )
         self.in_flight: dict[int, int] = {}
         self.at_once = 0
@@ -84,7 +84,7 @@ class Worker:
         number = secrets.randbits(8 * NUMBER_BYTES)
         self.in_flight[number], self.alone = sample, alone
         self.socket.settimeout(self.timeout_s)
-        with suppress(OSError):  # it ended or does not read: the reply that fails to come will tell
+        with suppress(OSError):  # it ended or does not read: the missing reply shows it
             self.socket.sendall(number.to_bytes(NUMBER_BYTES, "big") + len(request).to_bytes(LENGTH_BYTES, "big") + request)
 
     def read(self) -> list[tuple[int, dict[str, Any]]]:
@@ -131,9 +131,9 @@ class Worker:
             status = self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the worker follows its keeper
+                os.killpg(self.process.pid, signal.SIGKILL)  # the worker dies with its keeper
             try:
                 status = self.process.wait(timeout=1)
-            except subprocess.TimeoutExpired:  # in the middle of a system call that nothing can end: leave it behind
+            except subprocess.TimeoutExpired:  # in an uninterruptible system call: leave it behind
                 return "it cannot be killed"
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -106,7 +106,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function accepts a keyword argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of something built in
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return True
     return any(
         each.kind is each.VAR_KEYWORD or (each.name == name and each.kind is not each.POSITIONAL_ONLY) for each in parameters

@@ -2,7 +2,7 @@
 
 An `async def` reward gets up to `AT_ONCE` samples at a time, on one event loop, each with its own limit.
 
-The worker is a fresh interpreter and imports no torch, so it is ready in a few hundredths of a second and its crash affects
+The worker is a fresh interpreter and imports no torch. So it is ready in a few hundredths of a second, and its crash affects
 nothing else. A request is its number, its length and a pickle. A reply is a line of JSON with the request's number, which is
 random: text that a reward writes to the channel does not count as a reply.
 """
@@ -50,7 +50,7 @@ def main(fd: int, function: str, timeout_s: float, trainer: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os.killpg(0, signal.SIGKILL)  # threads, too
+        os.killpg(0, signal.SIGKILL)  # threads too
 
 
 def serve(channel: socket.socket, spec: str, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ def serve(channel: socket.socket, spec: str, timeout_s: float) -> None:
 
     def reply(number: int, **message: Any) -> None:
         if os.getpid() != me:
-            os._exit(1)  # a fork that the reward has left behind: the verdict is its parent's to give
+            os._exit(1)  # a fork left by the reward: only its parent may reply
         channel.sendall(b"\n" + json.dumps({"number": number, **message}).encode() + b"\n")
 
     number, _ = read_request(channel)
@@ -157,7 +157,7 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
 
     async def one(number: int, request: bytes) -> None:
         limit.restart()
-        reply(number, started=True)  # its clock runs from here: it may have waited while others blocked the loop
+        reply(number, started=True)  # its time limit starts here: it may have waited while others blocked the loop
         before = stood_still_s
         try:
             async with asyncio.timeout(timeout_s) as clock:
@@ -166,7 +166,7 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
                 message = told(verdict)
         except BaseException as error:
             message = failed(error)
-        if clock.expired():  # also where the reward has caught its cancellation
+        if clock.expired():  # also if the reward caught its cancellation
             message = {"late": True, "blocked": stood_still_s - before > BLOCKED * timeout_s}
         tasks.discard(asyncio.current_task())
         limit.restart() if tasks else limit.stop()
@@ -175,8 +175,8 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
     ticking = asyncio.create_task(tick())
     reader, writer = await asyncio.open_unix_connection(
         sock=channel.dup()
-    )  # the writer is held: without it the loop reads no more
-    channel.settimeout(START_S)  # its descriptor does not block now, and a reply is to be sent whole
+    )  # keep the writer: without it the loop stops reading
+    channel.settimeout(START_S)  # the descriptor is non-blocking now, and a reply must be sent whole
     try:
         while True:
             header = await reader.readexactly(NUMBER_BYTES + LENGTH_BYTES)

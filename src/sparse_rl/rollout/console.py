@@ -27,7 +27,7 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfi
         raise UserError("samples-per-prompt and slots must both be at least 1.")
     if not all(prompt.strip() for prompt in args.prompts):
         raise UserError("A prompt is empty: say something to continue.")
-    from_settings(kv)  # a typo shows before the model is loaded
+    from_settings(kv)  # report a typo before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     prompts = encoded(tokenizer, [Example(prompt, None, {}) for prompt in args.prompts], data)
     model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)

@@ -135,7 +135,7 @@ class Engine:
             self.use_graphs = generation.runner.overlaps
             return rollouts
         except BaseException:
-            self.cache.clear()  # what a failed call left, NaNs perhaps, must not reach the next one
+            self.cache.clear()  # a failed call may leave NaNs, which must not reach the next one
             raise
 
     def reserve(self, tokens: int) -> None:
@@ -158,7 +158,7 @@ class Engine:
         """Return the graph runner, rebuilt if the cache or the weights have moved."""
         assert self.cache is not None
         if self.use_graphs and (self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk)):
-            self.graphs = None  # its memory, before its successor takes some
+            self.graphs = None  # free its memory before the new graphs take some
             unmerged = any(hasattr(module, "get_delta_weight") for module in self.model.modules())
             self.graphs = GraphRunner(self.model, self.cache, self.chunk, compile=self.compile and not unmerged)
         return self.graphs
@@ -170,7 +170,7 @@ class Engine:
     def _grow(self, capacity: int) -> None:
         """Make a dense cache large enough for the longest sequence of a call."""
         if self.cache is None or self.cache.capacity < capacity:
-            self.cache = self.graphs = None  # freed before its successor is allocated
+            self.cache = self.graphs = None  # free the old cache before the new one is allocated
             self.cache = self._allocate(capacity)
 
     def _model_stop_ids(self) -> list[int]:

@@ -75,7 +75,7 @@ class Generation:
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
-        self.steps_together = 0  # since all slots were last empty
+        self.steps_together = 0  # steps since all slots were last empty
         self.stash: Stash | None = None
         self.unsettled: list[tuple[list[tuple[Sequence, int]], Tensor]] = []
         self.new_tokens: dict[int, list[np.ndarray]] = {}
@@ -241,7 +241,7 @@ class Generation:
         self._settle()
         active = self.scheduler.active
         held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
-        running = [sequence.finish is None for sequence in active]  # the others ended in the chunk before, and idled
+        running = [sequence.finish is None for sequence in active]  # the others ended in the last chunk and idled
         stops = self._first_stops(tokens_Sn, logprobs_Sn, running)
         taken = []
         for sequence, row, logprob_row, stop_at in zip(active, tokens_Sn, logprobs_Sn, stops, strict=True):
@@ -294,7 +294,7 @@ class Generation:
             self.new_ends.append(request.index)
         self.finished += len(finished)
 
-    # The bound
+    # Compaction
 
     def _compact(self) -> None:
         """Compact every sequence that holds more than the budget and has had a multiple of `interval` tokens enter."""
@@ -324,7 +324,7 @@ class Generation:
     def _settle(self) -> None:
         """Record the positions that the last compactions dropped, after the device has been waited for."""
         for sequences, pinned_LnHN in self.unsettled:
-            dropped_LnHN = pinned_LnHN.clone()  # pinned memory goes back to be used again: it takes long to get
+            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse: it is slow to allocate
             for index, (sequence, entered) in enumerate(sequences):
                 sequence.trace.record(entered, dropped_LnHN, index)
         self.unsettled.clear()

@@ -59,7 +59,7 @@ def prefill(
     start = 0
     copies: list[
         list[tuple[int, int, int]]
-    ] = []  # of first samples, of second ones, …: (start among the tokens, tokens, slot)
+    ] = []  # by rank (first samples, second ones, …): (start among the tokens, tokens, slot)
     for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
         numbers = list(group)
         for index, n in enumerate(numbers if length <= kv.budget or not policy.evicts else ()):
@@ -83,7 +83,7 @@ def prefill(
     for row, numbers in zip(rows, members, strict=True):
         for index, number in enumerate(numbers):
             count = len(prompts[number].slots)
-            own = count if policy.uses_seeds else 1  # else all samples of a prompt drop the same
+            own = count if policy.uses_seeds else 1  # else all samples of a prompt drop the same keys
             dropped[number] = [row.dropped_of(index, sample) for sample in range(own)] * (count // own)
     place_of = torch.tensor(order, device=device).argsort()
     return logits[place_of], dropped

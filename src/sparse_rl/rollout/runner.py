@@ -134,7 +134,7 @@ class GraphRunner:
         self.model, self.cache, self.compile = model, cache, compile
         if compile:
             fuse_projections(model)
-            torch.cuda.empty_cache()  # the places the weights were in fit nothing that comes
+            torch.cuda.empty_cache()  # the freed blocks of the weights fit no later allocation
         self.state = torch.zeros(6, cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(6, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
@@ -218,7 +218,7 @@ class GraphRunner:
         with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
             self._warm_up(slots, sampling)
             self.stream.synchronize()
-            with warnings.catch_warnings():  # a capture that runs out of memory: its error says more
+            with warnings.catch_warnings():  # if a capture runs out of memory, its error says more
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                     self._step(slots, sampling)

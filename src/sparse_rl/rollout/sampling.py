@@ -25,7 +25,7 @@ def sample(logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling) -> tuple[T
         target_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
         # right: the first token whose cumulative weight exceeds the target, so a weight of 0 is never drawn.
         tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(-1)
-        tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # of NaNs alone: the log-prob below then tells
+        tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # out of range only if all are NaN; the log-prob below shows it
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
 
 

@@ -62,7 +62,7 @@ class Sequence:
     def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
         """Append sampled tokens up to the end of the rollout and return how many were taken. `stop_at` is the index of the
         first stop token, or the number of tokens if there is none."""
-        if stop_at == len(tokens) < self.remaining and self.guard is None:  # most chunks end nothing: the short way
+        if stop_at == len(tokens) < self.remaining and self.guard is None:  # fast path: most chunks end no sequence
             self.pieces.append((tokens, logprobs))
             self.tokens += stop_at
             self.last_token = int(tokens[-1])
@@ -131,7 +131,7 @@ class Scheduler:
         return groups
 
     def remaining(self) -> int:
-        """Steps until the last running sequence reaches its maximum length."""
+        """Return the number of steps until the last running sequence reaches its maximum length."""
         return max((sequence.remaining for sequence in self.active if sequence.finish is None), default=0)
 
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:

@@ -58,9 +58,9 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
         prepare(stand_in)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # modules of a kind that cannot be taken apart, or that do not run apart
+    except Exception as error:  # modules that cannot be taken apart, or do not run apart
         if isinstance(error, UserError) and error.__cause__ is None:
-            raise  # a rule that its layers break, and so the model
+            raise  # the layers break a rule, and so does the model
         stand_in, far = model, FAR_FLOAT32 if limits.shape.dtype == torch.float32 else FAR_HALF
     with torch.no_grad(), _exact_products(), eval_mode(stand_in):
         try:

@@ -16,7 +16,7 @@ from torch import LongTensor, Tensor
 from ...kernels.choose import MOST, fused_choose
 from ...kernels.jit import usable
 
-ROUNDING = 2e-6  # relative: scores closer than this differ by the order of sums, not by what was summed
+ROUNDING = 2e-6  # relative; scores closer than this differ only by the order of summation
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LIMIT = 20.0  # |log ratio| beyond it would overflow in exp or in what multiplies it
+LIMIT = 20.0  # a larger |log ratio| would overflow in exp or in a product with it
 
 
 @dataclass(frozen=True)
