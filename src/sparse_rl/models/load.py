@@ -64,7 +64,8 @@ def load_model(
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
-    """Raise if weights are missing. transformers would fill them at random, which gives another model."""
+    """Raise if weights are missing or have another shape. transformers would draw them at random, which gives another
+    model."""
     for key, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
         names = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
         if names:
