@@ -174,12 +174,12 @@ def test_the_page_of_options_is_made_from_the_schema():
 
 
 def test_the_tables_of_scale_are_what_the_script_computes():
-    spec = importlib.util.spec_from_file_location("scaling", ROOT / "experiments/scaling.py")
+    spec = importlib.util.spec_from_file_location("scaling", ROOT / "benchmarks/scaling.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     page = module.PAGE.read_text()
     for table in (module.measured(), module.scaled(), module.largest()):
-        assert table in page, "run: python experiments/scaling.py"
+        assert table in page, "run: python benchmarks/scaling.py"
 
 
 def test_the_tables_of_evidence_are_those_of_the_raw_metrics(monkeypatch):

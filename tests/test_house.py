@@ -73,7 +73,7 @@ def names_in(path):
     return {token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.NAME}
 
 
-@pytest.mark.parametrize("folder", ["src", "tests", "experiments"])
+@pytest.mark.parametrize("folder", ["src", "tests", "experiments", "benchmarks"])
 def test_retired_names_do_not_come_back(folder):
     files = [path for path in (Path(__file__).parents[1] / folder).rglob("*.py") if path != Path(__file__)]
     assert {str(path): found for path in files if (found := names_in(path) & RETIRED)} == {}

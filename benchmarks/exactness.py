@@ -1,6 +1,6 @@
 """How far sampler and replay are apart, by architecture and policy, on random weights in float32 on the CPU.
 
-python experiments/exactness.py --out benchmarks/results/exactness.json
+python benchmarks/exactness.py --out benchmarks/results/exactness.json
 """
 
 import argparse

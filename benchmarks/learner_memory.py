@@ -1,6 +1,6 @@
 """Peak memory of the learner against logits that are materialised: the same log-probs and gradients, both ways.
 
-    python experiments/learner_memory.py --model 1.5B --tokens 4096 8192 16384 --out benchmarks/results/learner-memory.json
+    python benchmarks/learner_memory.py --model 1.5B --tokens 4096 8192 16384 --out benchmarks/results/learner-memory.json
 
 One forward and backward over packed sequences of random tokens, weights random, activations checkpointed in both arms.
 """

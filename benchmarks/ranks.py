@@ -1,4 +1,4 @@
-"""What a second process gives on two cores: python experiments/ranks.py --json benchmarks/results/ranks-cpu.json
+"""What a second process gives on two cores: python benchmarks/ranks.py --json benchmarks/results/ranks-cpu.json
 
 The embedded model and task, five steps of 128 rollouts, threads pinned: one process on one core, one on both, and two on one each.
 Tokens a second are those of the last three steps, sampled tokens over sampling time and learned tokens over the learner's.

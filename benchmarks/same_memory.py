@@ -1,7 +1,7 @@
 """Long rollouts in the same KV memory: our sparse engine against vLLM, the same prompts and the same lengths.
 
-python experiments/same_memory.py ours --sequences 256 --json benchmarks/results/same-memory-256.json
-python experiments/same_memory.py vllm --sequences 256 --json benchmarks/results/same-memory-256.json [--seconds 100]
+python benchmarks/same_memory.py ours --sequences 256 --json benchmarks/results/same-memory-256.json
+python benchmarks/same_memory.py vllm --sequences 256 --json benchmarks/results/same-memory-256.json [--seconds 100]
 
 Prompts of 256 tokens in groups of 8; responses uniform from a sixteenth of the longest to all of it; log-probs of sampled
 tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. vLLM gets the bytes that ours

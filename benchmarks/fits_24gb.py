@@ -1,5 +1,5 @@
 """Does it fit a 24 GB card? Three steps of each 24 GB recipe with the process capped at 22 GiB, and one with a dense sampler:
-python experiments/fits_24gb.py --json benchmarks/results/fits-24gb.json [--cases 7b]
+python benchmarks/fits_24gb.py --json benchmarks/results/fits-24gb.json [--cases 7b]
 
 Random weights of the recipes' shapes, 32 rollouts a step, responses uniform from 256 to 4,096 tokens. Every case is a process
 of its own; what is already in the JSON is not run again. The dense cases run all at once, for they are asked whether they fit

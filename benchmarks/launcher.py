@@ -1,4 +1,4 @@
-"""What torchrun costs one process: python experiments/launcher.py 0.5B --json benchmarks/results/launcher.json
+"""What torchrun costs one process: python benchmarks/launcher.py 0.5B --json benchmarks/results/launcher.json
 
 The same training steps on random weights (`sparse-rl bench step`, every response of full length, so every step has the same work) in
 two processes, one started alone and one by torchrun, which take turns step by step: what else moves a machine's speed moves both.

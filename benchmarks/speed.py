@@ -1,6 +1,6 @@
 """Decode speed on one GPU over slots and response lengths, sparse against dense in the same KV memory, and what it costs
-in exactness: python experiments/speed.py [--json FILE] [--model 1.5B], then
-python experiments/speed.py --plot benchmarks/results/speed.json --out docs/performance.svg
+in exactness: python benchmarks/speed.py [--json FILE] [--model 1.5B], then
+python benchmarks/speed.py --plot benchmarks/results/speed.json --out docs/performance.svg
 
 Sparse: tokens/s of whole decode steps once every slot has been compacted (compaction and host included). Dense: as many
 sequences as a paged cache with shared prompts (groups of 8) runs in the same memory at the lengths they have at a moment,

@@ -1,4 +1,4 @@
-"""Steps on 8 to 1,024 GPUs, computed and not measured: python experiments/scaling.py writes the tables of docs/many-gpus.md.
+"""Steps on 8 to 1,024 GPUs, computed and not measured: python benchmarks/scaling.py writes the tables of docs/many-gpus.md.
 
 Memory and the learner are `sparse-rl plan`'s; sampling is its roofline too, but with responses of all lengths: a rank's rollouts
 go through its slots one after the other, and steps cost less as slots fall idle. The first table puts the same computation

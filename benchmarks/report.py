@@ -1,5 +1,5 @@
 """How long the report of a large run takes to write and to open, in headless Chromium, of three each the median:
-python experiments/report.py --like runs/quickstart/sparse_rl --out benchmarks/results/report.json
+python benchmarks/report.py --like runs/quickstart/sparse_rl --out benchmarks/results/report.json
 
 The folders are made up in the formats of a real run (`--like`), evictions and log-probs random: the worst case for gzip.
 """
