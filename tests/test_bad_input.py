@@ -161,7 +161,7 @@ def test_a_reward_that_fails_on_some_samples_costs_only_those(world, tmp_path, c
 def test_a_reward_that_fails_on_the_first_gold_ends_the_run_before_its_first_rollout(world, tmp_path, reward, why, capsys):
     run = tmp_path / "run"
     sentence = refused(capsys, *arguments(world, run, *QUICK, "--reward.timeout-s", "0.2", reward=reward))
-    assert sentence == f"The reward fails on the first gold ({why}): mend reward.function."
+    assert sentence == f"The reward fails on the first gold ({why}): fix reward.function."
     assert not (run / "metrics.jsonl").exists() and not list((run / "rollouts").iterdir())
 
 
@@ -186,7 +186,7 @@ def test_a_reward_that_fails_on_all_samples_ends_the_run(world, tmp_path, reward
         capsys, *arguments(world, run, *QUICK, "--reward.timeout-s", "0.2", "--reward.workers", "2", reward=reward)
     )
     assert sentence.startswith("The reward gave no verdict for any of 4 rollouts")
-    assert why in sentence and sentence.endswith("mend reward.function.")
+    assert why in sentence and sentence.endswith("fix reward.function.")
     assert [row["step"] for row in metrics(run)] == [0] and not list((run / "rollouts").iterdir())
 
 

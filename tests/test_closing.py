@@ -63,7 +63,7 @@ def test_an_evaluation_that_was_turned_off_is_not_said_to_have_no_problems(tmp_p
     off = config.model_copy(update={"eval": EvalConfig(problems=0)})
     none = config.model_copy(update={"data": DataConfig(train="a.jsonl")})
     assert "not evaluated (eval.problems = 0);" in closing(capsys, off)
-    assert "not evaluated, for there are no held-out problems (data.test);" in closing(capsys, none)
+    assert "not evaluated: there are no held-out problems (data.test);" in closing(capsys, none)
 
 
 def test_the_report_gives_all_scores_of_a_run_the_same_unit():

@@ -270,7 +270,7 @@ def test_rows_are_dealt_evenly_and_within_the_limit():
 
 
 def test_one_rank_takes_everything():
-    take = World().taker([1.0, 3.0, 2.0], at_once=5)
+    take = World().work_queue([1.0, 3.0, 2.0], at_once=5)
     assert [take() for _ in range(4)] == [1, 2, 0, None]
 
 

@@ -173,7 +173,7 @@ def test_a_folder_without_settings_for_a_cache_is_refused(tmp_path, stored, sent
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["{runs}", "{out}"], "is not a run, for it has no config.toml: name the folder of one, such as {runs}/full."),
+        (["{runs}", "{out}"], "is not a run folder (no config.toml): pass a run folder, such as {runs}/full."),
         (["{runs}/nowhere", "{out}"], "is not a run"),
         (["{runs}/full", "{out}", "--step", "7"], "has no checkpoint of step 7: there are 1, 2."),
         (["{runs}/full", "{out}", "--merge"], "nothing to merge: the run trained every weight; leave --merge out."),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from small_runs import arguments, metrics, one_thread, train
 from sparse_rl.cli import main
-from sparse_rl.errors import Unanswered, UserError
+from sparse_rl.errors import StorageUnavailable, UserError
 from sparse_rl.train import checkpoint, lock, storage
 from sparse_rl.train.run_folder import RunFolder
 from storage import s3_bucket
@@ -139,7 +139,7 @@ def test_bad_addresses_are_said_in_a_sentence(world, bucket, flags, sentence, ca
     [
         (["runs/taken"], "is not on this machine: name a file for the page with --out"),
         (["runs/taken", "--serve"], "is not on this machine"),
-        (["runs/none", "--out", "page.html"], "s3://shared/runs/none is not a run, for it has no config.toml"),
+        (["runs/none", "--out", "page.html"], "s3://shared/runs/none is not a run folder (no config.toml)"),
     ],
 )
 def test_pages_of_runs_that_are_elsewhere(bucket, words, sentence, capsys):
@@ -180,7 +180,7 @@ def test_checkpoints_are_not_pruned_because_storage_is_silent(bucket, monkeypatc
     with monkeypatch.context() as broken:
         broken.setattr(remote, "ls", silent)
         broken.setattr(remote, "exists", lambda path: False)
-        with pytest.raises(Unanswered, match=r"cannot be read \(503 Slow Down\)"):
+        with pytest.raises(StorageUnavailable, match=r"cannot be read \(503 Slow Down\)"):
             checkpoint.prune(folder, 1, -1)
     assert checkpoint.steps_in(folder) == [1, 2]
 

@@ -68,7 +68,7 @@ def waiting(folder: Path) -> bool:
     return any((folder / name).is_dir() and any((folder / name).iterdir()) for name in (NAME, MOVING))
 
 
-def unborn(folder: Path) -> bool:
+def is_unstarted(folder: Path) -> bool:
     """Return whether the folder holds only a start that has not begun and replaces nothing."""
     return (folder / NAME).is_dir() and not waiting(folder)
 

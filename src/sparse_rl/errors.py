@@ -14,7 +14,7 @@ class UserError(ValueError):
     """A mistake that the user can fix. The message says how. The command line prints it and exits with 2."""
 
 
-class Absent(UserError):
+class MissingResource(UserError):
     """A resource that is missing but obtainable: on a hub that does not answer, or in a package that is not installed.
 
     A dry run reports it and goes on.
@@ -33,7 +33,7 @@ class Refused(UserError):
         self.rank = rank
 
 
-class Unanswered(UserError):
+class StorageUnavailable(UserError):
     """Shared storage does not answer. A later attempt may succeed."""
 
 

@@ -93,7 +93,7 @@ class World:
         """
         return deal(lengths, self.size, tokens)[self.rank]
 
-    def taker(self, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
+    def work_queue(self, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
         """Return a function that yields the next item for this rank at each call, and None at the end.
 
         All ranks must create their takers in the same order. The costliest `at_once` items per rank are dealt out evenly

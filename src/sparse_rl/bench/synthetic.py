@@ -52,7 +52,7 @@ class AnyIds:
         )
 
 
-def given(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> RunInputs:
+def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: bool) -> RunInputs:
     dtype, device = place(config.model.dtype, config.model.device)
     path = HUB_SHAPES.get(config.model.path, config.model.path)
     if path in SHAPES:
@@ -86,7 +86,9 @@ def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, u
             pool_for(config.reward, function, workers=workers) as pool,
             run.opening(config, resume=False, overwrite=False),
         ):
-            yield Trainer(config, run, view, pool, given=given(config, prompt_tokens, uniform_lengths=uniform_lengths))
+            yield Trainer(
+                config, run, view, pool, inputs=synthetic_inputs(config, prompt_tokens, uniform_lengths=uniform_lengths)
+            )
 
 
 def cap_memory(size: str | None) -> None:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..config import HubData
-from ..errors import UNREACHABLE, Absent, UserError, first_line, notice
+from ..errors import UNREACHABLE, MissingResource, UserError, first_line, notice
 from ..hub import why_unreachable
 from .rows import Row
 
@@ -41,8 +41,8 @@ def read_hub(data: HubData, instead: str) -> list[Row]:
     return [Row(f"{place}, row {number}", values) for number, values in enumerate(table, 1)]
 
 
-def _cannot_reach(id: str, why: str, instead: str) -> Absent:
-    return Absent(f"{UNREACHABLE} for {id} ({why}): connect, or {instead}.")
+def _cannot_reach(id: str, why: str, instead: str) -> MissingResource:
+    return MissingResource(f"{UNREACHABLE} for {id} ({why}): connect, or {instead}.")
 
 
 @contextmanager

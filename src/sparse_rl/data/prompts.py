@@ -78,7 +78,7 @@ def encode(
             )["input_ids"]
     except _TooLong:
         raise UserError(
-            f"The model's chat template took more than {LIMIT_S:g} s for one prompt: mend it, or write texts and set --data.raw true."
+            f"The model's chat template took more than {LIMIT_S:g} s for one prompt: fix it, or write texts and set --data.raw true."
         ) from None
     except Exception as error:  # a template may raise anything
         raise UserError(

@@ -199,7 +199,7 @@ class Score:
 def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[int] = (1,)) -> Score:
     verdicts = by_problem(samples)
     means = [math.fsum(rewards) / len(rewards) for rewards in verdicts.values()]
-    binary = right_or_wrong(verdicts)
+    binary = is_binary(verdicts)
     return Score(
         problems=len(verdicts),
         samples=per_problem,
@@ -225,7 +225,7 @@ def by_problem(samples: Sequence[Sample]) -> dict[int, list[float]]:
     return found
 
 
-def right_or_wrong(verdicts: dict[int, list[float]]) -> bool:
+def is_binary(verdicts: dict[int, list[float]]) -> bool:
     """Return whether all rewards are 0 or 1, so that a sample either succeeds or fails."""
     return all(reward in (0.0, 1.0) for rewards in verdicts.values() for reward in rewards)
 

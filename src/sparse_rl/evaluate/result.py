@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .benchmark import Score, by_problem, right_or_wrong, score
+from .benchmark import Score, by_problem, is_binary, score
 from .mismatch import Mismatch, summary
 from .statistics import Estimate, paired_difference, t_interval
 from .work import FinishedPart
@@ -51,7 +51,7 @@ def difference(done: FinishedPart, first: FinishedPart, samples: int) -> Estimat
     ours, theirs = by_problem(done.samples), by_problem(first.samples)
     both = sorted(ours.keys() & theirs.keys())
     values, others = means(ours, both), means(theirs, both)
-    if both and not (right_or_wrong(ours) and right_or_wrong(theirs)):
+    if both and not (is_binary(ours) and is_binary(theirs)):
         return t_interval([value - other for value, other in zip(values, others, strict=True)])
     return paired_difference(values, others, samples)
 

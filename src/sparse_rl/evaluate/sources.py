@@ -5,7 +5,7 @@ from ..data.examples import Loaded, load
 
 OWN_MAX_TOKENS = 4096
 """Default of --max-tokens for the user's own problems."""
-MADE_UP = 256
+GENERATED_PROBLEMS = 256
 """Default of --problems for a task that generates its problems."""
 
 
@@ -17,5 +17,5 @@ def evaluated_as(source: str) -> tuple[str | None, int, int]:
 
 def loaded(source: str, data: DataConfig, problems: int | None) -> Loaded:
     """Return the first `problems` held-out problems, or all."""
-    found = load(source, "test", n=problems or MADE_UP, seed=0, **data.reading)
+    found = load(source, "test", n=problems or GENERATED_PROBLEMS, seed=0, **data.reading)
     return Loaded(found.examples[:problems], found.skipped, found.note)

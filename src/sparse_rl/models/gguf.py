@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from ..errors import Absent, UserError, first_line, notice
+from ..errors import MissingResource, UserError, first_line, notice
 from .folder import refuse_missing
 
 FORMAT = 1
@@ -115,7 +115,7 @@ def _packaged(name: str) -> tuple[Path, str]:
     try:
         files = importlib.metadata.distribution(wanted.package).files or []
     except importlib.metadata.PackageNotFoundError:
-        raise Absent(f"The model {name} comes in a package of its own: {install}") from None
+        raise MissingResource(f"The model {name} comes in a package of its own: {install}") from None
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
         raise UserError(f"The package {wanted.package} has no GGUF file: {install} --force-reinstall")
@@ -132,7 +132,7 @@ def _packaged(name: str) -> tuple[Path, str]:
 def _need_packages() -> None:
     missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
     if missing:
-        raise Absent(f"A GGUF file needs {' and '.join(missing)} to be read: pip install 'sparse-rl[gguf]'")
+        raise MissingResource(f"A GGUF file needs {' and '.join(missing)} to be read: pip install 'sparse-rl[gguf]'")
 
 
 # Converting

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from ..errors import UNREACHABLE, Absent, UserError, first_line, notice
+from ..errors import UNREACHABLE, MissingResource, UserError, first_line, notice
 from ..hub import why_unreachable
 from ..text import listed, printable, quoted
 from . import gguf
@@ -173,7 +173,7 @@ def _hub_asked_once(path: str) -> Iterator[None]:
     except OSError as error:
         if why is None:
             raise
-        raise Absent(
+        raise MissingResource(
             f"{UNREACHABLE} for the model {path!r} ({why}), and there is no copy of it on disk: connect, or give a folder."
         ) from error
     finally:

@@ -283,7 +283,7 @@ RULES = {
     "no_verdict": Rule(
         ("reward/no_verdict", "reward/timeouts", "reward/errors", *COUNTED),
         _no_verdict,
-        "reward.log says why; mend the reward, or a longer reward.timeout_s and more reward.workers",
+        "reward.log says why; fix the reward, or a longer reward.timeout_s and more reward.workers",
     ),
     "no_update": Rule(
         ("policy/skipped_updates", "reward/zero_std_groups", "reward/mean"),

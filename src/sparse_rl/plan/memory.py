@@ -86,7 +86,7 @@ class Plan:
     @cached_property
     def needed_bytes(self) -> int:
         """Return the bytes that torch must be able to reserve: the peak, the pool of the decode graphs, and fragmentation."""
-        return int(most_held(self.phases, self.pool_bytes) * (1 + RESERVED_SHARE))
+        return int(peak_held(self.phases, self.pool_bytes) * (1 + RESERVED_SHARE))
 
     @property
     def pool_bytes(self) -> int:
@@ -101,7 +101,7 @@ class Plan:
         return (self.memory_bytes or 0) - self.needed_bytes
 
 
-def most_held(phases: list[Phase], pool_bytes: int) -> int:
+def peak_held(phases: list[Phase], pool_bytes: int) -> int:
     """Return the largest number of bytes held at one time, with the graph pool, which the sampling phase already counts."""
     return max(phase.total + (0 if phase.name == "sampling" else pool_bytes) for phase in phases)
 
@@ -250,7 +250,7 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     return kept + 4 * lora.rank * len(adapted)
 
 
-def passing_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
+def transient_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
     """Return the bytes per token that the current layer holds temporarily."""
     size = itemsize(config)
     wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 else 0
@@ -307,7 +307,7 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
         evictions += block_list_bytes(dims, padded_length(tokens), 1 if checkpointed else dims.layers)
     in_head = kept, head_bytes(config, dims, n, backward=True)
     head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
-    at_work = (layer if checkpointed else 0) + passing_per_token(config, dims, backward=True) * tokens
+    at_work = (layer if checkpointed else 0) + transient_per_token(config, dims, backward=True) * tokens
     in_layer = kept + at_work, head_gradient
     activations, logits = max(in_head, in_layer, key=sum)
     batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
@@ -339,7 +339,7 @@ def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, pr
     packed = min(max(PREFILL_TOKENS, prompt_tokens), prompts * prompt_tokens)
     logits = slots * itemsize(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
-        "prefill scratch": packed * passing_per_token(config, dims, backward=False),
+        "prefill scratch": packed * transient_per_token(config, dims, backward=False),
         "decode step": logits * dims.vocab,
     }
 
@@ -368,7 +368,7 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     tokens = sum(lengths) + prompt_tokens * len(lengths)
     old = {
         "gathered layers": gathered_bytes(config, dims),
-        "activations": tokens * passing_per_token(config, dims, backward=False),
+        "activations": tokens * transient_per_token(config, dims, backward=False),
         "logits chunk": head_bytes(config, dims, sum(lengths), backward=False),
     }
     largest_weight = max(dims.embedding_params, dims.hidden * dims.intermediate)
@@ -400,7 +400,7 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
     if wanted != "auto":
         return min(wanted, problems)
     pool = step_bytes(dims, slots, itemsize(config))
-    room = most_held(phases, pool) - pool
+    room = peak_held(phases, pool) - pool
 
     def fit(count: int) -> bool:
         return evaluation_phase(config, dims, slots, count, prompt_tokens).total <= room

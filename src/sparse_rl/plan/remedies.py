@@ -7,7 +7,7 @@ from .memory import Plan, auto_limit, itemsize, make_plan, most_slots, sharded
 
 NAMED = 4
 """Largest number of remedies to name."""
-SURELY = 0.9
+SAFETY_SHARE = 0.9
 """Share to which a remedy must reduce the planned need if memory ran out although the plan fitted."""
 
 TOO_LARGE = (
@@ -22,7 +22,7 @@ def remedies(plan: Plan, *, ran_out: bool = False) -> list[str]:
     limit = plan.memory_bytes
     assert limit is not None
     if ran_out:
-        limit = min(limit, int(SURELY * plan.needed_bytes))
+        limit = min(limit, int(SAFETY_SHARE * plan.needed_bytes))
     edits = _edits(plan.config, plan.prompt_tokens)
     found = []
     fewer = _most_slots(plan.config, plan, limit)

@@ -97,7 +97,7 @@ def _runs_in(path: Path) -> tuple[list[Path], str]:
         inside = sorted(each for each in path.iterdir() if each.is_dir() and is_run(each))
     except OSError as error:
         return [], f"cannot be read ({error.strerror})"
-    return inside, "is not a run, for it has neither config.toml nor metrics.jsonl"
+    return inside, "is not a run folder (no config.toml, no metrics.jsonl)"
 
 
 def is_run(path: Path) -> bool:

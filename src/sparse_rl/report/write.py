@@ -31,7 +31,7 @@ def write_report(args: argparse.Namespace) -> None:
     elif args.out or not args.figures:
         file = args.out or default_file(runs)
         document = page.write(source, file)
-        for line in told(document):
+        for line in headline_lines(document):
             print(line)
         print(f"The report is in {printable(str(file))} ({file.stat().st_size / 2**20:.1f} MiB): open it in a browser.")
 
@@ -54,7 +54,7 @@ def default_file(runs: list[Path]) -> Path:
     return runs[0] / page.FILE
 
 
-def told(document: dict) -> list[str]:
+def headline_lines(document: dict) -> list[str]:
     """Return lines for a terminal: each run in a line or two, and what is missing."""
     lines = [*document["notes"]]
     for run in document["runs"]:

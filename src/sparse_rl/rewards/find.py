@@ -131,7 +131,7 @@ def refusal_behind(error: BaseException | None) -> InsideAReward | None:
 
 
 def cannot_import(spec: str, error: BaseException) -> str:
-    return f"reward.function = {spec} cannot be imported ({one_line(error)}): mend the module, or install what it needs."
+    return f"reward.function = {spec} cannot be imported ({one_line(error)}): fix the module, or install what it needs."
 
 
 def one_line(error: BaseException) -> str:

@@ -227,7 +227,7 @@ class RewardPool:
     def _no_start(self, late: bool, ended: str) -> str:
         if late:
             return f"reward.function = {self.function} takes over {START_S:.0f} s to import: move slow work into the function."
-        return f"reward.function = {self.function} ends its process ({ended}) when imported: mend its module."
+        return f"reward.function = {self.function} ends its process ({ended}) when imported: fix its module."
 
     def _wait(self, timeout_s: float) -> list[Worker]:
         """Return the workers that have sent a message, have ended or are overdue."""
@@ -267,7 +267,7 @@ class Tried:
     @property
     def sentence(self) -> str:
         what = "the first gold" if self.gold is not None else "an empty text, for the data have no answer"
-        return f"The reward fails on {what} ({self.fault}): mend reward.function."
+        return f"The reward fails on {what} ({self.fault}): fix reward.function."
 
 
 def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Tried:

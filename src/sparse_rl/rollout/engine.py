@@ -179,7 +179,7 @@ class Engine:
             ids = self.model.config.get_text_config().eos_token_id
         ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
         if not all(type(token) is int for token in ids):
-            raise UserError(f"The model's eos_token_id = {quoted(ids)} is no token id: mend its generation_config.json.")
+            raise UserError(f"The model's eos_token_id = {quoted(ids)} is no token id: fix its generation_config.json.")
         return ids
 
     def _checked(self, prompts, samples, sampling, seeds, limits, allow_beyond_context) -> list[list[int]]:

@@ -45,7 +45,7 @@ class Best:
         if value is not None and math.isfinite(value) and value > state.best_value:
             state.best_step, state.best_value = step, value
 
-    def told(self, state: State) -> str:
+    def summary_line(self, state: State) -> str:
         """Return a sentence for the end of a run; empty if no checkpoint has a score."""
         if state.best_step < 0:
             return ""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..disk import refusal
-from ..errors import RankLost, Unanswered, UserError, first_line, notice
+from ..errors import RankLost, StorageUnavailable, UserError, first_line, notice
 from ..format import gib
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
@@ -110,7 +110,7 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
         parts = {"weights": optimizer.weights, "moments": optimizer.moments}
         writer = dcp.FileSystemWriter(target) if isinstance(target, Path) else FsspecWriter(target, sync_files=False)
         writer.fs = written = HashingFileSystem(writer.fs)  # type: ignore[assignment]
-        with _one_process_is_meant():
+        with _quiet_dcp():
             dcp.save(parts, checkpoint_id=target, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
         # `gather` returns once all ranks have written.
         files = {name: each for part in world.gather(written.written) for name, each in part.items()}
@@ -132,8 +132,8 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
             raise RuntimeError(_reason(error)) from error
         remedy += f" and continue from {last} with --resume" if last else " and start again"
         if not isinstance(target, Path):
-            remedy = "see to the storage and what gives access to it, and continue with --resume"
-        kind = UserError if isinstance(target, Path) else Unanswered
+            remedy = "check the storage and its credentials, and continue with --resume"
+        kind = UserError if isinstance(target, Path) else StorageUnavailable
         raise kind(f"The checkpoint of step {state.step} could not be written ({reason}): {remedy}.") from error
     world.barrier()
     return target
@@ -145,7 +145,7 @@ def bytes_of(optimizer: Optimizer) -> int:
     return sum(master.numel() * (master.element_size() + moments) for master in optimizer.masters)
 
 
-def lack_of_room(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
+def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
     """Return a warning if the disk seems too small for the checkpoints kept at one time and the model.
 
     Shared storage is taken to be unlimited.
@@ -322,7 +322,7 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
     reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, Path) else FsspecReader(checkpoint)
     reader.read_metadata = lambda: index  # type: ignore[method-assign, misc]  # torch's own would unpickle it
     try:
-        with _one_process_is_meant():
+        with _quiet_dcp():
             dcp.load(into, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
     except (Exception, dcp.api.CheckpointException) as error:  # each library raises its own types for a damaged file
         if LOST.search(_reason(error)):
@@ -348,7 +348,7 @@ def read_index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
+def _quiet_dcp() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         warnings.filterwarnings("ignore", "Detected pickle protocol")  # for a file that torch did not write

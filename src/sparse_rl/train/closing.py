@@ -50,7 +50,7 @@ def more_than_dense(config: Config, rows: list[dict[str, float]]) -> str | None:
 
 def _held_out(configs: list[Config], share: bool) -> str:
     if not any(config.data.held_out for config in configs):
-        return "not evaluated, for there are no held-out problems (data.test)"
+        return "not evaluated: there are no held-out problems (data.test)"
     if not any(config.eval.problems for config in configs):
         return "not evaluated (eval.problems = 0)"
     return f"held-out {score_name(share)} before and after, 95 % intervals"

@@ -45,7 +45,7 @@ def joined(config: Config) -> Iterator[World]:
             with watch.telling(), lost_ranks_named():
                 world = World(rank, size, dist.new_group(backend="gloo", timeout=timeout), store, timeout)
                 refuse_differences(world, config)
-                refuse_what_does_not_divide(world, config)
+                refuse_uneven_groups(world, config)
                 yield world
         finally:
             if started:
@@ -98,7 +98,7 @@ def fresh_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, d
         try:
             if store is None and known.check(["sparse_rl_store"]):
                 host, port = known.get("sparse_rl_store").decode().split()
-                found = dist.TCPStore(host, int(port), size, timeout=SOON, wait_for_workers=False)
+                found = dist.TCPStore(host, int(port), size, timeout=STORE_TIMEOUT, wait_for_workers=False)
                 store = found if found.add("here", 1) <= size else None
             if store is not None and store.add("here", 0) >= size:
                 store.set_timeout(timeout)
@@ -123,7 +123,7 @@ def address() -> str:
     return meeting if mine.startswith("127.") else mine
 
 
-SOON = timedelta(seconds=5)
+STORE_TIMEOUT = timedelta(seconds=5)
 """Time within which a live store answers."""
 
 
@@ -162,7 +162,7 @@ def refuse_differences(world: World, config: Config) -> None:
                 )
 
 
-def refuse_what_does_not_divide(world: World, config: Config) -> None:
+def refuse_uneven_groups(world: World, config: Config) -> None:
     prompts = config.rollout.prompts_per_step
     if prompts % world.size:
         fits = max(1, round(prompts / world.size)) * world.size

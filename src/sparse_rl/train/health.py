@@ -21,7 +21,7 @@ class Health:
     def __init__(self, config: Config, state: checkpoint.State, checkpoints: Place, warn: Callable[[str], None]):
         self.config, self.state, self.checkpoints, self.warn = config, state, checkpoints, warn
 
-    def after_step(self, drawn: RolloutBatch, updates: Sequence[Updated]) -> None:
+    def after_step(self, batch: RolloutBatch, updates: Sequence[Updated]) -> None:
         """Warn about a step that changed no weights."""
         state, step = self.state, self.state.step
         broken = sum(not each.finite for each in updates)
@@ -33,17 +33,17 @@ class Health:
             self.warn(
                 f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates; they were skipped."
             )
-        quiet = not any(group.has_signal for group in drawn.groups)
+        quiet = not any(group.has_signal for group in batch.groups)
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
             what = "no group had two different rewards"
             why = "the problems are too easy or too hard, or the reward does not tell answers apart"
-            if missing := drawn.failures:
-                why = f"{missing} of {len(drawn.samples)} rollouts got no verdict"
-            elif cut := drawn.counts["truncated"]:
-                why = f"{cut} of {len(drawn.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
-            elif not all(group.no_signal for group in drawn.groups):
+            if missing := batch.failures:
+                why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
+            elif cut := batch.counts["truncated"]:
+                why = f"{cut} of {len(batch.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
+            elif not all(group.no_signal for group in batch.groups):
                 what = "every answer that could teach was cut off"
                 why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
             learned = any(each.learned for each in updates)  # from lengths, if advantage.overlong penalises them
@@ -51,7 +51,7 @@ class Health:
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
             self.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
-        for remark in drawn.remarks(self.config.reward):
+        for remark in batch.remarks(self.config.reward):
             self.warn(f"Step {step}: {remark}.")
 
     def end_if_broken(self) -> None:
@@ -64,11 +64,11 @@ class Health:
                 f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
             )
 
-    def end_if_silent(self, drawn: RolloutBatch) -> None:
+    def end_if_silent(self, batch: RolloutBatch) -> None:
         """End a run whose reward gives no verdict: at once in the first step, later after `SILENT_STEPS`."""
         state = self.state
-        state.silent_steps = state.silent_steps + 1 if drawn.silent else 0
-        if drawn.silent and (state.step == 0 or state.silent_steps >= SILENT_STEPS):
+        state.silent_steps = state.silent_steps + 1 if batch.silent else 0
+        if batch.silent and (state.step == 0 or state.silent_steps >= SILENT_STEPS):
             last = checkpoint.latest(self.checkpoints)
-            remedy = f"mend reward.function{f' and continue from {last} with --resume' if last else ''}"
-            raise UserError(f"{drawn.silent}: {remedy}.")
+            remedy = f"fix reward.function{f' and continue from {last} with --resume' if last else ''}"
+            raise UserError(f"{batch.silent}: {remedy}.")

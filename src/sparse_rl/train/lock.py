@@ -57,7 +57,7 @@ class Holder:
         return bool(self.boot) and self.boot == _boot()
 
     @property
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Return whether the process is alive; None if it cannot be seen from here."""
         if not (self.same_machine and self.namespace and self.namespace == _namespace()):
             return None
@@ -90,7 +90,7 @@ class RunLock:
                 break
         else:
             raise self._refusal(self._file.read()[0])
-        self._thread = threading.Thread(target=self._show_life, name="run lock", daemon=True)
+        self._thread = threading.Thread(target=self._heartbeat, name="run lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -106,7 +106,7 @@ class RunLock:
         """Try once to take the lock; return False to try again."""
         exclusive = self._file.open()
         holder, _ = self._file.read()
-        if exclusive is False and holder and holder.lives is False:  # a child of the dead process still holds flock
+        if exclusive is False and holder and holder.is_alive is False:  # a child of the dead process still holds flock
             self._file.remove(holder)
             return False
         if not self._is_free(exclusive, holder):
@@ -116,10 +116,10 @@ class RunLock:
                     self._wait_for_flock(holder)
                     return False
                 raise self._refusal(holder)
-            if holder and holder.lives:
+            if holder and holder.is_alive:
                 self._file.close()
                 raise self._refusal(holder)
-            self._wait_for_life(holder)
+            self._wait_for_heartbeat(holder)
         self._file.write(self.holder)
         if not exclusive:
             time.sleep(SETTLE_S)
@@ -131,7 +131,7 @@ class RunLock:
         if holder is None:
             return True
         again = bool(holder.launch) and holder.launch == self.holder.launch
-        return again or holder.lives is False or (bool(exclusive) and holder.same_machine)
+        return again or holder.is_alive is False or (bool(exclusive) and holder.same_machine)
 
     def _wait_for_flock(self, holder: Holder | None) -> None:
         """Wait until flock is free or its holder changes.
@@ -148,7 +148,7 @@ class RunLock:
                 return
         raise self._refusal(holder)
 
-    def _wait_for_life(self, holder: Holder | None) -> None:
+    def _wait_for_heartbeat(self, holder: Holder | None) -> None:
         notice(f"{self.run} may be in use ({holder}): waiting {EXPIRES_S:g} s for a sign of life.")
         before = self._file.read()
         ends = time.monotonic() + EXPIRES_S
@@ -175,7 +175,7 @@ class RunLock:
             "--run-dir."
         )
 
-    def _show_life(self) -> None:
+    def _heartbeat(self) -> None:
         while not self._ended.wait(BEAT_S):
             with suppress(Exception):  # a temporary outage of the storage
                 holder, _ = self._file.read()

@@ -164,6 +164,6 @@ def _reading(checkpoint: Place, name: str) -> Iterator[None]:
         if error.errno == errno.ELOOP:
             raise Damaged(checkpoint, f"{name} is a link to itself") from error
         raise UserError(
-            f"{within(checkpoint, name)} cannot be read ({error.strerror or error}): see to its permissions and the disk, or remove "
+            f"{within(checkpoint, name)} cannot be read ({error.strerror or error}): check its permissions and the disk, or remove "
             f"{checkpoint} to use the one before."
         ) from error

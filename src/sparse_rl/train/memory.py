@@ -13,7 +13,7 @@ from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
 
-HOPEFUL_SLOTS = 64
+UNPLANNED_SLOTS = 64
 """Slots of a run without a plan; the rehearsal shows whether they fit."""
 
 
@@ -22,13 +22,13 @@ def room_bytes(device: Device) -> int:
 
     This is the free memory plus the memory torch has reserved, limited to the share this process may use.
     """
-    device = numbered(device)
+    device = with_index(device)
     free, total = torch.cuda.mem_get_info(device)
     allowed = total * torch.cuda.get_per_process_memory_fraction(device)
     return int(min(free + torch.cuda.memory_reserved(device), allowed))
 
 
-def numbered(device: Device) -> Device:
+def with_index(device: Device) -> Device:
     """Return the GPU with its index, which parts of torch.cuda need; "cuda" alone is the current GPU."""
     return device if device.index is not None else Device(device.type, torch.cuda.current_device())
 
@@ -54,7 +54,7 @@ def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
         return config.rollout.slots
     if device.type != "cuda":
         return min(CPU_SLOTS, rollouts_of_rank(config))
-    slots = HOPEFUL_SLOTS if plan is None else plan.slots
+    slots = UNPLANNED_SLOTS if plan is None else plan.slots
     return min(slots, MAX_AUTO_SLOTS, rollouts_of_rank(config))
 
 

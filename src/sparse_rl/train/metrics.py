@@ -13,14 +13,14 @@ from ..rollout.rollout import Rollout
 from .rollouts import FAILURES, RolloutBatch
 
 
-def reward_metrics(drawn: RolloutBatch) -> dict[str, float]:
-    rewards = [sample.reward for sample in drawn.samples if sample.reward is not None]
+def reward_metrics(batch: RolloutBatch) -> dict[str, float]:
+    rewards = [sample.reward for sample in batch.samples if sample.reward is not None]
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else math.nan,  # NaN is not written to metrics.jsonl
         "reward/std": statistics.pstdev(rewards) if rewards else math.nan,
-        "reward/zero_std_groups": sum(group.no_signal for group in drawn.groups) / len(drawn.groups),
-        **{f"reward/{name}/mean": statistics.fmean(values) for name, values in drawn.parts.items() if values},
-        **{f"reward/{name}": float(drawn.counts[name]) for name in FAILURES},
+        "reward/zero_std_groups": sum(group.no_signal for group in batch.groups) / len(batch.groups),
+        **{f"reward/{name}/mean": statistics.fmean(values) for name, values in batch.parts.items() if values},
+        **{f"reward/{name}": float(batch.counts[name]) for name in FAILURES},
     }
 
 
@@ -32,8 +32,8 @@ def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def kv_metrics(drawn: RolloutBatch, engine: Engine) -> dict[str, float]:
-    stats, cache = drawn.stats, engine.cache
+def kv_metrics(batch: RolloutBatch, engine: Engine) -> dict[str, float]:
+    stats, cache = batch.stats, engine.cache
     assert cache is not None
     kept, dense = sum(each.kept_tokens for each in stats), sum(each.dense_tokens for each in stats)
     token_bytes = cache.kv_bytes // (cache.slots * cache.capacity)
@@ -41,7 +41,7 @@ def kv_metrics(drawn: RolloutBatch, engine: Engine) -> dict[str, float]:
         "kv/token_savings": 1 - kept / dense if dense else 0.0,
         "kv/peak_bytes": float(max(each.peak_kv_bytes for each in stats)),
         "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * token_bytes),
-        "kv/peak_tokens": float(max(sample.rollout.kv_peak for sample in drawn.samples)),
+        "kv/peak_tokens": float(max(sample.rollout.kv_peak for sample in batch.samples)),
         "kv/evictions": float(sum(each.compactions for each in stats)),
         "kv/budget": float(engine.kv.budget if engine.policy.evicts else cache.capacity),
     }

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ..errors import RankLost, Refused, Unanswered, UserError, first_line, say_error
+from ..errors import RankLost, Refused, StorageUnavailable, UserError, first_line, say_error
 
 LOOK_S = 0.5
 """Seconds between two reads of the store."""
@@ -33,7 +33,7 @@ class Interrupted(BaseException):
 
 def is_final(error: BaseException) -> bool:
     """Return whether another start would end the same way."""
-    return isinstance(error, UserError) and not isinstance(error, RankLost | Unanswered)
+    return isinstance(error, UserError) and not isinstance(error, RankLost | StorageUnavailable)
 
 
 class Watch(threading.Thread):

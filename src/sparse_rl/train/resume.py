@@ -16,9 +16,9 @@ from ..config import TASK_REWARDS, Config, flat, migrated, to_toml
 from ..data.examples import Example
 from ..errors import UserError
 
-FREE = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
+FREE_OPTIONS = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
 """Options that may change; a checkpoint records what it needs of `reward` and `checkpoint.best`."""
-TOLD = (
+NOTED_OPTIONS = (
     "steps",
     "optimizer.lr",
     "optimizer.schedule",
@@ -28,7 +28,7 @@ TOLD = (
     "rollout.slots",
 )
 """Options that may change; the run and its config.toml note the change."""
-UNTIL = "# until step"
+EARLIER_VALUE = "# until step"
 """Start of a comment in config.toml that records an earlier value."""
 SPEED = ("workers", "timeout_s")
 """Options of `reward` that only affect how fast an answer is graded."""
@@ -42,7 +42,7 @@ class Change:
 
     def until(self, step: int) -> str:
         """Return the comment for config.toml."""
-        return f"{UNTIL} {step}: {self.key} = {self.before}\n"
+        return f"{EARLIER_VALUE} {step}: {self.key} = {self.before}\n"
 
 
 def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
@@ -52,12 +52,12 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
     """
     differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     for key in differ:
-        if key not in TOLD and not key.startswith(FREE):
+        if key not in NOTED_OPTIONS and not key.startswith(FREE_OPTIONS):
             raise UserError(
                 f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')} in {name}: resume with the "
                 "same, or start anew with another --run-dir."
             )
-    return [Change(key, before.get(key), now.get(key)) for key in differ if key in TOLD]
+    return [Change(key, before.get(key), now.get(key)) for key in differ if key in NOTED_OPTIONS]
 
 
 def options_of(config: Config) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def options_of(config: Config) -> dict[str, Any]:
 
 def kept_options(config: Config) -> dict[str, Any]:
     """Return the options that a checkpoint keeps: all but those in `FREE`."""
-    return {key: value for key, value in options_of(config).items() if not key.startswith(FREE)}
+    return {key: value for key, value in options_of(config).items() if not key.startswith(FREE_OPTIONS)}
 
 
 def changes_since(checkpoint: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
@@ -76,7 +76,7 @@ def changes_since(checkpoint: Any, before: dict[str, Any], now: dict[str, Any]) 
     return changes(checkpoint, before, {key: value for key, value in now.items() if key in before})
 
 
-def told(changed: Sequence[Change], step: int, config: Config, lr: float) -> list[str]:
+def change_notes(changed: Sequence[Change], step: int, config: Config, lr: float) -> list[str]:
     """Return sentences about the changes after `step`; `lr` is the learning rate of the next step."""
     lines = [
         f"{each.key} is {each.now} from step {step + 1} on, and was {each.before}." for each in changed if each.key != "steps"

@@ -160,22 +160,22 @@ class RolloutSampler:
 
     def draw(self, cursor: int, progress: Callable[[Progress], None] | None) -> RolloutBatch:
         """Sample the groups of the step that starts at `cursor` of the data; for dapo, until enough groups have a signal."""
-        drawn = RolloutBatch()
+        batch = RolloutBatch()
         wanted = self.config.rollout.prompts_per_step
         for _ in range(MAX_DRAWS if self.config.loss.name == "dapo" else 1):
-            missing = wanted - sum(group.has_signal for group in drawn.groups)
-            self._sample(drawn, cursor + drawn.prompts, missing if drawn.prompts else wanted, progress)
-            if sum(group.has_signal for group in drawn.groups) >= wanted:
+            missing = wanted - sum(group.has_signal for group in batch.groups)
+            self._sample(batch, cursor + batch.prompts, missing if batch.prompts else wanted, progress)
+            if sum(group.has_signal for group in batch.groups) >= wanted:
                 break
-        return drawn
+        return batch
 
-    def learnable(self, drawn: RolloutBatch) -> list[Group]:
+    def learnable(self, batch: RolloutBatch) -> list[Group]:
         """Return the groups that the update uses."""
         if self.config.loss.name == "dapo" or self.config.advantage.drop_zero_signal:
-            return [group for group in drawn.groups if group.has_signal][: self.config.rollout.prompts_per_step]
-        return drawn.groups
+            return [group for group in batch.groups if group.has_signal][: self.config.rollout.prompts_per_step]
+        return batch.groups
 
-    def _sample(self, drawn: RolloutBatch, cursor: int, count: int, progress) -> None:
+    def _sample(self, batch: RolloutBatch, cursor: int, count: int, progress) -> None:
         config, per_prompt = self.config, self.config.rollout.samples_per_prompt
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
@@ -205,21 +205,21 @@ class RolloutSampler:
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
         samples: list[Sample] = [None] * len(examples)  # type: ignore[list-item]
-        first = len(drawn.samples)
+        first = len(batch.samples)
         for each in parts:
             for place, rollout, text, reward in zip(each.places, each.rollouts, each.texts, each.graded.values, strict=True):
                 samples[place] = Sample(first + place, examples[place], rollout, text, reward)
-            drawn.counts.update({name: getattr(each.graded, name) for name in COUNTED})
-            drawn.first_error = drawn.first_error or each.graded.first_error
+            batch.counts.update({name: getattr(each.graded, name) for name in COUNTED})
+            batch.first_error = batch.first_error or each.graded.first_error
             for name, values in each.graded.parts.items():
-                drawn.parts.setdefault(name, []).extend(value for value in values if value is not None)
-        drawn.groups += self._valued(samples)
-        drawn.stats.append(functools.reduce(Stats.beside, (each.stats for each in parts)))
-        drawn.grade_s += max(each.grade_s for each in parts)
+                batch.parts.setdefault(name, []).extend(value for value in values if value is not None)
+        batch.groups += self._with_advantages(samples)
+        batch.stats.append(functools.reduce(Stats.beside, (each.stats for each in parts)))
+        batch.grade_s += max(each.grade_s for each in parts)
         took = [each.stats.seconds + each.grade_s for each in parts]
-        drawn.sampled_s += max(took)
-        drawn.waited_s += max(took) - sum(took) / len(took)
-        drawn.prompts += count
+        batch.sampled_s += max(took)
+        batch.waited_s += max(took) - sum(took) / len(took)
+        batch.prompts += count
         if self.world.size > 1:
             for place, index in enumerate(chosen):
                 self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
@@ -242,7 +242,7 @@ class RolloutSampler:
         typical = sum(known.values()) / len(known) if known else 0.0
         costs = [known.get(str(index), typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
         room = max(1, self.engine.slots // self.config.rollout.samples_per_prompt)
-        next_one = self.world.taker(costs, min(room, -(-len(chosen) // self.world.size)))
+        next_one = self.world.work_queue(costs, min(room, -(-len(chosen) // self.world.size)))
 
         def take() -> int | None:
             place = next_one()
@@ -252,7 +252,7 @@ class RolloutSampler:
 
         return take, taken
 
-    def _valued(self, samples: list[Sample]) -> list[Group]:
+    def _with_advantages(self, samples: list[Sample]) -> list[Group]:
         config = self.config
         verdicts = torch.tensor(
             [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64

@@ -18,7 +18,7 @@ from rich.markup import escape
 from ..config import Config, to_toml
 from ..data.examples import TASK_PROBLEMS, check_source, load, short_enough, too_few
 from ..data.prompts import encoded
-from ..errors import Absent, UserError
+from ..errors import MissingResource, UserError
 from ..format import duration, gib
 from ..models.folder import check_model_folder, refuse_missing
 from ..plan.dimensions import HUB_SHAPES
@@ -95,7 +95,7 @@ def told_if_absent(console: Console) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not isinstance(error, Absent):
+        if not isinstance(error, MissingResource):
             raise
         console.print(f"not checked: {message(str(error))}", markup=False)
 

@@ -53,21 +53,19 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError) as error:
             runs = sorted(self.path.glob("*/config.toml"))
             example = f", such as {runs[0].parent}" if runs else ""
-            raise UserError(
-                f"{self.name} is not a run, for it has no config.toml: name the folder of one{example}."
-            ) from error
+            raise UserError(f"{self.name} is not a run folder (no config.toml): pass a run folder{example}.") from error
         except UserError:
             raise
         except (OSError, ValueError, RecursionError) as error:
             why = first_line(error)
-            raise UserError(f"{self.name}/config.toml cannot be read ({why}): mend it, or name another run.") from error
+            raise UserError(f"{self.name}/config.toml cannot be read ({why}): fix it, or name another run.") from error
 
     def config(self) -> Config:
         """Return the configuration that config.toml holds."""
         try:
             return Config(**self.stored_config())
         except TypeError as error:
-            raise UserError(f"{self.name}/config.toml is no configuration: mend it, or name another run.") from error
+            raise UserError(f"{self.name}/config.toml is no configuration: fix it, or name another run.") from error
 
     @property
     def is_free(self) -> bool:
@@ -78,7 +76,7 @@ class RunFolder:
             return not self.path.exists()
         if backup.waiting(self.path):
             return False
-        return backup.unborn(self.path) or all(map(backup.is_own, os.listdir(self.path)))
+        return backup.is_unstarted(self.path) or all(map(backup.is_own, os.listdir(self.path)))
 
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
         """Raise UserError for a run unless `resume` or `overwrite` is set, and for a folder with other content."""
@@ -146,7 +144,7 @@ class RunFolder:
 
     def launched_by(self, launch: str) -> bool:
         """Return whether an earlier start of this launch created or resumed the run."""
-        if not launch or not self.exists or backup.unborn(self.path) or backup.waiting(self.path):
+        if not launch or not self.exists or backup.is_unstarted(self.path) or backup.waiting(self.path):
             return False
         if self.remote:
             self.remote.fetch("logs/launch")
@@ -246,7 +244,7 @@ class RunFolder:
     def _refuse_another_config(self, config: Config) -> None:
         resume.changes(self.name, resume.options_of(self.config()), resume.options_of(config))
         lines = (self.path / "config.toml").read_text().splitlines(keepends=True)
-        self.history = [line for line in lines if line.startswith(resume.UNTIL)]
+        self.history = [line for line in lines if line.startswith(resume.EARLIER_VALUE)]
 
     def note_changes(self, comments: list[str]) -> None:
         """Add comments to config.toml, each once."""

@@ -21,11 +21,11 @@ from typing import Any
 import fsspec
 
 from ..backup import LOCK
-from ..errors import Absent, Unanswered, UserError, first_line
+from ..errors import MissingResource, StorageUnavailable, UserError, first_line
 
 Place = Path | str
 """A folder on a disk, or the address of one."""
-STAYS = ("checkpoints", "model")
+NOT_COPIED = ("checkpoints", "model")
 """Entries that are not copied from storage when a run is resumed."""
 SUCCESSOR = ".replaced"
 """Name of the config.toml of a run that replaces another, while files of the other may still exist."""
@@ -54,7 +54,7 @@ def opened(place: Place) -> tuple[Any, str]:
     try:
         fs, path = fsspec.core.url_to_fs(place)
     except ImportError as error:
-        raise Absent(f"{place} needs a package that is not installed: {first_line(error)} (pip install).") from error
+        raise MissingResource(f"{place} needs a package that is not installed: {first_line(error)} (pip install).") from error
     except Exception as error:  # an invalid address, or a host that does not answer
         raise UserError(
             f"{place} cannot be a run folder ({first_line(error)}): name a path or an address of fsspec."
@@ -76,8 +76,8 @@ def answering(place: Place, done: str) -> Iterator[None]:
     except Exception as error:  # each file system raises its own types
         if isinstance(place, Path):
             raise
-        raise Unanswered(
-            f"{place} cannot be {done} ({first_line(error)}): see to the storage and what gives access to it, and continue with "
+        raise StorageUnavailable(
+            f"{place} cannot be {done} ({first_line(error)}): check the storage and its credentials, and continue with "
             "--resume where a run had begun."
         ) from error
 
@@ -99,7 +99,7 @@ def names_in(place: Place) -> set[str]:
                 raise
             if error.errno == errno.ELOOP:
                 return set()
-            raise UserError(f"{place} cannot be read ({error.strerror}): see to its permissions and the disk.") from error
+            raise UserError(f"{place} cannot be read ({error.strerror}): check its permissions and the disk.") from error
     return {each.rstrip("/").rsplit("/", 1)[-1] for each in found if each.rstrip("/") != path.rstrip("/")}
 
 
@@ -162,7 +162,7 @@ class WorkingCopy:
         with answering(self.address, "read"):
             for file in self.fs.find(self.root):
                 name = file.removeprefix(self.root).lstrip("/")
-                if name.split("/")[0] not in (*STAYS, LOCK):
+                if name.split("/")[0] not in (*NOT_COPIED, LOCK):
                     self._get(name)
 
     def fetch(self, name: str) -> None:
@@ -214,7 +214,7 @@ class WorkingCopy:
             for name in (SUCCESSOR, "config.toml"):
                 with suppress(FileNotFoundError):
                     return self.fs.cat_file(f"{self.root}/{name}").decode()
-        raise UserError(f"{self.address} is not a run, for it has no config.toml: name the folder of one.")
+        raise UserError(f"{self.address} is not a run folder (no config.toml): pass a run folder.")
 
     def replace(self, config: str) -> None:
         """Replace the run on storage by a new one with this config.toml.

@@ -8,7 +8,7 @@ import torch
 
 from ..config import Config
 from ..data.order import Order
-from ..errors import RankLost, Unanswered, UserError
+from ..errors import RankLost, StorageUnavailable, UserError
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..models.export import write_model
@@ -46,32 +46,32 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         *,
         resume: bool = False,
-        given: RunInputs | None = None,
+        inputs: RunInputs | None = None,
         world: World = ALONE,
     ):
         self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
         self.world = world
         torch.manual_seed(config.seed)  # for new adapters; all other randomness is derived from counters
-        given = given or load_all(config)
-        for note in given.notes:
+        inputs = inputs or load_all(config)
+        for note in inputs.notes:
             view.note(note)
-        if warning := config.sampler_kv.remark(given.prompts, config.rollout.max_tokens):
+        if warning := config.sampler_kv.remark(inputs.prompts, config.rollout.max_tokens):
             view.warn(warning)
-        self.tokenizer = given.tokenizer
+        self.tokenizer = inputs.tokenizer
         self.report = LiveReport(folder.path, self.tokenizer, view.warn)
-        device = given.model.device
+        device = inputs.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         held_out = load_held_out(config, self.tokenizer, view)
-        self.plan = plan_run(config, given.model, max(map(len, [*given.prompts, *held_out.prompts])))
-        self.actor = Actor(given.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
+        self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *held_out.prompts])))
+        self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
-        order = Order(len(given.examples), config.seed).take
+        order = Order(len(inputs.examples), config.seed).take
         self.rollout_sampler = RolloutSampler(
-            config, given.examples, given.prompts, order, self.engine, self.tokenizer, self.pool, given.limits, world
+            config, inputs.examples, inputs.prompts, order, self.engine, self.tokenizer, self.pool, inputs.limits, world
         )
-        self.longest_prompt = self._longest(given.prompts, config.data.train, given.places)
+        self.longest_prompt = self._longest(inputs.prompts, config.data.train, inputs.places)
         if held_out.examples:
             self._longest(held_out.prompts, f"the test problems, {config.data.held_out},")
         self.engine.reserve(max(map(len, [self.longest_prompt, *held_out.prompts])) + config.rollout.max_tokens)
@@ -81,8 +81,8 @@ class Trainer:
         self.compared = False
         self.best = Best(config.checkpoint, view.warn)
         problems, scored_by = (
-            resuming.problems_of(given.prompts),
-            resuming.scored_by(config, given.examples, held_out.examples),
+            resuming.problems_of(inputs.prompts),
+            resuming.scored_by(config, inputs.examples, held_out.examples),
         )
         options = resuming.kept_options(config)
         self.state = checkpoint.State(ranks=world.size, problems=problems, scored_by=scored_by, config=options)
@@ -118,7 +118,7 @@ class Trainer:
             self.view.warn(other)
             self.state.best_step, self.state.best_value = fresh.best_step, fresh.best_value
         changed = resuming.changes_since(f"the checkpoint of step {step}", self.state.config, fresh.config)
-        for line in resuming.told(changed, step, self.config, self.optimizer.lr_at(step)):
+        for line in resuming.change_notes(changed, step, self.config, self.optimizer.lr_at(step)):
             self.view.warn(line)
         self.folder.note_changes([each.until(step) for each in changed])
         self.state.problems, self.state.scored_by, self.state.config = fresh.problems, fresh.scored_by, fresh.config
@@ -159,7 +159,7 @@ class Trainer:
                 self._save(metrics, last=last)
         if self.state.step >= self.config.steps:
             self._write_model()
-        if line := self.best.told(self.state):
+        if line := self.best.summary_line(self.state):
             self.view.note(line)
 
     def _warn_of_a_small_disk(self) -> None:
@@ -168,7 +168,7 @@ class Trainer:
         weights = self.optimizer.masters if self.actor.peft else list(self.actor.sampler.parameters())
         model = sum(weight.numel() * weight.element_size() for weight in weights)
         each = checkpoint.bytes_of(self.optimizer)
-        if warning := checkpoint.lack_of_room(self.folder.checkpoints, each, model, to_come, settings.keep):
+        if warning := checkpoint.disk_warning(self.folder.checkpoints, each, model, to_come, settings.keep):
             self.view.warn(warning)
 
     def _try_reward(self) -> None:
@@ -277,7 +277,7 @@ class Trainer:
         try:
             checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         except UserError as error:
-            on_disk = not isinstance(error, RankLost | Unanswered)
+            on_disk = not isinstance(error, RankLost | StorageUnavailable)
             if last and on_disk and self.world.is_main:  # the model is smaller than a checkpoint, and the run's result
                 with suppress(UserError):
                     self._write_model()
