@@ -19,7 +19,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 from sparse_rl.report import page
-from sparse_rl.report.document import Source
+from sparse_rl.report.document import ReportSource
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from report_runs import big_run
@@ -54,7 +54,7 @@ def main() -> None:
 
 def write(run: Path) -> dict[str, float]:
     started = time.perf_counter()
-    page.write(Source([run]), run / page.FILE)
+    page.write(ReportSource([run]), run / page.FILE)
     return {
         "write_s": round(time.perf_counter() - started, 2),
         "file_mib": round((run / page.FILE).stat().st_size / 2**20, 1),

@@ -21,7 +21,7 @@ from sparse_rl.cli import build_parser
 from sparse_rl.config import AlertsConfig, Config, from_flags, to_toml
 from sparse_rl.monitor.alerts import RULES, check
 from sparse_rl.monitor.ratios import BINS, HIGH, LOW, count
-from sparse_rl.train.terminal import View
+from sparse_rl.train.terminal import RunTerminal
 
 METHODS = json.loads((Path(__file__).parents[1] / "benchmarks/results/methods.json").read_text())["runs"]
 """18 real runs of 20 steps on the embedded task, at a budget that hurts: every metric of every step."""
@@ -300,7 +300,7 @@ def test_alerts_are_told_when_they_begin_and_listed_at_the_end(world, tmp_path, 
 def test_text_drives_neither_the_markup_nor_the_terminal(terminal):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=200, height=30)
-    with View(Config(steps=9, run_dir="[red]x\x1b[2J"), console) as view:
+    with RunTerminal(Config(steps=9, run_dir="[red]x\x1b[2J"), console) as view:
         view.note("[bold]not markup[/bold] \x1b]0;title\x07")
         view.warn("over \x1b[2J time")
         for row in rows((1, {}), (4, TROUBLE["rejected"])):

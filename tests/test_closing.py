@@ -6,7 +6,7 @@ from pathlib import Path
 from small_runs import arguments, refused
 from sparse_rl.cli import main
 from sparse_rl.config import Config, DataConfig, EvalConfig
-from sparse_rl.evaluate.benchmark import Cost, Sample, score
+from sparse_rl.evaluate.benchmark import Cost, EvalSample, score
 from sparse_rl.evaluate.result import Result
 from sparse_rl.evaluate.table import benchmark_tables, latex_rows, summary_table
 from sparse_rl.report.runs import Run
@@ -79,7 +79,7 @@ def test_the_report_gives_all_scores_of_a_run_the_same_unit():
 def results(name, *rewards_of_settings):
     found = []
     for number, rewards in enumerate(rewards_of_settings):
-        samples = [Sample(index, 0, reward, 3, "stop", False, 1, "") for index, reward in enumerate(rewards)]
+        samples = [EvalSample(index, 0, reward, 3, "stop", False, 1, "") for index, reward in enumerate(rewards)]
         found.append(Result(name, f"cache {number}", score(samples, Cost(), 1, ks=(1,)), None, None, None))
     return found
 

@@ -20,13 +20,13 @@ import sparse_rl
 from small_runs import Command, one_thread, refused
 from sparse_rl import KV, UserError
 from sparse_rl.cli import main
-from sparse_rl.evaluate.benchmark import Chunk, Cost, Sample, ends_in_repetition, score
+from sparse_rl.evaluate.benchmark import Cost, EvalChunk, EvalSample, ends_in_repetition, score
 from sparse_rl.evaluate.compare import settings
 from sparse_rl.evaluate.evaluation import parts
 from sparse_rl.evaluate.result import difference
 from sparse_rl.evaluate.statistics import Estimate, average, mean_interval, paired_difference, pass_at_k, quantile
 from sparse_rl.evaluate.table import latex_rows, shown
-from sparse_rl.evaluate.watch import Watch
+from sparse_rl.evaluate.watch import EvalProgress
 from sparse_rl.evaluate.work import FinishedPart, Work
 from sparse_rl.rollout.stats import Progress
 
@@ -85,7 +85,7 @@ def test_intervals_of_pass_at_k_are_those_of_a_bootstrap_over_problems():
     rng = np.random.default_rng(0)
     right = rng.binomial(8, rng.beta(0.5, 1.5, size=200))
     samples = [
-        Sample(problem, number, float(number < count), 1, "stop", False, 1, "")
+        EvalSample(problem, number, float(number < count), 1, "stop", False, 1, "")
         for problem, count in enumerate(right)
         for number in range(8)
     ]
@@ -131,7 +131,7 @@ def test_intervals_of_other_rewards_are_those_of_students_t():
 
 def test_without_verdicts_there_is_no_score():
     assert all(math.isnan(number) for number in (*mean_interval([]), *paired_difference([], [])))
-    scored = score([Sample(0, 0, None, 3, "length", False, 1, "")], Cost(no_verdict=1), 1)
+    scored = score([EvalSample(0, 0, None, 3, "length", False, 1, "")], Cost(no_verdict=1), 1)
     assert math.isnan(scored.mean.mean) and scored.pass_at == {} and scored.ungraded == 1
     assert shown(scored.mean, share=True) == "-" and latex_rows([]) == ["cache \\\\"]
 
@@ -141,7 +141,7 @@ def test_the_interval_of_an_average_is_narrower_than_its_parts():
 
 
 def test_graded_rewards_have_a_mean_and_no_pass_at_k():
-    samples = [Sample(0, number, 0.25 * number, 1, "stop", False, 1, "") for number in range(4)]
+    samples = [EvalSample(0, number, 0.25 * number, 1, "stop", False, 1, "") for number in range(4)]
     scored = score(samples, Cost(), 4, ks=(1, 2, 4))
     assert scored.mean.mean == pytest.approx(0.375) and scored.pass_at == {}
 
@@ -150,7 +150,7 @@ def test_graded_rewards_from_0_to_1_are_no_trials():
     """Their interval is as wide as they spread, not as wide as that of as many coins."""
     rng = np.random.default_rng(0)
     values, others = rng.uniform(0.5, 0.7, 100), rng.uniform(0.45, 0.65, 100)
-    samples = [[Sample(problem, 0, each, 1, "stop", False, 1, "") for problem, each in enumerate(given)]
+    samples = [[EvalSample(problem, 0, each, 1, "stop", False, 1, "") for problem, each in enumerate(given)]
                for given in (values.tolist(), others.tolist())]  # fmt: skip
     gap = difference(FinishedPart(samples[0]), FinishedPart(samples[1]), 1)
     for estimate, drawn in ((score(samples[0], Cost(), 1).mean, values), (gap, values - others)):
@@ -376,7 +376,7 @@ def test_a_full_disk_ends_in_a_sentence_and_costs_one_chunk(eval_world, tmp_path
 
 def test_a_terminal_shows_a_bar_with_the_time_left():
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with Watch(console, 10) as watch:
+    with EvalProgress(console, 10) as watch:
         watch.restart()
         watch.doing("gsm8k, rkv@512")
         watch.sampled(Progress(3, 5, 1200, 2.0, {}, []))
@@ -485,7 +485,7 @@ def test_going_on_cuts_what_is_torn_and_writes_nothing_anew(tmp_path, monkeypatc
     asked = {"seed": 0, "benchmarks": {"a": {}}, "settings": {"full": {}}}
     work = Work(tmp_path / "out")
     with work.opened(asked, overwrite=False):
-        work.add("a", "full", Chunk([Sample(0, 0, 1.0, 3, "stop", False, 1, "x\u2028y")], Cost(tokens=3)), None)
+        work.add("a", "full", EvalChunk([EvalSample(0, 0, 1.0, 3, "stop", False, 1, "x\u2028y")], Cost(tokens=3)), None)
     with work.chunks.open("a") as file:
         file.write('{"benchmark": "a", "torn')
     with work.samples.open("a") as file:
@@ -521,7 +521,7 @@ def test_starting_anew_leaves_no_old_figures(tmp_path):
 def test_a_killed_replacement_costs_no_evaluation(tmp_path, capsys):
     """Killed before its first problem, the old one is back; killed after it, the new one goes on."""
     asked, anew = ({"seed": seed, "benchmarks": {"a": {}}, "settings": {"full": {}}} for seed in (0, 1))
-    chunk = Chunk([Sample(0, 0, 1.0, 3, "stop", False, 1, "x")], Cost(tokens=3))
+    chunk = EvalChunk([EvalSample(0, 0, 1.0, 3, "stop", False, 1, "x")], Cost(tokens=3))
     work = Work(tmp_path / "out")
     with work.opened(asked, overwrite=False):
         work.add("a", "full", chunk, None)

@@ -3,6 +3,7 @@
 import ast
 import io
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,11 @@ EXCEPTIONS = {
 }
 
 RETIRED = {
-    "Dealer", "Drawn", "Steps", "Done", "InFlight", "Given", "teaches", "takes_part", "leads", "meet", "aside", "made_up",
+    "Dealer", "Drawn", "Steps", "Done", "InFlight", "Given", "Seen", "Tried", "teaches", "takes_part", "leads", "meet", "aside",
+    "made_up", "unborn", "taker", "lives", "_worth", "headed_like", "at_rest", "refuse_if_it_lacks", "what_is_busy",
+    "refuse_what_does_not_divide", "right_or_wrong", "HOPEFUL_SLOTS", "SURELY", "TOLD", "UNTIL", "STAYS", "MADE_UP",
 }  # fmt: skip
-"""Identifiers that readers of other trainers could not guess. docs: RolloutSampler, RolloutBatch, has_signal, is_main, …"""
+"""Identifiers that readers of other trainers could not guess. Write RolloutSampler, has_signal, is_main, …"""
 
 
 def part_of(path):
@@ -77,6 +80,16 @@ def names_in(path):
 def test_retired_names_do_not_come_back(folder):
     files = [path for path in (Path(__file__).parents[1] / folder).rglob("*.py") if path != Path(__file__)]
     assert {str(path): found for path in files if (found := names_in(path) & RETIRED)} == {}
+
+
+def test_every_class_has_a_name_of_its_own():
+    found = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in found.items() if count > 1] == []
 
 
 def test_files_stay_short():

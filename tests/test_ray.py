@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from small_runs import arguments, metrics, one_package_missing, train
 from sparse_rl.cli import main
 from sparse_rl.errors import UserError
-from sparse_rl.integrations.ray import refuse_if_it_lacks, what_is_busy
+from sparse_rl.integrations.ray import busy_notice, check_resources
 from storage import s3_bucket
 
 STEPS = ["--rollout.prompts-per-step", "4", "--checkpoint.every", "1", "--optimizer.lr", "3e-4", "--steps", "10"]
@@ -69,19 +69,19 @@ def test_a_cluster_that_lacks_something_says_what():
         r"8 need 1 CPU and 1 GPU each, and the nodes of the Ray cluster \(64 CPU and 2 GPU; 4 CPU and 0 GPU\) have room for 2"
     )
     with pytest.raises(UserError, match=sentence):
-        refuse_if_it_lacks(nodes, 8, {"CPU": 1, "GPU": 1})
+        check_resources(nodes, 8, {"CPU": 1, "GPU": 1})
     with pytest.raises(UserError, match="have room for 1: add nodes"):
-        refuse_if_it_lacks([{"CPU": 4}, {"CPU": 8}], 2, {"CPU": 8, "GPU": 0})  # enough in all, but not in one place
-    refuse_if_it_lacks([{"CPU": 2}], 2, {"CPU": 1, "GPU": 0})
+        check_resources([{"CPU": 4}, {"CPU": 8}], 2, {"CPU": 8, "GPU": 0})  # enough in all, but not in one place
+    check_resources([{"CPU": 2}], 2, {"CPU": 1, "GPU": 0})
 
 
 def test_a_busy_cluster_is_named():
     needs = {"CPU": 8, "GPU": 1}
-    assert what_is_busy({"CPU": 16, "GPU": 1}, 2, needs) == (
+    assert busy_notice({"CPU": 16, "GPU": 1}, 2, needs) == (
         "The Ray cluster is busy (1 of 2 GPU are free): the run starts when they all are."
     )
-    assert what_is_busy({"CPU": 16, "GPU": 2}, 2, needs) is None
-    assert "(0 of 2 CPU are free)" in (what_is_busy({}, 2, {"CPU": 1, "GPU": 0}) or "")
+    assert busy_notice({"CPU": 16, "GPU": 2}, 2, needs) is None
+    assert "(0 of 2 CPU are free)" in (busy_notice({}, 2, {"CPU": 1, "GPU": 0}) or "")
 
 
 def test_a_comparison_is_not_for_ray(world, tmp_path, capsys):

@@ -22,7 +22,7 @@ from report_runs import HOSTILE, NEVER, big_run, curve, other_seed, rollout, wri
 from sparse_rl.cli import main
 from sparse_rl.monitor.ratios import BINS, HIGH, LOW
 from sparse_rl.report import live, page
-from sparse_rl.report.document import Source
+from sparse_rl.report.document import ReportSource
 from sparse_rl.report.figures import quantile
 from sparse_rl.report.glossary import OTHER, SECTIONS
 from sparse_rl.report.pieces import Pieces, byte_alphabet
@@ -66,7 +66,7 @@ def parsed(file):
 
 
 def document(*paths):
-    return Source([Path(path) for path in paths]).document()[0]
+    return ReportSource([Path(path) for path in paths]).document()[0]
 
 
 # A real run
@@ -120,7 +120,7 @@ def test_captions_are_one_sentence_for_each_metric_of_the_page():
 
 def test_a_chunk_holds_what_was_stored(looked_at):
     run = read(looked_at / "sparse_rl", "run")
-    source = Source([run.path])
+    source = ReportSource([run.path])
     step, file = next(iter(run.rollout_files.items()))
     chunk = source.packer(run).all(run.rollout_files)[0][step]
     raw = gzip.decompress(chunk.data)
@@ -168,11 +168,11 @@ def test_two_writers_of_one_page_do_not_disturb_each_other(tmp_path, monkeypatch
 
     def late(partial, file):
         monkeypatch.setattr(page.os, "replace", replace)
-        page.write(Source([run]), file)  # the other one, from beginning to end
+        page.write(ReportSource([run]), file)  # the other one, from beginning to end
         replace(partial, file)
 
     monkeypatch.setattr(page.os, "replace", late)
-    page.write(Source([run]), tmp_path / "page.html")
+    page.write(ReportSource([run]), tmp_path / "page.html")
     assert {file.name for file in tmp_path.iterdir()} == {"run", "page.html"}
 
 
@@ -504,7 +504,7 @@ def hostile_run(tmp_path_factory):
 
 
 def test_hostile_text_is_text_in_the_page(hostile_run, tmp_path):
-    page.write(Source([hostile_run]), tmp_path / "page.html")
+    page.write(ReportSource([hostile_run]), tmp_path / "page.html")
     raw = (tmp_path / "page.html").read_bytes()
     found = Parsed(raw.decode("utf-8"))
     assert found.tags.count("script") == 3 == raw.lower().count(b"</script>")
@@ -598,7 +598,7 @@ def test_percentiles_from_counts_are_those_of_the_ratios():
 def test_serving_watches_a_run_on_this_machine_only(looked_at, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(looked_at / "sparse_rl", run)
-    server = make_server(Source([run]), 0)
+    server = make_server(ReportSource([run]), 0)
     assert server.server_address[0] == "127.0.0.1"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -638,7 +638,7 @@ def test_serving_watches_a_run_on_this_machine_only(looked_at, tmp_path):
 def test_a_thousand_steps_and_five_thousand_rollouts(looked_at, tmp_path):
     run = big_run(tmp_path / "run", looked_at / "sparse_rl", steps=1000, rollouts=5, tokens=256)
     started = time.process_time()
-    shown = page.write(Source([run]), tmp_path / "page.html")
+    shown = page.write(ReportSource([run]), tmp_path / "page.html")
     assert time.process_time() - started < 20  # of one core: a machine may be busy
     (only,) = shown["runs"]
     assert len(only["steps"]) == 1000 and sum(count for _, count, *_ in only["rollouts"]) == 5000

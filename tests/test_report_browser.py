@@ -16,7 +16,7 @@ import pytest
 from report_runs import HOSTILE, big_run, other_seed, rollout, write_rollouts, write_run
 from sparse_rl.monitor.ratios import BINS
 from sparse_rl.report import page as report
-from sparse_rl.report.document import Source
+from sparse_rl.report.document import ReportSource
 from sparse_rl.report.serve import make_server
 
 ARTIFACTS = Path(__file__).parents[1] / "test-artifacts"
@@ -70,7 +70,7 @@ def three(looked_at, tmp_path_factory):
     for name in ("dense", "sparse_rl"):
         shutil.copytree(looked_at / name, folder / name)
     other_seed(looked_at / "sparse_rl", folder / "sparse_rl-again", 1)
-    report.write(Source([folder]), folder / "report.html")
+    report.write(ReportSource([folder]), folder / "report.html")
     return folder / "report.html"
 
 
@@ -89,7 +89,7 @@ def test_curves_answer_to_hover_and_zoom_together(tmp_path, opened):
     rows = [{"step": step, "reward/mean": step / 10, "reward/std": 0.1} for step in range(11)]
     for row in (rows[0], rows[10]):
         row["eval/sums/pass@1"] = 0.5
-    report.write(Source([write_run(tmp_path / "run", rows)]), tmp_path / "report.html")
+    report.write(ReportSource([write_run(tmp_path / "run", rows)]), tmp_path / "report.html")
     page = opened(tmp_path / "report.html")
     chart = hover(page, "reward/mean", 0.02)
     assert chart.locator(".step").inner_text() == "step 0"
@@ -117,7 +117,7 @@ def test_the_counts_beside_the_ratio_follow_the_cursor(tmp_path, opened):
     run = write_run(tmp_path / "run", [{"step": step, "sparse/xi_p05": 0.9} for step in (1, 2)])
     lines = [{"step": step, "counts": [step] * BINS} for step in (1, 2)]
     (run / "xi.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.write(Source([run]), tmp_path / "report.html")
+    report.write(ReportSource([run]), tmp_path / "report.html")
     page = opened(tmp_path / "report.html")
     beside = page.locator('figure[data-name="xi-step"]')
     for part, step in ((0.99, 2), (0.01, 1), (0.99, 2)):
@@ -129,7 +129,7 @@ def test_the_counts_beside_the_ratio_follow_the_cursor(tmp_path, opened):
 def test_what_is_zero_throughout_takes_one_line(tmp_path, opened):
     values = [{"reward/timeouts": 0.0, "reward/errors": float(step == 2), "perf/step_s": 1.0} for step in (1, 2)]
     run = write_run(tmp_path / "run", [{"step": step, **row} for step, row in enumerate(values, 1)])
-    report.write(Source([run]), tmp_path / "report.html")
+    report.write(ReportSource([run]), tmp_path / "report.html")
     page = opened(tmp_path / "report.html")
     line = page.locator("details.zero summary")
     assert line.inner_text() == "Zero throughout: reward/timeouts"
@@ -144,7 +144,7 @@ def test_ticks_of_memory_are_round_and_of_one_unit(tmp_path, opened):
     for number, most in enumerate((900, 3_000_000, 11_900_000, 26_000_000_000)):
         rows = [{"step": step, "kv/peak_bytes": most / 3, "kv/dense_bytes": most - step} for step in (1, 2)]
         run = write_run(tmp_path / str(number), rows)
-        report.write(Source([run]), tmp_path / "report.html")
+        report.write(ReportSource([run]), tmp_path / "report.html")
         page = opened(tmp_path / "report.html")
         page.locator('figure[data-name="kv"] canvas').wait_for()
         read = "[...charts].find(([f]) => f.dataset.name === 'kv')[1].plot.axes[1]._values"
@@ -260,7 +260,7 @@ def test_hostile_text_is_shown_as_text(tmp_path, opened):
     (run / "model").mkdir()
     Tokenizer(WordLevel({text: number for number, text in enumerate(texts)}, texts[0])).save(str(run / "model/tokenizer.json"))
     write_rollouts(run, 1, [rollout(1, range(len(texts)), answer=HOSTILE[0], finish=HOSTILE[2])])
-    report.write(Source([run]), run / "report.html")
+    report.write(ReportSource([run]), run / "report.html")
     page = opened(tmp_path / "%3Cimg src=x onerror=alert(1)%3E" / "report.html")
     page.locator("#rollouts").scroll_into_view_if_needed()
     page.locator(".tokens .t").first.wait_for()
@@ -280,7 +280,7 @@ def test_a_long_rollout_and_a_ratio_of_nothing(tmp_path, opened):
     dense = [-0.5] * 7000
     dense[6500] = -30.0
     write_rollouts(run, 1, [rollout(1, [5] * 7000, dense=dense, rejected=True)])
-    report.write(Source([run]), tmp_path / "report.html")
+    report.write(ReportSource([run]), tmp_path / "report.html")
     page = opened(tmp_path / "report.html")
     hover(page, "sparse/xi_min", 0.01)
     assert page.locator('figure[data-name="sparse/xi_min"] .step').inner_text() == "step 2"
@@ -296,7 +296,7 @@ def test_a_long_rollout_and_a_ratio_of_nothing(tmp_path, opened):
 def test_a_live_run_comes_in_without_losing_the_place(looked_at, tmp_path, opened):
     run = tmp_path / "run"
     shutil.copytree(looked_at / "sparse_rl", run, ignore=shutil.ignore_patterns("rollouts"))
-    server = make_server(Source([run]), 0)
+    server = make_server(ReportSource([run]), 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -325,7 +325,7 @@ def test_a_live_run_comes_in_without_losing_the_place(looked_at, tmp_path, opene
 @pytest.mark.slow
 def test_long_rollouts_do_not_freeze_the_page(looked_at, tmp_path, opened):
     run = big_run(tmp_path / "run", looked_at / "sparse_rl", steps=20, rollouts=10, tokens=4000, layers=4)
-    report.write(Source([run]), tmp_path / "report.html")
+    report.write(ReportSource([run]), tmp_path / "report.html")
     page = opened(tmp_path / "report.html")
     page.locator("#rollouts").scroll_into_view_if_needed()
     page.locator(".tokens .t").first.wait_for()

@@ -31,7 +31,7 @@ from sparse_rl.train import step as training_step
 from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.run import arm
-from sparse_rl.train.terminal import View
+from sparse_rl.train.terminal import RunTerminal
 
 METRICS = {
     "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess effective engine_noise",
@@ -240,7 +240,7 @@ def test_output_in_a_file_is_plain_lines(world, tmp_path, capsys):
 def test_the_table_lives_on_a_terminal():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, height=30)
-    view = View(Config(steps=20, run_dir="runs/[odd] name"), console)
+    view = RunTerminal(Config(steps=20, run_dir="runs/[odd] name"), console)
     with view:
         for step in range(1, 21):
             with view.sampling(step) as progress:

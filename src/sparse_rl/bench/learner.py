@@ -39,7 +39,7 @@ PARTS = {
 
 
 @dataclass
-class Arm:
+class LearnerArm:
     name: str
     tokens: int
     """Number of tokens, prompts included."""
@@ -193,7 +193,7 @@ def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:
     return flops
 
 
-def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Rollout], device: torch.device) -> Arm:
+def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Rollout], device: torch.device) -> LearnerArm:
     """Return the median of three runs after a warm-up that compiles; then profile one more run."""
     cuda = device.type == "cuda"
     run()
@@ -207,7 +207,7 @@ def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Ro
     peak = torch.cuda.max_memory_allocated(device) if cuda else 0
     parts = _parts(run) if cuda else {}
     tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
-    return Arm(name, tokens, sorted(seconds)[1], flops, peak, parts)
+    return LearnerArm(name, tokens, sorted(seconds)[1], flops, peak, parts)
 
 
 def _parts(run: Callable[[], None]) -> dict[str, float]:
@@ -223,7 +223,7 @@ def _parts(run: Callable[[], None]) -> dict[str, float]:
     return {name: spent / total for name, spent in times.items()}
 
 
-def _table(arms: list[Arm], device: torch.device) -> Table:
+def _table(arms: list[LearnerArm], device: torch.device) -> Table:
     cuda = device.type == "cuda"
     table = Table(title="Prompt and response tokens over wall time")
     columns = ["", "seconds", "tokens/s", "of dense"]
@@ -239,7 +239,7 @@ def _table(arms: list[Arm], device: torch.device) -> Table:
     return table
 
 
-def _record(args: argparse.Namespace, model: PreTrainedModel, arms: list[Arm]) -> dict:
+def _record(args: argparse.Namespace, model: PreTrainedModel, arms: list[LearnerArm]) -> dict:
     return {
         **environment("learner", model.device),
         "model": args.model,

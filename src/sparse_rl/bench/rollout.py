@@ -36,7 +36,7 @@ TIMED_CHUNKS = 3
 
 
 @dataclass
-class Arm:
+class RolloutArm:
     name: str
     slots: int
     rollouts: int
@@ -123,7 +123,7 @@ def _prompts(model: PreTrainedModel, groups: int, args: argparse.Namespace) -> t
     return torch.randint(vocab, (groups, args.prompt_tokens), generator=torch.Generator().manual_seed(args.seed))
 
 
-def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> Arm:
+def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> RolloutArm:
     """Measure transformers `generate`: every row runs to the same length, which suits it best."""
     groups = -(-args.batch // GROUP)
     prompts = _prompts(model, groups, args).repeat_interleave(GROUP, 0)[: args.batch].to(model.device)
@@ -155,7 +155,7 @@ def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> Arm:
         model.generation_config.eos_token_id = stop
         model.set_attn_implementation(attention)
     kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return Arm("", args.batch, args.batch, args.batch * tokens, seconds, kv_bytes)
+    return RolloutArm("", args.batch, args.batch, args.batch * tokens, seconds, kv_bytes)
 
 
 class Meter:
@@ -180,7 +180,7 @@ class Meter:
         return (after - before) / (last - first)
 
 
-def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namespace) -> Arm:
+def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namespace) -> RolloutArm:
     wanted = max(1, round(slots * args.waves))
     samples = min(GROUP, wanted)
     prompts = _prompts(model, -(-wanted // samples), args).tolist()
@@ -195,7 +195,7 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     done = engine.generate(prompts, samples, sampling, limits=lengths, allow_beyond_context=True, progress=meter)
     seconds = device_time(model.device) - started
     stats = engine.stats
-    arm = Arm("", slots, rollouts, sum(len(rollout.response) for rollout in done), seconds, stats.peak_kv_bytes)
+    arm = RolloutArm("", slots, rollouts, sum(len(rollout.response) for rollout in done), seconds, stats.peak_kv_bytes)
     arm.side_bytes = stats.side_bytes
     arm.decode_tokens_per_s = meter.tokens_per_s()
     arm.held_tokens = mean_held(kv, args.prompt_tokens, max(lengths), mean_response_tokens_held(lengths))
@@ -274,7 +274,7 @@ def profile(engine: Engine, held: int) -> dict[str, float]:
     return {part: time / total for part, time in sums.items()} if total else {}
 
 
-def table(arms: list[Arm]) -> Table:
+def table(arms: list[RolloutArm]) -> Table:
     peer = arms[0]
     made = Table(
         title="The whole of each call (sampled tokens over wall time), and its decode steps alone", title_justify="left"
@@ -296,7 +296,7 @@ def table(arms: list[Arm]) -> Table:
     return made
 
 
-def record(args: argparse.Namespace, kv: KV, model: PreTrainedModel, arms: list[Arm]) -> dict:
+def record(args: argparse.Namespace, kv: KV, model: PreTrainedModel, arms: list[RolloutArm]) -> dict:
     return {
         **environment("rollout", model.device),
         "model": args.model,

@@ -20,7 +20,7 @@ from ..plan.output import parse_size
 from ..rewards.pool import pool_for
 from ..train.inputs import RunInputs
 from ..train.run_folder import RunFolder
-from ..train.terminal import View
+from ..train.terminal import RunTerminal
 from ..train.trainer import Trainer
 from .lengths import drawn_lengths
 
@@ -78,7 +78,7 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
 @contextmanager
 def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[Trainer]:
     """Yield the trainer of a run in a folder that is deleted afterwards."""
-    with TemporaryDirectory() as folder, View(config, console) as view:
+    with TemporaryDirectory() as folder, RunTerminal(config, console) as view:
         run = RunFolder(Path(folder) / "run")
         workers = min(config.reward.workers, os.cpu_count() or 1)
         function = config.reward.function_for(config.data.train)

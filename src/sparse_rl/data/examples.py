@@ -19,7 +19,7 @@ from ..errors import UserError
 from ..text import listed
 from .arithmetic import make_problems
 from .hub import read_hub
-from .rows import SUFFIXES, Row, kind_of, read_rows
+from .rows import SUFFIXES, DataRow, kind_of, read_rows
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 """Columns that may hold the problem."""
@@ -47,7 +47,7 @@ TASK_PROBLEMS = 4096
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedExamples:
     """Problems of a source, in its order. All have the same columns."""
 
     examples: list[Example]
@@ -66,7 +66,7 @@ def load(
     dir: str | None = None,
     prompt_column: str | None = None,
     answer_column: str | None = None,
-) -> Loaded:
+) -> LoadedExamples:
     """Return all problems of a task, a file or a data set on the hub. A task that generates them gives `n`, the same for
     the same seed.
 
@@ -80,7 +80,7 @@ def load(
         raise UserError(_no_such_split(task, split))
     if origin.file is None:
         problems = make_problems(n, seed, split=split)
-        return Loaded([Example(problem.prompt, problem.answer, {"answer": problem.answer}) for problem in problems])
+        return LoadedExamples([Example(problem.prompt, problem.answer, {"answer": problem.answer}) for problem in problems])
     if dir is not None:
         return _gather(read_rows(_file_in(dir, origin.file, task)), source, task=task)
     assert origin.hub
@@ -107,7 +107,7 @@ def check_source(source: str) -> None:
         _on_the_hub(source, "train")
 
 
-def _own_rows(source: str, split: Split) -> list[Row]:
+def _own_rows(source: str, split: Split) -> list[DataRow]:
     if os.path.exists(source):
         return read_rows(source)
     return read_hub(_on_the_hub(source, split), "give a file instead (--data.dir has those of the tasks)")
@@ -150,7 +150,7 @@ def _file_in(dir: str, name: str, task: Task) -> str:
     )
 
 
-def _as_task_row(row: Row, data: HubData) -> Row:
+def _as_task_row(row: DataRow, data: HubData) -> DataRow:
     """Convert a row of the hub to the form of the task's file: problem, answer and all other columns."""
     columns = {"problem": data.prompt_column, "answer": data.answer_column}
     for name in columns.values():
@@ -162,15 +162,19 @@ def _as_task_row(row: Row, data: HubData) -> Row:
         answer = answer[0]
     if isinstance(answer, str):
         answer = re.sub(r"(?<!\\)\$", "", answer.rpartition(data.answer_after)[2] if data.answer_after else answer).strip()
-    return Row(row.place, others | {"problem": row.values[data.prompt_column], "answer": answer})
+    return DataRow(row.place, others | {"problem": row.values[data.prompt_column], "answer": answer})
 
 
 # From rows to examples
 
 
 def _gather(
-    rows: list[Row], source: str, prompt_column: str | None = None, answer_column: str | None = None, task: Task | None = None
-) -> Loaded:
+    rows: list[DataRow],
+    source: str,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    task: Task | None = None,
+) -> LoadedExamples:
     if not rows:
         raise UserError(f"{source} holds no problems: give each a row, with a prompt and an answer.")
     names = dict.fromkeys(name for row in rows for name in row.values)
@@ -202,7 +206,7 @@ def _gather(
             f"{source} holds no problem that can be graded, {answer_column} is empty in all {len(rows)} rows: give answers, or "
             "leave the column out of all rows."
         )
-    return Loaded(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
+    return LoadedExamples(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
 
 
 def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | None) -> tuple[list[int], str | None]:
@@ -229,12 +233,12 @@ def too_few(source: str, problems: int, prompts_per_step: int) -> str | None:
     )
 
 
-def _note(source: str, total: int, skipped: list[Row], answer_column: str) -> str:
+def _note(source: str, total: int, skipped: list[DataRow], answer_column: str) -> str:
     places = ", ".join(row.place for row in skipped[:3]) + (", …" if len(skipped) > 3 else "")
     return f"{len(skipped):,} of {total:,} rows of {source} have no {answer_column} to grade by and are left out ({places})."
 
 
-def _prompt_column(row: Row) -> str:
+def _prompt_column(row: DataRow) -> str:
     given = [name for name in PROMPT_COLUMNS if name in row.values]
     if len(given) == 1:
         return given[0]
@@ -246,7 +250,7 @@ def _prompt_column(row: Row) -> str:
     )
 
 
-def _prompt(row: Row, name: str) -> Prompt:
+def _prompt(row: DataRow, name: str) -> Prompt:
     if name not in row.values:
         row.refuse(f"there is no {name}, only {listed(row.values) or 'nothing'}: give every row its problem in one column.")
     prompt = row.values[name]
@@ -259,7 +263,7 @@ def _prompt(row: Row, name: str) -> Prompt:
     return prompt
 
 
-def _messages(row: Row, name: str, messages: list[Any]) -> list[dict[str, str]]:
+def _messages(row: DataRow, name: str, messages: list[Any]) -> list[dict[str, str]]:
     checked = []
     for index, message in enumerate(messages, 1):
         if not isinstance(message, dict):
@@ -278,7 +282,7 @@ def _messages(row: Row, name: str, messages: list[Any]) -> list[dict[str, str]]:
     return checked
 
 
-def _answer(row: Row, name: str) -> str | None:
+def _answer(row: DataRow, name: str) -> str | None:
     """Return the answer as text; None if there is nothing to grade by."""
     answer = row.values.get(name)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):

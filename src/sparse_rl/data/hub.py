@@ -7,10 +7,10 @@ from typing import Any
 from ..config import HubData
 from ..errors import UNREACHABLE, MissingResource, UserError, first_line, notice
 from ..hub import why_unreachable
-from .rows import Row
+from .rows import DataRow
 
 
-def read_hub(data: HubData, instead: str) -> list[Row]:
+def read_hub(data: HubData, instead: str) -> list[DataRow]:
     """Return all rows of a split. `instead` is the remedy named if the hub cannot be reached."""
     import datasets  # here, because it takes a second to import
     from huggingface_hub import HfApi
@@ -38,7 +38,7 @@ def read_hub(data: HubData, instead: str) -> list[Row]:
             f"{place} cannot be loaded from the hub ({first_line(error)}): name another configuration or split as "
             f"{data.id}:configuration:split, or {instead}."
         ) from error
-    return [Row(f"{place}, row {number}", values) for number, values in enumerate(table, 1)]
+    return [DataRow(f"{place}, row {number}", values) for number, values in enumerate(table, 1)]
 
 
 def _cannot_reach(id: str, why: str, instead: str) -> MissingResource:

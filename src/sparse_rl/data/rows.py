@@ -28,7 +28,7 @@ LONGEST_CELL = 2**27
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     place: str
     """Place in the source, such as `data.jsonl:3`, or `data.parquet, row 3` for a format without lines."""
     values: dict[str, Any]
@@ -41,7 +41,7 @@ def refuse(place: str, sentence: str) -> NoReturn:
     raise UserError(f"{place}: {sentence}")
 
 
-def read_rows(source: str) -> list[Row]:
+def read_rows(source: str) -> list[DataRow]:
     """Return all rows of a file, in order. A file whose name ends in neither .csv nor .parquet is JSON lines."""
     try:
         content = read_file(source)
@@ -66,12 +66,12 @@ def _unpacked(source: str, content: bytes) -> bytes:
         raise UserError(f"{source} is not a whole gzip file ({first_line(error)}): copy or pack it again.") from error
 
 
-def _json_lines(source: str, content: bytes) -> Iterator[Row]:
+def _json_lines(source: str, content: bytes) -> Iterator[DataRow]:
     # only \n ends a line: JSON may hold the separators at which str.splitlines would break it
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             place = f"{source}:{number}"
-            yield Row(place, _json_object(place, line))
+            yield DataRow(place, _json_object(place, line))
 
 
 def _json_object(place: str, line: bytes) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _encodable(row: dict[str, Any]) -> bool:
     return True
 
 
-def _csv(source: str, content: bytes) -> Iterator[Row]:
+def _csv(source: str, content: bytes) -> Iterator[DataRow]:
     """Yield the rows of a CSV. The first line names the columns; an empty cell is None, everything else text."""
     try:
         text = content.decode()
@@ -142,7 +142,7 @@ def _csv(source: str, content: bytes) -> Iterator[Row]:
             elif len(cells) != len(names):
                 refuse(place, f"there are {len(cells)} cells, but {len(names)} columns: quote cells that hold a comma.")
             else:
-                yield Row(place, {name: cell or None for name, cell in zip(names, cells, strict=True)})
+                yield DataRow(place, {name: cell or None for name, cell in zip(names, cells, strict=True)})
     except csv.Error as error:
         refuse(f"{source}:{first}", f"this is not CSV ({error}): quote cells that hold a comma, a quote or a line end.")
     finally:
@@ -154,7 +154,7 @@ def _check_names(place: str, names: list[str], where: str = " in the first line"
         refuse(place, f"the columns are {listed(names)}: give each a name of its own{where}.")
 
 
-def _parquet(source: str, content: bytes) -> Iterator[Row]:
+def _parquet(source: str, content: bytes) -> Iterator[DataRow]:
     import pyarrow as pa  # here, because most files need no tables
     import pyarrow.parquet as pq
 
@@ -166,7 +166,7 @@ def _parquet(source: str, content: bytes) -> Iterator[Row]:
     _check_names(source, table.column_names, "")
     columns = [_python_values(source, name, column) for name, column in zip(table.column_names, table.columns, strict=True)]
     for number, cells in enumerate(zip(*columns, strict=True), 1):
-        yield Row(f"{source}, row {number}", dict(zip(table.column_names, cells, strict=True)))
+        yield DataRow(f"{source}, row {number}", dict(zip(table.column_names, cells, strict=True)))
 
 
 def _python_values(source: str, name: str, column: "ChunkedArray") -> list[Any]:

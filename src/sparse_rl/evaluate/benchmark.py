@@ -40,7 +40,7 @@ class Benchmark:
 
 
 @dataclass
-class Sample:
+class EvalSample:
     """One graded response."""
 
     problem: int
@@ -88,10 +88,10 @@ PEAKS = ("peak_kv_bytes", "dense_kv_bytes")
 
 
 @dataclass
-class Chunk:
+class EvalChunk:
     """Some problems of a benchmark, sampled and graded."""
 
-    samples: list[Sample]
+    samples: list[EvalSample]
     cost: Cost
     rollouts: list[Rollout] = field(repr=False, default_factory=list)
 
@@ -105,7 +105,7 @@ def run(
     *,
     record: bool = False,
     progress: Callable[[Progress], None] | None = None,
-) -> Chunk:
+) -> EvalChunk:
     """Sample and grade all problems, or those with the indices `problems`.
 
     The seed of a rollout depends only on its problem and sample, so the parts add up to the whole. `record` keeps the
@@ -128,7 +128,7 @@ def run(
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     graded = pool.grade([example.prompt for example in examples], texts, columns | about(rollouts, tokenizer))
     done = [
-        Sample(
+        EvalSample(
             number,
             sample,
             reward,
@@ -145,7 +145,7 @@ def run(
         )
     ]
     cost = Cost(graded.no_verdict, graded.timeouts, graded.errors, graded.first_error)
-    return Chunk(done, cost + cost_of(engine.stats, engine), rollouts)
+    return EvalChunk(done, cost + cost_of(engine.stats, engine), rollouts)
 
 
 def cost_of(stats: Stats, engine: Engine) -> Cost:
@@ -169,7 +169,7 @@ def ends_in_repetition(tokens: Sequence[int], period: int = PERIOD, span: int = 
 
 
 @dataclass(frozen=True)
-class Score:
+class BenchmarkScore:
     """The score of a benchmark under one cache."""
 
     problems: int
@@ -196,11 +196,11 @@ class Score:
         return self.problems > 0 and not self.pass_at
 
 
-def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[int] = (1,)) -> Score:
+def score(samples: Sequence[EvalSample], cost: Cost, per_problem: int, ks: Iterable[int] = (1,)) -> BenchmarkScore:
     verdicts = by_problem(samples)
     means = [math.fsum(rewards) / len(rewards) for rewards in verdicts.values()]
     binary = is_binary(verdicts)
-    return Score(
+    return BenchmarkScore(
         problems=len(verdicts),
         samples=per_problem,
         mean=mean_interval(means, per_problem) if binary else t_interval(means),
@@ -216,7 +216,7 @@ def score(samples: Sequence[Sample], cost: Cost, per_problem: int, ks: Iterable[
     )
 
 
-def by_problem(samples: Sequence[Sample]) -> dict[int, list[float]]:
+def by_problem(samples: Sequence[EvalSample]) -> dict[int, list[float]]:
     """Return the verdicts of each problem that has any."""
     found: dict[int, list[float]] = {}
     for sample in samples:

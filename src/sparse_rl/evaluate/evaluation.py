@@ -36,7 +36,7 @@ from .result import Result, as_json, results
 from .slots import auto_slots
 from .sources import evaluated_as, loaded
 from .table import are_shares, benchmark_tables, latex_rows, score_name, summary_table
-from .watch import Watch
+from .watch import EvalProgress
 from .work import Work
 
 PLAIN_WIDTH = 240
@@ -46,7 +46,7 @@ FILLS = {"cpu": 1, "cuda": 4}
 
 
 @dataclass(frozen=True)
-class Source:
+class BenchmarkSource:
     """A requested benchmark, before the tokenizer is loaded."""
 
     name: str
@@ -85,7 +85,7 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
         report(args, settings, sources, work, asked, console)
 
 
-def asked_sources(args: argparse.Namespace, data: DataConfig, reward: RewardConfig) -> list[Source]:
+def asked_sources(args: argparse.Namespace, data: DataConfig, reward: RewardConfig) -> list[BenchmarkSource]:
     paths = [path.strip() for path in args.benchmarks.split(",")]
     names = [name_of(path) for path in paths]
     for name in names:
@@ -102,7 +102,9 @@ def asked_sources(args: argparse.Namespace, data: DataConfig, reward: RewardConf
         data_of = loaded(path, data, args.problems)
         function = reward.function_for(path)
         refuse_without_answers(path, data_of.examples[0], function)
-        found.append(Source(name, title or name, path, data_of.examples, sampling, samples, ks, function, data_of.note))
+        found.append(
+            BenchmarkSource(name, title or name, path, data_of.examples, sampling, samples, ks, function, data_of.note)
+        )
     return found
 
 
@@ -122,7 +124,7 @@ def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
 
 
 def identity(
-    args, settings: Sequence[Setting], sources: Sequence[Source], data: DataConfig, reward: RewardConfig, dtype: str
+    args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource], data: DataConfig, reward: RewardConfig, dtype: str
 ) -> dict[str, Any]:
     """Return everything that the results depend on. Settings that only affect speed are left out."""
     return {
@@ -203,7 +205,7 @@ class Runner:
             for function in dict.fromkeys(source.reward for _, source, _ in self.left):
                 log = self.work.path / "reward.log"
                 pools[function] = opened.enter_context(pool_for(self.reward, function, log=log))
-            watch = opened.enter_context(Watch(self.console, rollouts))
+            watch = opened.enter_context(EvalProgress(self.console, rollouts))
             opened.enter_context(no_bar())
             self._load()
             watch.restart()
@@ -234,7 +236,7 @@ class Runner:
         for setting, source, _ in self.left:
             self._check(setting, source)
 
-    def _check(self, setting: Setting, source: Source) -> None:
+    def _check(self, setting: Setting, source: BenchmarkSource) -> None:
         """Raise UserError now for a prompt that the engine would refuse later."""
         self.probe = Engine(self.model, setting.kv, slots=1)
         benchmark = self.benchmarks[source.name]
@@ -245,7 +247,9 @@ class Runner:
             sentence = str(error).replace("Prompt 0", f"Problem {number} of {source.path}")
             raise UserError(sentence.replace("max_tokens = ", "--max-tokens ")) from None
 
-    def _benchmark(self, setting: Setting, source: Source, missing: list[int], pool: RewardPool, watch: Watch) -> None:
+    def _benchmark(
+        self, setting: Setting, source: BenchmarkSource, missing: list[int], pool: RewardPool, watch: EvalProgress
+    ) -> None:
         benchmark = self.benchmarks[source.name]
         what = f"{source.name}, {setting.name}"
         watch.doing(what)
@@ -261,7 +265,7 @@ class Runner:
             watch.chunk(what, len(chunk.samples), chunk.cost.tokens / max(chunk.cost.seconds, 1e-9))
             watch.doing(what)
 
-    def _engine(self, setting: Setting, source: Source) -> Engine:
+    def _engine(self, setting: Setting, source: BenchmarkSource) -> Engine:
         """Return the engine of a setting. A sparse cache shares one for all benchmarks, a dense cache one per response
         length."""
         dense = not from_settings(setting.kv).evicts
@@ -289,7 +293,7 @@ def parts(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
     return [numbers[start:stop] for start, stop in pairwise(edges)]
 
 
-def report(args, settings: Sequence[Setting], sources: Sequence[Source], work: Work, asked, console: Console) -> None:
+def report(args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource], work: Work, asked, console: Console) -> None:
     names = [setting.name for setting in settings]
     columns = [
         (source.title, results(source.name, names, [work.of(source.name, name) for name in names], source.samples, source.ks))

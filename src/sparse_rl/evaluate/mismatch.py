@@ -16,7 +16,7 @@ from ..learner.correction import correct
 from ..learner.replay import replay
 from ..learner.update import padded, response_mask
 from ..rollout.rollout import Rollout
-from .benchmark import Sample
+from .benchmark import EvalSample
 
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
 PRESET = "paper"
@@ -38,7 +38,7 @@ class Mismatch:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[Sample]) -> np.ndarray:
+def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[EvalSample]) -> np.ndarray:
     """Return log xi of all tokens of all rollouts, concatenated, in float32. Sets `rejected` and `noise` of each sample."""
     per_pass = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
     dense = [logprobs.cpu() for logprobs in replay(model, rollouts, "dense", tokens_per_pass=per_pass)]
@@ -51,7 +51,7 @@ def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[S
     return torch.cat(log_xi).float().numpy()
 
 
-def summary(log_xi: Sequence[np.ndarray], samples: Sequence[Sample]) -> Mismatch:
+def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample]) -> Mismatch:
     """Return the metrics over all measured tokens, in however many parts they come."""
     log_xi_1N = torch.from_numpy(np.concatenate(log_xi))[None]
     metrics = correct(log_xi_1N, torch.ones_like(log_xi_1N), PRESET).metrics

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .benchmark import Score, by_problem, is_binary, score
+from .benchmark import BenchmarkScore, by_problem, is_binary, score
 from .mismatch import Mismatch, summary
 from .statistics import Estimate, paired_difference, t_interval
 from .work import FinishedPart
@@ -17,7 +17,7 @@ from .work import FinishedPart
 class Result:
     benchmark: str
     setting: str
-    score: Score
+    score: BenchmarkScore
     against: str | None
     """Setting that the result is compared with; None for the first setting."""
     difference: Estimate | None

@@ -1,7 +1,7 @@
 """Load the problems of a benchmark: a task, a file of the user's own, or data on the hub."""
 
 from ..config import TASKS, DataConfig
-from ..data.examples import Loaded, load
+from ..data.examples import LoadedExamples, load
 
 OWN_MAX_TOKENS = 4096
 """Default of --max-tokens for the user's own problems."""
@@ -15,7 +15,7 @@ def evaluated_as(source: str) -> tuple[str | None, int, int]:
     return (task.title, task.max_tokens, task.samples) if task else (None, OWN_MAX_TOKENS, 1)
 
 
-def loaded(source: str, data: DataConfig, problems: int | None) -> Loaded:
+def loaded(source: str, data: DataConfig, problems: int | None) -> LoadedExamples:
     """Return the first `problems` held-out problems, or all."""
     found = load(source, "test", n=problems or GENERATED_PROBLEMS, seed=0, **data.reading)
-    return Loaded(found.examples[:problems], found.skipped, found.note)
+    return LoadedExamples(found.examples[:problems], found.skipped, found.note)

@@ -9,7 +9,7 @@ from rich.text import Text
 from ..rollout.stats import Progress as Sampled
 
 
-class Watch:
+class EvalProgress:
     def __init__(self, console: Console, rollouts: int):
         """Start the display; `rollouts` is the number still to sample."""
         self.console, self.total, self.done = console, rollouts, 0
@@ -20,7 +20,7 @@ class Watch:
         self.bar = Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("loading", total=rollouts, speed="", left="")
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "EvalProgress":
         self.bar.start()
         return self
 

@@ -19,7 +19,7 @@ import numpy as np
 from .. import backup
 from ..disk import refusal
 from ..errors import UserError, notice
-from .benchmark import Chunk, Cost, Sample
+from .benchmark import Cost, EvalChunk, EvalSample
 
 FILES = ("asked.json", "samples.jsonl", "chunks.jsonl", "log_xi", "results.json")
 PARTIAL = ".asked.json.partial"
@@ -31,7 +31,7 @@ GROWS = ("benchmarks", "settings")
 class FinishedPart:
     """The finished problems of one benchmark under one cache."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[EvalSample] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
     log_xi: list[Path] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Work:
     def of(self, benchmark: str, setting: str) -> FinishedPart:
         return self.done.setdefault((benchmark, setting), FinishedPart())
 
-    def add(self, benchmark: str, setting: str, chunk: Chunk, log_xi: np.ndarray | None) -> None:
+    def add(self, benchmark: str, setting: str, chunk: EvalChunk, log_xi: np.ndarray | None) -> None:
         done, file = self.of(benchmark, setting), None
         with self.writing():
             if log_xi is not None:
@@ -170,7 +170,7 @@ class Work:
             done = self.of(row["benchmark"], row["setting"])
             for _ in range(row["samples"]):
                 values = json.loads(next(samples))
-                done.samples.append(Sample(**{key: values[key] for key in values if key not in ("benchmark", "setting")}))
+                done.samples.append(EvalSample(**{key: values[key] for key in values if key not in ("benchmark", "setting")}))
             done.cost += Cost(**row["cost"])
             done.log_xi += [self.path / row["log_xi"]] if row["log_xi"] else []
         self.written = len(rows)

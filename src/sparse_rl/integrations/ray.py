@@ -42,8 +42,8 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
             gpus = 1 if ray.cluster_resources().get("GPU") else 0
         needs = {"CPU": settings.cpus_per_worker, "GPU": gpus}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        refuse_if_it_lacks(nodes, settings.workers, needs)
-        if busy := what_is_busy(ray.available_resources(), settings.workers, needs):
+        check_resources(nodes, settings.workers, needs)
+        if busy := busy_notice(ray.available_resources(), settings.workers, needs):
             notice(busy)
         run = folder.name.absolute() if isinstance(folder.name, Path) else folder.name
         values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(run)}
@@ -91,7 +91,7 @@ def _connect(ray: Any, address: str | None) -> None:
         ) from error
 
 
-def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
+def check_resources(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
     """Raise if the cluster has too few resources. Ray would wait for them forever."""
     asked = {name: count for name, count in needs.items() if count}
     places = sum(int(min(node.get(name, 0) // count for name, count in asked.items())) for node in nodes)
@@ -104,7 +104,7 @@ def refuse_if_it_lacks(nodes: list[dict[str, float]], workers: int, needs: dict[
         )
 
 
-def what_is_busy(free: dict[str, float], workers: int, needs: dict[str, float]) -> str | None:
+def busy_notice(free: dict[str, float], workers: int, needs: dict[str, float]) -> str | None:
     """Return a sentence on resources that others use at the moment, which Ray waits for in silence, or None."""
     short = [
         f"{free.get(name, 0):g} of {workers * count:g} {name}"

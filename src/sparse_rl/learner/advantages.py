@@ -34,10 +34,10 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
     """
     verdict_PG = rewards.isfinite()
     verdicts_P1 = verdict_PG.sum(dim=1, keepdim=True)
-    takes_part_PG = verdict_PG & (verdicts_P1 >= 2)
+    in_loss_PG = verdict_PG & (verdicts_P1 >= 2)
     known_PG = rewards.masked_fill(~verdict_PG, 0)
     mean_P1 = known_PG.sum(dim=1, keepdim=True) / verdicts_P1.clamp(min=1)
-    centred_PG = (known_PG - mean_P1).masked_fill(~takes_part_PG, 0)
+    centred_PG = (known_PG - mean_P1).masked_fill(~in_loss_PG, 0)
     # compare the rewards themselves: their mean may round, and 1e-8/1e-6 is no small advantage
     high_P1 = rewards.masked_fill(~verdict_PG, -float("inf")).amax(dim=1, keepdim=True)
     low_P1 = rewards.masked_fill(~verdict_PG, float("inf")).amin(dim=1, keepdim=True)
@@ -46,7 +46,7 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
     if std:
         variance_P1 = (advantages_PG**2).sum(dim=1, keepdim=True) / (verdicts_P1 - 1).clamp(min=1)
         advantages_PG = advantages_PG / (variance_P1.sqrt() + EPSILON)
-    return Advantages(advantages_PG, takes_part_PG, dropped=verdicts_P1[:, 0] < 2, no_signal=no_signal_P1[:, 0])
+    return Advantages(advantages_PG, in_loss_PG, dropped=verdicts_P1[:, 0] < 2, no_signal=no_signal_P1[:, 0])
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, overlong: int) -> Tensor:

@@ -110,7 +110,7 @@ def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def _worth(weights_N: Tensor) -> float:
+def _effective_share(weights_N: Tensor) -> float:
     """Return the effective sample size as a share: 1 if all weights are equal, 1/N if one has all the weight."""
     return (weights_N.sum() ** 2 / (weights_N.numel() * (weights_N**2).sum())).item()
 
@@ -130,6 +130,6 @@ def _metrics(log_xi_N: Tensor, weights_N: Tensor, valid_BT: Tensor, keep_BT: Ten
         "sparse/mismatch_k3": (log_xi_N.expm1() - log_xi_N).mean().item(),  # xi - 1 - log xi, exact near 1
         "sparse/xi_p05": xi_N.kthvalue(math.ceil(0.05 * total)).values.item(),
         "sparse/xi_min": xi_N.min().item(),
-        "sparse/ess": _worth(xi_N),
-        "sparse/effective": _worth(weights_N) if keep_BT.any() else 0.0,
+        "sparse/ess": _effective_share(xi_N),
+        "sparse/effective": _effective_share(weights_N) if keep_BT.any() else 0.0,
     }

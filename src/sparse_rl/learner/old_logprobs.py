@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..models.sharded import at_rest, with_weights
+from ..models.sharded import release_weights, with_weights
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
 from .fusion import fused_layers
@@ -27,7 +27,7 @@ def old_logprobs(
         if indices:
             rows |= zip(indices, logprobs_n.split([len(rollout.response) for rollout in pack]), strict=True)
             entropy += float(entropy_n.sum())
-    at_rest(model)
+    release_weights(model)
     if world.size > 1:
         parts = world.gather(({row: logprobs.cpu() for row, logprobs in rows.items()}, entropy))
         rows = {row: logprobs.to(model.device) for part, _ in parts for row, logprobs in part.items()}

@@ -88,7 +88,7 @@ def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World) -
 
 
 @dataclass(frozen=True)
-class Seen:
+class PassOutput:
     """Result of one pass over packed rollouts: the head's inputs at tokens that predict a response token, and their
     targets."""
 
@@ -97,7 +97,7 @@ class Seen:
     temperatures_n: Tensor
 
 
-def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> Seen:
+def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> PassOutput:
     prepare(model)
     device = model.device
     tokens: list[int] = []
@@ -121,7 +121,7 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
     temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]  # greedy: at 1
     lengths = torch.tensor([len(rollout.response) for rollout in pack])
     temperatures_b = torch.tensor(temperatures, dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
-    return Seen(
+    return PassOutput(
         hidden_nD,
         upload(torch.tensor([token for rollout in pack for token in rollout.response]), device),
         upload(temperatures_b.repeat_interleave(lengths), device),
@@ -140,7 +140,7 @@ def logprobs_of(
     return response_logprobs(model, forward(model, pack, view, temperature))
 
 
-def response_logprobs(model: PreTrainedModel, seen: Seen) -> tuple[Tensor, Tensor]:
+def response_logprobs(model: PreTrainedModel, seen: PassOutput) -> tuple[Tensor, Tensor]:
     """Return (log-probs, entropies) of all response tokens of a pass, [n] each."""
     return token_logprobs(head_of(model), seen.hidden_nD, seen.targets_n, seen.temperatures_n)
 

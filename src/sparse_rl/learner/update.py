@@ -26,7 +26,7 @@ from .logprobs import divergence
 from .losses import LossInputs, get
 from .losses.regularizers import kl, weighted_sum
 from .optimizer import Optimizer, checkpointed
-from .replay import ReplayKind, Seen, forward, passes_of, response_logprobs, upload
+from .replay import PassOutput, ReplayKind, forward, passes_of, response_logprobs, upload
 
 
 @dataclass(frozen=True)
@@ -172,17 +172,17 @@ def _spread(values_n: Tensor, where_n: Tensor, mask_bT: Tensor) -> Tensor:
     return empty.index_copy(0, where_n, values_n).view(mask_bT.shape)
 
 
-def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: Seen, smd: SMDConfig) -> Tensor:
+def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: PassOutput, smd: SMDConfig) -> Tensor:
     """Return the distance of the dense and the shadow policy at each token, [n]: Shadow Mask Distillation (arXiv
     2605.06850).
 
     `dense_to_shadow` is KL(dense || sg shadow) and `jsd` its symmetric form: both train the dense policy alone.
     `shadow_to_dense` is KL(shadow || sg dense): the dense policy is the teacher.
     """
-    teaches_dense = smd.direction != "shadow_to_dense"
-    with torch.set_grad_enabled(teaches_dense):
+    trains_dense = smd.direction != "shadow_to_dense"
+    with torch.set_grad_enabled(trains_dense):
         dense = forward(model, pack, "dense")
-    student, teacher = (dense, shadow) if teaches_dense else (shadow, dense)
+    student, teacher = (dense, shadow) if trains_dense else (shadow, dense)
     kind = "jsd" if smd.direction == "jsd" else "kl"
     return divergence(head_of(model), student.hidden_nD, teacher.hidden_nD, student.temperatures_n, kind=kind, top=smd.top_k)
 

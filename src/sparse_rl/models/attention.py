@@ -24,7 +24,7 @@ NAME = "sparse_rl"
 """Name of the attention implementation, for `model.set_attn_implementation`."""
 
 
-class View(Protocol):
+class AttentionView(Protocol):
     def attend(
         self, layer: int, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, mask: Tensor | None
     ) -> Tensor:
@@ -36,7 +36,7 @@ class View(Protocol):
 class BoundKeys:
     """New keys and values for the view of a transformers cache, which has received `seen` tokens before them."""
 
-    view: View
+    view: AttentionView
     keys_BHTD: Tensor
     values_BHTD: Tensor
     seen: int
@@ -100,12 +100,12 @@ class AttentionLimits:
     """True if the limits hold for any dtype of the weights. The weights of a sharded model change theirs between passes."""
 
 
-def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: View, keep: Tensor | int) -> Tensor:
+def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView, keep: Tensor | int) -> Tensor:
     """Return the logits [B, n, V] of the tokens in `keep`, with attention computed by the view."""
     return model(**inputs(tokens_BT, positions_BT, view), logits_to_keep=keep).logits
 
 
-def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: View) -> dict[str, Any]:
+def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView) -> dict[str, Any]:
     """Return the arguments of a model or its decoder that make the view compute attention."""
     return {
         "input_ids": tokens_BT,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from .attention import View, attend_to_itself, eval_mode, inputs, prepare, run
+from .attention import AttentionView, attend_to_itself, eval_mode, inputs, prepare, run
 
 LARGE_LOGIT = 256.0
 """Size of the logits in the second check of the head. Soft caps are 15 to 50."""
@@ -49,12 +49,14 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(layer.weight, bias, scale)
 
 
-def headed_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
+def share_head_scale(model: PreTrainedModel, other: PreTrainedModel) -> None:
     """Give this model the head's scale of another model."""
     _scales[model] = head_of(other).scale
 
 
-def hidden_states(model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: View, keep_n: Tensor) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: AttentionView, keep_n: Tensor
+) -> Tensor:
     """Return the inputs of the head at the tokens in `keep`, [n, D], with attention computed by the view."""
     decoder = model.base_model if model.base_model is not model else model.model  # some models have no base_model_prefix
     return decoder(**inputs(tokens_1N, positions_1N, view)).last_hidden_state[0, keep_n]

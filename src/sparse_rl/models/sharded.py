@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .attention import prepared_like
 from .decoding import decoder_layers
-from .head import headed_like
+from .head import share_head_scale
 
 
 class _Root(nn.Module):
@@ -62,7 +62,7 @@ def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool =
                 part.copy_(whole[name].chunk(dist.get_world_size())[dist.get_rank()])
     spread.__dict__["sharded_root"] = root  # not an attribute: nn.Module would register it as a submodule of itself
     prepared_like(spread, model)
-    headed_like(spread, model)
+    share_head_scale(spread, model)
     return spread
 
 
@@ -80,7 +80,7 @@ def with_weights(model: PreTrainedModel, function: Callable[..., Any], *args: An
     return function(model, *args) if root is None else root(function, *args)
 
 
-def at_rest(model: PreTrainedModel) -> None:
+def release_weights(model: PreTrainedModel) -> None:
     """Free the gathered weights outside of layers after passes without a backward. They are gathered again when needed."""
     root = _root_of(model)
     if isinstance(root, FSDPModule):

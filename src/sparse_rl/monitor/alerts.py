@@ -32,7 +32,7 @@ class Alert:
 
 def check(rows: Sequence[Row], settings: AlertsConfig) -> list[Alert]:
     """Return all alerts of a run, in the order they began."""
-    watch = Watch(settings)
+    watch = AlertMonitor(settings)
     for row in rows:
         watch.see(row)
     return watch.alerts
@@ -68,7 +68,7 @@ EARLY = 10
 """Number of first steps that define the usual gradient norm of a run."""
 
 
-class Watch:
+class AlertMonitor:
     """Row-by-row check of a run. A missing or non-finite value counts neither for an alert nor against it."""
 
     def __init__(self, settings: AlertsConfig):

@@ -12,7 +12,7 @@ from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
 from . import pieces
 from .glossary import placed
-from .rollouts import BUDGET_BYTES, Chunk, Packer
+from .rollouts import BUDGET_BYTES, Packer, RolloutChunk
 from .runs import Run, find, grouped, names, read
 from .verdict import LABELS, apart, scores, verdict
 
@@ -31,7 +31,7 @@ LONGEST_VALUE = 400
 """Largest number of characters of one value of a configuration."""
 
 
-class Source:
+class ReportSource:
     """Run folders that may be read repeatedly; unchanged files are not packed twice."""
 
     def __init__(self, paths: Sequence[Path], pieces: "pieces.Pieces | None" = None, budget_bytes: int = BUDGET_BYTES):
@@ -52,10 +52,10 @@ class Source:
             run.notes.append("The tokenizer is not on this disk: rollouts are shown as token numbers above their whole text.")
         return packer
 
-    def document(self, *, live: bool = False) -> tuple[dict[str, Any], list[dict[int, Chunk]]]:
+    def document(self, *, live: bool = False) -> tuple[dict[str, Any], list[dict[int, RolloutChunk]]]:
         """Return (the values that the page shows, the chunks of each run by step)."""
         runs, notes = self.runs()
-        chunks: list[dict[int, Chunk]] = []
+        chunks: list[dict[int, RolloutChunk]] = []
         for run in runs:
             taken, left_out = self.packer(run).all(run.rollout_files, self.budget_bytes // len(runs))
             run.notes += left_out
@@ -79,7 +79,7 @@ class Source:
         return document, chunks
 
 
-def _run(run: Run, chunks: dict[int, Chunk]) -> dict[str, Any]:
+def _run(run: Run, chunks: dict[int, RolloutChunk]) -> dict[str, Any]:
     judged = verdict(run)
     keys = sorted({key for row in run.rows for key in row} - {"step"})
     return {

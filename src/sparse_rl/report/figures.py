@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import UserError
 from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
-from .document import PHASES, Source
+from .document import PHASES, ReportSource
 from .runs import Run, grouped
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def write_figures(source: Source, folder: Path) -> list[Path]:
+def write_figures(source: ReportSource, folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import first_line
 from . import page
-from .document import Source
+from .document import ReportSource
 from .pieces import Pieces
 
 SHARE = 0.02
@@ -17,7 +17,7 @@ SHARE = 0.02
 class LiveReport:
     def __init__(self, run: Path, tokenizer: Any, warn: Callable[[str], None]):
         self.run, self.warn = run, warn
-        self.source = Source([run], _pieces(tokenizer))
+        self.source = ReportSource([run], _pieces(tokenizer))
         self.due = 0.0
         self.warned = False
 

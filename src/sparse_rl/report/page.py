@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .document import Source
-from .rollouts import Chunk
+from .document import ReportSource
+from .rollouts import RolloutChunk
 
 SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "curves.js", "tables.js", "inspector.js", "app.js")
 STYLES = ("uPlot.min.css", "style.css")
 FILE = "report.html"
 
 
-def write(source: Source, file: Path) -> dict[str, Any]:
+def write(source: ReportSource, file: Path) -> dict[str, Any]:
     """Write the page to `file` atomically, even with concurrent writers; return its document."""
     document, chunks = source.document()
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
@@ -39,7 +39,7 @@ def write(source: Source, file: Path) -> dict[str, Any]:
     return document
 
 
-def html(document: dict[str, Any], chunks: Sequence[dict[int, Chunk]] = ()) -> bytes:
+def html(document: dict[str, Any], chunks: Sequence[dict[int, RolloutChunk]] = ()) -> bytes:
     """Return the page with the rollouts in it; without `chunks` the page requests them from its server."""
     script = "\n".join(map(_asset, SCRIPTS))
     values = {
@@ -74,7 +74,7 @@ def policy(script: str, *, live: bool) -> str:
     return "; ".join(rules)
 
 
-def _blocks(chunks: Sequence[dict[int, Chunk]]) -> Iterable[str]:
+def _blocks(chunks: Sequence[dict[int, RolloutChunk]]) -> Iterable[str]:
     """Yield the chunks as script elements. Base64 has no character with a meaning in HTML."""
     for place, by_step in enumerate(chunks):
         for step, chunk in by_step.items():

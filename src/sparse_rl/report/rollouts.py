@@ -29,7 +29,7 @@ BUDGET_BYTES = 48 * 2**20
 """Compressed bytes of rollouts in one page. Steps spread over the run are kept; the rest stays in the run folder."""
 
 
-class Chunk(NamedTuple):
+class RolloutChunk(NamedTuple):
     data: bytes
     rollouts: int
     rejected: int
@@ -43,9 +43,9 @@ class Packer:
 
     def __init__(self, pieces: Pieces | None, veto: float):
         self.pieces, self.veto = pieces, veto
-        self._packed: dict[Path, tuple[tuple[int, int], Chunk]] = {}
+        self._packed: dict[Path, tuple[tuple[int, int], RolloutChunk]] = {}
 
-    def chunk(self, file: Path) -> Chunk:
+    def chunk(self, file: Path) -> RolloutChunk:
         try:
             status = file.stat()
             stamp = (status.st_mtime_ns, status.st_size)
@@ -53,12 +53,12 @@ class Packer:
                 self._packed[file] = stamp, pack(file, self.pieces, self.veto)
             return self._packed[file][1]
         except Exception as error:  # an error of pyarrow, or a column of another version: skip this file only
-            return Chunk(b"", 0, 0, 0, f"{file.name} cannot be read ({printable(first_line(error), 120)})")
+            return RolloutChunk(b"", 0, 0, 0, f"{file.name} cannot be read ({printable(first_line(error), 120)})")
 
-    def all(self, files: dict[int, Path], budget_bytes: int = BUDGET_BYTES) -> tuple[dict[int, Chunk], list[str]]:
+    def all(self, files: dict[int, Path], budget_bytes: int = BUDGET_BYTES) -> tuple[dict[int, RolloutChunk], list[str]]:
         """Return (chunks by step, sentences about what was left out). If not all fit, the kept steps are spread over the
         run."""
-        taken: dict[int, Chunk] = {}
+        taken: dict[int, RolloutChunk] = {}
         bad: list[str] = []
         room = budget_bytes
         steps = list(files)
@@ -97,7 +97,7 @@ def spread(steps: Sequence[int]) -> Iterable[int]:
 # One file
 
 
-def pack(file: Path, pieces: Pieces | None, veto: float) -> Chunk:
+def pack(file: Path, pieces: Pieces | None, veto: float) -> RolloutChunk:
     rows = read_rows(file)
     arrays = _Arrays()
     tokens = [np.concatenate([row["prompt_tokens"], row["tokens"]]) for row in rows]
@@ -132,7 +132,7 @@ def pack(file: Path, pieces: Pieces | None, veto: float) -> Chunk:
     head = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     data = gzip.compress(len(head).to_bytes(4, "little") + head + b"".join(arrays.parts), compresslevel=LEVEL, mtime=0)
     traced = sum("evicted" in entry for entry in entries)
-    return Chunk(data, len(rows), sum(bool(row["rejected"]) for row in rows), traced)
+    return RolloutChunk(data, len(rows), sum(bool(row["rejected"]) for row in rows), traced)
 
 
 def cause(log_xi: np.ndarray, veto: float) -> int | None:

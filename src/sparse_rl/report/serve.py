@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..errors import UserError, first_line
 from . import page
-from .document import Source
+from .document import ReportSource
 from .runs import find
 
 HOST = "127.0.0.1"
@@ -20,7 +20,7 @@ WATCHED = ("config.toml", "metrics.jsonl", "xi.jsonl", "rollouts")
 class Watcher:
     """The document, rebuilt when a file has changed."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: ReportSource):
         self.source = source
         self._lock = threading.Lock()
         self._stamp = ""
@@ -55,7 +55,7 @@ def _when(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def make_server(source: Source, port: int) -> ThreadingHTTPServer:
+def make_server(source: ReportSource, port: int) -> ThreadingHTTPServer:
     watcher = Watcher(source)
     watcher.look()  # report a folder that is no run before a browser opens
     try:
@@ -66,7 +66,7 @@ def make_server(source: Source, port: int) -> ThreadingHTTPServer:
     return server
 
 
-def serve(source: Source, port: int) -> None:
+def serve(source: ReportSource, port: int) -> None:
     with make_server(source, port) as server:
         print(f"Watching at http://{HOST}:{server.server_port}/ (this machine only); end with Ctrl-C.", flush=True)
         try:

@@ -197,7 +197,7 @@ def _and(parts: list[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """The held-out score of one step."""
 
     step: int
@@ -211,29 +211,29 @@ class Score:
         return score_text(self.mean, self.low, self.high, share=self.share)
 
 
-def scores(run: Run) -> dict[str, list[Score]]:
+def scores(run: Run) -> dict[str, list[HeldOutScore]]:
     """Return the evaluations of each `eval/<benchmark>/pass@1…`, by key."""
-    found: dict[str, list[Score]] = {}
+    found: dict[str, list[HeldOutScore]] = {}
     share = are_shares(run.rows)
     for row in run.rows:
         for key in score_keys(row):
-            score = Score(int(row["step"]), row[key], row.get(f"{key}_low"), row.get(f"{key}_high"), share)
+            score = HeldOutScore(int(row["step"]), row[key], row.get(f"{key}_low"), row.get(f"{key}_high"), share)
             found.setdefault(key, []).append(score)
     return found
 
 
-def apart(before: Score, after: Score) -> int:
+def apart(before: HeldOutScore, after: HeldOutScore) -> int:
     """Return 1 if the later interval lies above the earlier, -1 if below, 0 if they overlap."""
     if None in (before.low, before.high, after.low, after.high):
         return 0
     return int(after.low > before.high) - int(after.high < before.low)  # type: ignore[operator]
 
 
-def _held_out_fell(run: Run) -> list[Score]:
+def _held_out_fell(run: Run) -> list[HeldOutScore]:
     return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) < 0), [])
 
 
-def _held_out_rose(run: Run) -> list[Score]:
+def _held_out_rose(run: Run) -> list[HeldOutScore]:
     return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) > 0), [])
 
 

@@ -8,7 +8,7 @@ from ..text import printable
 from ..train.run_folder import RunFolder
 from ..train.storage import is_address
 from . import page
-from .document import Source
+from .document import ReportSource
 
 SERVED_BYTES = 2**30
 """Compressed bytes of rollouts that a server holds in memory; a browser does not download them all."""
@@ -16,7 +16,7 @@ SERVED_BYTES = 2**30
 
 def write_report(args: argparse.Namespace) -> None:
     runs = [local(run, args) for run in args.runs]
-    source = Source(runs)
+    source = ReportSource(runs)
     if args.figures:
         from .figures import write_figures
 
@@ -27,7 +27,7 @@ def write_report(args: argparse.Namespace) -> None:
             raise UserError("--serve shows the page and writes none: leave --out or --serve out.")
         from .serve import serve
 
-        serve(Source(runs, budget_bytes=SERVED_BYTES), args.port)
+        serve(ReportSource(runs, budget_bytes=SERVED_BYTES), args.port)
     elif args.out or not args.figures:
         file = args.out or default_file(runs)
         document = page.write(source, file)

@@ -256,7 +256,7 @@ def pool_for(settings: Settings, function: str, *, log: Path | None = None, work
 
 
 @dataclass(frozen=True)
-class Tried:
+class GoldCheck:
     """Result of a reward on a problem's answer as the whole text, or on an empty text if there is no answer."""
 
     gold: str | None
@@ -270,7 +270,7 @@ class Tried:
         return f"The reward fails on {what} ({self.fault}): fix reward.function."
 
 
-def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Tried:
+def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> GoldCheck:
     """Grade one gold before anything is sampled. Without a tokenizer the text's bytes replace token ids."""
     text = example.answer or ""
     ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else list(text.encode())
@@ -278,7 +278,7 @@ def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokeni
     columns |= {"finish": ["stop"], "completion_ids": [ids], "in_thought": [False]}
     graded = pool.grade([example.prompt], [text], columns)
     fault = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
-    return Tried(example.answer, graded.values[0], fault)
+    return GoldCheck(example.answer, graded.values[0], fault)
 
 
 class _Batch:

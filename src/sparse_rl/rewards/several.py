@@ -26,7 +26,7 @@ class Term(NamedTuple):
     function: str
 
 
-class Verdict(NamedTuple):
+class RewardSum(NamedTuple):
     total: float | None
     parts: list[float | None]
     """Value of each function, unweighted."""
@@ -81,11 +81,11 @@ class Reward:
         self.memory_bytes = sum(limits) if len(limits) == len(self.parts) else None
         self.is_async = any(map(is_async, self.parts))
 
-    def __call__(self, prompts: list, completions: list, columns: dict[str, list]) -> list[Verdict]:
+    def __call__(self, prompts: list, completions: list, columns: dict[str, list]) -> list[RewardSum]:
         results = [wait_for(self._call(place, prompts, completions, columns)) for place in range(len(self.parts))]
         return self._sum(results, len(completions))
 
-    async def graded(self, prompts: list, completions: list, columns: dict[str, list]) -> list[Verdict]:
+    async def graded(self, prompts: list, completions: list, columns: dict[str, list]) -> list[RewardSum]:
         """Grade a batch on a shared event loop."""
         results = []
         for place in range(len(self.parts)):
@@ -97,9 +97,9 @@ class Reward:
         fitting = {name: values for name, values in columns.items() if name not in self.left_out[place]}
         return self.parts[place](prompts=prompts, completions=completions, **fitting)
 
-    def _sum(self, results: list, count: int) -> list[Verdict]:
+    def _sum(self, results: list, count: int) -> list[RewardSum]:
         called = [verdicts(result, count) for result in results]
-        return [Verdict(total(list(zip(self.weights, each, strict=True))), list(each)) for each in zip(*called, strict=True)]
+        return [RewardSum(total(list(zip(self.weights, each, strict=True))), list(each)) for each in zip(*called, strict=True)]
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -140,7 +140,7 @@ def verdict(value: Any) -> float | None:
     return float(value)
 
 
-def fault_of(verdict: Verdict) -> str | None:
+def fault_of(verdict: RewardSum) -> str | None:
     """Return the fault in the numbers of a verdict, or None."""
     for value in (verdict.total, *verdict.parts):
         if value is not None and not math.isfinite(value):

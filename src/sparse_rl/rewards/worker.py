@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import UserError
 from .find import one_line
 from .keeper import fork_worker
-from .several import Reward, Verdict, event_loop, fault_of
+from .several import Reward, RewardSum, event_loop, fault_of
 
 START_S = 120.0
 """Seconds in which the function's module must import."""
@@ -125,7 +125,7 @@ def grade(reward: Reward, request: bytes) -> dict[str, Any]:
         return failed(error)
 
 
-def told(verdict: Verdict) -> dict[str, Any]:
+def told(verdict: RewardSum) -> dict[str, Any]:
     if fault := fault_of(verdict):
         raise ValueError(fault)
     return {"value": verdict.total, "parts": verdict.parts}

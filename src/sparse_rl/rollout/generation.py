@@ -132,7 +132,7 @@ class Generation:
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
             self._count_prefill(prompts)
-            self._keep_aside(groups[-1][0].group, prompts[-1], first_logits[-1], gone[-1][0])
+            self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], gone[-1][0])
         self._start(requests, torch.stack(logits), dropped)
 
     def _count_prefill(self, prompts: list[PromptInSlots]) -> None:
@@ -142,7 +142,7 @@ class Generation:
         self.stats.prompt_tokens += tokens
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, 2 * tokens * key_bytes)
 
-    def _keep_aside(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
+    def _stash_prompt(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
         """Copy the prompt's slot if samples of it still wait, unless each sample evicts its own choice of keys."""
         waiting = self.scheduler.waiting
         if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):

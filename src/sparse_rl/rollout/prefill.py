@@ -30,7 +30,7 @@ class PromptInSlots:
 
 
 @dataclass
-class Row:
+class PrefillRow:
     """Prompts of one length among the packed tokens."""
 
     start: int
@@ -53,7 +53,7 @@ def prefill(
     of each prompt."""
     device = cache.shape.device
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
-    rows: list[Row] = []
+    rows: list[PrefillRow] = []
     dropped: list[list[Tensor | None]] = [[] for _ in prompts]
     members = []
     start = 0
@@ -67,7 +67,7 @@ def prefill(
                 copies += [[]] if number == len(copies) else []
                 copies[number].append((start + index * length, length, slot))
         placed = ranks([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
-        rows.append(Row(start, start + length * len(numbers), placed))
+        rows.append(PrefillRow(start, start + length * len(numbers), placed))
         members.append(numbers)
         start = rows[-1].stop
     tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
@@ -95,7 +95,7 @@ class PrefillView:
         cache: SlotCache,
         policy: Policy,
         kv: KV,
-        rows: list[Row],
+        rows: list[PrefillRow],
         packed: list[Packed],
         cu_seqlens: Tensor,
         longest: int,
@@ -119,6 +119,6 @@ class PrefillView:
         return torch.cat(outputs, dim=2)
 
 
-def unpack(packed_1HND: Tensor, row: Row, count: int) -> Tensor:
+def unpack(packed_1HND: Tensor, row: PrefillRow, count: int) -> Tensor:
     """Return the row's prompts as a batch [P, H, T, D]."""
     return packed_1HND[0, :, row.start : row.stop].unflatten(1, (count, -1)).transpose(0, 1)

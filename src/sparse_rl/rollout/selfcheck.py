@@ -109,7 +109,7 @@ def _look(model: PreTrainedModel, limits: AttentionLimits, seed: int, far: float
         *zip((each[_prompt(each) - 1 :] for each in own), _sampled(model, shape, sequences), strict=True),
     ]
     gap = max(_gap(*pair) for pair in pairs)
-    if gap <= WIDEST * spread and _caches_keys_as_they_are(model, shape):
+    if gap <= WIDEST * spread and _caches_plain_keys(model, shape):
         gap = max(gap, _gap(*_deep(model, shape, room, draw)))
     rounding = _gap(own[0][_prompt(own[0]) - 1 :], _step_by_step(model, sequences[0])) if gap > far * spread else 0.0
     return gap, spread, rounding / spread
@@ -175,7 +175,7 @@ def _decode(model: PreTrainedModel, cache: SlotCache, tokens_S: Tensor, position
     return logits_SV
 
 
-def _caches_keys_as_they_are(model: PreTrainedModel, shape: CacheShape) -> bool:
+def _caches_plain_keys(model: PreTrainedModel, shape: CacheShape) -> bool:
     """Return whether the model caches its keys. Some models cache something smaller and compute keys from it."""
     cache = DynamicCache()
     model(_row(model, [0]), past_key_values=cache, use_cache=True)

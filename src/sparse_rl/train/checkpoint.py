@@ -168,7 +168,7 @@ def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) 
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """The checkpoint that a run continues from."""
 
     state: State
@@ -180,7 +180,9 @@ class Loaded:
     """False if the checkpoint was written without a manifest."""
 
 
-def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE, reached: float = 0) -> Loaded | None:
+def load_last(
+    folder: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE, reached: float = 0
+) -> LoadedCheckpoint | None:
     """Load the last sound checkpoint into model and optimizer; return None if there is none yet.
 
     `reached` is the last step that the run is known to have finished.
@@ -193,7 +195,7 @@ def load_last(folder: Place, actor: Actor, optimizer: Optimizer, world: World = 
         except Damaged as error:
             damaged.append(error)
         else:
-            return Loaded(state, damaged, unfinished_after(folder, step), verified)
+            return LoadedCheckpoint(state, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
     _agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)

@@ -19,7 +19,7 @@ from ..plan.dimensions import dimensions
 from ..plan.remedies import TOO_LARGE
 from ..world import ALONE, LOST, World
 from .lock import process_name
-from .refusal import Watch, refuse_again
+from .refusal import RefusalWatcher, refuse_again
 from .resume import options_of
 
 
@@ -37,7 +37,7 @@ def joined(config: Config) -> Iterator[World]:
         torch.cuda.set_device(gpu_of(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
     whole, _launcher = fresh_store(rank, size, timeout) if started else (dist.distributed_c10d._get_default_store(), None)
     store = dist.PrefixStore(f"run-{next(RUNS)}", whole)
-    with Watch(store, rank, size) as watch:
+    with RefusalWatcher(store, rank, size) as watch:
         if started:
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, store=whole, rank=rank, world_size=size, timeout=timeout)

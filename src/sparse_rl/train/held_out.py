@@ -10,13 +10,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..config import KV, TASK_REWARDS, Config
 from ..data.examples import Example, load, name_of
 from ..data.prompts import encoded
-from ..evaluate.benchmark import Benchmark, Chunk, Cost, Sample, run, score
+from ..evaluate.benchmark import Benchmark, Cost, EvalChunk, EvalSample, run, score
 from ..plan.memory import Plan
 from ..rewards.pool import RewardPool, pool_for
 from ..rollout.engine import Engine
 from ..world import World
 from .memory import dense_slots
-from .terminal import View
+from .terminal import RunTerminal
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HeldOut:
     prompts: list[list[int]]
 
 
-def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, view: View) -> HeldOut:
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, view: RunTerminal) -> HeldOut:
     source = config.data.held_out or ""
     examples: list[Example] = []
     if source and config.eval.problems:
@@ -52,7 +52,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     pool: RewardPool
     world: World
-    view: View
+    view: RunTerminal
 
     def evaluate(self) -> dict[str, float]:
         """Return the held-out metrics with a dense cache and, if the sampler's cache is sparse, with that too."""
@@ -99,10 +99,10 @@ class Evaluator:
         with pool_for(reward, reward.function_for(source), log=self.pool.log) as pool:
             yield pool
 
-    def _graded(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[Sample], Cost]:
+    def _graded(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[EvalSample], Cost]:
         """Sample this rank's part of the problems; return the samples and costs of all ranks."""
         mine = range(self.world.rank, len(benchmark.examples), self.world.size)
-        chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else Chunk([], Cost())
+        chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else EvalChunk([], Cost())
         parts = self.world.gather((chunk.samples, chunk.cost))
         samples = sorted((sample for part, _ in parts for sample in part), key=lambda each: (each.problem, each.sample))
         return samples, functools.reduce(Cost.__add__, (cost for _, cost in parts))

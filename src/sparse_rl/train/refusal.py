@@ -36,7 +36,7 @@ def is_final(error: BaseException) -> bool:
     return isinstance(error, UserError) and not isinstance(error, RankLost | StorageUnavailable)
 
 
-class Watch(threading.Thread):
+class RefusalWatcher(threading.Thread):
     """Thread that watches for a refusal of another rank during its `with` block, and interrupts the thread of the block."""
 
     def __init__(self, store: Any, rank: int, size: int):
@@ -48,7 +48,7 @@ class Watch(threading.Thread):
         self.gone = False
         """True if the store can no longer be reached, because the rank that held it has ended."""
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "RefusalWatcher":
         self.start()
         return self
 

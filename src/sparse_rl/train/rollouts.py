@@ -29,7 +29,7 @@ KNOWN_LENGTHS = 2**14
 
 
 @dataclass
-class Sample:
+class GradedRollout:
     row: int
     """Index of the rollout among all rollouts of the step."""
     example: Example
@@ -42,8 +42,8 @@ class Sample:
 
 
 @dataclass
-class Group:
-    samples: list[Sample]
+class RolloutGroup:
+    samples: list[GradedRollout]
     no_signal: bool = False
     """True if the group has at least two verdicts and all of them are equal."""
 
@@ -57,7 +57,7 @@ class Group:
 class RolloutBatch:
     """The rollouts of a step, in groups, with their rewards and costs."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[RolloutGroup] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     """Counts by the names in `COUNTED`: rollouts without a grade by reason, those not sent to the reward, and stray lines."""
@@ -84,7 +84,7 @@ class RolloutBatch:
                 samples[row].rollout = replace(samples[row].rollout, trace=trace)
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[GradedRollout]:
         return [sample for group in self.groups for sample in group.samples]
 
     @property
@@ -169,7 +169,7 @@ class RolloutSampler:
                 break
         return batch
 
-    def learnable(self, batch: RolloutBatch) -> list[Group]:
+    def learnable(self, batch: RolloutBatch) -> list[RolloutGroup]:
         """Return the groups that the update uses."""
         if self.config.loss.name == "dapo" or self.config.advantage.drop_zero_signal:
             return [group for group in batch.groups if group.has_signal][: self.config.rollout.prompts_per_step]
@@ -204,11 +204,11 @@ class RolloutSampler:
         part = Part(places, rollouts, texts, graded, self.engine.stats, time.perf_counter() - started)
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
-        samples: list[Sample] = [None] * len(examples)  # type: ignore[list-item]
+        samples: list[GradedRollout] = [None] * len(examples)  # type: ignore[list-item]
         first = len(batch.samples)
         for each in parts:
             for place, rollout, text, reward in zip(each.places, each.rollouts, each.texts, each.graded.values, strict=True):
-                samples[place] = Sample(first + place, examples[place], rollout, text, reward)
+                samples[place] = GradedRollout(first + place, examples[place], rollout, text, reward)
             batch.counts.update({name: getattr(each.graded, name) for name in COUNTED})
             batch.first_error = batch.first_error or each.graded.first_error
             for name, values in each.graded.parts.items():
@@ -224,7 +224,7 @@ class RolloutSampler:
             for place, index in enumerate(chosen):
                 self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
 
-    def _note_length(self, index: int, group: list[Sample]) -> None:
+    def _note_length(self, index: int, group: list[GradedRollout]) -> None:
         self.mean_tokens.pop(str(index), None)
         self.mean_tokens[str(index)] = sum(len(sample.rollout.response) for sample in group) / len(group)
         if len(self.mean_tokens) > KNOWN_LENGTHS:
@@ -252,7 +252,7 @@ class RolloutSampler:
 
         return take, taken
 
-    def _with_advantages(self, samples: list[Sample]) -> list[Group]:
+    def _with_advantages(self, samples: list[GradedRollout]) -> list[RolloutGroup]:
         config = self.config
         verdicts = torch.tensor(
             [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
@@ -267,7 +267,7 @@ class RolloutSampler:
         no_signal = group_advantages(verdicts.view(-1, per_prompt)).no_signal  # without the length penalty
         groups = []
         for number in range(len(samples) // per_prompt):
-            group = Group(samples[number * per_prompt : (number + 1) * per_prompt], bool(no_signal[number]))
+            group = RolloutGroup(samples[number * per_prompt : (number + 1) * per_prompt], bool(no_signal[number]))
             for sample, advantage, in_loss in zip(
                 group.samples, valued.advantages[number].tolist(), valued.in_loss[number].tolist(), strict=True
             ):

@@ -12,21 +12,21 @@ MOST_STEPS = 2**48
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepRows:
     rows: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
     """Number of invalid lines. A last line without a line end does not count, because a kill may have cut it."""
 
 
-def read_rows(path: Path) -> Rows:
+def read_rows(path: Path) -> StepRows:
     """Return all valid rows of a file, which may be damaged; none if there is no file."""
     if not path.exists():
-        return Rows()
+        return StepRows()
     *lines, last = read_plain(path).split(b"\n")
     found = [_row(line) for line in lines if line.strip()]
     torn = _row(last)
     rows = [row for row in (*found, torn) if row is not None]
-    return Rows(rows, found.count(None))
+    return StepRows(rows, found.count(None))
 
 
 def missing_steps(rows: list[dict[str, Any]], step: int) -> list[int]:

@@ -243,14 +243,20 @@ def _train_one(
     from .loggers import opened_loggers
     from .memory import out_of_memory
     from .stop import StopAsked
-    from .terminal import View
+    from .terminal import RunTerminal
     from .trainer import Trainer
 
     dtype, _ = place(config.model.dtype, config.model.device)  # stored, so that an export uses the dtype of the training
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     reward = config.reward
     trainer: Trainer | None = None
-    with ExitStack() as log, View(config, console) as view, StopAsked(view.warn) as stop, no_bar(), ExitStack() as opened:
+    with (
+        ExitStack() as log,
+        RunTerminal(config, console) as view,
+        StopAsked(view.warn) as stop,
+        no_bar(),
+        ExitStack() as opened,
+    ):
         try:
             with folder.opening(config, resume=resume, overwrite=overwrite):
                 folder.note_launch(launch)

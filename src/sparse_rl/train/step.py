@@ -19,7 +19,7 @@ from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..world import World
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
-from .rollouts import Group, RolloutBatch, RolloutSampler
+from .rollouts import RolloutBatch, RolloutGroup, RolloutSampler
 
 NOISE_ROLLOUTS = 8
 """Rollouts of a step that are replayed to measure engine noise, for methods that do not replay them all."""
@@ -146,7 +146,7 @@ class TrainingStep:
         finite_BT = log_xi_BT.isfinite() & padded([old.learned[row] for row in rows]).isfinite()
         return correct(torch.zeros_like(log_xi_BT), mask_BT, spec, broken=(mask_BT & ~finite_BT).any(dim=1))
 
-    def _update(self, step: int, batch: RolloutBatch, groups: Sequence[Group], old: OldLogprobs) -> Updated:
+    def _update(self, step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup], old: OldLogprobs) -> Updated:
         config = self.config
         samples = [sample for group in groups for sample in group.samples if sample.in_loss]
         if not samples:
@@ -177,7 +177,7 @@ class TrainingStep:
         return device_time(self.actor.learner.device)
 
 
-def deal(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+def deal(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:
     """Split whole groups, in order, as evenly as possible."""
     edges = [round(number * len(groups) / updates) for number in range(updates + 1)]
     return [groups[start:stop] for start, stop in pairwise(edges)]

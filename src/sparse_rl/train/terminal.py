@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config
-from ..monitor.alerts import Alert, Row, Watch
+from ..monitor.alerts import Alert, AlertMonitor, Row
 from ..rollout.console import printable
 from ..rollout.stats import Progress
 from ..scores import are_shares, score_keys, score_text
@@ -42,7 +42,7 @@ def summary(alerts: Sequence[Alert]) -> list[str]:
     return lines
 
 
-class View:
+class RunTerminal:
     def __init__(self, config: Config, console: Console):
         self.config, self.console = config, console
         self.rows: deque[list[str]] = deque(maxlen=SHOWN_STEPS)
@@ -51,11 +51,11 @@ class View:
         self.done = 0
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.drawn_at = 0.0
-        self.watch = Watch(config.alerts)
+        self.watch = AlertMonitor(config.alerts)
         self.shares = True
         """True if all held-out scores so far are shares of right answers."""
 
-    def __enter__(self) -> "View":
+    def __enter__(self) -> "RunTerminal":
         if self.live:
             self.live.start()
             self._say(f"loading {self.config.model.path}")

@@ -33,7 +33,7 @@ from .rollouts import RolloutSampler
 from .run_folder import RunFolder
 from .step import StepResult, TrainingStep
 from .stop import StopAsked
-from .terminal import View
+from .terminal import RunTerminal
 
 
 class Trainer:
@@ -41,7 +41,7 @@ class Trainer:
         self,
         config: Config,
         folder: RunFolder,
-        view: View,
+        view: RunTerminal,
         pool: RewardPool,
         loggers: Sequence[Logger] = (),
         *,
@@ -100,7 +100,7 @@ class Trainer:
         if last is not None:
             view.recall(folder.read_metrics())
 
-    def _go_on_from(self, last: checkpoint.Loaded) -> None:
+    def _go_on_from(self, last: checkpoint.LoadedCheckpoint) -> None:
         fresh, self.state = self.state, last.state
         step, steps = self.state.step, self.config.steps
         resuming.refuse_other_problems(self.config.data.train, self.state.problems, fresh.problems, step)
