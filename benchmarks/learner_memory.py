@@ -18,8 +18,9 @@ import transformers
 from sparse_rl.kv.trace import TraceRecorder
 from sparse_rl.learner.optimizer import checkpointed
 from sparse_rl.learner.replay import ReplayView, Span, forward, response_logprobs
-from sparse_rl.models.attention import prepare, run
+from sparse_rl.models.attention import run
 from sparse_rl.models.shapes import SHAPES, random_model
+from sparse_rl.models.support import prepare
 from sparse_rl.rollout.rollout import Rollout
 
 

@@ -11,7 +11,8 @@ from sparse_rl import UserError
 from sparse_rl.learner import fusion
 from sparse_rl.learner import logprobs as chunked
 from sparse_rl.learner.logprobs import divergence, token_logprobs
-from sparse_rl.models.head import Head, head_of
+from sparse_rl.models.head import Head
+from sparse_rl.models.support import head_of
 
 N, D, V = 37, 16, 50
 

@@ -14,9 +14,9 @@ from transformers import (
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
 from sparse_rl import Engine, UserError
-from sparse_rl.models import attention
-from sparse_rl.models.head import head_of
+from sparse_rl.models import support
 from sparse_rl.models.reduced import reduced
+from sparse_rl.models.support import head_of
 from sparse_rl.rollout import selfcheck
 from test_models import SIZE, SMALL, build, scaled
 
@@ -58,7 +58,7 @@ def test_models_that_would_be_wrong_are_refused_in_every_dtype(name, dtype, scal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_beside_the_cache_shows_in_log_probs(monkeypatch, dtype):
     """Whatever the configuration calls its layers."""
-    monkeypatch.setattr(attention, "_refuse_by_layers", lambda config, kind: None)
+    monkeypatch.setattr(support, "_refuse_by_layers", lambda config, kind: None)
     with pytest.raises(UserError, match="log-probs differ by up to .* when sampled step by step"):
         Engine(scaled(build(FALCON_H1), 4).to(dtype), SMALL, slots=1)
 
@@ -79,9 +79,9 @@ def magnifying(layers):
 
 def test_rounding_that_a_model_magnifies_is_not_held_against_it_but_for_a_bound(monkeypatch):
     Engine(magnifying(8), SMALL, slots=1)
-    monkeypatch.setattr(selfcheck, "FAR_FLOAT32", 0.0)
+    monkeypatch.setattr(selfcheck, "MAX_GAP_FLOAT32", 0.0)
     Engine(magnifying(8), SMALL, slots=1)
-    monkeypatch.setattr(selfcheck, "WIDEST", 0.0)
+    monkeypatch.setattr(selfcheck, "MAX_TOLERANCE", 0.0)
     with pytest.raises(UserError, match="when sampled step by step"):
         Engine(magnifying(8), SMALL, slots=1)
 
@@ -126,17 +126,17 @@ def test_where_the_stand_in_does_not_run_the_model_is_looked_at_whole(monkeypatc
         return small
 
     monkeypatch.setattr(selfcheck, "reduced", broken)
-    model, looks = build(LlamaConfig(**SIZE)).to(dtype), []
-    look = selfcheck._look
-    monkeypatch.setattr(selfcheck, "_look", lambda *args: looks.append(args) or look(*args))
+    model, comparisons = build(LlamaConfig(**SIZE)).to(dtype), []
+    compare = selfcheck._compare
+    monkeypatch.setattr(selfcheck, "_compare", lambda *args: comparisons.append(args) or compare(*args))
     Engine(model, SMALL, slots=1)
-    assert looks[0][0] is model
+    assert comparisons[0][0] is model
 
 
 def test_a_model_is_checked_once(monkeypatch):
-    model, looks = build(LlamaConfig(**SIZE)), []
-    look = selfcheck._look
-    monkeypatch.setattr(selfcheck, "_look", lambda *args: looks.append(args) or look(*args))
+    model, comparisons = build(LlamaConfig(**SIZE)), []
+    compare = selfcheck._compare
+    monkeypatch.setattr(selfcheck, "_compare", lambda *args: comparisons.append(args) or compare(*args))
     for dtype in (torch.float32, torch.float32, torch.bfloat16):
         Engine(model.to(dtype), SMALL, slots=1)
-    assert len(looks) == 2
+    assert len(comparisons) == 2

@@ -15,7 +15,7 @@ from sparse_rl.learner.losses import LOSSES
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
 from sparse_rl.learner.replay import forward, packs
 from sparse_rl.learner.update import accumulate, make_batch, padded, response_mask, update
-from sparse_rl.models.head import head_of
+from sparse_rl.models.support import head_of
 
 MAX_TOKENS = 24
 VETO = 0.2  # high enough to reject some of these rollouts and not all

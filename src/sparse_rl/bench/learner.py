@@ -19,8 +19,7 @@ from ..learner.logprobs import token_logprobs
 from ..learner.optimizer import Optimizer, checkpointed
 from ..learner.replay import ReplayKind, packs, replay
 from ..learner.update import Batch, accumulate, make_batch, response_mask
-from ..models.attention import prepare
-from ..models.head import head_of
+from ..models.support import head_of, prepare
 from ..rollout.clock import device_time
 from ..rollout.rollout import Rollout
 from ..terminal import Terminal

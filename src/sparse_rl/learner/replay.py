@@ -16,8 +16,9 @@ from ..kernels import shadow
 from ..kernels.attention import causal_attention, packed_causal_attention, shadow_attention
 from ..kernels.shadow import Shadow
 from ..kv.trace import NEVER
-from ..models.attention import eval_mode, prepare
-from ..models.head import head_of, hidden_states
+from ..models.attention import eval_mode
+from ..models.head import hidden_states
+from ..models.support import head_of, prepare
 from ..rollout.rollout import Rollout
 from ..world import World
 from .fusion import compiler_errors, fused_layers

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from ..config import LossConfig, SMDConfig
 from ..learner.correction import Corrected, opsm
-from ..models.head import head_of
 from ..models.sharded import is_sharded, sum_over_ranks, with_weights
+from ..models.support import head_of
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
 from .fusion import fused_layers

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .attention import prepared_like
 from .decoding import decoder_layers
-from .head import share_head_scale
+from .support import copy_support
 
 
 class _Root(nn.Module):
@@ -61,8 +60,7 @@ def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool =
             if part.numel():
                 part.copy_(whole[name].chunk(dist.get_world_size())[dist.get_rank()])
     spread.__dict__["sharded_root"] = root  # not an attribute: nn.Module would register it as a submodule of itself
-    prepared_like(spread, model)
-    share_head_scale(spread, model)
+    copy_support(spread, model)
     return spread
 
 

@@ -12,7 +12,8 @@ from ..kernels.counter_rng import derive_all
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
-from ..models.attention import eval_mode, prepare
+from ..models.attention import eval_mode
+from ..models.support import prepare
 from ..text import quoted
 from .generation import Generation
 from .rollout import Rollout

@@ -3,6 +3,8 @@
 The shapes of attention do not tell everything: a model may mix tokens beside attention, mask in its own way, or derive
 positions from the row instead of the position ids. A float32 stand-in with one layer of each kind is checked in its place:
 packed sequences as in the learner, prompts and decode steps as in the sampler, and a token far into a sequence.
+
+This is the last of the three checks that `models/support.py` lists. It lives here because it runs the sampler's own steps.
 """
 
 # N packed tokens, V vocabulary
@@ -21,9 +23,10 @@ from ..errors import UserError, first_line
 from ..kernels.attention import packed_causal_attention
 from ..kv.cache import CacheShape, SlotCache
 from ..kv.policies import get
-from ..models.attention import AttentionLimits, eval_mode, prepare, run
-from ..models.head import head_of, hidden_states
+from ..models.attention import eval_mode, run
+from ..models.head import hidden_states
 from ..models.reduced import ROWS, reduced
+from ..models.support import AttentionLimits, head_of, prepare
 from .decode import DecodeView
 from .prefill import PromptInSlots, prefill
 
@@ -33,14 +36,14 @@ DECODED = 4
 """Tokens at the end of each sequence that are fed one by one."""
 DEEP = 8256
 """Tokens of the long sequence whose last token is checked. Llama-4 changes its attention at 8192."""
-FAR_FLOAT32 = 1e-4
+MAX_GAP_FLOAT32 = 1e-4
 """Largest gap of log-probs in float32, in standard deviations of the logits. Rounding gives 1e-6 in a layer."""
-FAR_HALF = 0.25
+MAX_GAP_HALF = 0.25
 """The same limit in half precision, for a model that has no stand-in and is checked whole."""
 ROUNDING = 10
 """Multiple of the model's own rounding that is tolerated: the gap between one pass and steps with its own cache. Large
 activations (Qwen2.5) magnify rounding a hundredfold."""
-WIDEST = 3e-3
+MAX_TOLERANCE = 3e-3
 """Upper limit on that tolerance. A model that contradicts itself by more cannot be checked."""
 SEEDS = 2
 """Draws of tokens, one of which must pass. Rounding may send a token to another expert."""
@@ -54,17 +57,17 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
     if _passed.get(model) == place:
         return
     try:
-        stand_in, far = reduced(model), FAR_FLOAT32
+        stand_in, max_gap = reduced(model), MAX_GAP_FLOAT32
         prepare(stand_in)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # modules that cannot be taken apart, or do not run apart
         if isinstance(error, UserError) and error.__cause__ is None:
             raise  # the layers break a rule, and so does the model
-        stand_in, far = model, FAR_FLOAT32 if limits.shape.dtype == torch.float32 else FAR_HALF
+        stand_in, max_gap = model, MAX_GAP_FLOAT32 if limits.shape.dtype == torch.float32 else MAX_GAP_HALF
     with torch.no_grad(), _exact_products(), eval_mode(stand_in):
         try:
-            gap = _smallest_gap(stand_in, limits, far)
+            gap = _smallest_gap(stand_in, limits, max_gap)
             head_of(stand_in)
         except (UserError, torch.OutOfMemoryError):
             raise
@@ -81,19 +84,19 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
     _passed[model] = place
 
 
-def _smallest_gap(model: PreTrainedModel, limits: AttentionLimits, far: float) -> float | None:
+def _smallest_gap(model: PreTrainedModel, limits: AttentionLimits, max_gap: float) -> float | None:
     """Return None if the model agrees with itself, else the smallest gap of log-probs over the seeds."""
     gaps = []
     for seed in range(SEEDS):
-        gap, spread, rounding = _look(model, limits, seed, far)
-        if not gap <= max(far, min(ROUNDING * rounding, WIDEST)) * spread:
+        gap, spread, rounding = _compare(model, limits, seed, max_gap)
+        if not gap <= max(max_gap, min(ROUNDING * rounding, MAX_TOLERANCE)) * spread:
             gaps.append(gap)
         else:
             return None
     return min(gaps)
 
 
-def _look(model: PreTrainedModel, limits: AttentionLimits, seed: int, far: float) -> tuple[float, float, float]:
+def _compare(model: PreTrainedModel, limits: AttentionLimits, seed: int, max_gap: float) -> tuple[float, float, float]:
     """Return (largest gap of log-probs, standard deviation of the logits, the model's own rounding in units of the latter)."""
     config = model.config.get_text_config()
     shape = replace(limits.shape, layers=config.num_hidden_layers, dtype=model.dtype)
@@ -109,9 +112,9 @@ def _look(model: PreTrainedModel, limits: AttentionLimits, seed: int, far: float
         *zip((each[_prompt(each) - 1 :] for each in own), _sampled(model, shape, sequences), strict=True),
     ]
     gap = max(_gap(*pair) for pair in pairs)
-    if gap <= WIDEST * spread and _caches_plain_keys(model, shape):
+    if gap <= MAX_TOLERANCE * spread and _caches_plain_keys(model, shape):
         gap = max(gap, _gap(*_deep(model, shape, room, draw)))
-    rounding = _gap(own[0][_prompt(own[0]) - 1 :], _step_by_step(model, sequences[0])) if gap > far * spread else 0.0
+    rounding = _gap(own[0][_prompt(own[0]) - 1 :], _step_by_step(model, sequences[0])) if gap > max_gap * spread else 0.0
     return gap, spread, rounding / spread
 
 

@@ -1,0 +1,259 @@
+"""Model support: can we run this model, and is it right? Three checks answer, each once per model.
+
+1. `prepare` sends one token through the model. It refuses attention that a slot cache cannot hold and returns the limits.
+2. `head_of` compares the model's logits with the product of hidden states and head, and returns the head with its scale.
+3. `rollout/selfcheck.py` compares log-probs of whole sequences. It runs the sampler's prefill and decode, so it lives there;
+   `reduced.py` builds the small float32 model that it checks.
+
+Every refusal is a UserError that names the model and the reason.
+"""
+
+# B rows, Q query heads, H kv heads, T tokens, D head dimension (hidden dimension in the head), V vocabulary
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import UserError, first_line
+from ..kv.cache import CacheShape
+from .attention import NAME, AttentionProbe, attend_to_itself, eval_mode, run
+from .head import Head, hidden_states
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Supported entries of layer_types: attention over all keys of a sequence, as long as it fits the window."""
+SPARE_ROWS = 8
+"""Extra rows that a position table may have. OPT's has 2."""
+LARGE_LOGIT = 256.0
+"""Size of the logits in the second check of the head. Soft caps are 15 to 50."""
+
+
+@dataclass(frozen=True)
+class AttentionLimits:
+    """Cache shape and limits of a prepared model's attention."""
+
+    shape: CacheShape
+    context: int | None
+    """Positions the model was made for; None if its configuration does not say."""
+    hard: bool
+    """True if no position beyond the context exists, because positions come from a table."""
+    sliding_window: int | None
+    """Shortest sliding window of any layer. It has no effect on sequences within it."""
+    vocab: int
+    any_dtype: bool = False
+    """True if the limits hold for any dtype of the weights. The weights of a sharded model change theirs between passes."""
+
+
+_prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
+_scales: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+
+
+def prepare(model: PreTrainedModel) -> AttentionLimits:
+    """Switch the model to our attention and check with one token whether its attention is supported.
+
+    Runs once per model, and again if its attention, dtype or device has changed.
+    """
+    known = _prepared.get(model)
+    place = (model.dtype, model.device)
+    if (
+        known is not None
+        and model.config._attn_implementation == NAME
+        and (known.any_dtype or place == (known.shape.dtype, known.shape.device))
+    ):
+        return known
+    config = model.config.get_text_config()
+    kind = f"{type(model).__name__} ({config.model_type})"
+    _refuse_by_config(model, config, kind)
+    before = model.config._attn_implementation
+    probe = _Probe()
+    try:
+        model.set_attn_implementation(NAME)
+        with torch.no_grad(), eval_mode(model):
+            token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            run(model, token, token, probe, keep=1)
+        shape = probe.shape(kind, config.num_hidden_layers)
+        _refuse_by_layers(config, kind)
+    except Exception as error:
+        model.set_attn_implementation(before)
+        if isinstance(error, (UserError, torch.OutOfMemoryError)):
+            raise
+        raise UserError(f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model.") from error
+    windows, context = [*probe.sliding_windows, *_windows_of_the_mask(config)], _context(config)
+    hard = context is not None and _has_table(model, context)
+    limits = AttentionLimits(shape, context, hard, min(windows, default=None), config.vocab_size)
+    _prepared[model] = limits
+    return limits
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """Return the model's head. It is checked once, on one token: some models do more to their logits than a product."""
+    layer = model.get_output_embeddings()
+    if hasattr(layer, "get_delta_weight"):
+        raise UserError("model.lora.targets names the output head, whose adapter the learner would not train: leave it out.")
+    bias = getattr(layer, "bias", None)
+    scale = _scales.get(model)
+    if scale is None:
+        with eval_mode(model):
+            scale = _scales[model] = _scale(model, Head(layer.weight, bias, 1.0))
+    return Head(layer.weight, bias, scale)
+
+
+def copy_support(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Give this model the limits and head scale of another that computes the same. They hold for any dtype of its weights."""
+    model.set_attn_implementation(NAME)
+    _prepared[model] = replace(prepare(other), any_dtype=True)
+    _scales[model] = head_of(other).scale
+
+
+# Checks of the attention
+
+
+def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{kind} is an encoder-decoder: sparse-rl takes decoder-only causal language models.")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            raise UserError(
+                f"{kind} rotates by sequence length (rope_type {parameters['rope_type']}), so cached keys cannot be "
+                "replayed: use a model with default, linear, yarn or llama3 rope."
+            )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UserError(f"{kind} shares keys between layers, which a cache per layer cannot hold: use another model.")
+
+
+def _refuse_by_layers(config, kind: str) -> None:
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if other:
+        raise UserError(
+            f"{kind} does more than attention over cached keys: it has layers of type {other[0]}, which is not supported. "
+            "Use another model."
+        )
+
+
+def _context(config) -> int | None:
+    """Return the number of positions in the configuration. YaRN multiplies those of the original training."""
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if positions is None or rope.get("rope_type") != "yarn" or not rope.get("factor"):
+        return positions
+    return max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)))
+
+
+def _has_table(model: PreTrainedModel, context: int) -> bool:
+    """Return whether positions are looked up: in an embedding other than the tokens', or in a buffer, with a few spare
+    rows."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = [table for table in tables if table is not model.get_input_embeddings().weight]
+    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
+    return any(context <= len(table) <= context + SPARE_ROWS for table in tables)
+
+
+def _windows_of_the_mask(config) -> list[int]:
+    """Return the windows that some models apply only through the mask, which our views do not use."""
+    layer_types = getattr(config, "layer_types", None)
+    local = layer_types is None or any(kind != "full_attention" for kind in layer_types)
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return [size for size in sizes if size] if local else []
+
+
+@dataclass
+class _Probe(AttentionProbe):
+    """View that records shapes and windows: one token through every layer."""
+
+    layers: list[int] = field(default_factory=list)
+    shapes: set[tuple] = field(default_factory=set)
+    sliding_windows: list[int] = field(default_factory=list)
+    last: Tensor | None = None
+
+    def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+        if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+            raise UserError(
+                f"{type(module).__name__} is not causal (is_causal = False): it looks ahead, so it cannot sample. Use a causal "
+                "language model, or set is_decoder where its config.json has that."
+            )
+        self.shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
+        if kwargs.get("sliding_window"):
+            self.sliding_windows.append(kwargs["sliding_window"])
+        self.last = key
+
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+        self.layers.append(layer)
+        return attend_to_itself(queries_BQTD, values_BHTD)
+
+    def shape(self, kind: str, layers: int) -> CacheShape:
+        if self.last is None:
+            raise UserError(
+                f"{kind} does not compute attention through transformers' attention interface: use a model that does."
+            )
+        if len(self.shapes) > 1:
+            raise UserError(
+                f"{kind} has layers of different head shapes, which one cache tensor cannot hold: use another model."
+            )
+        ((q_heads, kv_heads, q_dim, k_dim, v_dim),) = self.shapes
+        if not q_dim == k_dim == v_dim:
+            raise UserError(
+                f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
+            )
+        if sorted(self.layers) != list(range(layers)):
+            raise UserError(
+                f"{kind} calls attention {len(self.layers)} times in {layers} layers, as hybrid models do: "
+                "use a model with attention once in every layer."
+            )
+        return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
+
+
+# Checks of the head
+
+
+@torch.no_grad()
+def _scale(model: PreTrainedModel, head: Head) -> float:
+    """Return the factor between the model's logits and the product with its head.
+
+    A second check uses hidden states so large that a soft cap on the logits would show.
+    """
+    prepare(model)
+    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    view, first = _OneToken(), torch.zeros(1, dtype=torch.long, device=model.device)
+    position = torch.zeros_like(token)
+    own_V = run(model, token, position, view, keep=1)[0, -1].float()
+    hidden_1D = hidden_states(model, token, position, view, first)
+    plain_V = head(hidden_1D)[0].float()
+    if not bool(own_V.isfinite().all()):
+        raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
+    scale = float(own_V @ plain_V / (plain_V @ plain_V))
+    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
+    factor = 2.0 ** math.ceil(math.log2(LARGE_LOGIT / max(float(own_V.abs().max()), 1e-6)))
+    with _scaled_input(model.get_output_embeddings(), factor):
+        large_V = run(model, token, position, view, keep=1)[0, -1].float()
+    scaled_V = head(hidden_1D * factor)[0].float()
+    for own, plain in ((own_V, plain_V), (large_V, scaled_V)):
+        if not torch.allclose(own, scale * plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
+            raise UserError(
+                f"{type(model).__name__} does more to its logits than a product with its head (a soft cap, perhaps), which the "
+                "learner cannot do in chunks: use another model."
+            )
+    return scale
+
+
+@contextmanager
+def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
+    """Multiply the layer's input by `factor` inside the block."""
+    hook = layer.register_forward_pre_hook(lambda module, args: (args[0] * factor, *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class _OneToken:
+    """View of one token, which attends to itself."""
+
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+        return attend_to_itself(queries_BQTD, values_BHTD)
