@@ -13,7 +13,6 @@ import random
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TEST_PROMPTS = 64
 INSTRUCTION = (
     "Solve these {count} problems, one after the other. Start each solution with the heading of its problem, as in "
     '"### Problem 1", reason step by step, and end it with the final answer in \\boxed{{}}. Do not skip a problem.'
@@ -45,8 +44,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
-    for split, most in (("train", None), ("test", TEST_PROMPTS)):
-        rows = rows_of(args.data / f"gsm8k-{split}.jsonl.gz", args.problems, rng)[:most]
+    for split in ("train", "test"):
+        rows = rows_of(args.data / f"gsm8k-{split}.jsonl.gz", args.problems, rng)
         with gzip.GzipFile(args.out / f"{split}.jsonl.gz", "wb", mtime=0) as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
         print(f"{split}: {len(rows)} prompts of {args.problems} problems")
