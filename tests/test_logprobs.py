@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import random_model
 from sparse_rl import UserError
-from sparse_rl.learner import fusion
 from sparse_rl.learner import logprobs as chunked
 from sparse_rl.learner.logprobs import divergence, token_logprobs
+from sparse_rl.models import compile as compiler
 from sparse_rl.models.head import Head
 from sparse_rl.models.support import head_of
 
@@ -139,10 +139,10 @@ def test_no_tensor_of_tokens_by_vocabulary_ever_exists(what, monkeypatch):
 @pytest.mark.filterwarnings("ignore:torch.compile does not run here")
 def test_without_a_compiler_chunks_are_small_from_the_first_on(monkeypatch):
     """They are cut for one kernel before the compiler is asked; what it leaves to plain torch has several forms in float32."""
-    monkeypatch.setattr(fusion, "_broken", [])
-    monkeypatch.setattr(fusion, "_compiled", lambda function: fails)
-    for module in (fusion, chunked):
-        monkeypatch.setattr(module, "fuses", lambda device: not fusion._broken)
+    monkeypatch.setattr(compiler, "_broken", [])
+    monkeypatch.setattr(compiler, "_compiled", lambda function: fails)
+    for module in (compiler, chunked):
+        monkeypatch.setattr(module, "fuses", lambda device: not compiler._broken)
     monkeypatch.setattr(chunked, "LARGE_VOCABULARY", V)
     monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 5 * V)
     rows = []
@@ -152,7 +152,7 @@ def test_without_a_compiler_chunks_are_small_from_the_first_on(monkeypatch):
     hidden, weight, _, targets, temperatures = inputs(torch.float64)
     ours, entropy = token_logprobs(Head(weight, None, 1.0), hidden, targets, temperatures)
     (grad,) = gradients((ours + entropy).sum(), hidden)
-    assert fusion._broken and rows == 2 * [5, 5, 5, 5, 5, 5, 5, 2]
+    assert compiler._broken and rows == 2 * [5, 5, 5, 5, 5, 5, 5, 2]
     everything = plain(hidden, weight, None, temperatures)
     expected = everything.gather(-1, targets[:, None])[:, 0] - (everything.exp() * everything).sum(-1)
     torch.testing.assert_close(ours + entropy, expected, rtol=0, atol=1e-12)

@@ -19,7 +19,8 @@ from sparse_rl.errors import UserError
 from sparse_rl.kernels import shadow
 from sparse_rl.kv import cache
 from sparse_rl.kv.policies import POLICIES
-from sparse_rl.learner import fusion, logprobs
+from sparse_rl.learner import logprobs
+from sparse_rl.models import compile as compiler
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.shapes import SHAPES
@@ -119,9 +120,9 @@ def test_lists_of_blocks_are_what_a_shadow_pass_holds(tokens):
 def test_activations_are_what_autograd_keeps(name, rank, compiled, monkeypatch):
     """In half precision; a layer more keeps so much more. Compiled as for a GPU up to the kernels, which need a compiler."""
     if compiled:
-        monkeypatch.setattr(fusion, "fuses", lambda device: True)
-        monkeypatch.setattr(fusion, "_compiled", lambda plain: torch.compile(plain, backend="aot_eager_decomp_partition"))
-        for module in (fusion, memory):
+        monkeypatch.setattr(compiler, "fuses", lambda device: True)
+        monkeypatch.setattr(compiler, "_compiled", lambda plain: torch.compile(plain, backend="aot_eager_decomp_partition"))
+        for module in (compiler, memory):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0)
     dims = from_config(MODELS[name].to_dict(), name)
     config = Config(model={"dtype": "bfloat16", "lora": {"rank": rank}})
@@ -152,7 +153,7 @@ def kept_bytes(config, layers, rank):
     response = [token % 7 for token in range(TOKENS)]
     rollout = Rollout([1], response, torch.zeros(TOKENS), "length", 0, 1.0, 0, None)
     forward(model, [rollout], "dense")
-    with fusion.fused_layers(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with compiler.fused_layers(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward(model, [rollout], "dense")
     return sum(count for count, _ in seen.values())
 

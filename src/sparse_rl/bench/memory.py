@@ -12,8 +12,8 @@ from rich.table import Table
 
 from ..config import Config
 from ..errors import UserError, first_line
-from ..learner.fusion import fused_layers
 from ..learner.replay import forward, response_logprobs
+from ..models.compile import fused_layers
 from ..plan.memory import response_lengths
 from ..plan.output import wide_console
 from ..train.rehearsal import longest_rollout, try_learner

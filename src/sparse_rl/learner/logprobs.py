@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.compile import fused, fuses
 from ..models.head import Head
-from .fusion import fused, fuses
 
 CHUNK_ELEMENTS = 2**26
 """Maximum logits in a chunk: 256 MiB in float32, and about four times that with the tensors computed from them."""

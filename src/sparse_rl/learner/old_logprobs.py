@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..models.compile import fused_layers
 from ..models.sharded import release_weights, with_weights
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
-from .fusion import fused_layers
 from .replay import ReplayKind, logprobs_of, passes_of
 
 

@@ -17,11 +17,11 @@ from ..kernels.attention import causal_attention, packed_causal_attention, shado
 from ..kernels.shadow import Shadow
 from ..kv.trace import NEVER
 from ..models.attention import eval_mode
+from ..models.compile import compiler_errors, fused_layers
 from ..models.head import hidden_states
 from ..models.support import head_of, prepare
 from ..rollout.rollout import Rollout
 from ..world import World
-from .fusion import compiler_errors, fused_layers
 from .logprobs import token_logprobs
 
 ReplayKind = Literal["sparse", "dense"]

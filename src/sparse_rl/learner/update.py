@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from ..config import LossConfig, SMDConfig
 from ..learner.correction import Corrected, opsm
+from ..models.compile import fused_layers
 from ..models.sharded import is_sharded, sum_over_ranks, with_weights
 from ..models.support import head_of
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
-from .fusion import fused_layers
 from .logprobs import divergence
 from .losses import LossInputs, get
 from .losses.regularizers import kl, weighted_sum

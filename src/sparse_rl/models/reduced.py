@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .decoding import layer_list
+from .compile import layer_list
 
 ROWS = 1024
 """Maximum rows of the vocabulary."""

@@ -25,7 +25,7 @@ from ..kernels.linear import decode_context
 from ..kernels.nucleus import Truncation
 from ..kv.cache import SlotCache
 from ..models.attention import run
-from ..models.decoding import decoding, fuse_projections
+from ..models.compile import decoding, fuse_projections
 from .clock import Clock
 from .decode import DecodeView, SlotState
 from .sampling import sample

@@ -1,0 +1,255 @@
+"""Compile parts of an unmodified transformers model on a GPU: norms and MLPs for the learner, whole layers for the sampler.
+
+The learner (`fused`, `fused_layers`) compiles only pieces without attention, each once for all layers and lengths. That takes
+seconds, and the view alone decides how attention is computed. Elsewhere, or if the compiler fails, they run as they are.
+
+The sampler (`fuse_projections`, `decoding`) captures a decode step with compiled layers and one product for projections of one
+input. The model's own modules are back in place afterwards. One change stays: projections that share an input lie in one
+storage, and their parameters are views of it.
+"""
+
+# I inputs, O outputs of all projections of a group
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..config import WORTH_COMPILING
+from ..errors import first_line
+from .attention import NAME, attention
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that read the same input, in the models that have them."""
+
+
+# The learner
+
+
+_broken: list[Exception] = []
+
+
+def fuses(device: torch.device) -> bool:
+    """Return whether the device compiles: a GPU on which the compiler has not failed yet."""
+    return device.type == "cuda" and not _broken
+
+
+def fused(function: Callable[..., Any], *tensors: Tensor, plain: Callable[..., Any] | None = None) -> Any:
+    """Return `function(*tensors)`, compiled on a GPU for any number of rows. If that is not possible, return
+    `plain(*tensors)`."""
+    plain = plain or function
+    return _compiled_or_plain(function, plain, tensors, rows=0) if fuses(tensors[0].device) else plain(*tensors)
+
+
+@contextmanager
+def fused_layers(model: nn.Module) -> Iterator[None]:
+    """Compile the norms and MLPs of a large model on a GPU inside the block, as far as they are functions of one tensor.
+
+    All passes of the learner run inside it, including backward, so that equal weights give equal log-probs in all of them.
+    """
+    pieces = [module for module in model.modules() if _elementwise(module)] if _worth_compiling(model) else []
+    with _replaced_forwards(pieces, _Fused):
+        yield
+
+
+def _worth_compiling(model: nn.Module) -> bool:
+    weights = list(model.parameters())
+    return fuses(weights[0].device) and sum(weight.numel() for weight in weights) >= WORTH_COMPILING
+
+
+def _elementwise(module: nn.Module) -> bool:
+    """Return whether a module is a norm or MLP, by transformers' class names."""
+    return type(module).__name__.endswith(("RMSNorm", "MLP"))
+
+
+class _Fused:
+    """Forward of a module, compiled once for all modules of its class."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self, *args: Tensor, **kwargs: Any) -> Tensor:
+        plain = type(self.module).forward
+        if kwargs or len(args) != 1 or not fuses(args[0].device):
+            return plain(self.module, *args, **kwargs)
+        return _compiled_or_plain(plain, plain, (self.module, args[0]), rows=1)
+
+
+def _compiled_or_plain(function: Callable[..., Any], plain: Callable[..., Any], args: tuple[Any, ...], rows: int) -> Any:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            torch._dynamo.maybe_mark_dynamic(arg, rows)
+    try:
+        return _compiled(function)(*args)
+    except compiler_errors() as error:  # nothing else: checkpointing stops a forward early with its own exception
+        _give_up(error)
+        return plain(*args)
+
+
+def compiler_errors() -> type[Exception]:
+    return torch._dynamo.exc.TorchDynamoException
+
+
+def _give_up(error: Exception) -> None:
+    warnings.warn(
+        f"torch.compile does not run here, so the learner is slower ({type(error).__name__}: {first_line(error)}).",
+        stacklevel=4,
+    )
+    _broken.append(error)
+
+
+# The sampler
+
+
+class Product:
+    """One product for a group of projections. It is held from the call of the first to that of the last."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
+        self.weight_OI, self.bias_O = weight_OI, bias_O
+        self.input: Tensor | None = None
+        self.result: Tensor | None = None
+
+
+class SharedProjection(nn.Module):
+    """The part of a group's product that belongs to one projection."""
+
+    def __init__(self, product: Product, start: int, stop: int):
+        super().__init__()
+        self.product, self.start, self.stop = product, start, stop
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = self.product
+        if self.start == 0:
+            product.input, product.result = hidden, F.linear(hidden, product.weight_OI, product.bias_O)
+        assert product.result is not None, "the model calls its projections in another order"
+        assert product.input is hidden, "the model's projections read different inputs"
+        mine = product.result[..., self.start : self.stop]
+        if self.stop == len(product.weight_OI):
+            product.input = product.result = None
+        return mine
+
+
+@torch.no_grad()
+def fuse_projections(model: nn.Module) -> None:
+    """Place the weights of each group one after the other in one storage. Values and parameter objects do not change."""
+    for _, _, linears in _groups(model):
+        if _shared([linear.weight for linear in linears]) is None:
+            _lay_together([linear.weight for linear in linears])
+        if linears[0].bias is not None and _shared([linear.bias for linear in linears]) is None:
+            _lay_together([linear.bias for linear in linears])
+
+
+@contextmanager
+def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
+    """Run layers compiled and groups as one product inside the block, if `compile` is set."""
+    if not compile:
+        yield
+        return
+    try:
+        AttentionInterface.register(NAME, torch.compiler.disable(attention))  # if traced, it would be compiled for every layer
+        with _replaced_forwards(decoder_layers(model), _compiled_layer), _shared_products(model):
+            yield
+    finally:
+        AttentionInterface.register(NAME, attention)
+
+
+def _compiled_layer(layer: nn.Module) -> Callable[..., Any]:
+    """Return the layer's forward, compiled. It rounds where the model rounds, so that sampler and learner differ little."""
+    return partial(_compiled(type(layer).forward, rounds_like_eager=True), layer)
+
+
+@contextmanager
+def _shared_products(model: nn.Module) -> Iterator[None]:
+    """Run each group of projections as one product inside the block, if its weights lie in one storage."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for parent, names, linears in _groups(model):
+            weight = _shared([linear.weight for linear in linears])
+            bias = _shared([linear.bias for linear in linears]) if linears[0].bias is not None else None
+            if weight is None or (bias is None) != (linears[0].bias is None):
+                continue
+            product, start = Product(weight, bias), 0
+            for name, linear in zip(names, linears, strict=True):
+                replaced.append((parent, name, linear))
+                setattr(parent, name, SharedProjection(product, start, start + linear.out_features))
+                start += linear.out_features
+        yield
+    finally:
+        for parent, name, original in replaced:
+            setattr(parent, name, original)
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Linear]]]:
+    """Yield each module that has such projections as plain linear layers, with their names and the layers."""
+    for module in list(model.modules()):
+        for names in GROUPS:
+            linears = [getattr(module, name, None) for name in names]
+            if all(type(linear) is nn.Linear for linear in linears) and len({_kind(linear) for linear in linears}) == 1:
+                yield module, names, linears  # type: ignore[misc]
+
+
+def _kind(linear) -> tuple:
+    return linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None
+
+
+def _lay_together(params: list[Tensor]) -> None:
+    together = torch.cat([param.detach() for param in params])
+    for param, part in zip(params, together.split([len(param) for param in params]), strict=True):
+        param.data = part
+
+
+def _shared(params: list[Tensor]) -> Tensor | None:
+    """Return the tensor whose consecutive rows these are, or None."""
+    first = params[0].detach()
+    end = first.data_ptr()
+    for param in params:
+        if param.data_ptr() != end or not param.is_contiguous():
+            return None
+        end += param.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    rows = sum(len(param) for param in params)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+# Both
+
+
+@cache
+def _compiled(function: Callable[..., Any], *, rounds_like_eager: bool = False) -> Callable[..., Any]:
+    """Return the function compiled. `rounds_like_eager` rounds intermediate values where the model itself rounds."""
+    return torch.compile(function, options={"emulate_precision_casts": True} if rounds_like_eager else None)
+
+
+@contextmanager
+def _replaced_forwards(modules: Iterable[nn.Module], forward: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """Give each module `forward(module)` inside the block. A module whose forward is already replaced is left alone."""
+    ours = [module for module in modules if "forward" not in module.__dict__]
+    try:
+        for module in ours:
+            module.forward = forward(module)
+        yield
+    finally:
+        for module in ours:
+            module.__dict__.pop("forward", None)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder's blocks: all of one type, as many as in the configuration."""
+    return list(layer_list(model) or [])
+
+
+def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    """Return the module that holds the decoder's blocks, or None."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    return None
