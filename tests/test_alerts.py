@@ -168,10 +168,11 @@ def test_runs_that_collapsed_say_so():
     assert held == {("sparse_rl paper", 2), ("smd", 2), ("on_policy_sparse", 2)}
 
 
+EVIDENCE_FOLDER = Path(__file__).parents[1] / "experiments/evidence"
 EVIDENCE = [
     path
     for question in ("pilot", "a-collapse", "a-corrections", "b-budget", "d-samples")
-    for path in sorted((Path(__file__).parents[1] / "experiments/evidence" / question / "raw").glob("*.jsonl.gz"))
+    for path in sorted((EVIDENCE_FOLDER / question / "raw").glob("*.jsonl.gz"))
 ]
 
 
@@ -201,9 +202,7 @@ REJECTING |= {"reject_only-0", "reject_only-1", "released-1", "rkv-96-1", "rkv-1
 
 
 ARTICLES = [
-    path
-    for question in ("g-graded", "g-length")
-    for path in sorted((EVIDENCE[0].parents[2] / question / "raw").glob("*.jsonl.gz"))
+    path for question in ("g-graded", "g-length") for path in sorted((EVIDENCE_FOLDER / question / "raw").glob("*.jsonl.gz"))
 ]
 
 

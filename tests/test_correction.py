@@ -163,8 +163,8 @@ def test_options_replace_values_of_the_preset_in_force():
     log_ratio, mask = batch()
     icepop = correct(log_ratio, mask, "none", weight="token", drop="token", low=0.5, high=5.0)
     assert torch.equal(icepop.weights, correct(log_ratio, mask, "icepop").weights)
-    assert CorrectionConfig(veto=1e-3).point("paper") == CorrectionSpec(weight="token", veto=1e-3)
-    assert CorrectionConfig(preset="tis", cap=3).point("paper") == CorrectionSpec(weight="token", cap=3)
+    assert CorrectionConfig(veto=1e-3).spec("paper") == CorrectionSpec(weight="token", veto=1e-3)
+    assert CorrectionConfig(preset="tis", cap=3).spec("paper") == CorrectionSpec(weight="token", cap=3)
     assert torch.equal(correct(log_ratio, mask, "paper", veto=0.0).weights, correct(log_ratio, mask, "reweight_only").weights)
     assert torch.equal(correct(log_ratio, mask, PRESETS["tis"]).weights, correct(log_ratio, mask, "tis").weights)
 
@@ -189,7 +189,7 @@ def test_options_replace_values_of_the_preset_in_force():
 )
 def test_a_correction_that_does_nothing_is_refused_with_the_remedy(options, sentence):
     with pytest.raises(UserError, match=sentence) as error:
-        CorrectionConfig(**options).point("paper")
+        CorrectionConfig(**options).spec("paper")
     assert "\n" not in str(error.value)
 
 

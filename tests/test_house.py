@@ -37,6 +37,8 @@ RETIRED = {
     "Dealer", "Drawn", "Steps", "Done", "InFlight", "Given", "Seen", "Tried", "teaches", "takes_part", "leads", "meet", "aside",
     "made_up", "unborn", "taker", "lives", "_worth", "headed_like", "at_rest", "refuse_if_it_lacks", "what_is_busy",
     "refuse_what_does_not_divide", "right_or_wrong", "HOPEFUL_SLOTS", "SURELY", "TOLD", "UNTIL", "STAYS", "MADE_UP",
+    "telling", "heard", "answering", "looks", "apart_n", "modest", "Said", "spoken", "speech", "_hear", "_deal", "_Here",
+    "StopAsked", "_told", "told_if_absent", "tell_end", "torchruns", "flags_given", "ABOUT_THE_ROLLOUT", "the_one", "stays_b",
 }  # fmt: skip
 """Identifiers that readers of other trainers could not guess. Write RolloutSampler, has_signal, is_main, …"""
 

@@ -51,7 +51,7 @@ def test_a_recipe_passes_a_dry_run_without_a_hub(name, no_hub, capsys):
     out = capsys.readouterr().out
     config = Config(**recipe(name))
     assert Config(**tomllib.loads(out.partition(f"\n\n{config.steps} steps")[0])) == config
-    assert config.arithmetic in out and "computed: one " in out
+    assert config.batch_summary in out and "computed: one " in out
     seen = {"first gold: ", "first prompt, "} & set(re.findall(r"^first \w+[:,] ", out, flags=re.MULTILINE))
     assert len(seen) + out.count("not checked: ") >= 2  # what could not be looked at is said
     assert not list(Path.cwd().iterdir())

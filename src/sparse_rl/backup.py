@@ -56,21 +56,21 @@ def bring_back(folder: Path, names: Collection[str] | None = None) -> None:
 
 def recover(folder: Path, names: Collection[str] | None = None) -> bool:
     """Repair what a kill left; return True if old entries came back. A successor without anything to replace stays."""
-    found = waiting(folder)
+    found = needs_recovery(folder)
     if found or (folder / MOVING).exists():
         bring_back(folder, names)
     sweep(folder)
     return found
 
 
-def waiting(folder: Path) -> bool:
+def needs_recovery(folder: Path) -> bool:
     """Return whether old entries are out of place."""
     return any((folder / name).is_dir() and any((folder / name).iterdir()) for name in (NAME, MOVING))
 
 
 def is_unstarted(folder: Path) -> bool:
     """Return whether the folder holds only a start that has not begun and replaces nothing."""
-    return (folder / NAME).is_dir() and not waiting(folder)
+    return (folder / NAME).is_dir() and not needs_recovery(folder)
 
 
 def current(folder: Path, name: str) -> Path:

@@ -33,7 +33,7 @@ class World:
     store: Any = None
     """Store of this world, with counters that all ranks see."""
     timeout: timedelta = timedelta(minutes=30)
-    takers: Iterator[int] = field(default_factory=itertools.count)
+    queues: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_main(self) -> bool:
@@ -67,7 +67,7 @@ class World:
             waiting.join(0.2)  # lets this thread be interrupted, which gloo cannot
         if failed:
             raise RankLost(
-                f"{missing(failed[0])} (ranks.timeout_s = {self.timeout.total_seconds():g}): see what that rank says."
+                f"{lost_rank_message(failed[0])} (ranks.timeout_s = {self.timeout.total_seconds():g}): see what that rank says."
             ) from failed[0]
 
     def any(self, flag: bool) -> bool:
@@ -96,14 +96,14 @@ class World:
     def work_queue(self, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
         """Return a function that yields the next item for this rank at each call, and None at the end.
 
-        All ranks must create their takers in the same order. The costliest `at_once` items per rank are dealt out evenly
+        All ranks must create their work queues in the same order. The costliest `at_once` items per rank are assigned evenly
         beforehand; the first rank that is ready takes the next of the rest.
         """
         order = sorted(range(len(costs)), key=lambda item: -costs[item])
-        dealt = order[: at_once * self.size]
-        mine = [item for turn, item in enumerate(dealt) if _snake(turn, self.size) == self.rank]
-        rest = order[len(dealt) :]
-        name = f"takers-{next(self.takers)}"
+        assigned = order[: at_once * self.size]
+        mine = [item for turn, item in enumerate(assigned) if _snake(turn, self.size) == self.rank]
+        rest = order[len(assigned) :]
+        name = f"queue-{next(self.queues)}"
 
         def take() -> int | None:
             if mine:
@@ -139,7 +139,7 @@ def deal(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]
         passes += 1
 
 
-def missing(error: RuntimeError) -> str:
+def lost_rank_message(error: RuntimeError) -> str:
     """Return a sentence with the rank that did not answer, from the message of gloo."""
     found = re.search(r"Ranks? ([\d, ]+) failed|from rank (\d+)", str(error))
     if not found:

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from ..config import KV, TASKS, DataConfig, RewardConfig, add_flags, flags_given, from_flags
+from ..config import KV, TASKS, DataConfig, RewardConfig, add_flags, flag_values, from_flags
 from .arguments import add_model_flags, count
 
 
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> None:
     from ..evaluate.compare import settings
     from ..models.stored_kv import stored_kv
 
-    given = flags_given(args, KV)
-    caches = settings(args.compare, given, {} if args.compare else stored_kv(args.model, given.get("policy")))
+    flags = flag_values(args, KV)
+    caches = settings(args.compare, flags, {} if args.compare else stored_kv(args.model, flags.get("policy")))
     workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # the GPU idles while a chunk is graded
     data, reward = from_flags(args, DataConfig), from_flags(args, RewardConfig, {"workers": workers})
     from ..evaluate.evaluation import evaluate

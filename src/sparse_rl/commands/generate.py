@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..config import KV, DataConfig, Sampling, add_flags, flags_given, from_flags
+from ..config import KV, DataConfig, Sampling, add_flags, flag_values, from_flags
 from .arguments import add_model_flags
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..models.stored_kv import stored_kv
 
-    stored = stored_kv(args.model, flags_given(args, KV).get("policy"))
+    stored = stored_kv(args.model, flag_values(args, KV).get("policy"))
     kv, sampling = from_flags(args, KV, stored), from_flags(args, Sampling)
     data = from_flags(args, DataConfig, {"raw": args.raw})
     from ..rollout.console import stream

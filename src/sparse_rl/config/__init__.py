@@ -9,7 +9,7 @@ from .correction import CorrectionSpec as CorrectionSpec
 from .data import PLACEHOLDER as PLACEHOLDER
 from .data import DataConfig as DataConfig
 from .flags import add_flags as add_flags
-from .flags import flags_given as flags_given
+from .flags import flag_values as flag_values
 from .flags import from_flags as from_flags
 from .kv import KV as KV
 from .loss import LossConfig as LossConfig

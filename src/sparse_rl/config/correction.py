@@ -100,7 +100,7 @@ class CorrectionConfig(Section):
         description="Drop a sequence of negative advantage whose mean log(sampler/learner) exceeds this, such as 0.5.",
     )
 
-    def point(self, default: str) -> CorrectionSpec:
+    def spec(self, default: str) -> CorrectionSpec:
         """Return the correction in full; `default` is the preset if none is set."""
         options = self.model_dump(exclude={"preset", "opsm"}, exclude_none=True)
         return replace(PRESETS[self.preset or default], **options)

@@ -40,20 +40,20 @@ def add_flags(
 
 def from_flags(args: argparse.Namespace, section: type[S], base: dict[str, Any] | None = None) -> S:
     """Return the section set by `base` and then by the flags. Other options keep their defaults."""
-    return section(**merged_tables(base or {}, flags_given(args, section)))
+    return section(**merged_tables(base or {}, flag_values(args, section)))
 
 
-def flags_given(args: argparse.Namespace, section: type[Section]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+def flag_values(args: argparse.Namespace, section: type[Section]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for _, key, field in _fields(section):
         if nested := _section_of(field.annotation):
-            if inner := flags_given(args, nested):
-                given[key] = inner
+            if inner := flag_values(args, nested):
+                values[key] = inner
             continue
         value = getattr(args, _dotted(section) + key, None)
         if value is not None:
-            given[key] = _parsed(value, _dotted(section) + key, field.annotation)
-    return given
+            values[key] = _parsed(value, _dotted(section) + key, field.annotation)
+    return values
 
 
 def _dotted(section: type[Section]) -> str:

@@ -122,10 +122,10 @@ class Config(Section):
                 f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}: every "
                 f"answer would be too long. Try --advantage.overlong {self.rollout.max_tokens // 4}."
             )
-        self.correction.point(self.default_preset)  # raises if the options do not fit together
-        given = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
-        if self.method in SHADOW_METHODS and given not in ({}, {"preset": "none"}):
-            key, value = next(iter(given.items()))
+        self.correction.spec(self.default_preset)  # raises if the options do not fit together
+        options = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
+        if self.method in SHADOW_METHODS and options not in ({}, {"preset": "none"}):
+            key, value = next(iter(options.items()))
             raise ValueError(
                 f"correction.{key} = {value} has nothing to correct under method = {self.method}, which learns on the "
                 "sampler's own view: leave it out."
@@ -137,7 +137,7 @@ class Config(Section):
         return "paper" if self.method == "sparse_rl" else "none"
 
     @property
-    def unset(self) -> str:
+    def defaults_comment(self) -> str:
         """Return the values in force for options left to the method, the loss or the task: a comment of the stored recipe."""
         low, high = self.loss.clips
         parts = [f"loss.clip_low = {low:g}, loss.clip_high = {high:g}"]
@@ -155,7 +155,7 @@ class Config(Section):
         return KV(policy="full") if self.method == "dense" else self.kv
 
     @property
-    def arithmetic(self) -> str:
+    def batch_summary(self) -> str:
         """The batch in one sentence."""
         rollout, updates = self.rollout, self.optimizer.updates_per_step
         per_update = rollout.rollouts_per_step // updates

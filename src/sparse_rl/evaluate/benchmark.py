@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Sampling
 from ..data.examples import Example
 from ..kernels.counter_rng import derive_all
-from ..rewards.pool import RewardPool, about
+from ..rewards.pool import RewardPool, rollout_columns
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
@@ -126,7 +126,7 @@ def run(
     places = [(number, sample) for number in numbers for sample in range(samples)]
     examples = [benchmark.examples[number] for number, _ in places]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    graded = pool.grade([example.prompt for example in examples], texts, columns | about(rollouts, tokenizer))
+    graded = pool.grade([example.prompt for example in examples], texts, columns | rollout_columns(rollouts, tokenizer))
     done = [
         EvalSample(
             number,

@@ -55,7 +55,7 @@ def correct(
     point = (
         replace(preset, **options)
         if isinstance(preset, CorrectionSpec)
-        else CorrectionConfig(preset=preset, **options).point(preset)
+        else CorrectionConfig(preset=preset, **options).spec(preset)
     )
     valid_BT = mask.bool()
     log_xi_BT = log_ratio.detach()

@@ -102,24 +102,24 @@ def accumulate(
     A pass without rows keeps step with other ranks that have rows: any rollout runs through the model and counts nothing.
     """
     parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
-    spare = [] if all(passes) else batch.active[:1] or [0]  # a rejected row may not be finite, and 0 * inf is not 0
+    dummy_rows = [] if all(passes) else batch.active[:1] or [0]  # a rejected row may not be finite, and 0 * inf is not 0
     with fused_layers(model):
         for number, rows in enumerate(passes):
-            chosen = upload(torch.tensor(rows or spare), batch.old_BT.device)
-            pack = [batch.rollouts[row] for row in rows or spare]
+            chosen = upload(torch.tensor(rows or dummy_rows), batch.old_BT.device)
+            pack = [batch.rollouts[row] for row in rows or dummy_rows]
             ranks = sum_over_ranks(model, now=number == len(passes) - 1)
-            logprobs_n, entropy_n, apart_n = with_weights(model, _pass, pack, view, smd)
+            logprobs_n, entropy_n, distance_n = with_weights(model, _pass, pack, view, smd)
             if not rows:
-                (0 * sum(each.sum() for each in (logprobs_n, entropy_n, apart_n) if each is not None)).backward()
+                (0 * sum(each.sum() for each in (logprobs_n, entropy_n, distance_n) if each is not None)).backward()
                 continue
             mask_bT = batch.mask_BT[chosen]
             where_n = upload(_places(pack, mask_bT.shape[1]), logprobs_n.device)
             logprobs_bT = _spread(logprobs_n, where_n, mask_bT)
             weights_bT = batch.corrected.weights[chosen]
             if opsm_delta is not None:
-                stays_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
-                parts["opsm_dropped"].append((~stays_b & weights_bT.any(dim=1)).sum())
-                weights_bT = weights_bT * stays_b[:, None]
+                kept_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
+                parts["opsm_dropped"].append((~kept_b & weights_bT.any(dim=1)).sum())
+                weights_bT = weights_bT * kept_b[:, None]
             low, high = loss.clips
             inputs = LossInputs(
                 logprobs=logprobs_bT,
@@ -142,9 +142,9 @@ def accumulate(
                     _spread(entropy_n, where_n, mask_bT), kl_mask_bT, kl_shares_bT
                 )
             if smd is not None:
-                apart_bT = _spread(apart_n, where_n, mask_bT)
-                total = total + smd.lambda_ * weighted_sum(apart_bT, kl_mask_bT, kl_shares_bT)
-                parts["distillation_kl"].append(apart_bT.detach().sum())
+                distance_bT = _spread(distance_n, where_n, mask_bT)
+                total = total + smd.lambda_ * weighted_sum(distance_bT, kl_mask_bT, kl_shares_bT)
+                parts["distillation_kl"].append(distance_bT.detach().sum())
             (total * ranks).backward()
             parts["loss"].append(total.detach())
             for name, value in counts.items():
@@ -156,9 +156,9 @@ def _pass(
     model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (log-probs, entropies, distances of the dense and the shadow policy or None), [n] each."""
-    seen = forward(model, pack, view)
-    logprobs_n, entropy_n = response_logprobs(model, seen)
-    return logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, seen, smd)
+    output = forward(model, pack, view)
+    logprobs_n, entropy_n = response_logprobs(model, output)
+    return logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, output, smd)
 
 
 def _places(pack: Sequence[Rollout], longest: int) -> Tensor:

@@ -39,7 +39,7 @@ def listing() -> None:
 
 def show(name: str) -> None:
     config = Config(**recipe(name))
-    wide_console().print(to_toml(config) + config.unset, markup=False, soft_wrap=True, end="")
+    wide_console().print(to_toml(config) + config.defaults_comment, markup=False, soft_wrap=True, end="")
 
 
 def _row(name: str) -> tuple[str, ...]:

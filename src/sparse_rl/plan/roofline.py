@@ -128,7 +128,7 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
         microbatches = -(-tokens // max(length, optimizer.tokens_per_microbatch))
         update += (microbatches * 2 + 4 * optimizer.updates_per_step) * dims.params / HOST_BYTES_PER_S
     prefill = 2 * dims.active_params * rollouts / rollout.samples_per_prompt * plan.prompt_tokens / (gpu.flops * FLOPS_SHARE)
-    old = looks(config) * forward / learner
+    old = passes_before_update(config) * forward / learner
     travels = communication(plan)
     return StepTime(
         step,
@@ -142,7 +142,7 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     )
 
 
-def looks(config: Config) -> int:
+def passes_before_update(config: Config) -> int:
     """Return the forward passes over a step's rollouts before its first update.
 
     There is one dense pass, one in the sampler's view for shadow methods, and one of a reference if the loss has a KL term.
@@ -176,5 +176,5 @@ def communication(plan: Plan) -> Communication:
     speed = NODE_BYTES_PER_S if ranks <= NODE_GPUS else NETWORK_BYTES_PER_S
     again = 3 if config.optimizer.gradient_checkpointing else 2
     reduced = 4 * dims.params * others * (config.optimizer.updates_per_step if config.ranks.hold_gradients else passes)
-    old, update, sync = looks(config) * passes * whole * others, again * passes * whole * others, whole * others
+    old, update, sync = passes_before_update(config) * passes * whole * others, again * passes * whole * others, whole * others
     return Communication(old + update + sync, reduced, old / speed, (update + reduced) / speed, sync / speed)

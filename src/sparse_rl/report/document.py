@@ -35,7 +35,7 @@ class ReportSource:
     """Run folders that may be read repeatedly; unchanged files are not packed twice."""
 
     def __init__(self, paths: Sequence[Path], pieces: "pieces.Pieces | None" = None, budget_bytes: int = BUDGET_BYTES):
-        self.paths, self.given, self.budget_bytes = list(paths), pieces, budget_bytes
+        self.paths, self.own_pieces, self.budget_bytes = list(paths), pieces, budget_bytes
         self._packers: dict[Path, Packer] = {}
 
     def runs(self) -> tuple[list[Run], list[str]]:
@@ -45,7 +45,7 @@ class ReportSource:
     def packer(self, run: Run) -> Packer:
         if run.path not in self._packers:
             model = run.config.get("model.path")
-            found = self.given or pieces.find(run.path, model if isinstance(model, str) else None)
+            found = self.own_pieces or pieces.find(run.path, model if isinstance(model, str) else None)
             self._packers[run.path] = Packer(found, run.veto)
         packer = self._packers[run.path]
         if packer.pieces is None and run.rollout_files:
@@ -131,9 +131,9 @@ def summary(runs: Sequence[Run]) -> str:
     """Return a summary of all runs, failed ones first, each with its most telling sign."""
     order = list(LABELS.values())
     judged = sorted(((run.name, verdict(run)) for run in runs), key=lambda pair: order.index(pair[1].label))
-    said = [f"{name}: {', '.join([each.label, *each.signs[:1]])}." for name, each in judged]
-    more = f" And {len(said) - MOST_NAMED} more runs below." if len(said) > MOST_NAMED else ""
-    return " ".join(said[:MOST_NAMED]) + more
+    sentences = [f"{name}: {', '.join([each.label, *each.signs[:1]])}." for name, each in judged]
+    more = f" And {len(sentences) - MOST_NAMED} more runs below." if len(sentences) > MOST_NAMED else ""
+    return " ".join(sentences[:MOST_NAMED]) + more
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

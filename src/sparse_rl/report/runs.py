@@ -63,7 +63,7 @@ class Run:
     def veto(self) -> float:
         """Return the ratio below which a token rejects its rollout; 0 if no single token rejects one."""
         if self.settings is not None:
-            return self.settings.correction.point(self.settings.default_preset).veto
+            return self.settings.correction.spec(self.settings.default_preset).veto
         preset = self.config.get("correction.preset", "paper" if self.method in ("sparse_rl", "?") else "none")
         usual = PRESETS.get(str(preset), CorrectionSpec()).veto
         veto = self.config.get("correction.veto", usual)

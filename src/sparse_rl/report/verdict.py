@@ -111,9 +111,9 @@ def verdict(run: Run) -> Verdict:
     state, why = _state(run, reward, entropy)
     # A run that learns also explores, so noise is no sign of failure there.
     found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]
-    said = [f"Signs: {_and(found)}."] if found else []
-    said += [*_crippled(run), *_skipped(run), *_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
-    return Verdict(state, [why, *said], found)
+    sentences = [f"Signs: {_and(found)}."] if found else []
+    sentences += [*_crippled(run), *_skipped(run), *_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
+    return Verdict(state, [why, *sentences], found)
 
 
 # Collapse
@@ -284,16 +284,16 @@ def _rewards(run: Run, reward: Curve) -> list[str]:
 
 
 def _held_out(run: Run) -> list[str]:
-    said = []
+    sentences = []
     for key, found in scores(run).items():
         benchmark = _benchmark(key)
         cache = "the sampler's cache" if key.endswith("_sparse") else "a dense cache"
         if len(found) == 1:
-            said.append(f"Held-out {benchmark} with {cache}: {found[0]} at step {found[0].step}.")
+            sentences.append(f"Held-out {benchmark} with {cache}: {found[0]} at step {found[0].step}.")
             continue
         judged = {1: "clearly better", -1: "clearly worse", 0: "the intervals overlap"}[apart(found[0], found[-1])]
-        said.append(f"Held-out {benchmark} with {cache}: {found[0]} before, {found[-1]} after ({judged}).")
-    return said
+        sentences.append(f"Held-out {benchmark} with {cache}: {found[0]} before, {found[-1]} after ({judged}).")
+    return sentences
 
 
 def _benchmark(key: str) -> str:
@@ -316,16 +316,16 @@ def _savings(run: Run) -> list[str]:
 def _mismatch(run: Run) -> list[str]:
     rejected, wasted = Curve(run, "sparse/rejection_rate"), Curve(run, "sparse/wasted_tokens")
     k3, p05 = Curve(run, "sparse/mismatch_k3"), Curve(run, "sparse/xi_p05")
-    said = []
+    sentences = []
     if rejected:
         waste = f", with {wasted.mean:.1%} of the tokens" if wasted and wasted.mean > 0 else ""
         last = f" ({rejected.last:.1%} at the end)" if rejected.mean > 0 else ""
-        said.append(f"Rejection: {rejected.mean:.1%} of rollouts{last}{waste}.")
+        sentences.append(f"Rejection: {rejected.mean:.1%} of rollouts{last}{waste}.")
     if k3 and p05:
         trend = "growing" if _drifts(k3) else "not growing"
         near = "as good as none" if k3.mean < 1e-6 else f"k3 {k3.mean:.2g}, {trend}"
-        said.append(f"Mismatch of sampler and learner: {near}; 19 of 20 tokens have ξ above {_below(p05.mean)}.")
-    return said
+        sentences.append(f"Mismatch of sampler and learner: {near}; 19 of 20 tokens have ξ above {_below(p05.mean)}.")
+    return sentences
 
 
 def _drifts(k3: Curve) -> bool:

@@ -42,15 +42,15 @@ FRACTION = re.compile(
 )
 
 
-class Said(NamedTuple):
+class VisibleText(NamedTuple):
     """Text of a completion outside of its thoughts."""
 
     text: str
-    whole: bool
+    complete: bool
     """True if the text ended by itself and not in a thought. Only then its last number is an answer."""
 
 
-def said(text: str, finish: str = "stop", in_thought: bool = False) -> Said:
+def visible_text(text: str, finish: str = "stop", in_thought: bool = False) -> VisibleText:
     """Remove the thoughts of a text, including one that is still open.
 
     `in_thought` says that the prompt opened a thought. A text whose first tag is `</think>` shows the same.
@@ -60,7 +60,7 @@ def said(text: str, finish: str = "stop", in_thought: bool = False) -> Said:
         text = "<think>" + text
     is_open = any(not thought.endswith("</think>") for thought in THOUGHT.findall(text))
     parts = [part for part in THOUGHT.split(text) if part.strip()]
-    return Said("<think></think>".join(parts), finish == "stop" and not is_open)  # the tags keep two boxes apart
+    return VisibleText("<think></think>".join(parts), finish == "stop" and not is_open)  # the tags keep two boxes apart
 
 
 def boxed(text: str) -> str | None:

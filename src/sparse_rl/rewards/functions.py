@@ -10,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from ..data.arithmetic import grade
-from .answers import Said, said
+from .answers import VisibleText, visible_text
 
 __all__ = ["arithmetic", "exact", "last_number"]  # the names a user may give
 
@@ -46,16 +46,16 @@ def last_number(
     number.
     """
     verdicts: list[float | None] = []
-    for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True):
+    for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True):
         wanted = number_in(right)
-        verdicts.append(None if wanted is None else float(speech.whole and number_in(speech.text) == wanted))
+        verdicts.append(None if wanted is None else float(visible.complete and number_in(visible.text) == wanted))
     return verdicts
 
 
-def spoken(completions: list, finish: list[str] | None, in_thought: list[bool] | None) -> list[Said]:
+def visible_texts(completions: list, finish: list[str] | None, in_thought: list[bool] | None) -> list[VisibleText]:
     """Return the text of each completion outside of its thoughts."""
     ends, starts = finish or ["stop"] * len(completions), in_thought or [False] * len(completions)
-    return [said(text_of(each), end, start) for each, end, start in zip(completions, ends, starts, strict=True)]
+    return [visible_text(text_of(each), end, start) for each, end, start in zip(completions, ends, starts, strict=True)]
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:

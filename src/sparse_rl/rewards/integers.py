@@ -5,9 +5,9 @@ from collections import deque
 from decimal import Decimal
 from typing import Any
 
-from .answers import ANNOUNCED, Said, boxed, integer, tidy
+from .answers import ANNOUNCED, VisibleText, boxed, integer, tidy
 from .equations import values_in
-from .functions import NUMBER, number_in, spoken
+from .functions import NUMBER, number_in, visible_texts
 
 __all__ = ["integer_answer"]
 
@@ -32,20 +32,20 @@ def integer_answer(
     needs a box. No verdict if the data's answer is no integer.
     """
     verdicts: list[float | None] = []
-    for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True):
+    for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True):
         wanted = integer(right)
-        verdicts.append(None if wanted is None else float(integer_in(speech) == wanted))
+        verdicts.append(None if wanted is None else float(integer_in(visible) == wanted))
     return verdicts
 
 
-def integer_in(speech: Said) -> str | None:
-    content = boxed(speech.text)
+def integer_in(visible: VisibleText) -> str | None:
+    content = boxed(visible.text)
     if content is not None:
-        return the_one(values_in(content))
-    return unboxed(tidy(speech.text)) if speech.whole else None
+        return common_integer(values_in(content))
+    return unboxed(tidy(visible.text)) if visible.complete else None
 
 
-def the_one(sides: list[str]) -> str | None:
+def common_integer(sides: list[str]) -> str | None:
     """Return the integer that all sides equal, or None. A sum counts only beside its result: `m + n = 12 + 13 = 25`."""
     integers = [integer(side) for side in sides]
     values = {value or total(side) for value, side in zip(integers, sides, strict=True)}

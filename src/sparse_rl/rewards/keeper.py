@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between checks that the trainer still runs. A process it forked may still hold its end of the channel open."""
 END_S = 1.0
 """Seconds in which the keeper tries to end the remaining processes. A process in an uninterruptible system call stays
@@ -64,7 +64,7 @@ def watch(channel: int, woken: int, worker: int, trainer: int) -> int | None:
     events.register(channel, 0)  # a closed end is always reported; the worker reads the requests
     events.register(woken, select.POLLIN)
     while True:
-        closed = any(fd == channel for fd, _ in events.poll(LOOK_S * 1000))
+        closed = any(fd == channel for fd, _ in events.poll(POLL_S * 1000))
         with suppress(BlockingIOError):
             os.read(woken, 1 << 16)
         status = reap(worker)

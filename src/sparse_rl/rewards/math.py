@@ -41,9 +41,9 @@ from sympy import (
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from .answers import Plain, Said, boxed, depth, plain, same, tidy
+from .answers import Plain, VisibleText, boxed, depth, plain, same, tidy
 from .equations import sides_of, values_in
-from .functions import spoken
+from .functions import visible_texts
 
 __all__ = ["math_answer"]
 
@@ -94,20 +94,20 @@ def math_answer(
     verdict if the data's answer is empty.
     """
     return [
-        None if not right.strip() else float(is_right(speech, right))
-        for speech, right in zip(spoken(completions, finish, in_thought), answer, strict=True)
+        None if not right.strip() else float(is_right(visible, right))
+        for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True)
     ]
 
 
 math_answer.memory_bytes = 2 << 30  # type: ignore[attr-defined]  # per worker: sympy must not take the machine's memory
 
 
-def is_right(speech: Said, right: str) -> bool:
-    gold, text = gold_of(right), speech.text
+def is_right(visible: VisibleText, right: str) -> bool:
+    gold, text = gold_of(right), visible.text
     content = boxed(text)
     if content is not None:
         return bool(content) and equals(gold, content)
-    if not speech.whole:
+    if not visible.complete:
         return False
     if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # the text is only the answer
         return True
@@ -149,24 +149,24 @@ def equals(gold: Gold, answer: str) -> bool:
 
 def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
     """Compare by meaning. If one of the two has none, only the same text is equal."""
-    wanted, said = compact(gold.text), compact(answer)
-    if WORD.fullmatch(wanted) and WORD.fullmatch(said):
-        return wanted.casefold() == said.casefold()
+    wanted, written = compact(gold.text), compact(answer)
+    if WORD.fullmatch(wanted) and WORD.fullmatch(written):
+        return wanted.casefold() == written.casefold()
     golds = gold_values(gold.text)
     if is_number(gold) and sides_of(answer):
         sides = values_in(answer)
         return bool(sides) and all(equals(gold, side) for side in sides)
     if not golds or not values:
-        return wanted == said
+        return wanted == written
     if other_base(gold.text, answer):
         return False
     return any(
         fits(one, other, gold.text, answer)
-        and modest(other, one)
+        and is_cheap(other, one)
         and not far_apart(one, other)
         and verify(one, other, timeout_seconds=None, allow_set_relation_comp=is_range(other))
         for one in golds
-        for other in (defined(value, one) for value in values)
+        for other in (right_side(value, one) for value in values)
     )
 
 
@@ -183,7 +183,7 @@ def other_base(gold: str, answer: str) -> bool:
     return all(bases) and len({base[1] for base in bases if base}) > 1
 
 
-def defined(answer: Any, gold: Any) -> Any:
+def right_side(answer: Any, gold: Any) -> Any:
     """Return the right side of `y = 2x + 3` or `f(x) = 2x + 3` if the gold is an expression of x. Else return the answer
     unchanged."""
     if not isinstance(answer, Eq) or not isinstance(gold, Expr) or gold.is_Symbol or not gold.free_symbols:
@@ -245,10 +245,10 @@ def ordered(value: Any, text: str) -> bool:
     return isinstance(value, Tuple | Interval) and "\\{" not in text
 
 
-def modest(answer: Any, gold: Any) -> bool:
+def is_cheap(answer: Any, gold: Any) -> bool:
     """Return whether evaluating the answer is cheap enough for a grader."""
     if isinstance(answer, MatrixBase):
-        return all(modest(entry, gold) for entry in answer.flat())
+        return all(is_cheap(entry, gold) for entry in answer.flat())
     allowed = tuple(kind for kind in UNDONE if isinstance(gold, Basic) and gold.has(kind))
     for count, node in enumerate(preorder_traversal(answer)):
         if count > MAX_NODES or (isinstance(node, UNDONE) and not isinstance(node, allowed)):

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 PROMPT_END = 8
 """Last tokens of a prompt that are searched for an opened thought."""
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between checks of the log's size during grading."""
 
 Messages = list[dict[str, str]]
 
 
-def about(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Any]]:
+def rollout_columns(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Any]]:
     """Return the columns that tell a reward how each rollout ended, its token ids, and whether its prompt opened a thought."""
     ends = tokenizer.batch_decode([each.prompt[-PROMPT_END:] for each in rollouts], skip_special_tokens=False)
     return {
@@ -100,11 +100,11 @@ class RewardPool:
         self._size, self._strays = workers, 0
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
-        self._here = None if workers else _Here(function, log)
+        self._in_process = None if workers else _InProcess(function, log)
         failure = self._fill()
         while not failure and not all(worker.ready for worker in self._workers):
             for worker in self._wait(math.inf):
-                failure = failure or self._hear(worker, _Batch([], []))
+                failure = failure or self._handle(worker, _Batch([], []))
         if failure:
             self.close()
             raise UserError(failure)
@@ -116,7 +116,7 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        self._size, self._here = 0, None
+        self._size, self._in_process = 0, None
         for worker in self._workers:
             worker.hang_up()
         for worker in list(self._workers):
@@ -131,25 +131,25 @@ class RewardPool:
 
         The column `finish`, if there is one, says which completions were cut off.
         """
-        assert self._size or self._here, "the pool is closed"
+        assert self._size or self._in_process, "the pool is closed"
         trim(self.log)
         packed = requests(prompts, completions, columns)
         finish = columns.get("finish", ["stop"] * len(packed))
         cut = [self.truncated != "grade" and each != "stop" for each in finish]
-        outcomes = self._here.grade(packed) if self._here else self._asked(_Batch(packed, cut))
+        outcomes = self._in_process.grade(packed) if self._in_process else self._outcomes(_Batch(packed, cut))
         return self._graded(outcomes, cut)
 
     def _graded(self, outcomes: list[dict[str, Any]], cut: list[bool]) -> Graded:
         instead = {"value": 0.0 if self.truncated == "zero" else None}
-        asked = [outcome for outcome, each in zip(outcomes, cut, strict=True) if not each]
+        sent = [outcome for outcome, each in zip(outcomes, cut, strict=True) if not each]
         outcomes = [instead if each else outcome for outcome, each in zip(outcomes, cut, strict=True)]
         late = 0.0 if self.timeout == "zero" else None
-        errors = [outcome["error"] for outcome in asked if "error" in outcome]
+        errors = [outcome["error"] for outcome in sent if "error" in outcome]
         strays, self._strays = self._strays, 0
         return Graded(
             values=[late if "late" in outcome else outcome.get("value") for outcome in outcomes],
-            no_verdict=sum("value" in outcome and outcome["value"] is None for outcome in asked),
-            timeouts=sum("late" in outcome for outcome in asked),
+            no_verdict=sum("value" in outcome and outcome["value"] is None for outcome in sent),
+            timeouts=sum("late" in outcome for outcome in sent),
             errors=len(errors),
             first_error=errors[0] if errors else None,
             parts=by_name(self._parts, [outcome.get("parts") for outcome in outcomes]),
@@ -157,15 +157,15 @@ class RewardPool:
             strays=strays,
         )
 
-    def _asked(self, batch: "_Batch") -> list[dict[str, Any]]:
+    def _outcomes(self, batch: "_Batch") -> list[dict[str, Any]]:
         """Return the outcome of every sample that is not cut off."""
         failure = self._fill()  # the reason why a worker could not start; no other is then started in this call
         try:
-            while batch.unasked or any(worker.ready and worker.in_flight for worker in self._workers):
-                for worker in self._wait(0 if batch.unasked and any(worker.idle for worker in self._workers) else LOOK_S):
-                    failure = self._hear(worker, batch) or failure
+            while batch.unassigned or any(worker.ready and worker.in_flight for worker in self._workers):
+                for worker in self._wait(0 if batch.unassigned and any(worker.idle for worker in self._workers) else POLL_S):
+                    failure = self._handle(worker, batch) or failure
                 failure = failure or self._fill()
-                self._deal(batch)
+                self._assign(batch)
                 trim(self.log)
                 if not self._workers:
                     batch.give_up(failure)
@@ -190,7 +190,7 @@ class RewardPool:
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         return None
 
-    def _deal(self, batch: "_Batch") -> None:
+    def _assign(self, batch: "_Batch") -> None:
         """Assign samples, the next one to the worker that has fewest."""
         for worker in self._workers:
             if batch.alone and worker.idle:
@@ -200,7 +200,7 @@ class RewardPool:
             sample = batch.waiting.popleft()
             min(free, key=lambda worker: len(worker.in_flight)).ask(sample, batch.requests[sample])
 
-    def _hear(self, worker: Worker, batch: "_Batch") -> str | None:
+    def _handle(self, worker: Worker, batch: "_Batch") -> str | None:
         """Handle the messages of a worker, its end or its timeout. Return the reason if it could not start."""
         for sample, message in worker.read():
             if "refused" in message:
@@ -232,9 +232,9 @@ class RewardPool:
     def _wait(self, timeout_s: float) -> list[Worker]:
         """Return the workers that have sent a message, have ended or are overdue."""
         first = min((worker.overdue_at for worker in self._workers), default=0.0)
-        said = [key.data for key, _ in self._selector.select(max(0.0, min(timeout_s, first - time.monotonic())))]
+        readable = [key.data for key, _ in self._selector.select(max(0.0, min(timeout_s, first - time.monotonic())))]
         now = time.monotonic()
-        return said + [worker for worker in self._workers if worker.overdue_at <= now and worker not in said]
+        return readable + [worker for worker in self._workers if worker.overdue_at <= now and worker not in readable]
 
     def _discard(self, worker: Worker) -> str:
         self._workers.remove(worker)
@@ -244,7 +244,7 @@ class RewardPool:
 
 
 def pool_for(settings: Settings, function: str, *, log: Path | None = None, workers: int | None = None) -> RewardPool:
-    """Return a pool of this function with the configured settings; `workers` replaces their number if given."""
+    """Return a pool of this function with the configured settings; `workers` replaces their number."""
     return RewardPool(
         function,
         settings.workers if workers is None else workers,
@@ -292,7 +292,7 @@ class _Batch:
         """Samples to grade again in a worker without others, because it was unclear which of several caused the failure."""
 
     @property
-    def unasked(self) -> bool:
+    def unassigned(self) -> bool:
         return bool(self.waiting or self.alone)
 
     def settle(self, samples: list[int], outcome: dict[str, Any], *, sure: bool = True) -> None:
@@ -308,7 +308,7 @@ class _Batch:
         self.alone.clear()
 
 
-class _Here:
+class _InProcess:
     """The reward in this process, called with a whole batch."""
 
     def __init__(self, function: str, log: Path | None):

@@ -101,9 +101,9 @@ class Worker:
         if len(self._unread) > LINE_BYTES:
             self._unread = b""
             self.strays += 1
-        return [said for line in lines if line and (said := self._understood(line))]
+        return [reply for line in lines if line and (reply := self._parse_reply(line))]
 
-    def _understood(self, line: bytes) -> tuple[int, dict[str, Any]] | None:
+    def _parse_reply(self, line: bytes) -> tuple[int, dict[str, Any]] | None:
         message: Any = None
         with suppress(ValueError, RecursionError):
             message = json.loads(line)

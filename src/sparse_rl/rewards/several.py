@@ -15,7 +15,7 @@ PLUS = re.compile(r"\s\+\s")
 LISTED = re.compile(r"\[|.*:\w+\s*,")
 WEIGHT = re.compile(r"\s*([^*]*?)\s*\*\s*(\S.*)")
 
-ABOUT_THE_ROLLOUT = ("finish", "completion_ids", "in_thought")
+ROLLOUT_COLUMNS = ("finish", "completion_ids", "in_thought")
 """Columns that come from the sampler and not from the data. A function that does not accept them is called without them."""
 MAX_REWARD = 1e9
 """Maximum absolute reward. A larger one is an error, so that sums, means and deviations of rewards stay finite."""
@@ -76,7 +76,7 @@ class Reward:
     def __init__(self, spec: str):
         self.weights = [term.weight for term in terms(spec)]
         self.parts = [find(term.function) for term in terms(spec)]
-        self.left_out = [{name for name in ABOUT_THE_ROLLOUT if not takes(part, name)} for part in self.parts]
+        self.left_out = [{name for name in ROLLOUT_COLUMNS if not takes(part, name)} for part in self.parts]
         limits = [part.memory_bytes for part in self.parts if hasattr(part, "memory_bytes")]
         self.memory_bytes = sum(limits) if len(limits) == len(self.parts) else None
         self.is_async = any(map(is_async, self.parts))
@@ -119,8 +119,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def total(weighted: list[tuple[float, float | None]]) -> float | None:
     """Sum the weighted parts. A part without a verdict is left out, as in TRL; without any verdict return None."""
-    given = [weight * value for weight, value in weighted if value is not None]
-    return sum(given) if given else None
+    weighted_values = [weight * value for weight, value in weighted if value is not None]
+    return sum(weighted_values) if weighted_values else None
 
 
 def verdicts(result: Any, count: int) -> list[float | None]:

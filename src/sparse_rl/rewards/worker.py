@@ -120,12 +120,12 @@ def grade(reward: Reward, request: bytes) -> dict[str, Any]:
     try:
         prompt, completion, columns = pickle.loads(request)
         (verdict,) = reward([prompt], [completion], {name: [value] for name, value in columns.items()})
-        return told(verdict)
+        return reply_of(verdict)
     except BaseException as error:
         return failed(error)
 
 
-def told(verdict: RewardSum) -> dict[str, Any]:
+def reply_of(verdict: RewardSum) -> dict[str, Any]:
     if fault := fault_of(verdict):
         raise ValueError(fault)
     return {"value": verdict.total, "parts": verdict.parts}
@@ -163,7 +163,7 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
             async with asyncio.timeout(timeout_s) as clock:
                 prompt, completion, columns = pickle.loads(request)
                 (verdict,) = await reward.graded([prompt], [completion], {name: [value] for name, value in columns.items()})
-                message = told(verdict)
+                message = reply_of(verdict)
         except BaseException as error:
             message = failed(error)
         if clock.expired():  # also if the reward caught its cancellation

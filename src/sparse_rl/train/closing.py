@@ -17,8 +17,8 @@ def print_closing(configs: list[Config], console: Console) -> None:
     runs = [RunFolder(config.run_dir).read_metrics() for config in configs]
     console.print(closing_table(configs, runs))
     for config, rows in zip(configs, runs, strict=True):
-        if told := more_than_dense(config, rows):
-            console.print(told, soft_wrap=True, markup=False)
+        if sentence := more_than_dense(config, rows):
+            console.print(sentence, soft_wrap=True, markup=False)
 
 
 def closing_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> Table:

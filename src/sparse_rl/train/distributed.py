@@ -42,7 +42,7 @@ def joined(config: Config) -> Iterator[World]:
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, store=whole, rank=rank, world_size=size, timeout=timeout)
         try:
-            with watch.telling(), lost_ranks_named():
+            with watch.publishing(), lost_ranks_named():
                 world = World(rank, size, dist.new_group(backend="gloo", timeout=timeout), store, timeout)
                 refuse_differences(world, config)
                 refuse_uneven_groups(world, config)

@@ -28,14 +28,14 @@ class HeldOut:
     prompts: list[list[int]]
 
 
-def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, view: RunTerminal) -> HeldOut:
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, terminal: RunTerminal) -> HeldOut:
     source = config.data.held_out or ""
     examples: list[Example] = []
     if source and config.eval.problems:
         loaded = load(source, "test", n=config.eval.problems, seed=0, **config.data.reading)
         examples = loaded.examples[: config.eval.problems]
         if loaded.note:
-            view.note(loaded.note)
+            terminal.note(loaded.note)
     return HeldOut(name_of(source), examples, encoded(tokenizer, examples, config.data))
 
 
@@ -52,7 +52,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     pool: RewardPool
     world: World
-    view: RunTerminal
+    terminal: RunTerminal
 
     def evaluate(self) -> dict[str, float]:
         """Return the held-out metrics with a dense cache and, if the sampler's cache is sparse, with that too."""
@@ -63,7 +63,7 @@ class Evaluator:
         benchmark = Benchmark(name, examples, self.held_out.prompts, self.config.rollout.sampling(self.config.seed))
         for suffix in ("", "_sparse") if self.engine.policy.evicts else ("",):
             engine = self._engine(sparse=suffix == "_sparse")
-            with self.view.evaluating(suffix.removeprefix("_") or "dense") as progress, self._grading() as pool:
+            with self.terminal.evaluating(suffix.removeprefix("_") or "dense") as progress, self._grading() as pool:
                 samples, cost = self._graded(engine, benchmark, pool, progress)
             result = score(samples, cost, benchmark.samples)
             key = f"eval/{name}/pass@1{suffix}"
@@ -72,9 +72,13 @@ class Evaluator:
             if result.graded:
                 metrics[f"eval/{name}/graded"] = 1.0
             if result.ungraded:
-                self.view.warn(f"{result.ungraded} of {len(examples)} evaluated rollouts got no verdict and are not in {key}.")
+                self.terminal.warn(
+                    f"{result.ungraded} of {len(examples)} evaluated rollouts got no verdict and are not in {key}."
+                )
             if cost.timeouts and pool.timeout == "zero":
-                self.view.warn(f"{cost.timeouts} of {len(examples)} evaluated rollouts were over time and count 0 in {key}.")
+                self.terminal.warn(
+                    f"{cost.timeouts} of {len(examples)} evaluated rollouts were over time and count 0 in {key}."
+                )
             del engine  # frees its cache before the next one is allocated
         return metrics
 

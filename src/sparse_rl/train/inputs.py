@@ -45,6 +45,6 @@ def load_all(config: Config) -> RunInputs:
         tokenizer,
         [loaded.examples[place] for place in places],
         [prompts[place] for place in places],
-        notes=[told for told in (loaded.note, note, few) if told],
+        notes=[line for line in (loaded.note, note, few) if line],
         places=places,
     )

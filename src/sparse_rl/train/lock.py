@@ -21,7 +21,7 @@ from typing import Any
 
 from ..backup import LOCK
 from ..errors import UserError, notice
-from .storage import Place, answering, opened
+from .storage import Place, opened, storage_errors
 
 BEAT_S = 15.0
 """Seconds between two heartbeats."""
@@ -253,7 +253,7 @@ class _OnStorage:
         return None
 
     def read(self) -> tuple[Holder | None, Any]:
-        with answering(self.run, "read"):
+        with storage_errors(self.run, "read"):
             self.fs.invalidate_cache()
             try:
                 text = self.fs.cat_file(self.file)
@@ -262,7 +262,7 @@ class _OnStorage:
         return _parsed(text), text
 
     def write(self, holder: Holder, beat: int = 0) -> None:
-        with answering(self.run, "written"):
+        with storage_errors(self.run, "written"):
             if self.file.startswith("/"):  # object stores have no folders
                 self.fs.makedirs(os.path.dirname(self.file), exist_ok=True)
             self.fs.pipe_file(self.file, json.dumps(asdict(holder) | {"beat": beat}).encode())
@@ -273,7 +273,7 @@ class _OnStorage:
     def remove(self, holder: Holder) -> None:
         now, _ = self.read()
         if now == holder:
-            with answering(self.run, "written"):
+            with storage_errors(self.run, "written"):
                 self.fs.rm_file(self.file)
 
     def close(self) -> None:

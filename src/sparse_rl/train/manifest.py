@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 from ..errors import UserError
-from .storage import Place, answering, opened, within
+from .storage import Place, opened, storage_errors, within
 
 FILE = "manifest.json"
 MOST_BYTES = 2**28
@@ -155,7 +155,7 @@ def _size(fs: Any, path: str, checkpoint: Place, name: str) -> int:
 def _reading(checkpoint: Place, name: str) -> Iterator[None]:
     """Raise Damaged for a missing file. An unreadable file may be sound: raise UserError for it."""
     try:
-        with answering(checkpoint, "read"):
+        with storage_errors(checkpoint, "read"):
             try:
                 yield
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:

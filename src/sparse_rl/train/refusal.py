@@ -18,9 +18,9 @@ from typing import Any
 
 from ..errors import RankLost, Refused, StorageUnavailable, UserError, first_line, say_error
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Seconds between two reads of the store."""
-TOGETHER_S = 5.0
+EXIT_TOGETHER_S = 5.0
 """Longest time in seconds that an ended rank waits for the others; torchrun signals them as soon as one is gone."""
 GRACE_S = 20.0
 """Seconds in which an interrupted rank must unwind, including all it writes."""
@@ -42,9 +42,9 @@ class RefusalWatcher(threading.Thread):
     def __init__(self, store: Any, rank: int, size: int):
         super().__init__(name="refusals", daemon=True)
         self.store, self.rank, self.size = store.clone(), rank, size  # its own connection, because others may block
-        self.watched: int | None = threading.get_ident()
+        self.watched_thread: int | None = threading.get_ident()
         self.over, self.lock = threading.Event(), threading.Lock()
-        self.heard: dict[str, Any] | None = None
+        self.refusal: dict[str, Any] | None = None
         self.gone = False
         """True if the store can no longer be reached, because the rank that held it has ended."""
 
@@ -55,14 +55,14 @@ class RefusalWatcher(threading.Thread):
     def __exit__(self, *exception: object) -> None:
         self.over.set()
         self.join()
-        if self.heard and self.heard["final"]:
+        if self.refusal and self.refusal["final"]:
             if threading.current_thread() is threading.main_thread():
                 # torchrun signals ranks that have not printed their reason yet.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._leave_together()
+            self._wait_for_others()
 
-    def _leave_together(self) -> None:
-        ends = time.monotonic() + TOGETHER_S
+    def _wait_for_others(self) -> None:
+        ends = time.monotonic() + EXIT_TOGETHER_S
         with suppress(RuntimeError):  # rank 0, which holds the store, may have ended
             left = self.store.add("left", 1)
             while left < self.size and time.monotonic() < ends:
@@ -72,57 +72,57 @@ class RefusalWatcher(threading.Thread):
             time.sleep(0.2)  # time for the others to see the count
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def publishing(self) -> Iterator[None]:
         """Publish an error of the block; if another rank refused first, raise its sentence instead."""
         try:
             try:
                 yield
             finally:
                 with self.lock:
-                    self.watched = None  # do not interrupt it any more
+                    self.watched_thread = None  # do not interrupt it any more
         except (Exception, Interrupted) as error:
             if not isinstance(error, RankLost | Interrupted):
                 self._publish(error)
-            self.look()
-            if self.heard and self.heard["rank"] != self.rank:
-                raise self._told() from None
+            self.check()
+            if self.refusal and self.refusal["rank"] != self.rank:
+                raise self._error() from None
             raise
 
     def _publish(self, error: BaseException) -> None:
-        said = str(error) if is_final(error) else first_line(error)
-        value = json.dumps({"rank": self.rank, "said": said, "final": is_final(error)})
+        message = str(error) if is_final(error) else first_line(error)
+        value = json.dumps({"rank": self.rank, "message": message, "final": is_final(error)})
         with suppress(RuntimeError):  # the store is gone, so no rank can read it
             self.store.compare_set(KEY, "", value)
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Return whether a rank has refused."""
         with self.lock:
-            if self.heard is None and not self.gone:
+            if self.refusal is None and not self.gone:
                 try:
                     if self.store.check([KEY]):
-                        self.heard = json.loads(self.store.get(KEY))
+                        self.refusal = json.loads(self.store.get(KEY))
                 except RuntimeError:
                     self.gone = True
-            return self.heard is not None
+            return self.refusal is not None
 
-    def _told(self) -> UserError:
-        assert self.heard is not None
-        if self.heard["rank"] == self.rank:
-            return UserError(self.heard["said"])
-        if self.heard["final"]:
-            return Refused(self.heard["rank"], self.heard["said"])
-        return RankLost(f"Rank {self.heard['rank']} failed ({self.heard['said']}): see what it says.")
+    def _error(self) -> UserError:
+        assert self.refusal is not None
+        if self.refusal["rank"] == self.rank:
+            return UserError(self.refusal["message"])
+        if self.refusal["final"]:
+            return Refused(self.refusal["rank"], self.refusal["message"])
+        return RankLost(f"Rank {self.refusal['rank']} failed ({self.refusal['message']}): see what it says.")
 
     def run(self) -> None:
-        while not self.look():
-            if self.over.wait(LOOK_S) or self.gone:
+        while not self.check():
+            if self.over.wait(POLL_S) or self.gone:
                 return
         with self.lock:
-            assert self.heard is not None
-            if self.watched and self.heard["rank"] != self.rank:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.watched), ctypes.py_object(Interrupted))
+            assert self.refusal is not None
+            if self.watched_thread and self.refusal["rank"] != self.rank:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.watched_thread), ctypes.py_object(Interrupted))
         if not self.over.wait(GRACE_S):  # the rank waits outside of Python, such as for a GPU that waits for a lost rank
-            say_error(self._told())
+            say_error(self._error())
             os._exit(2)
 
 
@@ -133,7 +133,7 @@ def refuse_again(known: Any) -> None:
     """Raise the refusal of an earlier start of this launch, if there was one."""
     if known.check([KEY]):
         earlier = json.loads(known.get(KEY))
-        raise Refused(earlier["rank"], earlier["said"])
+        raise Refused(earlier["rank"], earlier["message"])
 
 
 @contextmanager
@@ -147,6 +147,6 @@ def refused_for_good() -> Iterator[None]:
             with suppress(Exception):  # the refusal itself matters more
                 import torch.distributed as dist
 
-                known = next(dist.rendezvous("env://", timeout=timedelta(seconds=TOGETHER_S)))[0]
-                known.compare_set(KEY, "", json.dumps({"rank": rank, "said": str(error)}))
+                known = next(dist.rendezvous("env://", timeout=timedelta(seconds=EXIT_TOGETHER_S)))[0]
+                known.compare_set(KEY, "", json.dumps({"rank": rank, "message": str(error)}))
         raise

@@ -15,7 +15,7 @@ from ..data.examples import Example
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
 from ..learner.losses import get as get_loss
-from ..rewards.pool import Graded, RewardPool, about
+from ..rewards.pool import Graded, RewardPool, rollout_columns
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
@@ -200,7 +200,9 @@ class RolloutSampler:
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
         mine = [examples[place] for place in places]
         columns = {name: [example.columns[name] for example in mine] for name in examples[0].columns}
-        graded = self.pool.grade([example.prompt for example in mine], texts, columns | about(rollouts, self.tokenizer))
+        graded = self.pool.grade(
+            [example.prompt for example in mine], texts, columns | rollout_columns(rollouts, self.tokenizer)
+        )
         part = Part(places, rollouts, texts, graded, self.engine.stats, time.perf_counter() - started)
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part

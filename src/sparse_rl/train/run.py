@@ -47,13 +47,13 @@ def dry_run(config: Config) -> None:
         refuse_missing(config.model.path)
         check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
     console = Terminal(highlight=False, soft_wrap=True)
-    console.print(to_toml(config) + config.unset, markup=False)
-    console.print(config.arithmetic, markup=False)
+    console.print(to_toml(config) + config.defaults_comment, markup=False)
+    console.print(config.batch_summary, markup=False)
     if line := planned(config):
         console.print(line, markup=False)
     console.print()
     examples, example, tried = [], None, None
-    with told_if_absent(console):
+    with report_if_missing(console):
         loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
         examples, example = loaded.examples, loaded.examples[0]
         if loaded.note:
@@ -70,15 +70,15 @@ def dry_run(config: Config) -> None:
     from ..models.load import load_tokenizer
 
     from_settings(config.sampler_kv)
-    with told_if_absent(console):
+    with report_if_missing(console):
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if example:
             prompts = encoded(tokenizer, examples, config.data)
             places, left_out = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
             prompts = [prompts[place] for place in places]
             few = too_few(config.data.train, len(prompts), config.rollout.prompts_per_step)
-            for told in filter(None, (left_out, few, config.sampler_kv.remark(prompts, config.rollout.max_tokens))):
-                console.print(told, markup=False)
+            for line in filter(None, (left_out, few, config.sampler_kv.remark(prompts, config.rollout.max_tokens))):
+                console.print(line, markup=False)
             lengths = sorted(map(len, prompts))
             console.print(f"prompts: {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}", markup=False)
             if why := config.sampler_kv.no_room(lengths[-1]):
@@ -91,7 +91,7 @@ def dry_run(config: Config) -> None:
 
 
 @contextmanager
-def told_if_absent(console: Console) -> Iterator[None]:
+def report_if_missing(console: Console) -> Iterator[None]:
     try:
         yield
     except UserError as error:
@@ -126,10 +126,10 @@ def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None =
     replaces is kept, and a later start replaces it again.
     """
     from .distributed import joined
-    from .distributed import launch as torchruns
+    from .distributed import launch as current_launch
 
     refuse_inside_a_reward()
-    launch = torchruns() if launch is None else launch
+    launch = current_launch() if launch is None else launch
     with joined(config) as world:
         config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
         console = wide_console() if world.is_main else Terminal(file=StringIO(), width=160, highlight=False)
@@ -160,14 +160,29 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
         for folder in folders:
             locks.enter_context(folder.locked(launch))
         for each, folder in zip(configs, folders, strict=True):
-            if not train_one(
-                each, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch
-            ):
+            with pushed(folder):
+                finished = train_one(
+                    each, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch
+                )
+            if not finished:
                 sys.exit(130)
-        tell_end(config, configs, console, world)
+        print_end(config, configs, console, world)
 
 
-def tell_end(config: Config, configs: list[Config], console: Console, world: "World") -> None:
+@contextmanager
+def pushed(folder: RunFolder) -> Iterator[None]:
+    """Copy the run to shared storage after the block, also if the block fails."""
+    try:
+        yield
+    except BaseException:
+        with suppress(UserError):  # the first error matters more
+            if folder.begun:
+                folder.push()
+        raise
+    folder.push()
+
+
+def print_end(config: Config, configs: list[Config], console: Console, world: "World") -> None:
     if not world.is_main:
         return
     print_closing(configs, console)
@@ -214,35 +229,13 @@ def train_one(
     launch: str = "",
 ) -> bool:
     """Train one run; return whether it reached its last step. `again` says how to continue it."""
-    try:
-        done = _train_one(config, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch)
-    except BaseException:
-        with suppress(UserError):  # the first error matters more
-            if folder.begun:
-                folder.push()
-        raise
-    folder.push()
-    return done
-
-
-def _train_one(
-    config: Config,
-    folder: RunFolder,
-    console: Console,
-    *,
-    resume: bool,
-    overwrite: bool,
-    again: str,
-    world: "World",
-    launch: str,
-) -> bool:
     from torch import OutOfMemoryError
 
     from ..models.load import no_bar, place
     from . import checkpoint
     from .loggers import opened_loggers
     from .memory import out_of_memory
-    from .stop import StopAsked
+    from .stop import StopHandler
     from .terminal import RunTerminal
     from .trainer import Trainer
 
@@ -252,8 +245,8 @@ def _train_one(
     trainer: Trainer | None = None
     with (
         ExitStack() as log,
-        RunTerminal(config, console) as view,
-        StopAsked(view.warn) as stop,
+        RunTerminal(config, console) as terminal,
+        StopHandler(terminal.warn) as stop,
         no_bar(),
         ExitStack() as opened,
     ):
@@ -264,7 +257,7 @@ def _train_one(
                 if not world.is_main:
                     console.file = log.enter_context(rank_log(folder, world))
                     console.print(f"rank {world.rank} of {world.size}, process {os.getpid()} on {socket.gethostname()}")
-                console.print(f"[bold]{config.method}[/bold]: {config.arithmetic}", soft_wrap=True)
+                console.print(f"[bold]{config.method}[/bold]: {config.batch_summary}", soft_wrap=True)
                 name = f"logs/reward-{world.rank}.log" if world.rank else "reward.log"
                 if folder.remote and world.rank:
                     folder.remote.fetch(name)
@@ -272,7 +265,7 @@ def _train_one(
                 pool = opened.enter_context(pool_for(reward, function, log=reward_log))
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
                 loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.is_main else []
-                trainer = Trainer(config, folder, view, pool, loggers, resume=resume, world=world)
+                trainer = Trainer(config, folder, terminal, pool, loggers, resume=resume, world=world)
             trainer.run(stop)
         except UserError as error:
             if not world.is_main:
@@ -285,7 +278,7 @@ def _train_one(
                 trainer.report.write()
         done = trainer.state.step >= config.steps
         if not done:
-            view.note(f"Stopped at step {trainer.state.step}; continue with {again}.")
+            terminal.note(f"Stopped at step {trainer.state.step}; continue with {again}.")
     return done
 
 

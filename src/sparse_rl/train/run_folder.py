@@ -74,7 +74,7 @@ class RunFolder:
             return storage.names_in(self.name) <= {"logs", backup.LOCK}  # logs of ranks whose start failed
         if not self.path.is_dir():
             return not self.path.exists()
-        if backup.waiting(self.path):
+        if backup.needs_recovery(self.path):
             return False
         return backup.is_unstarted(self.path) or all(map(backup.is_own, os.listdir(self.path)))
 
@@ -131,7 +131,7 @@ class RunFolder:
 
     def recover_if_abandoned(self) -> None:
         """Restore the run that a killed start with --overwrite was to replace; for commands that only read."""
-        if self.remote is None and backup.waiting(self.path):
+        if self.remote is None and backup.needs_recovery(self.path):
             # A start in progress, or a folder without write permission, stays as it is.
             with suppress(UserError), RunFolder(self.path).locked():
                 pass
@@ -144,7 +144,7 @@ class RunFolder:
 
     def launched_by(self, launch: str) -> bool:
         """Return whether an earlier start of this launch created or resumed the run."""
-        if not launch or not self.exists or backup.is_unstarted(self.path) or backup.waiting(self.path):
+        if not launch or not self.exists or backup.is_unstarted(self.path) or backup.needs_recovery(self.path):
             return False
         if self.remote:
             self.remote.fetch("logs/launch")
@@ -293,7 +293,7 @@ class RunFolder:
 
 
 def _text(config: Config) -> str:
-    return to_toml(config) + config.unset
+    return to_toml(config) + config.defaults_comment
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -140,7 +140,7 @@ class TrainingStep:
         dense = [old.dense[row] for row in rows]
         mask_BT = response_mask(rollouts).to(dense[0].device)
         log_xi_BT = padded(dense) - padded([rollout.logprobs for rollout in rollouts]).to(dense[0].device)
-        spec = self.config.correction.point(self.config.default_preset)
+        spec = self.config.correction.spec(self.config.default_preset)
         if not on_policy:
             return correct(log_xi_BT, mask_BT, spec)
         finite_BT = log_xi_BT.isfinite() & padded([old.learned[row] for row in rows]).isfinite()

@@ -8,23 +8,23 @@ from types import FrameType
 STOPPING = "Stopping after this step; press Ctrl-C again to drop it."
 
 
-class StopAsked:
-    """Handler of requests to stop: `with StopAsked(tell) as stop:`, then check `stop.asked` between steps."""
+class StopHandler:
+    """Handler of requests to stop: `with StopHandler(announce) as stop:`, then check `stop.requested` between steps."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, tell: Callable[[str], None]):
-        self.tell = tell
-        self._asked = self._untold = False
+    def __init__(self, announce: Callable[[str], None]):
+        self.announce = announce
+        self._requested = self._unannounced = False
 
     @property
-    def asked(self) -> bool:
-        if self._untold:
-            self._untold = False
-            self.tell(STOPPING)
-        return self._asked
+    def requested(self) -> bool:
+        if self._unannounced:
+            self._unannounced = False
+            self.announce(STOPPING)
+        return self._requested
 
-    def __enter__(self) -> "StopAsked":
+    def __enter__(self) -> "StopHandler":
         # Only the main thread can handle signals; Ray runs a rank in another.
         here = threading.current_thread() is threading.main_thread()
         self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS if here}
@@ -35,10 +35,10 @@ class StopAsked:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._requested:
             raise KeyboardInterrupt
-        self._asked = True
+        self._requested = True
         try:
-            self.tell(STOPPING)
+            self.announce(STOPPING)
         except RuntimeError:  # the signal interrupted a write
-            self._untold = True
+            self._unannounced = True

@@ -67,8 +67,8 @@ def opened(place: Place) -> tuple[Any, str]:
 
 
 @contextmanager
-def answering(place: Place, done: str) -> Iterator[None]:
-    """Raise Unanswered with one sentence if shared storage fails in the block. Errors of a local disk pass unchanged."""
+def storage_errors(place: Place, done: str) -> Iterator[None]:
+    """Raise StorageUnavailable if shared storage fails in the block. Errors of a local disk pass unchanged."""
     try:
         yield
     except UserError:
@@ -88,7 +88,7 @@ def names_in(place: Place) -> set[str]:
     Some storage also answers `exists` with False when it cannot be reached, so this lists the folder instead.
     """
     fs, path = opened(place)
-    with answering(place, "read"):
+    with storage_errors(place, "read"):
         fs.invalidate_cache()
         try:
             found = fs.ls(path, detail=False)
@@ -125,7 +125,7 @@ def remove(place: Place) -> None:
         return
     fs, path = opened(place)
     if names_in(place):
-        with answering(place, "written"):
+        with storage_errors(place, "written"):
             fs.rm(path, recursive=True)
 
 
@@ -133,7 +133,7 @@ def move(place: Place, to: Place) -> None:
     """Move a folder, replacing the target."""
     fs, path = opened(place)
     remove(to)
-    with answering(place, "written"):
+    with storage_errors(place, "written"):
         fs.mv(path, opened(to)[1], recursive=True)
 
 
@@ -159,7 +159,7 @@ class WorkingCopy:
         self._pulled = True
         if not self.exists:
             return
-        with answering(self.address, "read"):
+        with storage_errors(self.address, "read"):
             for file in self.fs.find(self.root):
                 name = file.removeprefix(self.root).lstrip("/")
                 if name.split("/")[0] not in (*NOT_COPIED, LOCK):
@@ -167,7 +167,7 @@ class WorkingCopy:
 
     def fetch(self, name: str) -> None:
         """Copy one file from storage, if it exists."""
-        with answering(self.address, "read"), suppress(FileNotFoundError):
+        with storage_errors(self.address, "read"), suppress(FileNotFoundError):
             self._get(name)
 
     def _get(self, name: str) -> None:
@@ -183,7 +183,7 @@ class WorkingCopy:
             for file in (Path(folder) / name for name in files):
                 with suppress(FileNotFoundError):  # loggers create and delete files
                     here[str(file.relative_to(self.path))] = _stamp(file)
-        with answering(self.address, "written"):
+        with storage_errors(self.address, "written"):
             for name in [name for name, stamp in here.items() if self._copied.get(name) != stamp]:
                 self._put(name)
                 self._copied[name] = here[name]
@@ -210,7 +210,7 @@ class WorkingCopy:
 
     def config(self) -> str:
         """Return the text of the run's config.toml."""
-        with answering(self.address, "read"):
+        with storage_errors(self.address, "read"):
             for name in (SUCCESSOR, "config.toml"):
                 with suppress(FileNotFoundError):
                     return self.fs.cat_file(f"{self.root}/{name}").decode()
@@ -222,7 +222,7 @@ class WorkingCopy:
         Storage has no rename, so the file `SUCCESSOR` decides which run holds. `recover` completes the replacement after a
         kill.
         """
-        with answering(self.address, "written"):
+        with storage_errors(self.address, "written"):
             self._write(SUCCESSOR, config)
             for name in names_in(self.address) - {LOCK, SUCCESSOR}:
                 self.fs.rm(f"{self.root}/{name}", recursive=True)

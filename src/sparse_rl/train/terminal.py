@@ -36,9 +36,9 @@ def summary(alerts: Sequence[Alert]) -> list[str]:
     """Return the alerts of a run in a few lines: one per name, with the steps it held and its last sentence."""
     lines = ["Alerts of the run:"] if alerts else []
     for name in dict.fromkeys(alert.name for alert in alerts):
-        told = [alert for alert in alerts if alert.name == name]
-        spans = [f"{each.step} to {each.ended - 1}" if each.ended else f"{each.step} on" for each in told]
-        lines.append(f"  {name}, step {', '.join(spans)}: {told[-1].sentence}.")
+        matching = [alert for alert in alerts if alert.name == name]
+        spans = [f"{each.step} to {each.ended - 1}" if each.ended else f"{each.step} on" for each in matching]
+        lines.append(f"  {name}, step {', '.join(spans)}: {matching[-1].sentence}.")
     return lines
 
 

@@ -32,7 +32,7 @@ from .rehearsal import rehearse
 from .rollouts import RolloutSampler
 from .run_folder import RunFolder
 from .step import StepResult, TrainingStep
-from .stop import StopAsked
+from .stop import StopHandler
 from .terminal import RunTerminal
 
 
@@ -41,7 +41,7 @@ class Trainer:
         self,
         config: Config,
         folder: RunFolder,
-        view: RunTerminal,
+        terminal: RunTerminal,
         pool: RewardPool,
         loggers: Sequence[Logger] = (),
         *,
@@ -49,20 +49,20 @@ class Trainer:
         inputs: RunInputs | None = None,
         world: World = ALONE,
     ):
-        self.config, self.folder, self.view, self.pool, self.loggers = config, folder, view, pool, loggers
+        self.config, self.folder, self.terminal, self.pool, self.loggers = config, folder, terminal, pool, loggers
         self.world = world
         torch.manual_seed(config.seed)  # for new adapters; all other randomness is derived from counters
         inputs = inputs or load_all(config)
         for note in inputs.notes:
-            view.note(note)
+            terminal.note(note)
         if warning := config.sampler_kv.remark(inputs.prompts, config.rollout.max_tokens):
-            view.warn(warning)
+            terminal.warn(warning)
         self.tokenizer = inputs.tokenizer
-        self.report = LiveReport(folder.path, self.tokenizer, view.warn)
+        self.report = LiveReport(folder.path, self.tokenizer, terminal.warn)
         device = inputs.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        held_out = load_held_out(config, self.tokenizer, view)
+        held_out = load_held_out(config, self.tokenizer, terminal)
         self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *held_out.prompts])))
         self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
@@ -76,10 +76,10 @@ class Trainer:
             self._longest(held_out.prompts, f"the test problems, {config.data.held_out},")
         self.engine.reserve(max(map(len, [self.longest_prompt, *held_out.prompts])) + config.rollout.max_tokens)
         self.evaluator = Evaluator(
-            config, held_out, self.engine, self.actor.sampler, self.plan, self.tokenizer, pool, world, view
+            config, held_out, self.engine, self.actor.sampler, self.plan, self.tokenizer, pool, world, terminal
         )
         self.compared = False
-        self.best = Best(config.checkpoint, view.warn)
+        self.best = Best(config.checkpoint, terminal.warn)
         problems, scored_by = (
             resuming.problems_of(inputs.prompts),
             resuming.scored_by(config, inputs.examples, held_out.examples),
@@ -92,50 +92,50 @@ class Trainer:
         if last is not None:
             self._go_on_from(last)
         elif resume and folder.reached:
-            view.warn(checkpoint.STARTS_AGAIN)
+            terminal.warn(checkpoint.STARTS_AGAIN)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
-        self.health = Health(config, self.state, folder.checkpoints, view.warn)
+        self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
         self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
-        folder.forget_after(self.state.step if last else -1, view.warn)
+        folder.forget_after(self.state.step if last else -1, terminal.warn)
         if last is not None:
-            view.recall(folder.read_metrics())
+            terminal.recall(folder.read_metrics())
 
     def _go_on_from(self, last: checkpoint.LoadedCheckpoint) -> None:
         fresh, self.state = self.state, last.state
         step, steps = self.state.step, self.config.steps
         resuming.refuse_other_problems(self.config.data.train, self.state.problems, fresh.problems, step)
         self.best.saved(step)
-        self.view.resume_at(step)
+        self.terminal.resume_at(step)
         if step > steps:
             raise UserError(f"{self.folder.name} is at step {step} already, past steps = {steps}: raise --steps.")
         for damaged in last.damaged:
-            self.view.warn(f"{damaged} The run goes on from step {step}; the damaged one is set aside as damaged-step-N.")
+            self.terminal.warn(f"{damaged} The run goes on from step {step}; the damaged one is set aside as damaged-step-N.")
         for late in last.unfinished:
-            self.view.warn(checkpoint.UNFINISHED.format(step=late))
+            self.terminal.warn(checkpoint.UNFINISHED.format(step=late))
         if not last.verified:
-            self.view.warn(checkpoint.UNVERIFIED.format(step=step))
+            self.terminal.warn(checkpoint.UNVERIFIED.format(step=step))
         if other := resuming.other_score(self.state.scored_by, fresh.scored_by, step):
-            self.view.warn(other)
+            self.terminal.warn(other)
             self.state.best_step, self.state.best_value = fresh.best_step, fresh.best_value
         changed = resuming.changes_since(f"the checkpoint of step {step}", self.state.config, fresh.config)
         for line in resuming.change_notes(changed, step, self.config, self.optimizer.lr_at(step)):
-            self.view.warn(line)
+            self.terminal.warn(line)
         self.folder.note_changes([each.until(step) for each in changed])
         self.state.problems, self.state.scored_by, self.state.config = fresh.problems, fresh.scored_by, fresh.config
         if self.world.is_main:
             checkpoint.set_aside(last.damaged)
-        self.view.note(f"Continuing after step {step}.")
+        self.terminal.note(f"Continuing after step {step}.")
 
     # Training loop
 
-    def run(self, stop: StopAsked) -> None:
+    def run(self, stop: StopHandler) -> None:
         """Train to the last step, or until asked to stop. In both cases a checkpoint of the last finished step is saved."""
         self._warn_of_a_small_disk()
         self._try_reward()
         self.rehearse()
         if self.state.step == 0:
             self._log(self._evaluate())
-        stopping = self.world.any(stop.asked)
+        stopping = self.world.any(stop.requested)
         while self.state.step < self.config.steps and not stopping:
             metrics = self.step()
             self.best.after_step(self.state, metrics)
@@ -148,11 +148,11 @@ class Trainer:
                         with suppress(UserError):  # report the error of the evaluation
                             self._log(metrics)
                             self._save(metrics, last=last)
-                            self.view.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
+                            self.terminal.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
                     raise
             self._log(metrics)
             self.health.end_if_broken()
-            stopping = self.world.any(stop.asked)
+            stopping = self.world.any(stop.requested)
             # No checkpoint after skipped updates: it would push out a good one.
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
             if last or stopping or due:
@@ -160,7 +160,7 @@ class Trainer:
         if self.state.step >= self.config.steps:
             self._write_model()
         if line := self.best.summary_line(self.state):
-            self.view.note(line)
+            self.terminal.note(line)
 
     def _warn_of_a_small_disk(self) -> None:
         step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint
@@ -169,7 +169,7 @@ class Trainer:
         model = sum(weight.numel() * weight.element_size() for weight in weights)
         each = checkpoint.bytes_of(self.optimizer)
         if warning := checkpoint.disk_warning(self.folder.checkpoints, each, model, to_come, settings.keep):
-            self.view.warn(warning)
+            self.terminal.warn(warning)
 
     def _try_reward(self) -> None:
         """Try the reward before any rollout is sampled. A resumed run only warns, because the reward has worked before."""
@@ -177,24 +177,24 @@ class Trainer:
         if failed := next((each for each in tried if each.fault), None):
             if self.state.step == 0 and failed.gold is not None:
                 raise UserError(failed.sentence)
-            self.view.warn(failed.sentence)
+            self.terminal.warn(failed.sentence)
 
     def rehearse(self) -> None:
         """Print the expected memory use, then try the sampler and the fullest micro-batch."""
         for line in compact(self.plan) if self.plan is not None else ():
-            self.view.note(line)
+            self.terminal.note(line)
         rehearse(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
 
     def step(self) -> dict[str, float]:
         """Run one training step and return its metrics."""
         device = self.actor.learner.device
         started = device_time(device)
-        with self.view.sampling(self.state.step + 1) as progress:
+        with self.terminal.sampling(self.state.step + 1) as progress:
             batch = self.training_step.sample(self.state.cursor, progress)
         self.health.end_if_silent(batch)
         batch.share_traces(self.training_step.noise_rows(len(batch.samples)), self.world)
         rollout_s = device_time(device) - started
-        with self.view.learning(self.state.step + 1):
+        with self.terminal.learning(self.state.step + 1):
             result = self.training_step.learn(self.state.step, batch)
         self.state.step += 1
         self.state.cursor += batch.prompts
@@ -227,7 +227,7 @@ class Trainer:
         memory = peak_metrics(self.plan, self.actor.learner.device)
         if self.plan is not None and not self.compared:
             self.compared = True
-            self.view.note(compared(memory))
+            self.terminal.note(compared(memory))
         return memory
 
     def _longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
@@ -240,12 +240,12 @@ class Trainer:
         try:
             self.engine.check_prompt(longest, sampling)
         except UserError as error:
-            told = str(error).replace("Prompt 0", f"Problem {(places[at] if places else at) + 1} of {source}")
+            text = str(error).replace("Prompt 0", f"Problem {(places[at] if places else at) + 1} of {source}")
             most = self.engine.most_prompt_tokens(sampling)
             if places and min(map(len, prompts)) <= most < len(longest):
                 longer = f"{sum(len(prompt) > most for prompt in prompts):,} of {len(prompts):,} problems"
-                told = f"{told.removesuffix('.')}, or leave {longer} out with --data.max-prompt-tokens {most}."
-            raise UserError(told) from None
+                text = f"{text.removesuffix('.')}, or leave {longer} out with --data.max-prompt-tokens {most}."
+            raise UserError(text) from None
         return longest
 
     # Evaluation, logs, checkpoints
@@ -260,12 +260,12 @@ class Trainer:
             try:
                 logger.log(self.state.step, finite)
             except Exception as error:  # a failing service does not end the run
-                self.view.warn(f"{type(logger).__name__} took no metrics of step {self.state.step} ({one_line(error)}).")
-        self.view.step(self.state.step, metrics)
+                self.terminal.warn(f"{type(logger).__name__} took no metrics of step {self.state.step} ({one_line(error)}).")
+        self.terminal.step(self.state.step, metrics)
         if self.world.is_main:
             self.report.refresh()
         if self.folder.push_is_due:
-            self.folder.push_or_warn(self.view.warn)
+            self.folder.push_or_warn(self.terminal.warn)
 
     def _write_model(self) -> None:
         if self.world.is_main:
@@ -273,7 +273,7 @@ class Trainer:
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)
-        self.folder.push_or_warn(self.view.warn)  # first, because a resumed run drops everything after the checkpoint
+        self.folder.push_or_warn(self.terminal.warn)  # first, because a resumed run drops everything after the checkpoint
         try:
             checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         except UserError as error:
@@ -281,11 +281,13 @@ class Trainer:
             if last and on_disk and self.world.is_main:  # the model is smaller than a checkpoint, and the run's result
                 with suppress(UserError):
                     self._write_model()
-                    self.view.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
+                    self.terminal.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
             raise
         self.best.saved(self.state.step)
         if self.world.is_main:
             try:
-                checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.view.warn)
+                checkpoint.prune(
+                    self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.terminal.warn
+                )
             except UserError as error:  # a temporary outage of the storage
-                self.view.warn(str(error))
+                self.terminal.warn(str(error))
