@@ -23,8 +23,8 @@ LAYERS = [
     {"models"},
     {"kv"},
     {"kernels"},
-    {"config"},
-    {"errors", "format", "text", "terminal", "reading", "hub", "disk", "ending", "backup", "__init__"},
+    {"config", "sizes"},
+    {"errors", "format", "text", "terminal", "reading", "hub", "disk", "ending", "backup", "gpu_memory", "__init__"},
 ]
 """Top to bottom. A module imports from its own layer and from those below."""
 

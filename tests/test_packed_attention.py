@@ -8,10 +8,12 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from sparse_rl.kernels import shadow
 from sparse_rl.kernels.attention import causal_attention, packed_causal_attention
-from sparse_rl.kernels.shadow import BLOCK, Shadow, block_relations, padded_length
+from sparse_rl.kernels.shadow import Shadow, block_relations
 from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner import replay
 from sparse_rl.learner.replay import ReplayView, Span, packed_until
+from sparse_rl.sizes import SHADOW_BLOCK as BLOCK
+from sparse_rl.sizes import padded_length
 
 LAYERS, Q, H, D = 2, 4, 2, 16
 

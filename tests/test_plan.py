@@ -13,13 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from small_runs import refused
+from sparse_rl import sizes
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import KV, Config, LoraConfig, from_flags, recipe, recipe_names
 from sparse_rl.errors import UserError
+from sparse_rl.evaluate import slots as evaluate_slots
+from sparse_rl.gpu_memory import room_bytes
 from sparse_rl.kernels import shadow
 from sparse_rl.kv import cache
 from sparse_rl.kv.policies import POLICIES
-from sparse_rl.learner import logprobs
 from sparse_rl.models import compile as compiler
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
@@ -30,9 +32,8 @@ from sparse_rl.plan.memory import gradient_bytes, resident
 from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
-from sparse_rl.rollout import engine, generation
 from sparse_rl.train.distributed import refuse_too_large
-from sparse_rl.train.memory import compared, dense_slots, out_of_memory, room_bytes, slots_of
+from sparse_rl.train.memory import compared, dense_slots, out_of_memory, slots_of
 
 GIB = 2**30
 SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -81,32 +82,43 @@ def test_parameters_of_named_shapes(shape):
     assert dimensions(shape).params == sum(weight.numel() for weight in on_meta(kind(**fields)).parameters())
 
 
-@pytest.mark.parametrize("policy", ["rkv", "streaming", "full"])
-def test_the_cache_is_what_is_allocated(policy):
-    dims = dimensions("tiny")
-    shape = cache.CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, torch.bfloat16, torch.device("cpu"))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("model", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16), ("mistral", torch.float16)])
+def test_the_cache_is_what_is_allocated(policy, model, dtype):
+    """The same function gives the bytes of a slot to the plan, by dimensions, and to an evaluation, by the cache's shape."""
+    dims = from_config(MODELS[model].to_dict(), model)
+    shape = cache.CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, dtype, torch.device("cpu"))
     kv = KV(policy=policy, budget=40, interval=8)
-    capacity = kv.capacity if policy != "full" else 100 + memory.CHUNK_STEPS
+    capacity = kv.capacity if policy != "full" else 100 + sizes.CHUNK_STEPS["cuda"]
     made = cache.SlotCache(shape, 3, capacity, kv.window if POLICIES[policy].uses_queries else 0)
-    keys, beside = memory.slot_bytes(dims, kv, 100, 2)
-    assert 3 * keys == made.kv_bytes
+    keys, beside = sizes.slot_bytes(dims, kv, 100, dtype.itemsize)
+    assert (keys, beside) == sizes.slot_bytes(shape, kv, 100, dtype.itemsize)
+    assert 3 * keys == made.kv_bytes == 3 * capacity * sizes.token_bytes(shape, dtype.itemsize)
     assert 3 * beside == made.side_bytes - made.lengths_S.nbytes
 
 
-def test_constants_are_those_of_the_code():
-    for name in ("CHUNK_ELEMENTS", "FUSED_CHUNK_ELEMENTS", "LARGE_VOCABULARY"):
-        assert getattr(memory, name) == getattr(logprobs, name)
-    assert (memory.SCRATCH_SHARE, memory.SCRATCH_FLOOR) == (cache.SCRATCH_SHARE, cache.SCRATCH_FLOOR_BYTES)
-    assert engine.CHUNK["cuda"] == memory.CHUNK_STEPS
-    assert (generation.FIRST_TOKENS, shadow.BLOCK) == (memory.FIRST_TOKENS, memory.SHADOW_BLOCK)
-    assert set(memory.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
+def test_policies_with_a_ring_of_queries_are_named_for_the_plan():
+    assert set(sizes.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
+
+
+@pytest.mark.parametrize(("policy", "slots"), [("rkv", 123), ("full", 37)])
+def test_an_evaluation_takes_the_slots_that_fit_the_free_memory(policy, slots, monkeypatch):
+    shape = SimpleNamespace(**vars(dimensions("1.5B")), dtype=torch.bfloat16, device=torch.device("cuda:0"))
+    probe = SimpleNamespace(limits=SimpleNamespace(shape=shape, vocab=shape.vocab))
+    kv, longest = KV(policy=policy), 4352
+    keys, _ = sizes.slot_bytes(shape, kv, longest, 2)
+    free = int((keys + 4 * shape.vocab) * (slots + 0.5) / evaluate_slots.SHARE)
+    monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device: free)
+    assert evaluate_slots.auto_slots(probe, kv, longest) == slots
+    shape.device = torch.device("cpu")
+    assert evaluate_slots.auto_slots(probe, kv, longest) == 64
 
 
 @pytest.mark.parametrize("tokens", [100, 300])
 def test_lists_of_blocks_are_what_a_shadow_pass_holds(tokens):
     dims = from_config(MODELS["qwen2"].to_dict(), "qwen2")
     made = shadow.Shadow(torch.full((dims.layers, dims.kv_heads, tokens), tokens, dtype=torch.int32))
-    assert made.padded == memory.padded_length(tokens)
+    assert made.padded == sizes.padded_length(tokens)
     held = sum(each.nbytes for each in made.lists.values())
     mask = made.block_mask(0, dims.q_heads)
     kept = sum(getattr(mask, name).nbytes for name in made.lists)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..errors import first_line
+from ..sizes import SHADOW_BLOCK, padded_length
 
-BLOCK = 128
 SMALLEST_HEAD = 16  # FlexAttention's limit
 COMPILATIONS = 64
 """Maximum number of compilations. Lengths are rounded up to powers of two to need few: each takes seconds."""
@@ -50,7 +50,7 @@ class Shadow:
             return (key <= query) & (query < until_HP[head // groups, key])
 
         lists = {name: each[layer].repeat_interleave(groups, dim=0)[None] for name, each in self.lists.items()}
-        return BlockMask((self.padded, self.padded), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
+        return BlockMask((self.padded, self.padded), **lists, BLOCK_SIZE=(SHADOW_BLOCK, SHADOW_BLOCK), mask_mod=sees)
 
     def attend(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float) -> Tensor:
         """Return the attention [1, Q, N, D]. The memory for backward grows with N. Only the lists of blocks grow with N^2,
@@ -62,17 +62,12 @@ class Shadow:
             return _compiled()(q, k, v, mask, scale)[:, :, : self.tokens]
 
 
-def padded_length(tokens: int) -> int:
-    """Return the next power of two, at least one block."""
-    return max(BLOCK, 1 << (tokens - 1).bit_length())
-
-
 def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
     """Return (some, all), both bool [L, H, query block, key block]. `some` is False if no query of the block sees any key
     of the other. `all` is True if every query sees every key."""
-    blocks_LHBK = until_LHP.unflatten(-1, (-1, BLOCK))
-    first_B = torch.arange(0, until_LHP.shape[-1], BLOCK, device=until_LHP.device, dtype=until_LHP.dtype)
-    last_B = first_B + (BLOCK - 1)
+    blocks_LHBK = until_LHP.unflatten(-1, (-1, SHADOW_BLOCK))
+    first_B = torch.arange(0, until_LHP.shape[-1], SHADOW_BLOCK, device=until_LHP.device, dtype=until_LHP.dtype)
+    last_B = first_B + (SHADOW_BLOCK - 1)
     earliest, latest = (each[:, :, None] for each in (blocks_LHBK.amin(-1), blocks_LHBK.amax(-1)))
     some = (first_B <= last_B[:, None]) & (latest > first_B[:, None])
     every = (last_B <= first_B[:, None]) & (earliest > last_B[:, None])

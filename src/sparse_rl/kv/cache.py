@@ -20,10 +20,8 @@ from ..kernels.gather import keep_in_place
 from ..kernels.jit import usable
 from ..kernels.redundancy import TILE_ROWS
 from ..kernels.rows import Rows
+from ..sizes import SCRATCH_FLOOR_BYTES, SCRATCH_SHARE
 from .policies import Policy
-
-SCRATCH_SHARE = 0.05  # share of the cache for the temporaries of a compaction
-SCRATCH_FLOOR_BYTES = 16 * 2**20  # minimum, so that a cache of a few MiB is not compacted row by row
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,7 @@ from torch import Tensor
 
 from ..models.compile import fused, fuses
 from ..models.head import Head
-
-CHUNK_ELEMENTS = 2**26
-"""Maximum logits in a chunk: 256 MiB in float32, and about four times that with the tensors computed from them."""
-
-FUSED_CHUNK_ELEMENTS = 2**28
-"""Maximum logits in a chunk that is one kernel, with logits in half precision: 512 MiB, and as much again for their
-gradient. Larger chunks write the head's gradient less often."""
-
-LARGE_VOCABULARY = 16384
-"""Vocabulary size below which a chunk is cheap and not worth a compilation."""
+from ..sizes import CHUNK_ELEMENTS, FUSED_CHUNK_ELEMENTS, LARGE_VOCABULARY
 
 
 def token_logprobs(head: Head, hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Compute the bytes of a training run on a GPU, by part and by phase. The peak is the fullest phase.
 
 Sizes of weights, optimizer and cache are exact. Activations follow from what autograd keeps of a layer with compiled norms and
-MLP. The constants below were measured or read from the code.
+MLP. `sizes.py` holds the constants that the plan shares with the code.
 """
 
 # N tokens of a micro-batch, n response tokens of it, S slots; D hidden, F intermediate, V vocabulary are `dims`' own
@@ -11,26 +11,27 @@ from functools import cached_property
 
 from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
 from ..format import GIB
+from ..sizes import (
+    CHUNK_ELEMENTS,
+    FIRST_TOKENS,
+    FUSED_CHUNK_ELEMENTS,
+    LARGE_VOCABULARY,
+    MAX_AUTO_SLOTS,
+    PREFILL_TOKENS,
+    SCRATCH_FLOOR_BYTES,
+    SCRATCH_SHARE,
+    SHADOW_BLOCK,
+    STEP_LOGIT_BYTES,
+    padded_length,
+    slot_bytes,
+)
 from .dimensions import Dimensions
 
-# Copied from the code; tests/test_plan.py compares them.
-CHUNK_ELEMENTS = 2**26  # learner/logprobs.py: logits per chunk without fusion
-FUSED_CHUNK_ELEMENTS = 2**28  # learner/logprobs.py: logits per chunk in one fused kernel
-LARGE_VOCABULARY = 16384  # vocabulary from which the kernel is fused
-PREFILL_TOKENS = 8192  # rollout/engine.py
-CHUNK_STEPS = 16  # rollout/engine.py, on a GPU: spare room of a dense slot for idle steps
-FIRST_TOKENS = 64  # rollout/generation.py: rows of first tokens sampled at a time
-SHADOW_BLOCK = 128  # kernels/shadow.py
-SCRATCH_SHARE, SCRATCH_FLOOR = 0.05, 16 * 2**20  # kv/cache.py
-QUERY_POLICIES = ("rkv", "snapkv", "tova")  # policies with a ring of queries
-
-# To be measured; see docs/plan.md.
+# Constants of the plan alone. `sparse-rl bench memory` compares the whole plan with a measured peak (docs/plan.md).
 PLAIN_CHUNK_BYTES = 28
 """Bytes per element of a logits chunk that autograd differentiates (float32 logits, log-probs, exponentials, gradients)."""
 FIRST_TOKEN_BYTES = 26
 """Bytes per logit of a first token, which plain torch samples: half precision, three float32 and two float64 copies."""
-STEP_LOGIT_BYTES = 4
-"""Bytes per logit of a decode step: the logit, and the state of the sampling kernel."""
 MLP_BACKWARD = 3
 """Tensors of [N, F] that the backward pass of an MLP holds besides saved ones: gradients of the product and its factors."""
 MLP_FORWARD = 3
@@ -46,9 +47,6 @@ CONTEXT_BYTES = int(0.55 * GIB)
 """Bytes that CUDA and its libraries hold outside torch's allocator."""
 RESERVED_SHARE = 0.05
 """Share of the peak that the allocator holds and cannot use."""
-MAX_AUTO_SLOTS = 1024
-"""Upper limit of `rollout.slots = "auto"`. Matrix products reach full speed long before it; the host's work keeps growing."""
-CPU_SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -203,18 +201,6 @@ def rollouts_of_rank(config: Config) -> int:
     return -(-config.rollout.rollouts_per_step // config.ranks.count)
 
 
-def slot_bytes(dims: Dimensions, kv: KV, longest: int, size: int) -> tuple[int, int]:
-    """Return (bytes of keys and values, bytes of side tables) of one slot, as `SlotCache` allocates them."""
-    dense = kv.policy == "full"
-    capacity = longest + CHUNK_STEPS if dense else kv.capacity
-    ring = 0 if dense or (kv.policy not in QUERY_POLICIES and "." not in kv.policy) else kv.window
-    positions = dims.layers * dims.kv_heads * capacity * 4
-    return (
-        2 * dims.layers * dims.kv_width * capacity * size,
-        positions + dims.layers * dims.q_width * ring * size,
-    )
-
-
 def cache_parts(config: Config, dims: Dimensions, slots: int, longest: int) -> dict[str, int]:
     keys, beside = slot_bytes(dims, config.sampler_kv, longest, itemsize(config))
     return {"KV cache": slots * keys, "positions, queries": slots * beside}
@@ -320,10 +306,6 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
     }
 
 
-def padded_length(tokens: int) -> int:
-    return max(SHADOW_BLOCK, 1 << (tokens - 1).bit_length())
-
-
 def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
     """Return the bytes of the block lists: four lists of [heads, B, B] with their lengths.
 
@@ -360,7 +342,7 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     always = always_parts(config, dims, slots, prompt_tokens)
     scratch = 0
     if config.sampler_kv.policy != "full":
-        scratch = int(max(SCRATCH_SHARE * always["KV cache"], SCRATCH_FLOOR))
+        scratch = int(max(SCRATCH_SHARE * always["KV cache"], SCRATCH_FLOOR_BYTES))
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, slots, prompts, prompt_tokens)

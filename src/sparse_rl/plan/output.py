@@ -11,17 +11,18 @@ from rich.table import Table
 from ..config import Config
 from ..errors import UserError
 from ..format import GIB, gib
+from ..sizes import slot_bytes
 from ..terminal import Terminal
 from .dimensions import dimensions
 from .memory import (
     CONTEXT_BYTES,
     Plan,
     auto_limit,
+    itemsize,
     largest_budget,
     make_plan,
     most_slots,
     sharded,
-    slot_bytes,
     update_parts,
 )
 from .remedies import sentence
@@ -146,7 +147,7 @@ def fit_table(plan: Plan) -> Table:
         table.add_column(heading, justify="left" if heading in ("sampler", "in") else "right")
     for name, arm in arms(plan):
         longest = arm.prompt_tokens + arm.config.rollout.max_tokens
-        keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, longest, 4 if arm.config.model.dtype == "float32" else 2))
+        keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, longest, itemsize(arm.config)))
         most = most_slots(arm.config, arm.dims, arm.memory_bytes, arm.prompt_tokens, 4 * auto_limit(arm.config))
         budget = "" if name == "dense" else str(largest_budget(arm) or "none")
         free = gib(arm.free_bytes) if arm.fits else f"lacks {gib(-arm.free_bytes)}"

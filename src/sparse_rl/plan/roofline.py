@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..config import KV, SHADOW_METHODS, Config
 from ..errors import UserError
 from ..format import GIB
+from ..sizes import token_bytes
 from .dimensions import Dimensions
 from .memory import Plan, itemsize, rollouts_of_rank, sharded
 
@@ -87,7 +88,7 @@ def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> 
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)
-    return weights + slots * 2 * dims.layers * dims.kv_width * size * held / bandwidth
+    return weights + slots * token_bytes(dims, size) * held / bandwidth
 
 
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:

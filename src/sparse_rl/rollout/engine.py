@@ -14,6 +14,7 @@ from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
 from ..models.attention import eval_mode
 from ..models.support import prepare
+from ..sizes import CHUNK_STEPS, PREFILL_TOKENS
 from ..text import quoted
 from .generation import Generation
 from .rollout import Rollout
@@ -21,10 +22,6 @@ from .runner import GraphRunner, graphs_work_on
 from .scheduler import Request
 from .selfcheck import check_model
 from .stats import Progress, Stats
-
-CHUNK = {"cpu": 8, "cuda": 16}
-"""Maximum decode steps between two returns to the host, by device type. The engine takes a divisor of the interval. A
-finished slot idles until the next return."""
 
 
 class Engine:
@@ -42,7 +39,7 @@ class Engine:
         kv: KV | None = None,
         *,
         slots: int = 64,
-        prefill_tokens: int = 8192,
+        prefill_tokens: int = PREFILL_TOKENS,
         compile: bool | None = None,
     ):
         self.kv = KV() if kv is None else kv
@@ -64,7 +61,7 @@ class Engine:
             model.set_attn_implementation(before)
             raise
         device = self.limits.shape.device
-        self.chunk = CHUNK.get(device.type, CHUNK["cpu"])
+        self.chunk = CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"])
         if self.policy.evicts:
             self.chunk = max(step for step in range(1, self.chunk + 1) if self.kv.interval % step == 0)
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile

@@ -16,6 +16,7 @@ from ..kernels.counter_rng import uniform
 from ..kv.cache import SlotCache, due
 from ..kv.policies import Policy
 from ..kv.trace import TraceRecorder
+from ..sizes import FIRST_TOKENS
 from .clock import Clock
 from .decode import SlotState
 from .prefill import PromptInSlots, prefill
@@ -31,8 +32,6 @@ ROUND = 2
 together, and the device waits for the host less often."""
 REFILL = 16
 """New sequences that enter 256 slots at a time on a GPU. A prefill of a few prompts takes as long as ten steps there."""
-FIRST_TOKENS = 64
-"""Rows of logits sampled at a time after prefill. This bounds the memory of torch's float64 sums."""
 
 
 @dataclass

@@ -7,30 +7,18 @@ from transformers import PreTrainedModel
 from ..config import Config
 from ..errors import UserError
 from ..format import gib
+from ..gpu_memory import room_bytes
 from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
-from ..plan.memory import CPU_SLOTS, MAX_AUTO_SLOTS, rollouts_of_rank
+from ..plan.memory import rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
+from ..sizes import MAX_AUTO_SLOTS
 
+CPU_SLOTS = 256
+"""Upper limit of automatic slots on a CPU. More are not faster."""
 UNPLANNED_SLOTS = 64
 """Slots of a run without a plan; the rehearsal shows whether they fit."""
-
-
-def room_bytes(device: Device) -> int:
-    """Return the bytes that torch may hold on this GPU.
-
-    This is the free memory plus the memory torch has reserved, limited to the share this process may use.
-    """
-    device = with_index(device)
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-    return int(min(free + torch.cuda.memory_reserved(device), allowed))
-
-
-def with_index(device: Device) -> Device:
-    """Return the GPU with its index, which parts of torch.cuda need; "cuda" alone is the current GPU."""
-    return device if device.index is not None else Device(device.type, torch.cuda.current_device())
 
 
 def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
@@ -48,7 +36,7 @@ def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
     """Return `rollout.slots`, or a number of slots if it is auto.
 
     On a GPU that is the plan's number: as many slots as fit, or the fewest worth trying if none fit, which the rehearsal then
-    tries. On a CPU it is at most 256, because more are not faster.
+    tries. On a CPU it is at most 256.
     """
     if config.rollout.slots != "auto":
         return config.rollout.slots
