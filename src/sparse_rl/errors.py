@@ -37,6 +37,20 @@ class StorageUnavailable(UserError):
     """Shared storage does not answer. A later attempt may succeed."""
 
 
+class PromptError(UserError):
+    """A prompt that cannot be sampled from: its name, the problem with it and the fix."""
+
+    def __init__(self, problem: str, fix: str, *, prompt: str = "The prompt", fits: int | None = None):
+        super().__init__(f"{prompt} {problem}: {fix}.")
+        self.problem, self.fix = problem, fix
+        self.fits = fits
+        """Response tokens that would fit, if a smaller number helps."""
+
+    def named(self, prompt: str, fix: str | None = None) -> "PromptError":
+        """Return the same error with the name that the user knows the prompt by, and another fix if one is given."""
+        return PromptError(self.problem, fix or self.fix, prompt=prompt, fits=self.fits)
+
+
 UNREACHABLE = "The hub cannot be reached"
 """Start of every message about an unreachable hub."""
 

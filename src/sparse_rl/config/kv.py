@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from ..errors import PromptError
 from .section import Section
 
 
@@ -38,14 +39,15 @@ class KV(Section):
             )
         return self
 
-    def no_room(self, prompt_tokens: int) -> str | None:
-        """Return the reason why a prompt of so many tokens cannot be protected, or None. It follows the prompt's name."""
+    def protection_error(self, prompt_tokens: int) -> PromptError | None:
+        """Return the error of a prompt that is too long to be protected, or None."""
         least = prompt_tokens + self.window + 1
         if self.policy == "full" or not self.protect_prompt or self.budget >= least:
             return None
-        return (
+        return PromptError(
             f"has {prompt_tokens} tokens and is protected, which leaves fewer than window + 1 = {self.window + 1} of kv.budget = "
-            f"{self.budget}: try --kv.budget {least}"
+            f"{self.budget}",
+            f"try --kv.budget {least}",
         )
 
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:

@@ -4,8 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ..errors import UserError
-from .sampling import Sampling
+from .sampling import Sampling, check_repetition
 from .section import Section
 
 MAX_DRAWS = 4
@@ -40,10 +39,7 @@ class RolloutConfig(Section):
             )
         if self.slots != "auto" and self.slots < 1:
             raise ValueError(f"rollout.slots = {self.slots} must be at least 1, or auto.")
-        try:
-            self.sampling(seed=0)  # raises if another option is wrong
-        except UserError as error:
-            raise ValueError(str(error).replace("sampling.", "rollout.")) from None
+        check_repetition("rollout.repetition", self.repetition)
         return self
 
     @property

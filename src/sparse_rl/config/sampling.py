@@ -7,6 +7,18 @@ from pydantic import Field, model_validator
 from .section import Section
 
 
+def check_repetition(option: str, value: tuple[int, int] | None) -> None:
+    """Raise ValueError if no response could match this (period, span)."""
+    if value is None:
+        return
+    period, span = value
+    if period < 1 or span <= period:
+        raise ValueError(
+            f"{option} = ({period}, {span}) finds nothing: the period must be at least 1 and the span "
+            f"longer than it. Try ({max(period, 1)}, {8 * max(period, 1)})."
+        )
+
+
 class Sampling(Section):
     """Token sampling and stopping rules of a rollout."""
 
@@ -29,13 +41,7 @@ class Sampling(Section):
 
     @model_validator(mode="after")
     def _span_holds_a_repetition(self) -> "Sampling":
-        if self.repetition is not None:
-            period, span = self.repetition
-            if period < 1 or span <= period:
-                raise ValueError(
-                    f"sampling.repetition = ({period}, {span}) finds nothing: the period must be at least 1 and the span "
-                    f"longer than it. Try ({max(period, 1)}, {8 * max(period, 1)})."
-                )
+        check_repetition("sampling.repetition", self.repetition)
         return self
 
     @property

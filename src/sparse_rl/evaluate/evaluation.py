@@ -21,7 +21,7 @@ from ..bench.record import environment
 from ..config import DataConfig, RewardConfig, Sampling
 from ..data.examples import Example, name_of
 from ..data.prompts import encoded
-from ..errors import UserError
+from ..errors import PromptError, UserError
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_bar, place
 from ..rewards.find import refuse_inside_a_reward
@@ -243,9 +243,9 @@ class Runner:
         number, longest = max(enumerate(benchmark.prompts, 1), key=lambda pair: len(pair[1]))
         try:
             self.probe.check_prompt(longest, benchmark.sampling)
-        except UserError as error:
-            sentence = str(error).replace("Prompt 0", f"Problem {number} of {source.path}")
-            raise UserError(sentence.replace("max_tokens = ", "--max-tokens ")) from None
+        except PromptError as error:
+            fix = f"--max-tokens {error.fits} fits" if error.fits else error.fix
+            raise error.named(f"Problem {number} of {source.path}", fix) from None
 
     def _benchmark(
         self, setting: Setting, source: BenchmarkSource, missing: list[int], pool: RewardPool, watch: EvalProgress

@@ -24,8 +24,10 @@ from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
 from ..kernels.jit import on
-from ..kv.cache import CacheShape, SlotCache, due, ranks
+from ..kv.cache import CacheShape, SlotCache
 from ..kv.policies import Policy, from_settings
+from ..kv.prompt_layout import nth_samples
+from ..kv.schedule import Schedule, by_length
 from ..models.attention import BoundKeys
 from ..models.stored_kv import stored_kv
 
@@ -55,7 +57,7 @@ class BoundedCache(Cache):
         """Build the cache with the settings in the sparse_rl.json beside a model's weights, in a folder or on the hub."""
         stored, remedy = stored_kv(str(path)), "give them yourself, as in BoundedCache('rkv', budget=512)"
         if not stored:
-            raise UserError(f"{path} has no KV settings, for there is no sparse_rl.json: {remedy}.")
+            raise UserError(f"{path} has no KV settings (no sparse_rl.json): {remedy}.")
         kv = KV(**stored)
         if kv.policy == "full":
             raise UserError(f"{path} was trained with a dense cache: use transformers' own DynamicCache, or {remedy}.")
@@ -76,7 +78,7 @@ class BoundedCache(Cache):
         return sum(layer.cache.kv_bytes for layer in self.layers if layer.cache is not None)
 
     def crop(self, *args, **kwargs):
-        raise UserError("A BoundedCache cannot be cropped, for what it evicted is gone: turn assisted decoding off.")
+        raise UserError("A BoundedCache cannot be cropped, because evicted tokens are gone: turn assisted decoding off.")
 
     def batch_repeat_interleave(self, repeats: int):
         raise UserError(
@@ -97,6 +99,7 @@ class BoundedLayer(CacheLayerMixin):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.kv, self.policy, self.seed, self.layer = kv, policy, seed, layer
+        self.schedule = Schedule.of(kv, policy.evicts)
         self.cache: SlotCache | None = None
         self.seen = 0
         """Columns of the batch so far, including padding."""
@@ -138,10 +141,10 @@ class BoundedLayer(CacheLayerMixin):
         for row, count in enumerate(counts):
             q, k, v = (tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
             out_BQTD[row, :, total - count :] = causal_attention(q, k, v, scale=scale)[0]
-            place = ranks([[row]], [[derive(self.seed, row)]], shape.device)
+            place = nth_samples([[row]], [[derive(self.seed, row)]], shape.device)
             self.cache.fill(0, place, q, k, v, self.kv.budget, self.policy)
         self.prompts = counts
-        self.held = [min(count, self.kv.budget) for count in counts]
+        self.held = [self.schedule.held_after_prefill(count) for count in counts]
         return out_BQTD
 
     def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float) -> Tensor:
@@ -163,13 +166,13 @@ class BoundedLayer(CacheLayerMixin):
             scale=scale,
         )
         self.entered += 1
-        if self.entered % self.kv.interval == 0:
-            self._compact()
+        self._compact()
         return out_BQD
 
     def _compact(self) -> None:
         assert self.cache is not None
-        for held, rows in due(self.held, self.kv.budget).items():
+        due = [(row, held) for row, held in enumerate(self.held) if self.schedule.is_due(self.entered, held)]
+        for held, rows in by_length(due).items():
             ends = [self.prompts[row] + self.entered for row in rows]
             seeds = [derive(self.seed, row) for row in rows]
             with on(self.cache.shape.device):

@@ -5,7 +5,7 @@ of its row. The host knows every length (the schedule is fixed), so nothing here
 """
 
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window; T tokens held, K kept
-# R rows of a tile: (layer, slot) pairs that are compacted together; P prompts, m of them that have a sample of some rank
+# R rows of a tile: (layer, slot) pairs that are compacted together; P prompts, m of them that have an n-th sample
 
 import os
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from ..kernels.redundancy import TILE_ROWS
 from ..kernels.rows import Rows
 from ..sizes import SCRATCH_FLOOR_BYTES, SCRATCH_SHARE
 from .policies import Policy
+from .prompt_layout import NthSamples, PackedPrompts
 
 
 @dataclass(frozen=True)
@@ -34,56 +35,6 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One sample of each of several prompts: the first samples, the second ones, and so on, with the slots they enter."""
-
-    rows_m: Tensor
-    """Indices of the P prompts that have a sample of this rank."""
-    slots_m: Tensor
-    seeds_P: Tensor
-    """Seed of each prompt's sample. A prompt without a sample of this rank has its last sample's seed."""
-
-
-def ranks(slots: list[list[int]], seeds: list[list[int]], device: torch.device) -> list[Rank]:
-    """Group the slots and seeds of each prompt's samples by rank."""
-    found = []
-    for number in range(max(map(len, slots))):
-        rows = [row for row, of_prompt in enumerate(slots) if len(of_prompt) > number]
-        found.append(
-            Rank(
-                torch.tensor(rows, device=device),
-                torch.tensor([slots[row][number] for row in rows], device=device),
-                torch.tensor([of_prompt[min(number, len(of_prompt) - 1)] for of_prompt in seeds], device=device),
-            )
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Prompts that fit their slots, one sample of each: the source token, slot and place of every copied token."""
-
-    source_M: Tensor
-    slots_M: Tensor
-    places_M: Tensor
-    recent_m: Tensor
-    """Indices of the copied tokens that enter the ring of queries: the last ones of each prompt."""
-    lengths: list[tuple[int, int]]
-    """(slot, tokens) of each sample."""
-
-    @classmethod
-    def of(cls, copies: list[tuple[int, int, int]], ring: int, device: torch.device) -> "Packed":
-        """Build from (start among the packed tokens, tokens, slot) of each sample."""
-        starts, counts, slots = (torch.tensor(each, device=device) for each in zip(*copies, strict=True))
-        total = sum(tokens for _, tokens, _ in copies)
-        which_M = torch.repeat_interleave(torch.arange(len(copies), device=device), counts, output_size=total)
-        places_M = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[which_M]
-        recent_m = torch.nonzero(places_M >= counts[which_M] - ring).flatten()
-        lengths = [(slot, tokens) for _, tokens, slot in copies]
-        return cls(starts[which_M] + places_M, slots[which_M], places_M, recent_m, lengths)
 
 
 def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
@@ -134,7 +85,7 @@ class SlotCache:
     def fill(
         self,
         layer: int,
-        ranks: list[Rank],
+        samples: list[NthSamples],
         queries_PQTD: Tensor,
         keys_PHTD: Tensor,
         values_PHTD: Tensor,
@@ -144,26 +95,26 @@ class SlotCache:
         """Write prompts of one length into the slots of their samples, compressed to `budget` if they are longer.
 
         Returns the dropped positions [P, H, T - budget]. The list is empty if the prompts fit. It has one tensor if all
-        samples of a prompt drop the same keys, and one per rank if the policy draws by the rollout's own seed.
+        samples of a prompt drop the same keys, and one per number of the sample if the policy draws by the rollout's own seed.
         """
         total = keys_PHTD.shape[2]
         places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)
         positions_PHT = torch.arange(total, device=keys_PHTD.device).expand(*keys_PHTD.shape[:3])
         keys, values, positions = keys_PHTD, values_PHTD, positions_PHT
         dropped = []
-        for number, rank in enumerate(ranks):
+        for number, nth in enumerate(samples):
             if policy.evicts and total > budget and (number == 0 or policy.uses_seeds):
                 kept = policy.select(
                     queries_PQTD[:, :, total - self.ring :] if self.ring else None,
                     keys_PHTD,
                     values_PHTD,
                     budget,
-                    seeds=mix(rank.seeds_P, self.first_layer + layer),
+                    seeds=mix(nth.seeds_P, self.first_layer + layer),
                     positions=positions_PHT,
                 )
                 keys, values, positions = _gather(keys_PHTD, kept), _gather(values_PHTD, kept), kept
                 dropped.append(_dropped(positions_PHT, kept))
-            held, rows_m, slots_m = keys.shape[2], rank.rows_m, rank.slots_m
+            held, rows_m, slots_m = keys.shape[2], nth.rows_m, nth.slots_m
             self.keys_LSHCD[layer, slots_m, :, :held] = keys[rows_m]
             self.values_LSHCD[layer, slots_m, :, :held] = values[rows_m]
             self.positions_LSHC[layer, slots_m, :, :held] = positions[rows_m].to(torch.int32)
@@ -173,7 +124,9 @@ class SlotCache:
                 self.queries_LSQWD[layer, slots_m[:, None], :, places_w % self.ring] = last_mwQD
         return dropped
 
-    def fill_packed(self, layer: int, packed: Packed, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> None:
+    def fill_packed(
+        self, layer: int, packed: PackedPrompts, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor
+    ) -> None:
         """Write prompts that need no compression into the slots of their samples, in one layer."""
         for stored, new in ((self.keys_LSHCD, keys_1HND), (self.values_LSHCD, values_1HND)):
             stored[layer, packed.slots_M, :, packed.places_M] = new[0, :, packed.source_M].transpose(0, 1)
@@ -182,7 +135,7 @@ class SlotCache:
             last_mQD = queries_1QND[0, :, packed.source_M[packed.recent_m]].transpose(0, 1)
             self.queries_LSQWD[layer, slots_m, :, places_m % self.ring] = last_mQD
 
-    def place_packed(self, packed: Packed) -> None:
+    def place_packed(self, packed: PackedPrompts) -> None:
         """Write the positions and lengths of packed prompts, after all layers are filled."""
         self.positions_LSHC[:, packed.slots_M, :, packed.places_M] = packed.places_M[:, None, None].to(torch.int32)
         slots, tokens = zip(*packed.lengths, strict=True)
@@ -294,16 +247,6 @@ class SlotCache:
 def _rows(tensor_LSx: Tensor) -> Tensor:
     """Flatten layers and slots into one dimension."""
     return tensor_LSx.flatten(0, 1)
-
-
-def due(held: list[int], budget: int) -> dict[int, list[int]]:
-    """Return the slots that hold more than the budget, by number of held tokens. Slots of one length are compacted
-    together."""
-    found: dict[int, list[int]] = {}
-    for slot, tokens in enumerate(held):
-        if tokens > budget:
-            found.setdefault(tokens, []).append(slot)
-    return found
 
 
 def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:

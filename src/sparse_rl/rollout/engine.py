@@ -2,24 +2,23 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..config import KV, WORTH_COMPILING, Sampling
 from ..errors import UserError
-from ..kernels.counter_rng import derive_all
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
+from ..kv.schedule import Schedule
 from ..models.attention import eval_mode
 from ..models.support import prepare
 from ..sizes import CHUNK_STEPS, PREFILL_TOKENS
 from ..text import quoted
 from .generation import Generation
+from .request import Request, RequestLimits
 from .rollout import Rollout
 from .runner import GraphRunner, graphs_work_on
-from .scheduler import Request
 from .selfcheck import check_model
 from .stats import Progress, Stats
 
@@ -61,9 +60,9 @@ class Engine:
             model.set_attn_implementation(before)
             raise
         device = self.limits.shape.device
-        self.chunk = CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"])
-        if self.policy.evicts:
-            self.chunk = max(step for step in range(1, self.chunk + 1) if self.kv.interval % step == 0)
+        self.request_limits = RequestLimits(self.limits, self.kv, self.policy.evicts, prefill_tokens)
+        self.schedule = Schedule.of(self.kv, self.policy.evicts)
+        self.chunk = self.schedule.steps_between_checks(CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"]))
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
@@ -94,28 +93,20 @@ class Engine:
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
             raise UserError("The model's dtype or device changed since the engine was built: build a new Engine.")
-        prompts = self._checked(prompts, samples, sampling, seeds, limits, allow_beyond_context)
-        requests: list[Request] = []
-        if seeds is None:
-            seeds = derive_all(sampling.seed, len(prompts), samples)
-        for group, prompt in enumerate(prompts):
-            for _ in range(samples):
-                index = len(requests)
-                limit = sampling.max_tokens if limits is None else min(limits[index], sampling.max_tokens)
-                requests.append(Request(index, group, prompt, seeds[index], limit))
+        requests = self.request_limits.requests(prompts, samples, sampling, seeds, limits, allow_beyond_context)
 
         def more() -> list[Request]:
             group = take() if take is not None else None
             return [] if group is None else requests[group * samples : (group + 1) * samples]
 
         if not self.policy.evicts:
-            self._grow(max(map(len, prompts)) + sampling.max_tokens + self.chunk)
+            self._grow(max(len(request.prompt) for request in requests) + sampling.max_tokens + self.chunk)
         assert self.cache is not None
         generation = Generation(
             self.model,
             self.cache,
             self.policy,
-            self.kv,
+            self.schedule,
             sampling,
             requests,
             stop=frozenset(sampling.stop if sampling.stop is not None else self._model_stop_ids()),
@@ -142,15 +133,12 @@ class Engine:
             self._grow(tokens + self.chunk)
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise the error that `generate` would raise for this prompt, before any work starts."""
-        self._checked([prompt], 1, sampling, None, None, False)
+        """Raise the PromptError that `generate` would raise for this prompt, before any work starts."""
+        self.request_limits.check_prompt(prompt, sampling)
 
     def most_prompt_tokens(self, sampling: Sampling) -> int:
         """Return the number of tokens up to which `check_prompt` accepts a prompt."""
-        rooms = [room - sampling.max_tokens for room in (self.limits.sliding_window, self.limits.context) if room is not None]
-        if self.kv.protect_prompt and self.policy.evicts:
-            rooms.append(self.kv.budget - self.kv.window - 1)
-        return min([self.prefill_tokens, *rooms])
+        return self.request_limits.most_prompt_tokens(sampling)
 
     def _graphs(self) -> GraphRunner | None:
         """Return the graph runner, rebuilt if the cache or the weights have moved."""
@@ -177,58 +165,5 @@ class Engine:
             ids = self.model.config.get_text_config().eos_token_id
         ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
         if not all(type(token) is int for token in ids):
-            raise UserError(f"The model's eos_token_id = {quoted(ids)} is no token id: fix its generation_config.json.")
+            raise UserError(f"The model's eos_token_id = {quoted(ids)} is not a token id: fix its generation_config.json.")
         return ids
-
-    def _checked(self, prompts, samples, sampling, seeds, limits, allow_beyond_context) -> list[list[int]]:
-        """Check the request and return its prompts as lists. Raises before any work starts."""
-        prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
-        if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
-            raise UserError("Prompts are lists of token ids: encode text with the model's tokenizer first.")
-        if len(prompts) == 0 or samples < 1:
-            raise UserError(f"There is nothing to sample: {len(prompts)} prompts with {samples} samples each.")
-        if seeds is not None and (len(seeds) != len(prompts) * samples or not all(0 <= seed < 2**63 for seed in seeds)):
-            raise UserError(
-                f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: "
-                "give one per rollout, from 0 to 2**63 - 1."
-            )
-        if limits is not None and (len(limits) != len(prompts) * samples or min(limits) < 1):
-            raise UserError(
-                f"{len(limits)} limits do not fit {len(prompts)} prompts with {samples} samples each: give one of at least 1 per rollout."
-            )
-        for number, prompt in enumerate(prompts):
-            self._check_prompt(number, prompt, sampling, allow_beyond_context)
-        return [list(prompt) for prompt in prompts]
-
-    def _check_prompt(self, number: int, prompt: Sequence[int], sampling: Sampling, allow_beyond_context: bool) -> None:
-        limits, kv, tokens = self.limits, self.kv, len(prompt)
-        if not tokens:
-            raise UserError(f"Prompt {number} is empty: give it at least one token, such as the model's BOS.")
-        ids = np.asarray(prompt)
-        if ids.ndim != 1:
-            raise UserError(f"Prompt {number} is nested: give one flat list of token ids for each prompt.")
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= limits.vocab:
-            wrong = (token for token in prompt if type(token) is not int or not 0 <= token < limits.vocab)
-            token = next(wrong, prompt[0])
-            raise UserError(
-                f"Prompt {number} has token id {token}, outside the vocabulary of {limits.vocab}: "
-                "encode it with this model's tokenizer."
-            )
-        room = [(limits.sliding_window, "sliding attention window, beyond which its layers forget on their own,")]
-        if limits.hard or not allow_beyond_context:
-            room.append((limits.context, "context"))
-        for limit, name in room:
-            if limit is not None and tokens + sampling.max_tokens > limit:
-                fits = limit - tokens
-                remedy = f"max_tokens = {fits} fits" if fits > 0 else "shorten the prompt"
-                raise UserError(
-                    f"Prompt {number} has {tokens} tokens and with max_tokens = {sampling.max_tokens} "
-                    f"passes the model's {name} of {limit}: {remedy}."
-                )
-        if tokens > self.prefill_tokens:
-            raise UserError(
-                f"Prompt {number} has {tokens} tokens, more than pass through the model at once: "
-                f"build the engine with prefill_tokens = {tokens} or more."
-            )
-        if self.policy.evicts and (why := kv.no_room(tokens)):
-            raise UserError(f"Prompt {number} {why}.")

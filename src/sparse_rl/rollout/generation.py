@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import KV, Sampling
+from ..config import Sampling
 from ..errors import UserError, notice
 from ..kernels.counter_rng import uniform
-from ..kv.cache import SlotCache, due
+from ..kv.cache import SlotCache
 from ..kv.policies import Policy
+from ..kv.schedule import Schedule, by_length
 from ..kv.trace import TraceRecorder
 from ..sizes import FIRST_TOKENS
 from .clock import Clock
 from .decode import SlotState
 from .prefill import PromptInSlots, prefill
 from .repetition import RepetitionGuard
+from .request import Request
 from .rollout import Rollout
 from .runner import EagerRunner, GraphRunner, NotCapturable, StepRunner, TakenSteps
 from .sampling import sample
-from .scheduler import Request, Scheduler, Sequence
+from .scheduler import Scheduler, Sequence
 from .stats import Progress, Stats
 
 ROUND = 2
@@ -51,7 +53,7 @@ class Generation:
         model: PreTrainedModel,
         cache: SlotCache,
         policy: Policy,
-        kv: KV,
+        schedule: Schedule,
         sampling: Sampling,
         requests: list[Request],
         *,
@@ -63,7 +65,8 @@ class Generation:
         more: Callable[[], list[Request]] | None = None,
         graphs: GraphRunner | None = None,
     ):
-        self.model, self.cache, self.policy, self.kv, self.sampling = model, cache, policy, kv, sampling
+        self.model, self.cache, self.policy = model, cache, policy
+        self.schedule, self.sampling = schedule, sampling
         self.chunk, self.prefill_tokens, self.record, self.progress = chunk, prefill_tokens, record, progress
         self.runner: StepRunner = graphs or EagerRunner(model, cache)
         self.stop = np.array(sorted(stop))
@@ -76,7 +79,7 @@ class Generation:
         self.finished = 0
         self.steps_together = 0  # steps since all slots were last empty
         self.stash: Stash | None = None
-        self.unsettled: list[tuple[list[tuple[Sequence, int]], Tensor]] = []
+        self.pending_drops: list[tuple[list[tuple[Sequence, int]], Tensor]] = []
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
 
@@ -126,12 +129,12 @@ class Generation:
                 prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group]))
         self.stash = None if prompts else self.stash
         if prompts:
-            first_logits, gone = prefill(self.model, self.cache, self.policy, self.kv, prompts)
-            for prompt, logits_V, of_samples in zip(prompts, first_logits, gone, strict=True):
+            first_logits, dropped_of = prefill(self.model, self.cache, self.policy, self.schedule, prompts)
+            for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
             self._count_prefill(prompts)
-            self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], gone[-1][0])
+            self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
         self._start(requests, torch.stack(logits), dropped)
 
     def _count_prefill(self, prompts: list[PromptInSlots]) -> None:
@@ -146,14 +149,11 @@ class Generation:
         waiting = self.scheduler.waiting
         if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):
             return
-        held = self._held_after_prefill(prompt.prompt)
+        held = self.schedule.held_after_prefill(len(prompt.prompt))
         cache = SlotCache(self.cache.shape, 1, held, self.cache.ring)
         cache.copy_slot(self.cache, prompt.slots[0], 0, held)
         self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
-
-    def _held_after_prefill(self, prompt: list[int]) -> int:
-        return min(len(prompt), self.kv.budget) if self.policy.evicts else len(prompt)
 
     def _start(self, requests: list[Request], logits_nV: Tensor, dropped: list[Tensor | None]) -> None:
         """Sample the first tokens from the prompts' last logits and make each request a sequence in its slot."""
@@ -168,15 +168,17 @@ class Generation:
         tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
         token_rows, logprob_rows = TakenSteps(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
         stops = self._first_stops(token_rows, logprob_rows, [True] * len(requests))
-        for request, row, logprob_row, stop_at, gone in zip(requests, token_rows, logprob_rows, stops, dropped, strict=True):
-            held = self._held_after_prefill(request.prompt)
-            sequence = Sequence(request, held, TraceRecorder(len(request.prompt), self.kv.interval), kv_peak=held)
+        for request, row, logprob_row, stop_at, dropped_LHN in zip(
+            requests, token_rows, logprob_rows, stops, dropped, strict=True
+        ):
+            held = self.schedule.held_after_prefill(len(request.prompt))
+            sequence = Sequence(request, held, TraceRecorder(len(request.prompt), self.schedule.interval), kv_peak=held)
             if self.sampling.repetition is not None:
                 sequence.guard = RepetitionGuard(*self.sampling.repetition)
-            if gone is not None:
+            if dropped_LHN is not None:
                 self.stats.compactions += 1
                 if self.record:
-                    sequence.trace.record(0, gone[:, None].cpu())
+                    sequence.trace.record(0, dropped_LHN[:, None].cpu())
             self._take(sequence, row, logprob_row, stop_at)
             self.scheduler.active.append(sequence)
 
@@ -222,7 +224,7 @@ class Generation:
             or max(sequence.held for sequence in active) + steps + more > self.cache.capacity
         ):
             return False
-        if self.policy.evicts and any(self._is_due(sequence, steps) for sequence in active):
+        if any(self.schedule.is_due(sequence.entered + steps, sequence.held + steps) for sequence in active):
             return False
         if (self.steps_together + steps) % (ROUND * self.chunk):
             return True
@@ -231,13 +233,9 @@ class Generation:
             return not self.scheduler.worth_a_prefill(ended)
         return 2 * ended < len(active)
 
-    def _is_due(self, sequence: Sequence, steps: int = 0) -> bool:
-        """Return whether the sequence is due for compaction after `steps` more tokens have entered."""
-        return (sequence.entered + steps) % self.kv.interval == 0 and sequence.held + steps > self.kv.budget
-
     def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> None:
         """Add the sampled tokens to their sequences and to the statistics."""
-        self._settle()
+        self._record_drops()
         active = self.scheduler.active
         held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
         running = [sequence.finish is None for sequence in active]  # the others ended in the last chunk and idled
@@ -296,37 +294,37 @@ class Generation:
     # Compaction
 
     def _compact(self) -> None:
-        """Compact every sequence that holds more than the budget and has had a multiple of `interval` tokens enter."""
-        if not self.policy.evicts:
-            return
+        """Compact the sequences that are due."""
         active = self.scheduler.active
-        full_intervals = [sequence.held if self._is_due(sequence) else 0 for sequence in active]
-        for held, slots in due(full_intervals, self.kv.budget).items():
-            ripe = [active[slot] for slot in slots]
+        due = [(slot, each.held) for slot, each in enumerate(active) if self.schedule.is_due(each.entered, each.held)]
+        for held, slots in by_length(due).items():
+            sequences = [active[slot] for slot in slots]
             dropped_LnHN = self.cache.compact(
                 slots,
                 held,
-                self.kv.budget,
+                self.schedule.budget,
                 self.policy,
-                ends=[sequence.position for sequence in ripe],
-                seeds=[sequence.request.seed for sequence in ripe],
-                protected=[len(sequence.request.prompt) for sequence in ripe] if self.kv.protect_prompt else None,
+                ends=[sequence.position for sequence in sequences],
+                seeds=[sequence.request.seed for sequence in sequences],
+                protected=[len(sequence.request.prompt) for sequence in sequences] if self.schedule.protect_prompt else None,
             )
-            for sequence in ripe:
-                sequence.held = self.kv.budget
+            for sequence in sequences:
+                sequence.held = self.schedule.budget
             if self.record:
-                furthest = max(sequence.position for sequence in ripe)
+                furthest = max(sequence.position for sequence in sequences)
                 dropped_LnHN = dropped_LnHN.short() if furthest <= torch.iinfo(torch.int16).max else dropped_LnHN
-                self.unsettled.append(([(sequence, sequence.entered) for sequence in ripe], to_host_later(dropped_LnHN)))
-            self.stats.compactions += len(ripe)
+                self.pending_drops.append(
+                    ([(sequence, sequence.entered) for sequence in sequences], to_host_later(dropped_LnHN))
+                )
+            self.stats.compactions += len(sequences)
 
-    def _settle(self) -> None:
+    def _record_drops(self) -> None:
         """Record the positions that the last compactions dropped, after the device has been waited for."""
-        for sequences, pinned_LnHN in self.unsettled:
+        for sequences, pinned_LnHN in self.pending_drops:
             dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse: it is slow to allocate
             for index, (sequence, entered) in enumerate(sequences):
                 sequence.trace.record(entered, dropped_LnHN, index)
-        self.unsettled.clear()
+        self.pending_drops.clear()
 
     def _report(self) -> None:
         if self.progress is not None:

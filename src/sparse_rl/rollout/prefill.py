@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import KV
 from ..kernels.attention import causal_attention, packed_causal_attention
-from ..kv.cache import Packed, Rank, SlotCache, ranks
+from ..kv.cache import SlotCache
 from ..kv.policies import Policy
+from ..kv.prompt_layout import NthSamples, PackedPrompts, nth_samples
+from ..kv.schedule import Schedule
 from ..models.attention import run
 
 
@@ -35,7 +36,7 @@ class PrefillRow:
 
     start: int
     stop: int
-    ranks: list[Rank]
+    samples: list[NthSamples]
     dropped: list[list[Tensor]] = field(default_factory=list)
     """Positions that `SlotCache.fill` dropped in each layer, if the prompts are longer than the budget."""
 
@@ -43,11 +44,11 @@ class PrefillRow:
         """Return the dropped positions [L, H, dropped] of one sample, or None if its prompt fitted the budget."""
         if not self.dropped or not self.dropped[0]:
             return None
-        return torch.stack([by_rank[min(sample, len(by_rank) - 1)][prompt] for by_rank in self.dropped])
+        return torch.stack([of_layer[min(sample, len(of_layer) - 1)][prompt] for of_layer in self.dropped])
 
 
 def prefill(
-    model: PreTrainedModel, cache: SlotCache, policy: Policy, kv: KV, prompts: list[PromptInSlots]
+    model: PreTrainedModel, cache: SlotCache, policy: Policy, schedule: Schedule, prompts: list[PromptInSlots]
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
     """Fill the slots. Return the logits [prompts, V] of the first response tokens, and the dropped positions of each sample
     of each prompt."""
@@ -57,26 +58,24 @@ def prefill(
     dropped: list[list[Tensor | None]] = [[] for _ in prompts]
     members = []
     start = 0
-    copies: list[
-        list[tuple[int, int, int]]
-    ] = []  # by rank (first samples, second ones, …): (start among the tokens, tokens, slot)
+    copies: list[list[tuple[int, int, int]]] = []  # of the n-th samples: (start among the packed tokens, tokens, slot)
     for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
         numbers = list(group)
-        for index, n in enumerate(numbers if length <= kv.budget or not policy.evicts else ()):
+        for index, n in enumerate(() if schedule.compresses_prompt(length) else numbers):
             for number, slot in enumerate(prompts[n].slots):
                 copies += [[]] if number == len(copies) else []
                 copies[number].append((start + index * length, length, slot))
-        placed = ranks([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
+        placed = nth_samples([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
         rows.append(PrefillRow(start, start + length * len(numbers), placed))
         members.append(numbers)
         start = rows[-1].stop
     tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
     positions = torch.tensor([[at for number in order for at in range(len(prompts[number].prompt))]], device=device)
     ends = torch.tensor([len(prompts[number].prompt) for number in order], device=device).cumsum(0)
-    packed = [Packed.of(of_rank, cache.ring, device) for of_rank in copies]
+    packed = [PackedPrompts.of(of_nth, cache.ring, device) for of_nth in copies]
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
     longest = len(prompts[order[-1]].prompt)
-    view = PrefillView(cache, policy, kv, rows, packed, cu_seqlens, longest)
+    view = PrefillView(cache, policy, schedule, rows, packed, cu_seqlens, longest)
     logits = run(model, tokens, positions, view, keep=ends - 1)[0]
     for each in packed:
         cache.place_packed(each)
@@ -94,13 +93,13 @@ class PrefillView:
         self,
         cache: SlotCache,
         policy: Policy,
-        kv: KV,
+        schedule: Schedule,
         rows: list[PrefillRow],
-        packed: list[Packed],
+        packed: list[PackedPrompts],
         cu_seqlens: Tensor,
         longest: int,
     ):
-        self.cache, self.policy, self.kv, self.rows, self.packed = cache, policy, kv, rows, packed
+        self.cache, self.policy, self.schedule, self.rows, self.packed = cache, policy, schedule, rows, packed
         self.cu_seqlens, self.longest = cu_seqlens, longest
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
@@ -109,9 +108,9 @@ class PrefillView:
             self.cache.fill_packed(layer, packed, *new)
         outputs = []
         for row in self.rows:
-            q, k, v = (unpack(tensor, row, len(row.ranks[0].rows_m)) for tensor in new)
-            if self.policy.evicts and q.shape[2] > self.kv.budget:
-                row.dropped.append(self.cache.fill(layer, row.ranks, q, k, v, self.kv.budget, self.policy))
+            q, k, v = (unpack(tensor, row, len(row.samples[0].rows_m)) for tensor in new)
+            if self.schedule.compresses_prompt(q.shape[2]):
+                row.dropped.append(self.cache.fill(layer, row.samples, q, k, v, self.schedule.budget, self.policy))
             if not q.is_cuda:
                 outputs.append(causal_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)[None])
         if queries_1QND.is_cuda:

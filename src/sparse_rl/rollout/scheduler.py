@@ -12,18 +12,8 @@ import numpy as np
 
 from ..kv.trace import TraceRecorder
 from .repetition import RepetitionGuard
+from .request import Request
 from .rollout import Finish
-
-
-@dataclass(frozen=True)
-class Request:
-    index: int
-    """Index in the result."""
-    group: int
-    """Index of the prompt. Requests of one group are prefilled together."""
-    prompt: list[int]
-    seed: int
-    max_tokens: int
 
 
 @dataclass

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..config import KV
 from ..errors import UserError, first_line
 from ..kernels.attention import packed_causal_attention
 from ..kv.cache import CacheShape, SlotCache
 from ..kv.policies import get
+from ..kv.schedule import DENSE
 from ..models.attention import eval_mode, run
 from ..models.head import hidden_states
 from ..models.reduced import ROWS, reduced
@@ -161,7 +161,7 @@ def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int
     sequence per step."""
     cache = SlotCache(shape, len(sequences), max(map(len, sequences)))
     prompts = [PromptInSlots(tokens[: _prompt(tokens)], [slot], [0]) for slot, tokens in enumerate(sequences)]
-    logits_SV, _ = prefill(model, cache, get("full"), KV(policy="full"), prompts)
+    logits_SV, _ = prefill(model, cache, get("full"), DENSE, prompts)
     rows = [logits_SV]
     lengths = torch.tensor([len(prompt.prompt) for prompt in prompts], device=model.device)
     rest = torch.tensor([tokens[_prompt(tokens) :] for tokens in sequences], device=model.device)

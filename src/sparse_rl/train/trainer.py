@@ -8,7 +8,7 @@ import torch
 
 from ..config import Config
 from ..data.order import Order
-from ..errors import RankLost, StorageUnavailable, UserError
+from ..errors import PromptError, RankLost, StorageUnavailable, UserError
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..models.export import write_model
@@ -239,13 +239,13 @@ class Trainer:
         sampling = self.config.rollout.sampling(self.config.seed)
         try:
             self.engine.check_prompt(longest, sampling)
-        except UserError as error:
-            text = str(error).replace("Prompt 0", f"Problem {(places[at] if places else at) + 1} of {source}")
+        except PromptError as error:
+            fix = error.fix
             most = self.engine.most_prompt_tokens(sampling)
             if places and min(map(len, prompts)) <= most < len(longest):
                 longer = f"{sum(len(prompt) > most for prompt in prompts):,} of {len(prompts):,} problems"
-                text = f"{text.removesuffix('.')}, or leave {longer} out with --data.max-prompt-tokens {most}."
-            raise UserError(text) from None
+                fix = f"{fix}, or leave {longer} out with --data.max-prompt-tokens {most}"
+            raise error.named(f"Problem {(places[at] if places else at) + 1} of {source}", fix) from None
         return longest
 
     # Evaluation, logs, checkpoints

@@ -1,0 +1,58 @@
+"""Where prefilled prompts go: the slots of their samples, and the place of each token in its slot."""
+
+# P prompts, m of them that have an n-th sample, M copied tokens
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NthSamples:
+    """The n-th sample of each of several prompts, and the slots they enter."""
+
+    rows_m: Tensor
+    """Indices of the P prompts that have an n-th sample."""
+    slots_m: Tensor
+    seeds_P: Tensor
+    """Seed of each prompt's sample. A prompt with fewer samples has its last sample's seed."""
+
+
+def nth_samples(slots: list[list[int]], seeds: list[list[int]], device: torch.device) -> list[NthSamples]:
+    """Group the slots and seeds of each prompt's samples: the first samples, the second ones, and so on."""
+    found = []
+    for number in range(max(map(len, slots))):
+        rows = [row for row, of_prompt in enumerate(slots) if len(of_prompt) > number]
+        found.append(
+            NthSamples(
+                torch.tensor(rows, device=device),
+                torch.tensor([slots[row][number] for row in rows], device=device),
+                torch.tensor([of_prompt[min(number, len(of_prompt) - 1)] for of_prompt in seeds], device=device),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class PackedPrompts:
+    """Prompts that fit their slots, one sample of each: the source token, slot and place of every copied token."""
+
+    source_M: Tensor
+    slots_M: Tensor
+    places_M: Tensor
+    recent_m: Tensor
+    """Indices of the copied tokens that enter the ring of queries: the last ones of each prompt."""
+    lengths: list[tuple[int, int]]
+    """(slot, tokens) of each sample."""
+
+    @classmethod
+    def of(cls, copies: list[tuple[int, int, int]], ring: int, device: torch.device) -> "PackedPrompts":
+        """Build from (start among the packed tokens, tokens, slot) of each sample."""
+        starts, counts, slots = (torch.tensor(each, device=device) for each in zip(*copies, strict=True))
+        total = sum(tokens for _, tokens, _ in copies)
+        which_M = torch.repeat_interleave(torch.arange(len(copies), device=device), counts, output_size=total)
+        places_M = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[which_M]
+        recent_m = torch.nonzero(places_M >= counts[which_M] - ring).flatten()
+        lengths = [(slot, tokens) for _, tokens, slot in copies]
+        return cls(starts[which_M] + places_M, slots[which_M], places_M, recent_m, lengths)

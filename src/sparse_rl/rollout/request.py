@@ -1,0 +1,114 @@
+"""Requests of `generate`: one per rollout, checked before any work starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..config import KV, Sampling
+from ..errors import PromptError, UserError
+from ..kernels.counter_rng import derive_all
+from ..models.support import AttentionLimits
+
+
+@dataclass(frozen=True)
+class Request:
+    index: int
+    """Index in the result."""
+    group: int
+    """Index of the prompt. Requests of one group are prefilled together."""
+    prompt: list[int]
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits on requests, from the model, the cache and the engine."""
+
+    model: AttentionLimits
+    kv: KV
+    evicts: bool
+    prefill_tokens: int
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        sampling: Sampling,
+        seeds: Sequence[int] | None,
+        limits: Sequence[int] | None,
+        allow_beyond_context: bool,
+    ) -> list[Request]:
+        """Return the checked requests, all samples of a prompt together."""
+        prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
+        if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
+            raise UserError("Prompts are lists of token ids: encode text with the model's tokenizer first.")
+        if len(prompts) == 0 or samples < 1:
+            raise UserError(f"There is nothing to sample: {len(prompts)} prompts with {samples} samples each.")
+        if seeds is not None and (len(seeds) != len(prompts) * samples or not all(0 <= seed < 2**63 for seed in seeds)):
+            raise UserError(
+                f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: "
+                "give one per rollout, from 0 to 2**63 - 1."
+            )
+        if limits is not None and (len(limits) != len(prompts) * samples or min(limits) < 1):
+            raise UserError(
+                f"{len(limits)} limits do not fit {len(prompts)} prompts with {samples} samples each: give one of at least 1 per rollout."
+            )
+        for number, prompt in enumerate(prompts):
+            self.check_prompt(prompt, sampling, allow_beyond_context, name=f"Prompt {number}")
+        if seeds is None:
+            seeds = derive_all(sampling.seed, len(prompts), samples)
+        if limits is None:
+            limits = [sampling.max_tokens] * len(seeds)
+        lists = [list(prompt) for prompt in prompts]
+        return [
+            Request(index, index // samples, lists[index // samples], seed, min(limit, sampling.max_tokens))
+            for index, (seed, limit) in enumerate(zip(seeds, limits, strict=True))
+        ]
+
+    def check_prompt(
+        self, prompt: Sequence[int], sampling: Sampling, allow_beyond_context: bool = False, name: str = "The prompt"
+    ) -> None:
+        """Raise PromptError if the prompt is not one of this model, or leaves no room for a response."""
+        model, tokens = self.model, len(prompt)
+        if not tokens:
+            raise PromptError("is empty", "give it at least one token, such as the model's BOS", prompt=name)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1:
+            raise PromptError("is nested", "give one flat list of token ids for each prompt", prompt=name)
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= model.vocab:
+            wrong = (token for token in prompt if type(token) is not int or not 0 <= token < model.vocab)
+            raise PromptError(
+                f"has token id {next(wrong, prompt[0])}, outside the vocabulary of {model.vocab}",
+                "encode it with this model's tokenizer",
+                prompt=name,
+            )
+        rooms = [(model.sliding_window, "sliding attention window")]
+        if model.hard or not allow_beyond_context:
+            rooms.append((model.context, "context"))
+        for limit, what in rooms:
+            if limit is not None and tokens + sampling.max_tokens > limit:
+                fits = limit - tokens if limit > tokens else None
+                raise PromptError(
+                    f"has {tokens} tokens and with max_tokens = {sampling.max_tokens} passes the model's {what} of {limit}",
+                    f"max_tokens = {fits} fits" if fits else "shorten the prompt",
+                    prompt=name,
+                    fits=fits,
+                )
+        if tokens > self.prefill_tokens:
+            raise PromptError(
+                f"has {tokens} tokens, more than one prefill takes ({self.prefill_tokens})",
+                f"build the engine with prefill_tokens = {tokens} or more",
+                prompt=name,
+            )
+        if self.evicts and (error := self.kv.protection_error(tokens)):
+            raise error.named(name)
+
+    def most_prompt_tokens(self, sampling: Sampling) -> int:
+        """Return the number of tokens up to which `check_prompt` accepts a prompt."""
+        rooms = [room - sampling.max_tokens for room in (self.model.sliding_window, self.model.context) if room is not None]
+        if self.kv.protect_prompt and self.evicts:
+            rooms.append(self.kv.budget - self.kv.window - 1)
+        return min([self.prefill_tokens, *rooms])
