@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Sampling
 from ..data.examples import Example
 from ..kernels.counter_rng import derive_all
-from ..rewards.pool import RewardPool, rollout_columns
+from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
+from ..rollout.graded import sample_and_grade
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
 from .statistics import NOTHING, Estimate, mean_interval, pass_at_k, t_interval
@@ -114,38 +115,38 @@ def run(
     numbers = range(len(benchmark.examples)) if problems is None else problems
     samples, sampling = benchmark.samples, benchmark.sampling
     seeds = derive_all(sampling.seed, len(benchmark.examples), samples)
-    rollouts = engine.generate(
+    result = sample_and_grade(
+        engine,
+        tokenizer,
+        pool,
+        [benchmark.examples[number] for number in numbers],
         [benchmark.prompts[number] for number in numbers],
         samples,
         sampling,
         seeds=[seeds[number * samples + sample] for number in numbers for sample in range(samples)],
-        record=record and engine.policy.evicts,
+        record=record,
         progress=progress,
     )
-    texts = tokenizer.batch_decode([rollout.response for rollout in rollouts], skip_special_tokens=True)
-    places = [(number, sample) for number in numbers for sample in range(samples)]
-    examples = [benchmark.examples[number] for number, _ in places]
-    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    graded = pool.grade([example.prompt for example in examples], texts, columns | rollout_columns(rollouts, tokenizer))
     done = [
         EvalSample(
-            number,
-            sample,
-            reward,
-            len(rollout.response),
-            rollout.finish,
-            rollout.finish != "stop" and ends_in_repetition(rollout.response),
-            rollout.kv_peak,
-            text,
-            example.columns.get("id"),
+            problem=numbers[place // samples],
+            sample=place % samples,
+            reward=reward,
+            tokens=len(rollout.response),
+            finish=rollout.finish,
+            repeats=rollout.finish != "stop" and ends_in_repetition(rollout.response),
+            kv_peak=rollout.kv_peak,
+            text=text,
+            id=benchmark.examples[numbers[place // samples]].columns.get("id"),
             prompt_tokens=len(rollout.prompt),
         )
-        for (number, sample), example, rollout, text, reward in zip(
-            places, examples, rollouts, texts, graded.values, strict=True
+        for place, rollout, text, reward in zip(
+            result.places, result.rollouts, result.texts, result.graded.values, strict=True
         )
     ]
+    graded = result.graded
     cost = Cost(graded.no_verdict, graded.timeouts, graded.errors, graded.first_error)
-    return EvalChunk(done, cost + cost_of(engine.stats, engine), rollouts)
+    return EvalChunk(done, cost + cost_of(engine.stats, engine), result.rollouts)
 
 
 def cost_of(stats: Stats, engine: Engine) -> Cost:

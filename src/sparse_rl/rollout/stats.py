@@ -36,7 +36,7 @@ class Stats:
     dense_peak_tokens: int = 0
     """Most tokens that a dense cache would have held at one moment, over all sequences."""
 
-    def beside(self, other: "Stats") -> "Stats":
+    def merged_with(self, other: "Stats") -> "Stats":
         """Combine the statistics of two engines that ran at the same time: counts add up, times and memory take the larger."""
         mine, theirs = vars(self), vars(other)
         return Stats(**{name: max(mine[name], theirs[name]) if name in LARGER else mine[name] + theirs[name] for name in mine})

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,9 @@ from ..data.examples import Example
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
 from ..learner.losses import get as get_loss
-from ..rewards.pool import Graded, RewardPool, rollout_columns
+from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
+from ..rollout.graded import sample_and_grade
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
@@ -119,21 +119,6 @@ class RolloutBatch:
         return sum(self.counts[name] for name in FAILURES)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The rollouts and grades of one rank in a draw."""
-
-    places: list[int]
-    rollouts: list[Rollout]
-    texts: list[str]
-    graded: Graded
-    stats: Stats
-    grade_s: float
-
-    def without_traces(self) -> "Part":
-        return replace(self, rollouts=[replace(rollout, trace=None) for rollout in self.rollouts])
-
-
 class RolloutSampler:
     """Sampler of prompts, in the order of the data, and of graded responses. The same cursor gives the same groups."""
 
@@ -179,31 +164,21 @@ class RolloutSampler:
         config, per_prompt = self.config, self.config.rollout.samples_per_prompt
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
-        take, taken = self._shared(chosen)
-        rollouts = self.engine.generate(
+        examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
+        part = sample_and_grade(
+            self.engine,
+            self.tokenizer,
+            self.pool,
+            [self.examples[index] for index in chosen],
             [self.prompts[index] for index in chosen],
             per_prompt,
             config.rollout.sampling(config.seed),
             seeds=seeds,
             limits=None if self.limits is None else self.limits(seeds),
-            record=self.engine.policy.evicts,
-            take=take,
+            record=True,
+            take=self._work_queue(chosen),
             progress=progress,
         )
-        started = time.perf_counter()
-        places = [
-            place * per_prompt + sample
-            for place in (range(count) if take is None else sorted(taken))
-            for sample in range(per_prompt)
-        ]
-        texts = self.tokenizer.batch_decode([rollout.response for rollout in rollouts], skip_special_tokens=True)
-        examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
-        mine = [examples[place] for place in places]
-        columns = {name: [example.columns[name] for example in mine] for name in examples[0].columns}
-        graded = self.pool.grade(
-            [example.prompt for example in mine], texts, columns | rollout_columns(rollouts, self.tokenizer)
-        )
-        part = Part(places, rollouts, texts, graded, self.engine.stats, time.perf_counter() - started)
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
         samples: list[GradedRollout] = [None] * len(examples)  # type: ignore[list-item]
@@ -216,7 +191,7 @@ class RolloutSampler:
             for name, values in each.graded.parts.items():
                 batch.parts.setdefault(name, []).extend(value for value in values if value is not None)
         batch.groups += self._with_advantages(samples)
-        batch.stats.append(functools.reduce(Stats.beside, (each.stats for each in parts)))
+        batch.stats.append(functools.reduce(Stats.merged_with, (each.stats for each in parts)))
         batch.grade_s += max(each.grade_s for each in parts)
         took = [each.stats.seconds + each.grade_s for each in parts]
         batch.sampled_s += max(took)
@@ -232,27 +207,18 @@ class RolloutSampler:
         if len(self.mean_tokens) > KNOWN_LENGTHS:
             del self.mean_tokens[next(iter(self.mean_tokens))]
 
-    def _shared(self, chosen: list[int]) -> tuple[Callable[[], int | None] | None, list[int]]:
-        """Return (function that yields the next prompt for this rank, list of the prompts it has yielded).
+    def _work_queue(self, chosen: list[int]) -> Callable[[], int | None] | None:
+        """Return a function that yields the next prompt for this rank, or None on a single rank.
 
-        Prompts with the longest expected responses come first. On a single rank the function is None.
+        Prompts with the longest expected responses come first.
         """
-        taken: list[int] = []
         if self.world.size == 1:
-            return None, taken
+            return None
         known = self.mean_tokens
         typical = sum(known.values()) / len(known) if known else 0.0
         costs = [known.get(str(index), typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
         room = max(1, self.engine.slots // self.config.rollout.samples_per_prompt)
-        next_one = self.world.work_queue(costs, min(room, -(-len(chosen) // self.world.size)))
-
-        def take() -> int | None:
-            place = next_one()
-            if place is not None:
-                taken.append(place)
-            return place
-
-        return take, taken
+        return self.world.work_queue(costs, min(room, -(-len(chosen) // self.world.size)))
 
     def _with_advantages(self, samples: list[GradedRollout]) -> list[RolloutGroup]:
         config = self.config
