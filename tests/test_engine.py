@@ -194,7 +194,7 @@ def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, k
     engine, sampling = Engine(model, kv, slots=1, prefill_tokens=prefill), Sampling(max_tokens=100)
     most = engine.most_prompt_tokens(sampling)
     engine.check_prompt([5] * most, sampling)
-    with pytest.raises(UserError, match=f"Prompt 0 has {most + 1} tokens"):
+    with pytest.raises(UserError, match=f"The prompt has {most + 1} tokens"):
         engine.check_prompt([5] * (most + 1), sampling)
     engine.limits = replace(engine.limits, context=None, sliding_window=None)
     assert engine.most_prompt_tokens(sampling) == (min(prefill, 19) if kv.protect_prompt else prefill)

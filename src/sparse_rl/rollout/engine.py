@@ -60,7 +60,6 @@ class Engine:
             model.set_attn_implementation(before)
             raise
         device = self.limits.shape.device
-        self.request_limits = RequestLimits(self.limits, self.kv, self.policy.evicts, prefill_tokens)
         self.schedule = Schedule.of(self.kv, self.policy.evicts)
         self.chunk = self.schedule.steps_between_checks(CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"]))
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
@@ -131,6 +130,10 @@ class Engine:
         """Allocate a dense cache for sequences of this many tokens now. A sparse cache is already allocated."""
         if not self.policy.evicts:
             self._grow(tokens + self.chunk)
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        return RequestLimits(self.limits, self.kv, self.policy.evicts, self.prefill_tokens)
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise the PromptError that `generate` would raise for this prompt, before any work starts."""
