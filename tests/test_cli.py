@@ -61,6 +61,8 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
         (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),
         (["bench", "rollout", "--kv.policy", "full"], "The dense engine runs anyway"),
         (["bench", "rollout", "--json", "/no/such/folder/x.json"], "does not exist"),
+        (["train", "quickstart", "--ranks.count", "8"], "--ranks.count 8 only plans: the launcher sets the number of ranks"),
+        (["bench", "step", "tiny", "--ranks.count", "8"], "--ranks.count 8 only plans"),
         (["genrate", "tiny"], "invalid choice: 'genrate'"),
     ],
 )

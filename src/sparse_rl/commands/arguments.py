@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from ..config import recipe, recipe_names
+from ..errors import UserError
 
 LOWER = "--rollout.slots or --optimizer.tokens-per-microbatch"
 """Options to lower when memory runs out and no plan says better."""
@@ -27,3 +28,13 @@ def recipe_or_model(what: str) -> dict[str, Any]:
     """Return the values of a recipe, or those that train this model."""
     is_recipe = what in recipe_names() or what.endswith(".toml")
     return recipe(what) if is_recipe else {"model": {"path": what}}
+
+
+def refuse_rank_count(args: argparse.Namespace) -> None:
+    """Raise if the number of ranks is given as a flag to a command that runs them. A stored config.toml may hold it."""
+    given = getattr(args, "ranks.count")
+    if given is not None:
+        raise UserError(
+            f"--ranks.count {given} only plans: the launcher sets the number of ranks that run. Start them with torchrun or "
+            "--ray.workers, or use sparse-rl plan --gpus."
+        )

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..config import KV, Config, add_flags, from_flags
-from .arguments import LOWER, add_model_flags, recipe_or_model
+from .arguments import LOWER, add_model_flags, recipe_or_model, refuse_rank_count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +117,7 @@ def run_learner(args: argparse.Namespace) -> None:
 def run_memory(args: argparse.Namespace) -> None:
     from ..bench.synthetic import synthetic_config
 
+    refuse_rank_count(args)
     config = from_flags(args, Config, synthetic_config(recipe_or_model(args.what)))
     from ..bench.memory import bench
 
@@ -126,6 +127,7 @@ def run_memory(args: argparse.Namespace) -> None:
 def run_step(args: argparse.Namespace) -> None:
     from ..bench.synthetic import synthetic_config
 
+    refuse_rank_count(args)
     config = from_flags(args, Config, synthetic_config(recipe_or_model(args.what)))
     from ..bench.step import bench
 

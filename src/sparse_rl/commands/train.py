@@ -4,7 +4,7 @@ import argparse
 
 from ..config import Config, add_flags, from_flags, recipe, recipe_names
 from ..errors import UserError
-from .arguments import LOWER
+from .arguments import LOWER, refuse_rank_count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    refuse_rank_count(args)
     base = recipe(args.recipe) if args.recipe else {}
     if args.resume and not args.recipe:
         from ..train.run_folder import RunFolder

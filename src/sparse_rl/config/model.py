@@ -44,7 +44,9 @@ class RanksConfig(Section):
 
     section: ClassVar[str] = "ranks"
 
-    count: int = Field(1, ge=1, description="How many; training sets it to what the launcher has started.")
+    count: int = Field(
+        1, ge=1, description="Ranks to plan for, one GPU each (plan --gpus); a run stores the launcher's number here."
+    )
     hold_gradients: bool = Field(
         True,
         description="Sum gradients over ranks once per update; false sums per micro-batch and saves memory.",
