@@ -20,7 +20,7 @@ from ..kernels.gather import keep_in_place
 from ..kernels.jit import usable
 from ..kernels.redundancy import TILE_ROWS
 from ..kernels.rows import Rows
-from ..sizes import SCRATCH_FLOOR_BYTES, SCRATCH_SHARE
+from ..sizes import SCRATCH_FLOOR_BYTES, SCRATCH_SHARE, token_bytes
 from .policies import Policy
 from .prompt_layout import NthSamples, PackedPrompts
 
@@ -39,7 +39,7 @@ class CacheShape:
 
 def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
     """Raise if the cache is larger than the total memory. For a smaller one that does not fit, the allocator raises."""
-    needed = 2 * shape.layers * slots * shape.kv_heads * capacity * shape.head_dim * shape.dtype.itemsize
+    needed = slots * capacity * token_bytes(shape, shape.dtype.itemsize)
     if shape.device.type == "cuda":
         total, whose = torch.cuda.mem_get_info(shape.device)[1], "the GPU"
     else:
