@@ -27,14 +27,14 @@ def contents(folder):
 STARTS = {
     "samples": (
         ["--rollout.samples-per-prompt", "1"],
-        "leaves nothing to compare a reward with: it must be at least 2. Try 8.",
+        "leaves no other rollout to compare with: it must be at least 2. Try 8.",
     ),
     "updates": (
         ["--optimizer.updates-per-step", "3"],
         "but rollout.prompts_per_step = 2: lower the first or raise the second.",
     ),
     "policy": (["--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
-    "correction": (["--method", "smd", "--correction.preset", "tis"], "has nothing to correct under method = smd"),
+    "correction": (["--method", "smd", "--correction.preset", "tis"], "has no effect with method = smd"),
     "data": (["--data.train", "{world}/problem.jsonl"], "did you mean {world}/problems.jsonl?"),
     "row": (["--data.train", "{tmp}/torn.jsonl"], "{tmp}/torn.jsonl:2: this is not JSON"),
     "test data": (["--data.test", "{tmp}/torn.jsonl", "--eval.problems", "1"], "{tmp}/torn.jsonl:2: this is not JSON"),
@@ -54,16 +54,16 @@ STARTS = {
     ),
     "device": (["--model.device", "nonsense"], "Device 'nonsense' cannot be used"),
     "model": (["--model.path", "{tmp}/nowhere"], "There is no model folder"),
-    "adapter": (["--model.lora.rank", "2", "--model.lora.targets", "qq"], "fits no layer of the model: try all-linear."),
+    "adapter": (["--model.lora.rank", "2", "--model.lora.targets", "qq"], "matches no layer of the model: try all-linear."),
     "logger": (
         ["--log.to", '["tensorboard", "trackio"]'],
         "log.to = trackio needs a package: pip install 'sparse-rl[trackio]'.",
     ),
     "no answers": (
         ["--data.train", "{tmp}/bare.jsonl", "--reward.function", "exact"],
-        "{tmp}/bare.jsonl has no answer that exact could grade by, beside the problem only level",
+        "{tmp}/bare.jsonl has no answer for exact to grade by, only level",
     ),
-    "no reward": (["--reward.function", "none"], "has no reward of its own: name one with --reward.function"),
+    "no reward": (["--reward.function", "none"], "has no default reward: set --reward.function"),
     "reward": (["--reward.function", "{world}/rewards.py:sum"], "did you mean sums?"),
     "resume": (["--resume"], "There is no run in {tmp}/run to resume: leave --resume out"),
 }
@@ -89,7 +89,10 @@ def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, tmp_path, capsy
     again = arguments(world, run, *QUICK)
     assert refused(capsys, *again) == f"{run} is a run already: use --resume, --overwrite or another --run-dir."
     budget = refused(capsys, *again, "--resume", "--kv.budget", "24")
-    assert budget == f"kv.budget is 24 now and was 20 in {run}: resume with the same, or start anew with another --run-dir."
+    assert (
+        budget
+        == f"kv.budget is 24 now and was 20 in {run}: resume with the same value, or start a new run with another --run-dir."
+    )
     missing = refused(capsys, *again, "--resume", "--steps", "9", "--data.test", str(world / "problems.jsonl"))
     assert f"data.test is {world / 'problems.jsonl'} now and was not set" in missing
     assert "choose one" in refused(capsys, *again, "--resume", "--overwrite")
@@ -252,14 +255,14 @@ def test_a_damaged_checkpoint_is_named(world, tmp_path, file, size, capsys):
     sentences = [sentence, refused(capsys, "export", str(run), out)] if file == "__0_0.distcp" else [sentence]
     for each in sentences:
         assert each.startswith(f"{run / 'checkpoints/step-1'} is damaged: {file} ")
-    assert sentence.endswith("No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
+    assert sentence.endswith("No other checkpoint is intact: start again with --overwrite, or another --run-dir.")
 
 
 def test_a_checkpoint_of_an_older_version_is_named(world, tmp_path, capsys):
     run = tmp_path / "run"
     train(world, run, *QUICK, "--steps", "1")
     (run / "checkpoints/step-1/optimizer.pt").touch()
-    assert "was written by an older sparse-rl" in refused(capsys, *arguments(world, run, *QUICK, "--resume"))
+    assert "was written by an older version" in refused(capsys, *arguments(world, run, *QUICK, "--resume"))
 
 
 def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path):

@@ -59,7 +59,7 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
         (["generate", "tinny", "1+1="], "did you mean tiny?"),
         (["generate", "tiny", ""], "A prompt is empty"),
         (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),
-        (["bench", "rollout", "--kv.policy", "full"], "The dense engine runs anyway"),
+        (["bench", "rollout", "--kv.policy", "full"], "kv.policy = full is the dense engine"),
         (["bench", "rollout", "--json", "/no/such/folder/x.json"], "does not exist"),
         (["train", "quickstart", "--ranks.count", "8"], "--ranks.count 8 only plans: the launcher sets the number of ranks"),
         (["bench", "step", "tiny", "--ranks.count", "8"], "--ranks.count 8 only plans"),
@@ -93,7 +93,7 @@ def test_a_full_gpu_is_not_a_device_that_cannot_be_used(arguments, lower, capsys
     with pytest.raises(SystemExit) as end:
         main(arguments)
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err == f"sparse-rl: The GPU's memory ran out: {lower}, or take a smaller model.\n"
+    assert end.value.code == 2 and err == f"sparse-rl: The GPU's memory ran out: {lower}, or use a smaller model.\n"
 
 
 def test_an_unexpected_error_is_one_sentence_with_a_log_file(monkeypatch, tmp_path, capsys):

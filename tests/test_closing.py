@@ -106,7 +106,7 @@ def test_a_data_file_that_is_missing_is_what_is_told(tmp_path, monkeypatch, caps
 
 
 def test_fewer_problems_than_a_step_takes_are_remarked_on(world, tmp_path, capsys):
-    remark = "has 8 problems and a step takes rollout.prompts_per_step = 9: it samples some of them more than once."
+    remark = "has 8 problems, fewer than rollout.prompts_per_step = 9: a step samples some of them more than once."
     flags = ["--method", "dense", "--rollout.max-tokens", "2", "--steps", "1", "--rollout.prompts-per-step"]
     for count, dry in (("9", ["--dry-run"]), ("8", ["--dry-run"]), ("9", [])):
         main(arguments(world, tmp_path / "run", *flags, count, *dry))

@@ -202,7 +202,7 @@ def test_metrics_that_cannot_be_read_are_told_and_left_out(whole, tmp_path, caps
     resume(run)
     out = capsys.readouterr().out
     assert "metrics.jsonl: 5 of its lines cannot be read, and are dropped." in out
-    assert "metrics.jsonl has no line of 1 steps (1)" in out
+    assert "metrics.jsonl lacks 1 steps (1)" in out
     assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 2, 3, 4]
 
 
@@ -230,7 +230,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_no_loss(whole, tmp_path, capsys)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     resume(run)
-    assert "There is no checkpoint to continue from: the run starts again at step 0." in capsys.readouterr().out
+    assert "There is no checkpoint to continue from: the run restarts at step 0." in capsys.readouterr().out
     assert (run / "checkpoints/damaged-step-1/manifest.json").exists()
     assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]
 

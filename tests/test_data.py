@@ -84,7 +84,7 @@ def test_nothing_is_said_where_nothing_is_left_out(path):
 
 
 def test_a_file_whose_answers_are_all_empty_is_refused(path):
-    with pytest.raises(UserError, match="no problem that can be graded, answer is empty in all 2 rows"):
+    with pytest.raises(UserError, match="no problem that can be graded: answer is empty in all 2 rows"):
         load_rows(path, {"prompt": "a", "answer": ""}, {"prompt": "b", "answer": None})
 
 
@@ -158,7 +158,7 @@ def test_a_row_without_the_others_prompt_is_refused(path):
 
 @pytest.mark.parametrize("text", ["", "\n \n", "\ufeff"])
 def test_an_empty_file_is_refused(path, text):
-    with pytest.raises(UserError, match="data.jsonl holds no problems"):
+    with pytest.raises(UserError, match="data.jsonl has no problems"):
         load_text(path, text)
 
 

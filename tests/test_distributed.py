@@ -221,14 +221,14 @@ def test_half_precision_on_two_ranks_begins_as_on_one(world, tmp_path):
 
 def test_prompts_that_do_not_divide_are_refused_with_a_number_that_does(world, tmp_path):
     sentence = refused(tmp_path, "-m", "sparse_rl", *arguments(world, tmp_path / "run", "--rollout.prompts-per-step", "3"))
-    assert "3 does not divide into whole groups for 2 ranks: try --rollout.prompts-per-step 4." in sentence
+    assert "3 is not divisible by 2 ranks: try --rollout.prompts-per-step 4." in sentence
     assert not (tmp_path / "run").exists()
 
 
 def test_more_ranks_than_gpus_are_refused():
     assert gpu_of(3, 4) == 3
     with pytest.raises(
-        UserError, match=r"has 4 GPUs and at least 5 ranks: start at most one for each, with --nproc-per-node 4\."
+        UserError, match=r"has 4 GPUs and at least 5 ranks: start at most one per GPU, with --nproc-per-node 4\."
     ):
         gpu_of(4, 4)
 

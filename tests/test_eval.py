@@ -476,7 +476,7 @@ def test_data_without_answers_are_refused_before_anything_is_sampled(eval_world,
     problems.write_text('{"prompt": "1:22+33=", "level": 3}\n')
     flags = arguments(eval_world, tmp_path / "out", "--benchmarks", problems, "--reward.function", "exact")
     sentence = refused(capsys, "eval", *map(str, flags))
-    assert "has no answer that exact could grade by, beside the problem only level: name its column with" in sentence
+    assert "has no answer for exact to grade by, only level: name its column with" in sentence
     assert not (tmp_path / "out").exists()
 
 

@@ -176,7 +176,7 @@ def test_a_folder_without_settings_for_a_cache_is_refused(tmp_path, stored, sent
         (["{runs}", "{out}"], "is not a run folder (no config.toml): pass a run folder, such as {runs}/full."),
         (["{runs}/nowhere", "{out}"], "is not a run"),
         (["{runs}/full", "{out}", "--step", "7"], "has no checkpoint of step 7: there are 1, 2."),
-        (["{runs}/full", "{out}", "--merge"], "nothing to merge: the run trained every weight; leave --merge out."),
+        (["{runs}/full", "{out}", "--merge"], "no adapter to merge: leave --merge out."),
         (["{runs}/full", "{runs}/full"], "exists and is not empty: name another folder."),
         (["{runs}/full", "/proc/nowhere"], "could not be written"),
     ],

@@ -117,7 +117,7 @@ def test_a_process_of_another_machine_holds_it_while_it_shows_life(tmp_path, flo
     mine.acquire()
     assert json.loads((tmp_path / "lock").read_text())["token"] == mine.holder.token
     mine.release()
-    assert "gave no sign of life; this run takes over" in capsys.readouterr().err
+    assert "heartbeat stopped; this run takes over" in capsys.readouterr().err
 
 
 def test_a_start_of_the_same_launch_takes_over_at_once(tmp_path, capsys):
@@ -125,7 +125,7 @@ def test_a_start_of_the_same_launch_takes_over_at_once(tmp_path, capsys):
     mine = RunLock(tmp_path, "job 7")
     mine.acquire()
     mine.release()
-    assert "sign of life" not in capsys.readouterr().err
+    assert "heartbeat" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["socket.gethostname", "_boot", "_namespace", "_ticks"])
@@ -211,7 +211,7 @@ def test_a_run_that_a_killed_start_was_to_replace_is_read_as_it_was(world, tmp_p
     backup.set_aside(run)
     (run / "config.toml").write_text("seed = 5")
     main(["export", str(run), str(tmp_path / "model")])
-    assert "the run before it is back" in capsys.readouterr().err
+    assert "the previous run is restored" in capsys.readouterr().err
     assert not [*run.glob(".replaced*")] and checkpoint.steps_in(run / "checkpoints") == [1]
 
 

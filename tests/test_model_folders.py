@@ -75,7 +75,7 @@ def test_the_base_of_an_adapter_is_looked_at_like_any_model(folder, tmp_path):
 
     check_model_folder(str(adapter_of(str(folder), tmp_path / "good")))
     check_model_folder(str(adapter_of("Qwen/Qwen2.5-0.5B", tmp_path / "of-the-hub")))
-    assert "base_model_name_or_path is None and names no model" in told(None, "none")
+    assert "base_model_name_or_path = None is not a model" in told(None, "none")
     start = f"The base model of the adapter {tmp_path / 'missing'} cannot be used: There is no model folder"
     assert told("./nope", "missing").startswith(start)
     assert "is an adapter itself" in told(str(tmp_path / "good"), "chain")
@@ -147,7 +147,7 @@ def test_what_a_chat_template_is_told_reaches_every_command(capsys, folder, tmp_
 
 
 def test_what_is_ours_to_tell_a_template_is_refused():
-    with pytest.raises(UserError, match=r"data.chat_template_kwargs names messages, which is set by sparse-rl"):
+    with pytest.raises(UserError, match=r"data.chat_template_kwargs sets messages, which sparse-rl sets itself"):
         DataConfig(chat_template_kwargs={"messages": []})
 
 

@@ -406,7 +406,7 @@ def test_embeddings_that_the_original_ties_are_tied_again_from_the_finer_copy(tm
 def test_a_gguf_file_is_converted_once(tmp_path, cache, small_llama, monkeypatch, capsys):
     path = write_gguf(tmp_path / "small.gguf", small_llama(True))
     first = load_model(path, dtype="float32", device="cpu")
-    assert "converted to safetensors once" in capsys.readouterr().err
+    assert "to safetensors once" in capsys.readouterr().err
     (folder,) = cache.glob("sparse-rl/gguf/small-*")
     assert [part.name for part in folder.iterdir()] == ["model"] and (folder / "model/model.safetensors").is_file()
     monkeypatch.setattr(gguf_files, "_write_model", None)
@@ -437,7 +437,7 @@ def test_gguf_files_that_cannot_be_read_right_are_refused(tmp_path, cache, small
         load_model(write_gguf(tmp_path / "scaled.gguf", small_llama(True), freqs=True))
     assert not list(cache.glob("sparse-rl/gguf/*/*"))  # nothing half-written
     monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(UserError, match=r"needs gguf to be read: pip install 'sparse-rl\[gguf\]'"):
+    with pytest.raises(UserError, match=r"Reading a GGUF file needs gguf: pip install 'sparse-rl\[gguf\]'"):
         load_model(path)
 
 

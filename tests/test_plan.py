@@ -406,7 +406,7 @@ def test_an_unknown_model_is_told_what_it_lacks(tmp_path, capsys):
     path = folder_with(tmp_path, **lacking)
     assert refused(capsys, "plan", path) == f"{path} cannot be planned: its config.json lacks num_hidden_layers."
     folder_with(tmp_path, **(known | {"model_type": "mamba"}))
-    assert f"{path} is mamba, whose layers the plan does not know" in refused(capsys, "plan", path)
+    assert f"{path} is mamba, which plan does not support" in refused(capsys, "plan", path)
     (tmp_path / "config.json").write_text("{")
     assert "config.json is damaged: it is not JSON" in refused(capsys, "plan", path)
     (tmp_path / "config.json").unlink()
@@ -447,7 +447,7 @@ def test_bench_step_measures_every_phase(tmp_path, capsys):
 
 def test_bench_memory_needs_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "sparse-rl plan computes the same" in refused(capsys, "bench", "memory", "0.5B")
+    assert "use sparse-rl plan, which computes the same" in refused(capsys, "bench", "memory", "0.5B")
     assert "leave it out" in refused(capsys, "bench", "step", "0.5B", "--memory-cap", "22GiB")
 
 
@@ -527,7 +527,7 @@ def test_more_gpus_take_less_time_and_move_more():
 def test_a_model_too_large_for_one_gpu_is_refused():
     config = Config(model={"path": "72B", "dtype": "bfloat16"}, rollout={"prompts_per_step": 64}, ranks={"count": 64})
     with pytest.raises(
-        UserError, match="72B has 135.4 GiB of weights and the GPU 80.0 GiB: the model is too large for one GPU"
+        UserError, match="72B has 135.4 GiB of weights, but the GPU has 80.0 GiB: the model is too large for one GPU"
     ):
         refuse_too_large(config, 80 * GIB)
     refuse_too_large(config, 160 * GIB)

@@ -87,4 +87,4 @@ def test_a_busy_cluster_is_named():
 def test_a_comparison_is_not_for_ray(world, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*arguments(world, tmp_path / "run", *STEPS), "--ray.workers", "2", "--compare", '["dense", "naive"]'])
-    assert "with --ray.workers name one --method" in capsys.readouterr().err
+    assert "pass one --method with --ray.workers" in capsys.readouterr().err

@@ -292,7 +292,7 @@ def test_a_sampler_that_was_crippled_from_the_start_is_said_with_figures(tmp_pat
     [
         (0.5, 1.0, "because the rewards of each group were equal; try a lower optimizer.lr, from"),
         (0.0, 1.0, "because the rewards of each group were equal; try easier or harder problems"),
-        (0.5, 0.2, "because all that could teach was rejected, or was not finite; try a larger kv.budget"),
+        (0.5, 0.2, "because all rollouts with a signal were rejected or not finite; try a larger kv.budget"),
     ],
 )
 def test_updates_that_were_skipped_are_said_with_since_when_and_what_to_try(first, equal, words, tmp_path):

@@ -204,7 +204,7 @@ def test_other_problems_are_refused_and_other_rewards_are_told(world, tmp_path, 
     data.write_text("".join(rows[:5]))
     assert f"{data} has 5 problems now and had 8 at step 2" in refused(capsys, *again)
     data.write_text("".join(reversed(rows)))
-    assert f"The prompts of {data} are not those of step 2" in refused(capsys, *again)
+    assert f"The prompts of {data} differ from those of step 2" in refused(capsys, *again)
     data.write_text("".join(rows))
     capsys.readouterr()
     train(world, run, *flags, "--steps", "3", "--resume", reward="distinct")
@@ -217,7 +217,7 @@ def test_other_problems_are_refused_and_other_rewards_are_told(world, tmp_path, 
     assert best == 1 and (state["best_step"], state["best_value"]) == (2, metrics(run)[3]["reward/mean"])
     data.write_text("".join(rows).replace('"1"}', '"2"}'))
     train(world, run, *flags, "--steps", "4", "--resume", reward="distinct")
-    assert f"The answers of {data} or their columns are not those of step 3" in capsys.readouterr().out
+    assert f"The answers of {data} or their columns differ from those of step 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

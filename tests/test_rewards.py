@@ -366,9 +366,9 @@ def eventually(condition):
             "no module my_reward in the current folder or among the installed packages, did you mean my_rewards?",
         ),
         ("nowhere.at_all:length", "name its file"),
-        ("my_rewards.py", "names no function"),
-        ("my_rewards:", "names no function"),
-        (":length", "names no function"),
+        ("my_rewards.py", "is not a function name"),
+        ("my_rewards:", "is not a function name"),
+        (":length", "is not a function name"),
         ("my_reward.py:length", "no file my_reward.py, did you mean my_rewards.py?"),
         ("my_rewards:not_callable", "type int and cannot be called"),
         ("exat", "no exat in the built-in rewards, did you mean exact?"),
@@ -451,7 +451,7 @@ def test_exact_forgives_only_space_around_the_text(text, reward):
 def test_a_task_has_its_own_reward_and_a_file_has_none():
     assert RewardConfig().function_for("arithmetic") == "arithmetic"
     assert RewardConfig(function="exact").function_for("arithmetic") == "exact"
-    with pytest.raises(UserError, match="data.jsonl has no reward of its own: name one with --reward.function"):
+    with pytest.raises(UserError, match="data.jsonl has no default reward: set --reward.function"):
         RewardConfig().function_for("data.jsonl")
 
 
@@ -508,13 +508,13 @@ def test_a_list_of_rewards_is_told_how_to_write_a_sum():
 
 @pytest.mark.parametrize("spec", ["exact + ", "* exact", "much * exact", "nan * exact", "exact + inf * exact", " + exact"])
 def test_a_sum_that_cannot_be_read_is_refused(spec):
-    with pytest.raises(UserError, match=r"is no sum of rewards: write it like math_answer \+ 0.2"):
+    with pytest.raises(UserError, match=r"is not a sum of rewards: write it like math_answer \+ 0.2"):
         RewardPool(spec, workers=1, timeout_s=10)
 
 
 def test_a_part_that_does_not_import_is_named(folder):
     for workers in (0, 2):
-        with pytest.raises(UserError, match="reward.function = my_reward:length is not there: no module my_reward"):
+        with pytest.raises(UserError, match="reward.function = my_reward:length was not found: no module my_reward"):
             RewardPool("exact + 0.1 * my_reward:length", workers=workers, timeout_s=10)
 
 

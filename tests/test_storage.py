@@ -118,11 +118,11 @@ def test_a_run_killed_after_a_checkpoint_has_lost_no_line(world, tmp_path, bucke
         (["--run-dir", "ftp://127.0.0.1:1/run"], "ftp://127.0.0.1:1/run cannot be a run folder ("),
         (
             ["--run-dir", "s3://shared", "--overwrite"],
-            "is all of a storage and no folder in it: name one, such as s3://shared/runs",
+            "is the root of a storage, not a folder in it: name a folder, such as s3://shared/runs",
         ),
-        (["--run-dir", "s3://"], "is all of a storage and no folder in it"),
+        (["--run-dir", "s3://"], "is the root of a storage, not a folder in it"),
         (["--run-dir", "s3://shared/runs/seed[12]"], "leave *, ? and [ out of its name"),
-        (["--run-dir", "s3://shared/both", "--compare", '["dense", "naive"]'], "with --run-dir on shared storage name one"),
+        (["--run-dir", "s3://shared/both", "--compare", '["dense", "naive"]'], "on shared storage, pass one --method"),
         (["--run-dir", "s3://shared/none", "--resume"], "There is no run in s3://shared/none to resume"),
     ],
 )

@@ -117,10 +117,10 @@ def test_the_page_of_data_lists_every_task_as_it_is():
 
 
 def test_a_benchmark_is_not_trained_on_and_a_training_set_not_tested_on(tmp_path):
-    with pytest.raises(UserError, match="math500 is a benchmark and has no problems to train on: train on one of") as refused:
+    with pytest.raises(UserError, match="math500 is a benchmark without training problems: use one of") as refused:
         load("math500", "train", n=1, seed=0, dir=str(tmp_path))
     assert "simplerl-zoo-hard, gsm8k" in sentence_of(refused)
-    with pytest.raises(UserError, match="simplerl-zoo-hard holds no problems out to test on: test on one of"):
+    with pytest.raises(UserError, match="simplerl-zoo-hard has no test problems: use one of"):
         load("simplerl-zoo-hard", "test", n=1, seed=0, dir=str(tmp_path))
 
 
@@ -244,8 +244,8 @@ def test_answers_of_a_table_may_be_numbers(tmp_path):
         ("a.csv", b"prompt,answer\nx,1\n\xff,2\n", "a.csv:3: this is not UTF-8 text"),
         ("a.csv", b"text,answer\nx,1\n", "a.csv:2: there is no prompt, problem or question, only text, answer"),
         ("a.csv", b"prompt,answer\nx,1\n,2\n", "a.csv:3: prompt is empty"),
-        ("a.csv", b"prompt,answer\n", "a.csv holds no problems"),
-        ("a.csv", b"", "a.csv holds no problems"),
+        ("a.csv", b"prompt,answer\n", "a.csv has no problems"),
+        ("a.csv", b"", "a.csv has no problems"),
         ("a.parquet", b"PAR1 nonsense", "a.parquet is not a whole Parquet file"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz is not a whole gzip file"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}' * 99, mtime=0)[:-9], "a.jsonl.gz is not a whole gzip file"),
@@ -299,7 +299,7 @@ def test_train_and_its_dry_run_say_how_many_rows_they_leave_out(world, tmp_path,
         (["--data.train", "no/such.jsonl"], f"There is no task or file no/such.jsonl in {os.getcwd()}: give a task"),
         (["--data.train", "gsm8k", "--data.dir", "{tmp}"], "gsm8k is not in data.dir = {tmp}: put gsm8k-train.jsonl.gz there"),
         (["--data.train", "{tmp}/a.csv"], "{tmp}/a.csv:2: there is no prompt, problem or question, only text, answer: "),
-        (["--data.train", "minerva"], "minerva is a benchmark and has no problems to train on"),
+        (["--data.train", "minerva"], "minerva is a benchmark without training problems"),
     ],
 )
 def test_a_run_without_data_ends_in_one_sentence(world, tmp_path, capsys, flags, sentence):

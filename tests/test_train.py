@@ -342,7 +342,7 @@ def test_a_comparison_gives_the_correction_to_sparse_rl_alone():
 
 @pytest.mark.parametrize("option", [{"preset": "paper"}, {"veto": 0.1}, {"cap": 2.0, "weight": "token"}])
 def test_methods_on_the_samplers_own_view_take_no_correction(option):
-    with pytest.raises(UserError, match="nothing to correct"):
+    with pytest.raises(UserError, match="has no effect with method"):
         Config(method="smd", correction=option)
 
 
@@ -473,7 +473,7 @@ def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, 
     train(world, tmp_path / "none", *flags, "--rollout.max-tokens", "2", "--advantage.mask-truncated", "true")
     assert len(batches) == 2 and metrics(tmp_path / "none")[-1]["policy/skipped_updates"] == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "Step 1: every answer that could teach was cut off, so nothing is learned: advantage.mask_truncated leaves" in said
+    assert "Step 1: every answer with a signal was cut off, so nothing is learned: advantage.mask_truncated leaves" in said
 
 
 def test_an_evaluation_that_fails_costs_no_step(world, tmp_path, monkeypatch, capsys):
@@ -525,7 +525,7 @@ def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, 
     train(world, tmp_path / "run", "--log.to", '["tensorboard"]')
     assert metrics(tmp_path / "run")[-1]["step"] == 2 and (tmp_path / "run/checkpoints/step-2").is_dir()
     said = " ".join(capsys.readouterr().out.split())
-    assert "TensorBoard took no metrics of step 1 (ConnectionError: the network is unreachable)." in said
+    assert "TensorBoard did not log the metrics of step 1 (ConnectionError: the network is unreachable)." in said
 
 
 def test_a_budget_that_is_never_filled_is_told(world, tmp_path, capsys):

@@ -29,7 +29,7 @@ def one_line(lower: Callable[[], str]) -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             sys.exit(1)
         if whose := _memory_ran_out(error):
-            say(f"The {whose} memory ran out: lower {lower()}, or take a smaller model.")
+            say(f"The {whose} memory ran out: lower {lower()}, or use a smaller model.")
             sys.exit(2)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             say(f"{error.filename} is too long for the name of a file or a folder: give a shorter one.")

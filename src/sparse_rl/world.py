@@ -67,7 +67,7 @@ class World:
             waiting.join(0.2)  # lets this thread be interrupted, which gloo cannot
         if failed:
             raise RankLost(
-                f"{lost_rank_message(failed[0])} (ranks.timeout_s = {self.timeout.total_seconds():g}): see what that rank says."
+                f"{lost_rank_message(failed[0])} (ranks.timeout_s = {self.timeout.total_seconds():g}): see that rank's output."
             ) from failed[0]
 
     def any(self, flag: bool) -> bool:

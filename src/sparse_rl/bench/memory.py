@@ -24,7 +24,7 @@ from .synthetic import cap_memory, synthetic_trainer
 
 def bench(args: argparse.Namespace, config: Config) -> None:
     if not torch.cuda.is_available():
-        raise UserError("bench memory measures a GPU and there is none here: sparse-rl plan computes the same without one.")
+        raise UserError("bench memory needs a GPU: use sparse-rl plan, which computes the same without one.")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
     cap_memory(args.memory_cap)

@@ -66,7 +66,9 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
     if args.batch < 1 or args.prompt_tokens < 1 or args.max_tokens <= WARM_UP_TOKENS:
         raise UserError(f"batch and prompt-tokens must be at least 1, and max-tokens more than {WARM_UP_TOKENS}.")
     if kv.policy == "full":
-        raise UserError("The dense engine runs anyway: name the sparse policy to compare, such as --kv.policy rkv.")
+        raise UserError(
+            "kv.policy = full is the dense engine, which always runs: name a sparse policy, such as --kv.policy rkv."
+        )
     from_settings(kv)  # report a typo before minutes of work
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"The folder of {args.json} does not exist: make it first.")

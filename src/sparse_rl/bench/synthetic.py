@@ -96,7 +96,7 @@ def cap_memory(size: str | None) -> None:
     if size is None:
         return
     if not torch.cuda.is_available():
-        raise UserError("--memory-cap caps a GPU's memory, and there is none here: leave it out.")
+        raise UserError("--memory-cap needs a GPU: leave it out.")
     _, total = torch.cuda.mem_get_info()
     wanted = parse_size(size)
     if wanted > total:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         choices=["full", "uniform"],
         default="full",
-        help="of responses: all of max-tokens, or uniform from a sixteenth of it to all of it [full]",
+        help="response lengths: all of max-tokens, or uniform from a sixteenth of it to all of it [full]",
     )
     rollout.add_argument("--waves", type=float, default=1.0, help="rollouts for each slot [1]")
     rollout.add_argument(
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["generate", "dense", "sparse"],
         help="what to run; ratios are to the first [all]",
     )
-    rollout.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling [0]")
+    rollout.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and sampling [0]")
     rollout.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"
+        "--json", type=Path, metavar="FILE", help="also write the results, with machine and versions, to a file"
     )
     add_model_flags(rollout)
     add_flags(rollout, KV)
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         choices=["uniform", "full"],
         default="uniform",
-        help="of responses: uniform from a sixteenth of max_tokens to all of it, or all of full length [uniform]",
+        help="response lengths: uniform from a sixteenth of max_tokens to all of it, or all of full length [uniform]",
     )
     _add_bench_run(step)
 
@@ -80,12 +80,12 @@ def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="1.5B", help="a shape, a hub id, a folder or tiny [1.5B]")
     parser.add_argument("--tokens", type=int, default=4096, help="response tokens of each rollout [4096]")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="random tokens of each prompt [256]")
-    parser.add_argument("--tokens-per-microbatch", type=int, default=16384, help="in one pass, prompts included [16384]")
-    parser.add_argument("--microbatches", type=int, default=2, help="of an update [2]")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=16384, help="tokens per pass, prompts included [16384]")
+    parser.add_argument("--microbatches", type=int, default=2, help="micro-batches per update [2]")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again in backward")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and rollouts [0]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rollouts [0]")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"
+        "--json", type=Path, metavar="FILE", help="also write the results, with machine and versions, to a file"
     )
     add_model_flags(parser)
 
@@ -93,9 +93,9 @@ def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
 def _add_bench_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="MODEL_OR_RECIPE", help="a shape (0.5B, 1.5B, 3B, 7B), a folder, tiny, or a recipe")
     parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="random tokens of each prompt [256]")
-    parser.add_argument("--memory-cap", metavar="SIZE", help="let the process have no more of the GPU, such as 22GiB")
+    parser.add_argument("--memory-cap", metavar="SIZE", help="limit the GPU memory of the process, such as 22GiB")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the figures, with machine and versions, to a file"
+        "--json", type=Path, metavar="FILE", help="also write the results, with machine and versions, to a file"
     )
     parser.set_defaults(lower=LOWER)
     add_flags(parser, Config)

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run, parser=parser, lower="--slots or --max-tokens")
     parser.description = (
         "Sample benchmarks with the same seeds under several caches and compare: scores with 95 % intervals, lengths, memory. "
-        "What is done stays in --out: run the same command again and it goes on."
+        "Finished samples stay in --out: run the same command again to continue."
     )
     parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, a GGUF file, smollm2-135m or tiny")
     parser.add_argument(
@@ -27,20 +27,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="full or POLICY@BUDGET[+INTERVAL], with commas, as in full,rkv@512,snapkv@512+64; the interval is a quarter of the "
         "budget, differences are against the first [full, and what the model was trained under]",
     )
-    parser.add_argument("--samples-per-prompt", type=count, metavar="N", help="of each problem [the task's: 1, contests 32]")
+    parser.add_argument(
+        "--samples-per-prompt", type=count, metavar="N", help="rollouts per problem [the task's: 1, contests 32]"
+    )
     parser.add_argument("--pass-at", metavar="KS", help="pass@k for these k, such as 1,8,32 [powers of two up to the samples]")
     parser.add_argument(
-        "--mismatch", action="store_true", help="replay every rollout and say how far sampler and model are apart"
+        "--mismatch", action="store_true", help="replay every rollout and measure the mismatch of sampler and model"
     )
     parser.add_argument("--problems", type=count, metavar="N", help="only the first N of each benchmark [all]")
-    parser.add_argument("--max-tokens", type=count, metavar="N", help="of a response [the task's: 8192, contests 16384]")
+    parser.add_argument(
+        "--max-tokens", type=count, metavar="N", help="maximum response tokens [the task's: 8192, contests 16384]"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="divides the logits; 0 is greedy [0.8]")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw from the likeliest with this much [0.95]")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same for every cache [0]")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="sample from the smallest set of tokens with this probability [0.95]",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="base seed, the same for every cache [0]")
     parser.add_argument("--slots", type=count, metavar="N", help="rollouts at a time [what memory allows; 64 on a CPU]")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where samples and figures go [runs/eval/MODEL-…]")
-    parser.add_argument("--overwrite", action="store_true", help="start anew where --out holds an evaluation")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of samples and results [runs/eval/MODEL-…]")
+    parser.add_argument("--overwrite", action="store_true", help="delete the evaluation in --out first")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--rows", action="store_true", help="also print rows for a LaTeX table")
     add_model_flags(parser)
     add_flags(parser, KV)

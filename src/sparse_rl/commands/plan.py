@@ -15,10 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL_OR_RECIPE",
         help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe as for train",
     )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="such as 24GiB or 80GB [that of --gpu]")
-    parser.add_argument("--gpu", metavar="NAME", help="whose speed is computed with, such as 'RTX 4090' [H200]")
-    parser.add_argument("--gpus", dest="ranks.count", metavar="N", help="how many of them: the same as --ranks.count [1]")
-    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of the longest prompt [256]")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB or 80GB [that of --gpu]")
+    parser.add_argument("--gpu", metavar="NAME", help="GPU to compute speed for, such as 'RTX 4090' [H200]")
+    parser.add_argument("--gpus", dest="ranks.count", metavar="N", help="number of GPUs, the same as --ranks.count [1]")
+    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="tokens of the longest prompt [256]")
     parser.add_argument("--max-tokens", dest="rollout.max_tokens", metavar="N", help="the same as --rollout.max-tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
     add_flags(parser, Config)

@@ -6,7 +6,7 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run, parser=parser)
     parser.description = "List the shipped recipes with what they need, or show every value of one."
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="whose values are shown, as TOML")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="recipe to show as TOML")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -41,14 +41,14 @@ class CorrectionSpec:
             )
         if bounded and self.drop == "none":
             raise UserError(
-                f"correction.low = {self.low:g} and high = {self.high:g} bound nothing while correction.drop is none: "
+                f"correction.low = {self.low:g} and high = {self.high:g} have no effect with correction.drop = none: "
                 "set correction.drop to token, sequence or mean, or start from another preset."
             )
         if self.drop != "none" and not bounded:
-            raise UserError(f"correction.drop = {self.drop} does nothing without bounds: set correction.low or high.")
+            raise UserError(f"correction.drop = {self.drop} needs a bound: set correction.low or high.")
         if self.cap < math.inf and self.weight == "one":
             raise UserError(
-                f"correction.cap = {self.cap:g} caps nothing while every weight is one: set correction.weight to token, "
+                f"correction.cap = {self.cap:g} has no effect with correction.weight = one: set correction.weight to token, "
                 "sequence or mean, or start from another preset."
             )
 

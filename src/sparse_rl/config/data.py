@@ -58,7 +58,7 @@ class DataConfig(Section):
     @classmethod
     def _leaves_our_own(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(OURS & set(value)):
-            raise ValueError(f"data.chat_template_kwargs names {taken[0]}, which is set by sparse-rl: leave it out.")
+            raise ValueError(f"data.chat_template_kwargs sets {taken[0]}, which sparse-rl sets itself: leave it out.")
         return value
 
     @model_validator(mode="after")

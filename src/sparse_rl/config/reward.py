@@ -44,7 +44,6 @@ class RewardConfig(Section):
         function = self.function or TASK_REWARDS.get(source)
         if function is None:
             raise UserError(
-                f"{source} has no reward of its own: name one with --reward.function, such as math_answer, exact or "
-                "my_rewards:graded."
+                f"{source} has no default reward: set --reward.function, such as math_answer, exact or my_rewards:graded."
             )
         return function

@@ -34,7 +34,7 @@ class RolloutConfig(Section):
     def _groups_can_be_compared(self) -> "RolloutConfig":
         if self.samples_per_prompt < 2:
             raise ValueError(
-                f"rollout.samples_per_prompt = {self.samples_per_prompt} leaves nothing to compare a reward with: it must be at "
+                f"rollout.samples_per_prompt = {self.samples_per_prompt} leaves no other rollout to compare with: it must be at "
                 "least 2. Try 8."
             )
         if self.slots != "auto" and self.slots < 1:

@@ -59,7 +59,7 @@ class LogConfig(Section):
     section: ClassVar[str] = "log"
 
     rollouts_per_step: int = Field(32, ge=0, description="Rollouts stored per step, rejected ones first.")
-    traces_per_step: int = Field(2, ge=0, description="How many of those also store eviction times.")
+    traces_per_step: int = Field(2, ge=0, description="Number of those that also store eviction times.")
     to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description='Additional loggers, such as ["tensorboard"].'
     )
@@ -127,7 +127,7 @@ class Config(Section):
         if self.method in SHADOW_METHODS and options not in ({}, {"preset": "none"}):
             key, value = next(iter(options.items()))
             raise ValueError(
-                f"correction.{key} = {value} has nothing to correct under method = {self.method}, which learns on the "
+                f"correction.{key} = {value} has no effect with method = {self.method}, which trains on the "
                 "sampler's own view: leave it out."
             )
         return self

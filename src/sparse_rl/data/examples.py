@@ -135,8 +135,8 @@ def _nearest(path: Path) -> str:
 def _no_such_split(task: Task, split: Split) -> str:
     others = ", ".join(other.name for other in TASKS.values() if other.origin(split))
     if split == "train":
-        return f"{task.name} is a benchmark and has no problems to train on: train on one of {others}, or on a file."
-    return f"{task.name} holds no problems out to test on: test on one of {others}, or on a file."
+        return f"{task.name} is a benchmark without training problems: use one of {others}, or a file."
+    return f"{task.name} has no test problems: use one of {others}, or a file."
 
 
 def _file_in(dir: str, name: str, task: Task) -> str:
@@ -176,7 +176,7 @@ def _gather(
     task: Task | None = None,
 ) -> LoadedExamples:
     if not rows:
-        raise UserError(f"{source} holds no problems: give each a row, with a prompt and an answer.")
+        raise UserError(f"{source} has no problems: write one row per problem, with a prompt and an answer.")
     names = dict.fromkeys(name for row in rows for name in row.values)
     prompt_column = prompt_column or _prompt_column(rows[0])
     answer_column = answer_column or "answer"
@@ -203,7 +203,7 @@ def _gather(
             examples.append(Example(prompt, answer, {"answer": answer} | columns, template))
     if not examples:
         raise UserError(
-            f"{source} holds no problem that can be graded, {answer_column} is empty in all {len(rows)} rows: give answers, or "
+            f"{source} has no problem that can be graded: {answer_column} is empty in all {len(rows)} rows. Write answers, or "
             "leave the column out of all rows."
         )
     return LoadedExamples(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
@@ -214,8 +214,8 @@ def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | Non
     places = [place for place, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
     if not places:
         raise UserError(
-            f"Every prompt of {source} has more than data.max_prompt_tokens = {limit} tokens, the shortest "
-            f"{min(map(len, prompts))}: raise it."
+            f"Every prompt of {source} has more than data.max_prompt_tokens = {limit} tokens (the shortest has "
+            f"{min(map(len, prompts))}): raise it."
         )
     if len(places) == len(prompts):
         return places, None
@@ -228,7 +228,7 @@ def too_few(source: str, problems: int, prompts_per_step: int) -> str | None:
     if problems >= prompts_per_step:
         return None
     return (
-        f"{source} has {problems:,} problems and a step takes rollout.prompts_per_step = {prompts_per_step:,}: it samples some of them "
+        f"{source} has {problems:,} problems, fewer than rollout.prompts_per_step = {prompts_per_step:,}: a step samples some of them "
         f"more than once. Lower it to at most {problems:,}, or add problems."
     )
 

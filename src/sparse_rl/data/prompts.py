@@ -31,7 +31,7 @@ def encoded(tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example], d
     prompts = [encode(tokenizer, example, *options) for example in examples]
     if len({str(example.prompt) for example in examples}) > 1 and len(set(map(tuple, prompts))) == 1:
         raise UserError(
-            "The model's chat template makes the same prompt of every problem: it leaves the message out. Mend it, or set "
+            "The model's chat template renders every problem to the same prompt: it leaves the message out. Fix it, or set "
             "--data.raw true."
         )
     return prompts
@@ -66,7 +66,7 @@ def encode(
         messages = [*before, last | {"content": template.replace(PLACEHOLDER, last["content"])}]
     else:
         why = "data.raw is set" if raw else "the tokenizer has no chat template"
-        raise UserError(f"A prompt is a list of messages, but {why}: write prompts as texts, or name another model.")
+        raise UserError(f"A prompt is a list of messages, but {why}: write prompts as texts, or use another model.")
     try:
         with _time_limit(LIMIT_S):
             ids = tokenizer.apply_chat_template(
@@ -90,9 +90,7 @@ def encode(
 
 def _not_empty(ids: list[int]) -> list[int]:
     if not ids:
-        raise UserError(
-            "A prompt has no tokens: the tokenizer or its chat template leaves everything out. Name another model."
-        )
+        raise UserError("A prompt has no tokens: the tokenizer or its chat template drops everything. Use another model.")
     return ids
 
 
@@ -100,8 +98,8 @@ def _tell_of_missing_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     name = str(tokenizer.name_or_path).rstrip("/").rpartition("/")[2]
     if CHAT_NAMES.search(name) or CHAT_TOKENS & set(tokenizer.all_special_tokens):
         notice(
-            f"{name} looks like a chat model, but its tokenizer has no chat template: prompts go in as they are. Add "
-            "chat_template.jinja to its folder, or set --data.raw true if that is meant."
+            f"{name} looks like a chat model, but its tokenizer has no chat template: prompts are used as they are. Add "
+            "chat_template.jinja to its folder, or set --data.raw true if that is intended."
         )
 
 

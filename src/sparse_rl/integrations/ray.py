@@ -30,7 +30,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     except ImportError as error:
         raise UserError("--ray.workers needs Ray: pip install 'sparse-rl[ray]'.") from error
     if config.compare:
-        raise UserError("compare runs one method after the other in one process: with --ray.workers name one --method.")
+        raise UserError("compare does not run on Ray: pass one --method with --ray.workers.")
     settings, folder = config.ray, RunFolder(config.run_dir, writes=False)
     refuse_folders([config], config.run_dir, resume=resume, overwrite=overwrite)
     started = not ray.is_initialized()
@@ -93,14 +93,14 @@ def _connect(ray: Any, address: str | None) -> None:
 
 def check_resources(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
     """Raise if the cluster has too few resources. Ray would wait for them forever."""
-    asked = {name: count for name, count in needs.items() if count}
-    places = sum(int(min(node.get(name, 0) // count for name, count in asked.items())) for node in nodes)
+    required = {name: count for name, count in needs.items() if count}
+    places = sum(int(min(node.get(name, 0) // count for name, count in required.items())) for node in nodes)
     if places < workers:
-        each = " and ".join(f"{count:g} {name}" for name, count in asked.items())
-        there = "; ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in asked) for node in nodes)
+        each = " and ".join(f"{count:g} {name}" for name, count in required.items())
+        there = "; ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in required) for node in nodes)
         raise UserError(
             f"ray.workers = {workers} need {each} each, and the nodes of the Ray cluster ({there}) have room for {places}: add "
-            "nodes, or lower --ray.workers or what each of them takes."
+            "nodes, or lower --ray.workers or the resources per worker."
         )
 
 

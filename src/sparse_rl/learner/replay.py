@@ -42,7 +42,7 @@ def replay(
     and at least one rollout. The model runs in eval mode: no dropout, no gradient checkpointing.
     """
     if view not in ("sparse", "dense"):
-        raise UserError(f"view = {view!r} is unknown: it is 'sparse' or 'dense'.")
+        raise UserError(f"view = {view!r} is unknown: use 'sparse' or 'dense'.")
     if view == "sparse" and any(rollout.trace is None for rollout in rollouts):
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
     if temperature is not None and temperature < 0:

@@ -94,4 +94,4 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"model.lora.targets = {lora.targets!r} fits no layer of the model: try all-linear.") from error
+        raise UserError(f"model.lora.targets = {lora.targets!r} matches no layer of the model: try all-linear.") from error

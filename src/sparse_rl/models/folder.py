@@ -30,7 +30,7 @@ def refuse_missing(path: str) -> None:
     """Raise if a path does not exist here and cannot be the id of a model on the hub."""
     here = Path(path)
     if "\0" in path or not path.strip():
-        raise UserError(f"model.path = {quoted(path)} names no model: give a hub id, a folder, a GGUF file, or tiny.")
+        raise UserError(f"model.path = {quoted(path)} is not a model: give a hub id, a folder, a GGUF file, or tiny.")
     if here.exists():
         if here.is_file() and here.suffix != ".gguf":
             raise UserError(f"The model {quoted(path)} is a file: give the folder that holds its config.json, or a GGUF file.")
@@ -60,7 +60,7 @@ def _check_base(folder: Path, trust_remote_code: bool) -> None:
         )
     base = _json(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str):
-        _refuse(folder / ADAPTER, f"base_model_name_or_path is {quoted(base)} and names no model")
+        _refuse(folder / ADAPTER, f"base_model_name_or_path = {quoted(base)} is not a model")
     try:
         refuse_missing(base)
         if Path(base).is_dir():
@@ -104,7 +104,7 @@ def _config(folder: Path) -> dict[str, Any]:
     if not file.is_file() and (folder / ADAPTER).is_file():
         return {}
     if not file.exists() and not file.is_symlink():
-        raise UserError(f"The folder {folder} holds no model: it has no config.json. Give a folder that has one.")
+        raise UserError(f"{folder} is not a model folder (no config.json): give a folder that has one.")
     return _json(file)
 
 
@@ -141,7 +141,7 @@ def _refuse_unknown(folder: Path, config: dict[str, Any], trust_remote_code: boo
         return
     if own_code:
         raise UserError(
-            f"The model {folder} brings code of its own, which is not run: allow it with trust_remote_code if you trust it, or use "
+            f"The model {folder} needs its own code, which is not run: allow it with trust_remote_code if you trust it, or use "
             "another model."
         )
     raise UserError(
@@ -161,7 +161,7 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
     for key, value in _entries(config):
         if key in MOST and value is not None and (type(value) is not int or not 1 <= value <= MOST[key]):
             raise UserError(
-                f"{folder / CONFIG} has {key} = {quoted(value)}, which no model has: it is a whole number from 1 to "
+                f"{folder / CONFIG} has {key} = {quoted(value)}, out of range: it must be a whole number from 1 to "
                 f"{MOST[key]:,}. Copy or download the file again."
             )
 
@@ -180,7 +180,7 @@ def _weights(folder: Path) -> list[Path]:
             f"The model {str(folder)!r} has only pickled weights ({pickled[0]}), which may run code when they are read: save it as "
             "safetensors, in transformers with model.save_pretrained(folder)."
         )
-    raise UserError(f"The folder {folder} holds no weights: it has neither {WEIGHTS} nor {INDEX}. Copy or download it again.")
+    raise UserError(f"The folder {folder} has no weights (neither {WEIGHTS} nor {INDEX}): copy or download it again.")
 
 
 def _shards(index: Path) -> list[Path]:

@@ -69,7 +69,7 @@ def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
         return folder
     _need_packages()
     if part == "model":
-        notice(f"{path} is converted to safetensors once, which may take minutes; from then on {folder} is read.")
+        notice(f"Converting {path} to safetensors once, which may take minutes; later starts read {folder}.")
     partial = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +104,9 @@ def _source(path: str) -> tuple[Path, str]:
     except OSError as error:
         raise UserError(f"The model {path!r} could not be loaded ({error.strerror}): give the path of a GGUF file.") from error
     if magic != b"GGUF":
-        raise UserError(f"{path} is not a GGUF file, though it is named like one: give another.")
-    told = f"{FORMAT}/{file.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
-    return file, hashlib.sha256(told.encode()).hexdigest()[:16]
+        raise UserError(f"{path} is named .gguf but is not a GGUF file: give another.")
+    identity = f"{FORMAT}/{file.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
+    return file, hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def _packaged(name: str) -> tuple[Path, str]:
@@ -115,7 +115,7 @@ def _packaged(name: str) -> tuple[Path, str]:
     try:
         files = importlib.metadata.distribution(wanted.package).files or []
     except importlib.metadata.PackageNotFoundError:
-        raise MissingResource(f"The model {name} comes in a package of its own: {install}") from None
+        raise MissingResource(f"The model {name} is in a separate package: {install}") from None
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if not found or not found[0].is_file():
         raise UserError(f"The package {wanted.package} has no GGUF file: {install} --force-reinstall")
@@ -132,7 +132,7 @@ def _packaged(name: str) -> tuple[Path, str]:
 def _need_packages() -> None:
     missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingResource(f"A GGUF file needs {' and '.join(missing)} to be read: pip install 'sparse-rl[gguf]'")
+        raise MissingResource(f"Reading a GGUF file needs {' and '.join(missing)}: pip install 'sparse-rl[gguf]'")
 
 
 # Converting

@@ -70,8 +70,8 @@ def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
         names = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
         if names:
             raise UserError(
-                f"The weights of {quoted(path, 200)} {what} {listed(sorted(names), 3)}, as config.json wants them: they are damaged, "
-                "or of another model. Copy or download the folder again."
+                f"The weights of {quoted(path, 200)} {what} {listed(sorted(names), 3)}, which config.json requires: they are damaged "
+                "or belong to another model. Copy or download the folder again."
             )
 
 

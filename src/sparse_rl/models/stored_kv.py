@@ -24,7 +24,7 @@ def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
     try:
         stored = dict(json.loads(file.read_text())["kv"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} does not hold KV settings ({error}): write it anew with sparse-rl export.") from error
+        raise UserError(f"{file} does not hold KV settings ({error}): write it again with sparse-rl export.") from error
     policy = str(stored.get("policy", ""))
     if chosen_policy is None and ("." in policy or ":" in policy):
         raise UserError(

@@ -138,7 +138,7 @@ def _entropy(now: Row, past: Past, limit: float) -> str | None:
     value, start = now["policy/entropy"], past.first["policy/entropy"]
     if start <= 0 or value >= limit * start:
         return None
-    return f"policy/entropy is {value:.2g}, {value / start:.0%} of its first {start:.2g} (limit {limit:.0%}): answers become all alike"
+    return f"policy/entropy is {value:.2g}, {value / start:.0%} of its first {start:.2g} (limit {limit:.0%}): answers become alike"
 
 
 def _repetition(now: Row, past: Past, limit: float) -> str | None:
@@ -156,7 +156,7 @@ def _truncated(now: Row, past: Past, limit: float) -> str | None:
     rose = f"{cut} rose from {past.first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more)"
     if fell:
         return f"{rose} while reward/mean fell from {past.best:.3g} at its best to {now['reward/mean']:.3g}: loops or noise"
-    return f"{rose}: answers no longer end within rollout.max_tokens, and the reward has not fallen for it"
+    return f"{rose}: answers no longer end within rollout.max_tokens, and the reward has not fallen"
 
 
 def _length(now: Row, past: Past, limit: float) -> str | None:
@@ -187,14 +187,14 @@ def _rejected(now: Row, past: Past, limit: float) -> str | None:
     rate, wasted = now["sparse/rejection_rate"], now["sparse/wasted_tokens"]
     if max(rate, wasted) <= limit:
         return None
-    return f"sparse/rejection_rate is {rate:.0%} and sparse/wasted_tokens {wasted:.0%} (limit {limit:.0%}): sampled in vain"
+    return f"sparse/rejection_rate is {rate:.0%} and sparse/wasted_tokens {wasted:.0%} (limit {limit:.0%}): sampled but not learned from"
 
 
 def _zero_std_groups(now: Row, past: Past, limit: float) -> str | None:
     value = now["reward/zero_std_groups"]
     if value <= limit:
         return None
-    return f"reward/zero_std_groups is {value:.0%} (limit {limit:.0%}): groups whose rewards are all equal teach nothing"
+    return f"reward/zero_std_groups is {value:.0%} (limit {limit:.0%}): groups with equal rewards have no signal"
 
 
 def _no_verdict(now: Row, past: Past, limit: float) -> str | None:

@@ -108,7 +108,7 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
     kind = config.get("model_type") or "of no model_type"
     if kind not in PLANNED:
         raise UserError(
-            f"{name} is {kind}, whose layers the plan does not know: it counts {', '.join(PLANNED)}; train tries without a plan."
+            f"{name} is {kind}, which plan does not support: it supports {', '.join(PLANNED)}. Training runs without a plan."
         )
     needed = NEEDED if kind == "llama" else (*NEEDED, "num_key_value_heads")
     if missing := [key for key in needed if not config.get(key)]:
@@ -145,7 +145,7 @@ def read_config(path: str) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         if folder.is_dir():
-            raise UserError(f"The folder {path} cannot be planned: it lacks a config.json.")
+            raise UserError(f"The folder {path} cannot be planned: it has no config.json.")
         file = _from_hub(path)
     return checked_config(file.parent)
 
@@ -162,6 +162,6 @@ def _from_hub(path: str) -> Path:
         return Path(cached if isinstance(cached, str) else hf_hub_download(path, "config.json"))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         raise UserError(
-            f"{path} cannot be planned: its config.json is neither in the local cache nor to be had from the hub "
+            f"{path} cannot be planned: its config.json is neither in the local cache nor on the hub "
             f"({type(error).__name__}); name {shapes}."
         ) from error

@@ -80,7 +80,7 @@ def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     for path in paths:
         found, what = _runs_in(path)
         if not found:
-            notes.append(f"{printable(str(path))} {what}: name the folder of a run, or one with runs in it.")
+            notes.append(f"{printable(str(path))} {what}: pass a run folder, or a folder that holds runs.")
         runs += [each for each in found if each not in runs]
     if not runs:
         raise UserError(" ".join(notes))
@@ -93,7 +93,7 @@ def _runs_in(path: Path) -> tuple[list[Path], str]:
         if is_run(path):
             return [path], ""
         if not path.is_dir():
-            return [], "is no folder" if path.exists() else "does not exist"
+            return [], "is not a folder" if path.exists() else "does not exist"
         inside = sorted(each for each in path.iterdir() if each.is_dir() and is_run(each))
     except OSError as error:
         return [], f"cannot be read ({error.strerror})"
@@ -147,7 +147,7 @@ def _read_config(run: Run) -> None:
     try:
         run.settings = Config(**migrated_tables(stored))
     except (UserError, TypeError) as error:
-        run.notes.append(f"config.toml is of another version, or edited: {printable(first_line(error))}.")
+        run.notes.append(f"config.toml was written by another version, or edited: {printable(first_line(error))}.")
 
 
 def _read_metrics(run: Run) -> None:

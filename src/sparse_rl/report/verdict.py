@@ -259,7 +259,7 @@ def _crippled(run: Run) -> list[str]:
 def _skipped(run: Run) -> list[str]:
     idle = list(takewhile(_no_update, reversed(run.steps)))
     equal = all(row.get("reward/zero_std_groups") == 1 for row in idle)
-    why = "the rewards of each group were equal" if equal else "all that could teach was rejected, or was not finite"
+    why = "the rewards of each group were equal" if equal else "all rollouts with a signal were rejected or not finite"
     holds = {alert.name: alert for alert in check(run.rows, AlertsConfig()) if alert.ended is None}
     alert = holds.get("zero_std_groups" if equal else "no_update")
     if alert is None or len(idle) < AlertsConfig().steps:

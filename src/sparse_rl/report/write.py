@@ -24,7 +24,7 @@ def write_report(args: argparse.Namespace) -> None:
             print(printable(str(file)))
     if args.serve:
         if args.out:
-            raise UserError("--serve shows the page and writes none: leave --out or --serve out.")
+            raise UserError("--serve writes no file: leave --out or --serve out.")
         from .serve import serve
 
         serve(ReportSource(runs, budget_bytes=SERVED_BYTES), args.port)

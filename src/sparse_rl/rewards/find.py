@@ -54,16 +54,16 @@ def find(spec: str) -> Callable[..., Any]:
     where, _, name = spec.rpartition(":" if ":" in spec else ".")
     if not name or (":" in spec and not where) or spec.endswith(".py"):
         raise UserError(
-            f"reward.function = {spec} names no function: write it like my_rewards:graded or path/to/rewards.py:graded."
+            f"reward.function = {spec} is not a function name: write it like my_rewards:graded or path/to/rewards.py:graded."
         )
     if not where and name not in BUILT_IN:
         raise UserError(
-            f"reward.function = {spec} is not there: no {name} in the built-in rewards, {nearest(name, list(BUILT_IN))}"
+            f"reward.function = {spec} was not found: no {name} in the built-in rewards, {nearest(name, list(BUILT_IN))}"
         )
     module = imported(where, spec) if where else importlib.import_module(f".{BUILT_IN[name]}", __package__)
     known = public_functions(module)
     if not hasattr(module, name):
-        raise UserError(f"reward.function = {spec} is not there: no {name} in {where}, {nearest(name, known)}")
+        raise UserError(f"reward.function = {spec} was not found: no {name} in {where}, {nearest(name, known)}")
     function = getattr(module, name)
     if not callable(function):
         raise UserError(
@@ -83,7 +83,7 @@ def imported(where: str, spec: str) -> ModuleType:
         if error.name and (where == error.name or where.startswith(f"{error.name}.")):
             here = [module.name for module in pkgutil.iter_modules(["."])]
             raise UserError(
-                f"reward.function = {spec} is not there: no module {error.name} in the current folder or among the installed "
+                f"reward.function = {spec} was not found: no module {error.name} in the current folder or among the installed "
                 f"packages, {nearest(error.name, here, 'name its file, such as path/to/rewards.py:graded.')}"
             ) from None
         raise UserError(cannot_import(spec, error)) from error
@@ -97,7 +97,7 @@ def imported(where: str, spec: str) -> ModuleType:
 def from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         here = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UserError(f"reward.function = {spec} is not there: no file {path}, {nearest(path.name, here)}")
+        raise UserError(f"reward.function = {spec} was not found: no file {path}, {nearest(path.name, here)}")
     sys.path.append(str(path.parent.resolve()))  # for its imports from the same folder
     found = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)  # a file math.py must not become math
     assert found and found.loader

@@ -266,7 +266,7 @@ class GoldCheck:
 
     @property
     def sentence(self) -> str:
-        what = "the first gold" if self.gold is not None else "an empty text, for the data have no answer"
+        what = "the first gold" if self.gold is not None else "an empty text, because the data has no answer"
         return f"The reward fails on {what} ({self.fault}): fix reward.function."
 
 

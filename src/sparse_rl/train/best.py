@@ -40,7 +40,7 @@ class Best:
         value = metrics.get(self.metric)
         if value is None and missing:
             self.warn(
-                f"checkpoint.best = {self.metric} is no metric of step {state.step}: only the last checkpoints are kept."
+                f"checkpoint.best = {self.metric} is not a metric of step {state.step}: only the last checkpoints are kept."
             )
         if value is not None and math.isfinite(value) and value > state.best_value:
             state.best_step, state.best_value = step, value

@@ -36,9 +36,9 @@ STATE = "state.json"
 MOST_STATE_BYTES = 2**20
 MOST_COUNT = 2**48
 """Upper bound of any step or prompt count of a run."""
-UNVERIFIED = "The checkpoint of step {step} has no checksums, so nobody can tell whether it is as it was written."
-STARTS_AGAIN = "There is no checkpoint to continue from: the run starts again at step 0."
-UNFINISHED = "The checkpoint of step {step} was not written to its end (it has no state.json), and is not used."
+UNVERIFIED = "The checkpoint of step {step} has no checksums, so damage to it cannot be detected."
+STARTS_AGAIN = "There is no checkpoint to continue from: the run restarts at step 0."
+UNFINISHED = "The checkpoint of step {step} is incomplete (no state.json) and is not used."
 T = TypeVar("T")
 
 
@@ -82,17 +82,17 @@ class State:
         if type(self.best_value) not in (int, float) or math.isnan(self.best_value) or self.best_value == math.inf:
             raise ValueError(f"best_value is {self.best_value!r:.40}")
         if not isinstance(self.problems, dict) or not set(self.problems) <= {"count", "prompts"}:
-            raise ValueError("problems is no digest")
+            raise ValueError("problems is not a digest")
         if type(self.problems.get("count", 0)) is not int:
             raise ValueError("problems has no count")
         if not isinstance(self.config, dict):
-            raise ValueError("config is no table")
+            raise ValueError("config is not a table")
         if not isinstance(self.scored_by, dict) or not all(isinstance(each, str) for each in self.scored_by.values()):
-            raise ValueError("scored_by is no table of texts")
+            raise ValueError("scored_by is not a table of texts")
         if not isinstance(self.mean_tokens, dict) or not all(
             type(each) in (int, float) and 0 <= each < MOST_COUNT for each in self.mean_tokens.values()
         ):
-            raise ValueError("mean_tokens is no table of lengths")
+            raise ValueError("mean_tokens is not a table of lengths")
         if self.step != step or self.best_step > step:
             raise ValueError(f"it is that of step {self.step}")
 
@@ -197,7 +197,7 @@ def load_last(
         else:
             return LoadedCheckpoint(state, damaged, unfinished_after(folder, step), verified)
     if damaged:
-        raise UserError(f"{damaged[0]} No other checkpoint is sound: start again with --overwrite, or another --run-dir.")
+        raise UserError(f"{damaged[0]} No other checkpoint is intact: start again with --overwrite, or another --run-dir.")
     _agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)
     return None
 
@@ -232,8 +232,8 @@ def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = A
     state, files = examined(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
-            f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be cut for {world.size}: resume with "
-            f"{state.ranks}."
+            f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be resharded for {world.size}: resume "
+            f"with {state.ranks}."
         )
     _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, files, world)
     state.ranks = world.size
@@ -266,7 +266,7 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
             warn(f"warning: {UNVERIFIED.format(step=step)}")
         actor.sync()
         return step
-    others = "There is no other" if len(steps) == 1 else "None of the others is sound"
+    others = "There is no other" if len(steps) == 1 else "None of the others is intact"
     raise UserError(f"{damaged[0]} {others}.")
 
 
@@ -277,7 +277,7 @@ def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
     try:
         values = json.loads(content)
         if not isinstance(values, dict):
-            raise ValueError("it is no table")
+            raise ValueError("it is not a table")
         files = manifest.read_manifest(checkpoint, step) if values.pop("manifest", False) is True else None
         state = State(**values)
         state.check(step)
@@ -293,7 +293,7 @@ def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
 def examined(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, Entry] | None]:
     """Return the state and the manifest entries. Rank 0 reads the state; each rank verifies its share of the files."""
     if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
-        raise UserError(f"{checkpoint} was written by an older sparse-rl, which has to continue it: start anew with this one.")
+        raise UserError(f"{checkpoint} was written by an older version: resume with that version, or start a new run.")
     found = world.gather(_agreed(world, lambda: read_state(checkpoint) if world.is_main else None))[0]
     assert found is not None
     state, files = found

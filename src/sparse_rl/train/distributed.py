@@ -56,8 +56,8 @@ def gpu_of(local_rank: int, gpus: int) -> int:
     """Return the GPU of a rank. Each rank of a machine needs a GPU of its own."""
     if local_rank >= gpus:
         raise UserError(
-            f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} and at least {local_rank + 1} ranks: start at most one for "
-            f"each, with --nproc-per-node {gpus}."
+            f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} and at least {local_rank + 1} ranks: start at most one per "
+            f"GPU, with --nproc-per-node {gpus}."
         )
     return local_rank
 
@@ -74,7 +74,7 @@ def lost_ranks_named() -> Iterator[None]:
         if not LOST.search(str(error)):  # match the message: gloo has no exception type of its own
             raise
         raise RankLost(
-            f"Another rank was lost in the middle of a step ({first_line(error)}): see what it says; --max-restarts of "
+            f"Another rank was lost in the middle of a step ({first_line(error)}): see its output; --max-restarts of "
             "torchrun continues from the last checkpoint."
         ) from error
 
@@ -145,7 +145,7 @@ def refuse_too_large(config: Config, memory_bytes: int) -> None:
     size = 4 if config.model.dtype == "float32" else 2
     if dims.params * size > memory_bytes:
         raise UserError(
-            f"{config.model.path} has {gib(dims.params * size)} GiB of weights and the GPU {gib(memory_bytes)} GiB: {TOO_LARGE}."
+            f"{config.model.path} has {gib(dims.params * size)} GiB of weights, but the GPU has {gib(memory_bytes)} GiB: {TOO_LARGE}."
         )
 
 
@@ -167,10 +167,12 @@ def refuse_uneven_groups(world: World, config: Config) -> None:
     if prompts % world.size:
         fits = max(1, round(prompts / world.size)) * world.size
         raise UserError(
-            f"rollout.prompts_per_step = {prompts} does not divide into whole groups for {world.size} ranks: "
+            f"rollout.prompts_per_step = {prompts} is not divisible by {world.size} ranks: "
             f"try --rollout.prompts-per-step {fits}."
         )
     if torch.cuda.is_available():
         refuse_too_large(config, torch.cuda.mem_get_info()[1])
     if config.optimizer.state == "offload" and not config.model.lora.rank:
-        raise UserError("optimizer.state = offload is for one GPU: leave it out, for the state is spread over the ranks.")
+        raise UserError(
+            "optimizer.state = offload works on one GPU only: leave it out, because several ranks shard the state."
+        )

@@ -26,12 +26,12 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
     if step == "best":
         step = checkpoint.best_step(folder.checkpoints)
     if step is not None and step not in steps:
-        raise UserError(f"{run} has no checkpoint of step {step}: there are {', '.join(map(str, steps))}.")
+        raise UserError(f"{run} has no checkpoint of step {step}: choose one of {', '.join(map(str, steps))}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty: name another folder.")
     model, lora = config.model, config.model.lora
     if merge and not lora.rank:
-        raise UserError("There is nothing to merge: the run trained every weight; leave --merge out.")
+        raise UserError("The run trained every weight, so there is no adapter to merge: leave --merge out.")
     console = Terminal(soft_wrap=True, highlight=False)
     with no_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)

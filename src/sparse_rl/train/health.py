@@ -38,13 +38,13 @@ class Health:
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
             what = "no group had two different rewards"
-            why = "the problems are too easy or too hard, or the reward does not tell answers apart"
+            why = "the problems are too easy or too hard, or the reward does not distinguish answers"
             if missing := batch.failures:
                 why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
             elif cut := batch.counts["truncated"]:
                 why = f"{cut} of {len(batch.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
             elif not all(group.no_signal for group in batch.groups):
-                what = "every answer that could teach was cut off"
+                what = "every answer with a signal was cut off"
                 why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
             learned = any(each.learned for each in updates)  # from lengths, if advantage.overlong penalises them
             then = "so only their lengths are learned from" if learned else "so nothing is learned"

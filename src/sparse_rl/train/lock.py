@@ -149,7 +149,7 @@ class RunLock:
         raise self._refusal(holder)
 
     def _wait_for_heartbeat(self, holder: Holder | None) -> None:
-        notice(f"{self.run} may be in use ({holder}): waiting {EXPIRES_S:g} s for a sign of life.")
+        notice(f"{self.run} may be in use ({holder}): waiting {EXPIRES_S:g} s for a heartbeat.")
         before = self._file.read()
         ends = time.monotonic() + EXPIRES_S
         while time.monotonic() < ends:
@@ -160,7 +160,7 @@ class RunLock:
             if now != before:
                 self._file.close()
                 raise self._refusal(now[0])
-        notice(f"{self.run} was in use by {holder}, which gave no sign of life; this run takes over.")
+        notice(f"{self.run} was in use by {holder}, whose heartbeat stopped; this run takes over.")
 
     def _is_mine(self) -> bool:
         holder, _ = self._file.read()

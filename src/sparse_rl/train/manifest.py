@@ -147,7 +147,7 @@ def _size(fs: Any, path: str, checkpoint: Place, name: str) -> int:
     fs.invalidate_cache()
     info = fs.info(path)
     if info["type"] != "file":
-        raise Damaged(checkpoint, f"{name} is no file")
+        raise Damaged(checkpoint, f"{name} is not a file")
     return info["size"]
 
 

@@ -51,7 +51,7 @@ def read_index(content: bytes) -> Metadata:
     except ValueError:
         raise
     except Exception as error:  # a damaged pickle may raise any type
-        raise ValueError(f"it is no index of a checkpoint: {type(error).__name__}") from error
+        raise ValueError(f"it is not a checkpoint index: {type(error).__name__}") from error
 
 
 class _Record:
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if name not in RECORDS.get(module, ()):
-            raise ValueError(f"it names {module}.{name}"[:80] + ", which is no part of a checkpoint")
+            raise ValueError(f"it names {module}.{name}"[:80] + ", which does not belong in a checkpoint")
         return self.classes.setdefault(name, type(name, (_Record,), {}))
 
 
@@ -139,5 +139,5 @@ def _count(value: Any) -> int:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("it has names that are no text")
+        raise ValueError("it has names that are not text")
     return value

@@ -1,7 +1,7 @@
 """Decide which options may change when a run is resumed, and report the changes.
 
 A checkpoint records its training problems and the settings of its best score. A run must continue with the same problems. If
-the settings of the score differ, the best checkpoint is chosen anew.
+the settings of the score differ, the best checkpoint is chosen again.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
         if key not in NOTED_OPTIONS and not key.startswith(FREE_OPTIONS):
             raise UserError(
                 f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')} in {name}: resume with the "
-                "same, or start anew with another --run-dir."
+                "same value, or start a new run with another --run-dir."
             )
     return [Change(key, before.get(key), now.get(key)) for key in differ if key in NOTED_OPTIONS]
 
@@ -125,12 +125,12 @@ def scored_by(config: Config, examples: Sequence[Example], held_out: Sequence[Ex
 def refuse_other_problems(source: str, before: dict[str, Any], now: dict[str, Any], step: int) -> None:
     if not before or before == now:
         return
-    remedy = "Restore the file, or start anew with another --run-dir."
+    remedy = "Restore the file, or start a new run with another --run-dir."
     if before.get("count") != now["count"]:
         had = f"{now['count']:,} problems now and had {before.get('count'):,} at step {step}"
-        raise UserError(f"{source} has {had}: the run would go on with others, in another order. {remedy}")
+        raise UserError(f"{source} has {had}: the run would continue with other problems, in another order. {remedy}")
     raise UserError(
-        f"The prompts of {source} are not those of step {step}: its rows, their order or the chat template changed. {remedy}"
+        f"The prompts of {source} differ from those of step {step}: its rows, their order or the chat template changed. {remedy}"
     )
 
 
@@ -144,8 +144,8 @@ def other_score(before: dict[str, str], now: dict[str, str], step: int) -> str:
     what = f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
     if key.startswith("the answers of"):
         what = (
-            f"{key} or their columns are not those of step {step}"
+            f"{key} or their columns differ from those of step {step}"
             if key in now and key in before
-            else "the problems of the score are others"
+            else "the problems of the score changed"
         )
-    return f"{what[0].upper() + what[1:]}: scores before and after step {step} cannot be compared, and the best checkpoint is chosen anew."
+    return f"{what[0].upper() + what[1:]}: scores before and after step {step} cannot be compared, and the best checkpoint is chosen again."

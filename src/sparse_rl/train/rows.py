@@ -19,7 +19,7 @@ class StepRows:
 
 
 def read_rows(path: Path) -> StepRows:
-    """Return all valid rows of a file, which may be damaged; none if there is no file."""
+    """Return all valid rows of a file, which may be damaged; none if there is not a file."""
     if not path.exists():
         return StepRows()
     *lines, last = read_plain(path).split(b"\n")

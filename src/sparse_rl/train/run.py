@@ -64,7 +64,7 @@ def dry_run(config: Config) -> None:
             tried = try_on_gold(pool, example)
             what = f"first gold: {json.dumps(tried.gold, ensure_ascii=False)}"
             if tried.gold is None:
-                what = "there is no answer to try the reward with (--data.answer-column names its column): an empty text"
+                what = "no answer to try the reward with (set --data.answer-column): an empty text"
             console.print(f"{what}, graded {tried.fault or tried.value}", markup=False)
     from ..kv.policies import from_settings  # last, because torch takes seconds to import
     from ..models.load import load_tokenizer
@@ -144,7 +144,7 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
-            raise UserError("compare writes folders of a disk: with --run-dir on shared storage name one --method.")
+            raise UserError("compare needs a --run-dir on a disk: on shared storage, pass one --method.")
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
     for source in filter(None, (config.data.train, config.data.held_out if config.eval.problems else None)):
@@ -202,8 +202,8 @@ def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwri
         RunFolder(each.run_dir, writes=False).refuse_if_taken(resume=resume, overwrite=overwrite)
     if resume and not any(RunFolder(each.run_dir, writes=False).exists for each in configs):
         raise UserError(
-            f"There is no run in {run_dir} to resume: leave --resume out, or name its --run-dir, with the recipe "
-            "where that compares methods."
+            f"There is no run in {run_dir} to resume: leave --resume out, or pass its --run-dir, and its recipe if "
+            "that compares methods."
         )
 
 

@@ -65,7 +65,7 @@ class RunFolder:
         try:
             return Config(**self.stored_config())
         except TypeError as error:
-            raise UserError(f"{self.name}/config.toml is no configuration: fix it, or name another run.") from error
+            raise UserError(f"{self.name}/config.toml is not a configuration: fix it, or name another run.") from error
 
     @property
     def is_free(self) -> bool:
@@ -123,7 +123,7 @@ class RunFolder:
         with self.writing():
             if backup.recover(self.path):
                 notice(
-                    f"A start with --overwrite was killed before its run had begun: the run before it is back in {self.name}."
+                    f"A start with --overwrite was killed before its run began: the previous run is restored in {self.name}."
                 )
         for pattern in (".*.partial", "rollouts/.*.partial", "checkpoints/.*.removed"):
             for left in self.path.glob(pattern):
@@ -237,7 +237,7 @@ class RunFolder:
     def _refuse_if_lost(self) -> None:
         if self.lock and self.lock.lost:
             raise UserError(
-                f"{self.name} was taken over by another run, because this one gave no sign of life for too long: see its lock, "
+                f"{self.name} was taken over by another run, because this one sent no heartbeat for too long: see its lock, "
                 "and continue only one of them with --resume."
             )
 
@@ -264,7 +264,7 @@ class RunFolder:
                     warn(f"{file.name}: {found.unreadable} of its lines cannot be read, and are dropped.")
                 if file == self.metrics and (missing := missing_steps(kept, step)):
                     shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
-                    warn(f"{file.name} has no line of {len(missing)} steps ({shown}); the run goes on without them.")
+                    warn(f"{file.name} lacks {len(missing)} steps ({shown}); the run continues without them.")
             for file in self.rollouts.glob("step-*.parquet"):
                 number = file.stem.removeprefix("step-")
                 if number.isdecimal() and int(number) > step and not file.is_dir():

@@ -60,7 +60,9 @@ def opened(place: Place) -> tuple[Any, str]:
             f"{place} cannot be a run folder ({first_line(error)}): name a path or an address of fsspec."
         ) from error
     if not path.strip("/") or not (path.startswith("/") or "/" in path.strip("/")):
-        raise UserError(f"{place} is all of a storage and no folder in it: name one, such as {place.rstrip('/')}/runs/mine.")
+        raise UserError(
+            f"{place} is the root of a storage, not a folder in it: name a folder, such as {place.rstrip('/')}/runs/mine."
+        )
     if set(path) & set("*?["):  # fsspec treats them as patterns, even when it deletes
         raise UserError(f"{place} cannot be a run folder: leave *, ? and [ out of its name.")
     return fs, path
@@ -77,8 +79,8 @@ def storage_errors(place: Place, done: str) -> Iterator[None]:
         if isinstance(place, Path):
             raise
         raise StorageUnavailable(
-            f"{place} cannot be {done} ({first_line(error)}): check the storage and its credentials, and continue with "
-            "--resume where a run had begun."
+            f"{place} cannot be {done} ({first_line(error)}): check the storage and its credentials; continue with "
+            "--resume if the run had begun."
         ) from error
 
 
@@ -108,7 +110,7 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
     bytes."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
-        raise UserError(f"{path} is no file: restore it, or remove it.")
+        raise UserError(f"{path} is not a file: restore it, or remove it.")
     if info.st_size > most:
         raise UserError(f"{path} has {info.st_size:,} bytes, more than a run writes: restore it, or remove it.")
     return path.read_bytes()

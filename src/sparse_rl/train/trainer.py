@@ -107,9 +107,11 @@ class Trainer:
         self.best.saved(step)
         self.terminal.resume_at(step)
         if step > steps:
-            raise UserError(f"{self.folder.name} is at step {step} already, past steps = {steps}: raise --steps.")
+            raise UserError(f"{self.folder.name} is already at step {step}, past steps = {steps}: raise --steps.")
         for damaged in last.damaged:
-            self.terminal.warn(f"{damaged} The run goes on from step {step}; the damaged one is set aside as damaged-step-N.")
+            self.terminal.warn(
+                f"{damaged} The run continues from step {step}; the damaged checkpoint is renamed to damaged-step-N."
+            )
         for late in last.unfinished:
             self.terminal.warn(checkpoint.UNFINISHED.format(step=late))
         if not last.verified:
@@ -148,7 +150,9 @@ class Trainer:
                         with suppress(UserError):  # report the error of the evaluation
                             self._log(metrics)
                             self._save(metrics, last=last)
-                            self.terminal.note(f"The evaluation failed; step {step} is saved, and --resume goes on after it.")
+                            self.terminal.note(
+                                f"The evaluation failed; step {step} is saved, and --resume continues after it."
+                            )
                     raise
             self._log(metrics)
             self.health.end_if_broken()
@@ -260,7 +264,9 @@ class Trainer:
             try:
                 logger.log(self.state.step, finite)
             except Exception as error:  # a failing service does not end the run
-                self.terminal.warn(f"{type(logger).__name__} took no metrics of step {self.state.step} ({one_line(error)}).")
+                self.terminal.warn(
+                    f"{type(logger).__name__} did not log the metrics of step {self.state.step} ({one_line(error)})."
+                )
         self.terminal.step(self.state.step, metrics)
         if self.world.is_main:
             self.report.refresh()

@@ -274,7 +274,7 @@ function whyRejected(view) {
     return el(
       "p",
       { className: "note" },
-      "Rejected by a rule on the whole sequence, or by a ratio that is no number: no single token below the veto caused it.",
+      "Rejected by a rule on the whole sequence, or by a ratio that is not a number: no single token below the veto caused it.",
     );
   const jump = el(
     "button",
