@@ -84,8 +84,8 @@ def tells_its_pid(prompts, completions, **columns):
     return sums(prompts, completions)
 
 def kills_the_trainer(prompts, completions, **columns):
-    keeper = os.getppid()
-    with open(f"/proc/{keeper}/stat") as file:
+    supervisor = os.getppid()
+    with open(f"/proc/{supervisor}/stat") as file:
         os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
     return [0.0]
 '''

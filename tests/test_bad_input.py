@@ -50,7 +50,7 @@ STARTS = {
     "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits."),
     "max_prompt_tokens": (
         ["--data.train", "{tmp}/long.jsonl", "--data.max-prompt-tokens", "2"],
-        "Every prompt of {tmp}/long.jsonl has more than data.max_prompt_tokens = 2 tokens, the shortest",
+        "Every prompt of {tmp}/long.jsonl has more than data.max_prompt_tokens = 2 tokens (the shortest",
     ),
     "device": (["--model.device", "nonsense"], "Device 'nonsense' cannot be used"),
     "model": (["--model.path", "{tmp}/nowhere"], "There is no model folder"),

@@ -87,7 +87,7 @@ def campaign():
 
 
 def read(step):
-    _, files = checkpoint.examined(step)
+    _, files = checkpoint.checked_state(step)
     checkpoint.read_index(step, files)
 
 
@@ -182,7 +182,7 @@ def test_odd_values_of_a_state_are_refused_without_checksums_too(whole, tmp_path
     state = json.loads((step / "state.json").read_text())
     (step / "state.json").write_text(json.dumps(state | value))
     with pytest.raises(checkpoint.Damaged, match=r"state.json cannot be used \("):
-        checkpoint.examined(step)
+        checkpoint.checked_state(step)
 
 
 def test_metrics_that_cannot_be_read_are_told_and_left_out(whole, tmp_path, capsys):

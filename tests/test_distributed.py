@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from small_runs import arguments, make_world, metrics, one_package_missing, train, without_clock
 from sparse_rl.errors import UserError
 from sparse_rl.train.distributed import gpu_of
-from sparse_rl.world import World, deal
+from sparse_rl.world import World, balanced_passes
 
 STEPS = ["--steps", "5", "--rollout.prompts-per-step", "4", "--rollout.max-tokens", "24", "--checkpoint.every", "1"]
 STEPS += ["--optimizer.lr", "3e-4"]  # AdamW makes a step of this size also of a gradient that is zero but for rounding
@@ -96,7 +96,7 @@ def assert_same_weights(left: Path, right: Path, most: float = 1e-5) -> None:
 
 
 def lengths(run: Path) -> dict[str, float]:
-    """Response lengths by which groups are dealt to ranks, after the last of six steps."""
+    """Response lengths by which groups are assigned to ranks, after the last of six steps."""
     return json.loads((run / "checkpoints/step-6/state.json").read_text())["mean_tokens"]
 
 
@@ -260,13 +260,13 @@ def test_a_checkpoint_of_another_model_is_refused(world, tmp_path, capsys):
 
 def test_rows_are_dealt_evenly_and_within_the_limit():
     lengths = [100, 90, 80, 30, 30, 30, 20, 10, 5, 5]
-    dealt = deal(lengths, 2, 120)
-    assert sorted(row for rank in dealt for rows in rank for row in rows) == list(range(10))
-    assert len({len(rank) for rank in dealt}) == 1
-    assert all(sum(lengths[row] for row in rows) <= 120 for rank in dealt for rows in rank)
-    loads = [sum(lengths[row] for rows in rank for row in rows) for rank in dealt]
+    assigned = balanced_passes(lengths, 2, 120)
+    assert sorted(row for rank in assigned for rows in rank for row in rows) == list(range(10))
+    assert len({len(rank) for rank in assigned}) == 1
+    assert all(sum(lengths[row] for row in rows) <= 120 for rank in assigned for rows in rank)
+    loads = [sum(lengths[row] for rows in rank for row in rows) for rank in assigned]
     assert max(loads) - min(loads) <= 30
-    assert deal([500], 2, 120) == [[[0]], [[]]]  # longer than a pass, and nothing for the other rank
+    assert balanced_passes([500], 2, 120) == [[[0]], [[]]]  # longer than a pass, and nothing for the other rank
 
 
 def test_one_rank_takes_everything():

@@ -246,7 +246,7 @@ def eval_world(world):
 import os, signal
 
 def trainer():
-    with open(f"/proc/{{os.getppid()}}/stat") as file:  # our parent is our keeper
+    with open(f"/proc/{{os.getppid()}}/stat") as file:  # our parent is our supervisor
         return int(file.read().rpartition(")")[2].split()[1])
 
 def parity(prompts, completions, **columns):

@@ -208,7 +208,7 @@ def parsed(words: list[str]) -> Config:
 def test_a_run_that_a_killed_start_was_to_replace_is_read_as_it_was(world, tmp_path, capsys):
     run = tmp_path / "run"
     train(world, run, *QUICK, "--steps", "1")
-    backup.set_aside(run)
+    backup.move_out(run)
     (run / "config.toml").write_text("seed = 5")
     main(["export", str(run), str(tmp_path / "model")])
     assert "the previous run is restored" in capsys.readouterr().err

@@ -24,7 +24,7 @@ LAYERS = [
     {"kv"},
     {"kernels"},
     {"config", "sizes"},
-    {"errors", "format", "text", "terminal", "reading", "hub", "disk", "ending", "backup", "gpu_memory", "__init__"},
+    {"errors", "format", "text", "terminal", "reading", "hub", "disk", "exit_codes", "backup", "gpu_memory", "__init__"},
 ]
 """Top to bottom. A module imports from its own layer and from those below."""
 
@@ -39,6 +39,9 @@ RETIRED = {
     "refuse_what_does_not_divide", "right_or_wrong", "HOPEFUL_SLOTS", "SURELY", "TOLD", "UNTIL", "STAYS", "MADE_UP",
     "telling", "heard", "answering", "looks", "apart_n", "modest", "Said", "spoken", "speech", "_hear", "_deal", "_Here",
     "StopAsked", "_told", "told_if_absent", "tell_end", "torchruns", "flags_given", "ABOUT_THE_ROLLOUT", "the_one", "stays_b",
+    "rehearse", "rehearsal", "keeper", "hang_up", "print_closing", "more_than_dense", "set_aside", "bring_back", "forget_after",
+    "no_bar", "short_enough", "travelling", "was_loaded", "_go_on_from", "end_if_broken", "end_if_silent",
+    "problems_of", "answers_of", "examined", "refusal_behind", "takers", "_picture",
 }  # fmt: skip
 """Identifiers that readers of other trainers could not guess. Write RolloutSampler, has_signal, is_main, …"""
 

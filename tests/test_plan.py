@@ -33,7 +33,7 @@ from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
-from sparse_rl.train.memory import compared, dense_slots, out_of_memory, slots_of
+from sparse_rl.train.memory import dense_slots, out_of_memory, peak_line, slots_of
 
 GIB = 2**30
 SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -217,7 +217,7 @@ def test_slots_of_a_run():
     fits = planned("--optimizer.gradient-checkpointing", "--model.lora.rank", "16")
     assert fits.fits and slots_of(config, fits, cuda) == fits.slots
     assert slots_of(config, None, cuda) == 64
-    assert slots_of(config, planned(memory_gib=2), cuda) == config.rollout.samples_per_prompt  # the rehearsal will tell
+    assert slots_of(config, planned(memory_gib=2), cuda) == config.rollout.samples_per_prompt  # the preflight shows it
 
 
 FITS_24 = ["--optimizer.gradient-checkpointing", "--model.lora.rank", "16", "--data.test", "arithmetic"]
@@ -288,7 +288,7 @@ def test_out_of_memory_says_what_would_fit():
 
 
 def test_prediction_and_peak_are_put_side_by_side():
-    line = compared({"memory/peak_gib": 20.0, "memory/predicted_gib": 21.0})
+    line = peak_line({"memory/peak_gib": 20.0, "memory/predicted_gib": 21.0})
     assert line == "memory: peak 20.00 GiB, predicted 21.00 GiB (+5%)"
 
 

@@ -28,7 +28,7 @@ from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
 from sparse_rl.train import held_out, loggers, trainer
 from sparse_rl.train import step as training_step
-from sparse_rl.train.rehearsal import rehearse, response_lengths, try_sampler
+from sparse_rl.train.preflight import preflight, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.run import arm
 from sparse_rl.train.terminal import RunTerminal
@@ -364,13 +364,13 @@ def test_a_rehearsal_of_the_sampler_takes_all_slots_and_changes_nothing(tiny, po
     kv, prompt = KV(policy=policy, budget=24, interval=8, window=4), [3, 4, 5, 6, 7]
     config = Config(rollout={"max_tokens": 40})
     sampling = config.rollout.sampling(1)
-    rehearsed, fresh = (Engine(tiny, kv, slots=3) for _ in range(2))
-    done = try_sampler(rehearsed, prompt, config)
-    assert [len(rollout.response) for rollout in done] == 3 * [rehearsed.chunk + 1]
-    for left, right in zip(*(engine.generate([prompt], 4, sampling) for engine in (rehearsed, fresh)), strict=True):
+    tried, fresh = (Engine(tiny, kv, slots=3) for _ in range(2))
+    done = try_sampler(tried, prompt, config)
+    assert [len(rollout.response) for rollout in done] == 3 * [tried.chunk + 1]
+    for left, right in zip(*(engine.generate([prompt], 4, sampling) for engine in (tried, fresh)), strict=True):
         assert left.response == right.response and torch.equal(left.logprobs, right.logprobs)
-    assert rehearsed.stats.tokens == fresh.stats.tokens
-    rehearse(None, tiny, None, prompt, config)  # nothing on a CPU
+    assert tried.stats.tokens == fresh.stats.tokens
+    preflight(None, tiny, None, prompt, config)  # nothing on a CPU
 
 
 def test_the_clock_waits_for_the_device(monkeypatch):

@@ -25,7 +25,7 @@ LOCK = "lock"
 """The file that locks a folder."""
 
 
-def set_aside(folder: Path, names: Collection[str] | None = None) -> None:
+def move_out(folder: Path, names: Collection[str] | None = None) -> None:
     """Move these entries of the folder, or all, into `.replaced/`. Call `recover` first."""
     if (folder / NAME).exists():  # from a start that was killed and had nothing to replace
         remove(folder, names)
@@ -36,14 +36,14 @@ def set_aside(folder: Path, names: Collection[str] | None = None) -> None:
     (folder / MOVING).rename(folder / NAME)
 
 
-def begin(folder: Path) -> None:
+def commit(folder: Path) -> None:
     """Mark the successor as begun, and delete the entries it replaces."""
     if (folder / NAME).exists():
         (folder / NAME).rename(folder / f"{REMOVED}-{uuid.uuid4().hex[:8]}")  # an earlier one may be undeletable
-    sweep(folder)
+    delete_leftovers(folder)
 
 
-def bring_back(folder: Path, names: Collection[str] | None = None) -> None:
+def restore(folder: Path, names: Collection[str] | None = None) -> None:
     """Move the old entries back, replacing everything written since."""
     if (folder / NAME).exists():
         remove(folder, names)
@@ -58,8 +58,8 @@ def recover(folder: Path, names: Collection[str] | None = None) -> bool:
     """Repair what a kill left; return True if old entries came back. A successor without anything to replace stays."""
     found = needs_recovery(folder)
     if found or (folder / MOVING).exists():
-        bring_back(folder, names)
-    sweep(folder)
+        restore(folder, names)
+    delete_leftovers(folder)
     return found
 
 
@@ -79,7 +79,7 @@ def current(folder: Path, name: str) -> Path:
     return next((place for place in places if place.exists()), folder / name)
 
 
-def sweep(folder: Path) -> None:
+def delete_leftovers(folder: Path) -> None:
     for left in folder.glob(f"{REMOVED}*"):
         delete_or_warn(left)
 

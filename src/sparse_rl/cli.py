@@ -12,8 +12,8 @@ from contextlib import suppress
 from . import __version__
 from .commands import bench, eval, export, generate, plan, recipes, report, train
 from .commands.arguments import LOWER
-from .ending import one_line
 from .errors import UserError, say, without_torchaos_warnings
+from .exit_codes import exit_on_error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: escape characters that the terminal lacks
     args = argparse.Namespace()
-    with one_line(lambda: getattr(args, "lower", LOWER)):
+    with exit_on_error(lambda: getattr(args, "lower", LOWER)):
         args = _parse(build_parser(), list(sys.argv[1:] if argv is None else argv))
         args.command(args)
 

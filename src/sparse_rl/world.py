@@ -91,7 +91,7 @@ class World:
 
         All ranks have the same number of passes; a pass may be empty.
         """
-        return deal(lengths, self.size, tokens)[self.rank]
+        return balanced_passes(lengths, self.size, tokens)[self.rank]
 
     def work_queue(self, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
         """Return a function that yields the next item for this rank at each call, and None at the end.
@@ -120,7 +120,7 @@ LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|Broken pipe")
 """Messages of gloo when the other side is gone."""
 
 
-def deal(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]]]:
+def balanced_passes(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]]]:
     """Return the rows of each rank and pass, balanced in tokens by longest-first, in as few passes as `tokens` allows.
 
     A row longer than `tokens` has a pass of its own.

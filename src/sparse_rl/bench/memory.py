@@ -16,7 +16,7 @@ from ..learner.replay import forward, response_logprobs
 from ..models.compile import fused_layers
 from ..plan.memory import response_lengths
 from ..plan.output import wide_console
-from ..train.rehearsal import longest_rollout, try_learner
+from ..train.preflight import longest_rollout, try_learner
 from ..train.trainer import Trainer
 from .record import environment
 from .synthetic import cap_memory, synthetic_trainer
@@ -76,7 +76,7 @@ def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, A
 
 
 def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
-    """Return the phases in the order of a step; the update runs as in the rehearsal."""
+    """Return the phases in the order of a step; the update runs as in the preflight."""
     config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
     prompt = trainer.longest_prompt
     rollouts = [

@@ -10,9 +10,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..plan.recipe_table import listing, show
+    from ..plan.recipe_table import print_recipe, print_recipes
 
     if args.recipe:
-        show(args.recipe)
+        print_recipe(args.recipe)
     else:
-        listing()
+        print_recipes()

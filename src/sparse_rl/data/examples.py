@@ -209,7 +209,7 @@ def _gather(
     return LoadedExamples(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
 
 
-def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | None) -> tuple[list[int], str | None]:
+def filter_by_length(source: str, prompts: Sequence[Sequence[int]], limit: int | None) -> tuple[list[int], str | None]:
     """Return the indices of the prompts with at most `limit` tokens, and a sentence on the others, if there are any."""
     places = [place for place, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
     if not places:
@@ -223,7 +223,7 @@ def short_enough(source: str, prompts: Sequence[Sequence[int]], limit: int | Non
     return places, f"{left_out}: their prompts have more than data.max_prompt_tokens = {limit} tokens."
 
 
-def too_few(source: str, problems: int, prompts_per_step: int) -> str | None:
+def too_few_note(source: str, problems: int, prompts_per_step: int) -> str | None:
     """Return a sentence if a step has to sample problems more than once, else None."""
     if problems >= prompts_per_step:
         return None

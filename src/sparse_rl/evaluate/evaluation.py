@@ -23,10 +23,10 @@ from ..data.examples import Example, name_of
 from ..data.prompts import encoded
 from ..errors import PromptError, UserError
 from ..kv.policies import from_settings
-from ..models.load import load_model, load_tokenizer, no_bar, place
+from ..models.load import load_model, load_tokenizer, no_progress_bar, place
 from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import RewardPool, pool_for
-from ..rewards.several import refuse_without_answers, terms
+from ..rewards.weighted_sum import refuse_without_answers, terms
 from ..rollout.engine import Engine
 from ..terminal import Terminal
 from .benchmark import Benchmark, run
@@ -206,7 +206,7 @@ class Runner:
                 log = self.work.path / "reward.log"
                 pools[function] = opened.enter_context(pool_for(self.reward, function, log=log))
             watch = opened.enter_context(EvalProgress(self.console, rollouts))
-            opened.enter_context(no_bar())
+            opened.enter_context(no_progress_bar())
             self._load()
             watch.restart()
             try:

@@ -62,7 +62,7 @@ class Work:
                 if backup.recover(self.path, FILES):
                     notice(f"A killed --overwrite had done no problem yet: the evaluation before it is back in {self.path}.")
                 if overwrite:
-                    backup.set_aside(self.path, FILES)
+                    backup.move_out(self.path, FILES)
             try:
                 with self.writing():
                     self._refuse_another(asked)
@@ -72,7 +72,7 @@ class Work:
                 if not self.written and not was_there:  # a failed start leaves nothing behind
                     shutil.rmtree(self.path, ignore_errors=True)
                 elif overwrite and not self.written:
-                    backup.bring_back(self.path, FILES)
+                    backup.restore(self.path, FILES)
 
     def of(self, benchmark: str, setting: str) -> FinishedPart:
         return self.done.setdefault((benchmark, setting), FinishedPart())
@@ -100,7 +100,7 @@ class Work:
             }
             with self.chunks.open("a") as out:  # last: this line completes the chunk
                 out.write(json.dumps(line) + "\n")
-            backup.begin(self.path)
+            backup.commit(self.path)
         self.written += 1
         done.samples += chunk.samples
         done.cost += chunk.cost

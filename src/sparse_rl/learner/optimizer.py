@@ -129,7 +129,7 @@ class Optimizer:
         self.allocate()
         return {name: self.adamw.state[master] for name, master in zip(self.names, self.masters, strict=True)}
 
-    def was_loaded(self) -> None:
+    def after_load(self) -> None:
         """Copy the master weights to the model after they were loaded in place."""
         self._write_back()
 

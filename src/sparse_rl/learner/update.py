@@ -108,13 +108,13 @@ def accumulate(
             chosen = upload(torch.tensor(rows or dummy_rows), batch.old_BT.device)
             pack = [batch.rollouts[row] for row in rows or dummy_rows]
             ranks = sum_over_ranks(model, now=number == len(passes) - 1)
-            logprobs_n, entropy_n, distance_n = with_weights(model, _pass, pack, view, smd)
+            logprobs_n, entropy_n, distance_n = with_weights(model, _forward_pass, pack, view, smd)
             if not rows:
                 (0 * sum(each.sum() for each in (logprobs_n, entropy_n, distance_n) if each is not None)).backward()
                 continue
             mask_bT = batch.mask_BT[chosen]
-            where_n = upload(_places(pack, mask_bT.shape[1]), logprobs_n.device)
-            logprobs_bT = _spread(logprobs_n, where_n, mask_bT)
+            where_n = upload(_flat_indices(pack, mask_bT.shape[1]), logprobs_n.device)
+            logprobs_bT = _scatter(logprobs_n, where_n, mask_bT)
             weights_bT = batch.corrected.weights[chosen]
             if opsm_delta is not None:
                 kept_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
@@ -139,10 +139,10 @@ def accumulate(
                 parts["kl_ref"].append(kl_bT.detach().sum())
             if loss.entropy_coef:
                 total = total - loss.entropy_coef * weighted_sum(
-                    _spread(entropy_n, where_n, mask_bT), kl_mask_bT, kl_shares_bT
+                    _scatter(entropy_n, where_n, mask_bT), kl_mask_bT, kl_shares_bT
                 )
             if smd is not None:
-                distance_bT = _spread(distance_n, where_n, mask_bT)
+                distance_bT = _scatter(distance_n, where_n, mask_bT)
                 total = total + smd.lambda_ * weighted_sum(distance_bT, kl_mask_bT, kl_shares_bT)
                 parts["distillation_kl"].append(distance_bT.detach().sum())
             (total * ranks).backward()
@@ -152,7 +152,7 @@ def accumulate(
     return {name: sum(float(value) for value in values) for name, values in parts.items()}
 
 
-def _pass(
+def _forward_pass(
     model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (log-probs, entropies, distances of the dense and the shadow policy or None), [n] each."""
@@ -161,12 +161,12 @@ def _pass(
     return logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, output, smd)
 
 
-def _places(pack: Sequence[Rollout], longest: int) -> Tensor:
+def _flat_indices(pack: Sequence[Rollout], longest: int) -> Tensor:
     """Return the flat index of each packed response token in [b, T], [n]."""
     return torch.cat([torch.arange(len(rollout.response)) + row * longest for row, rollout in enumerate(pack)])
 
 
-def _spread(values_n: Tensor, where_n: Tensor, mask_bT: Tensor) -> Tensor:
+def _scatter(values_n: Tensor, where_n: Tensor, mask_bT: Tensor) -> Tensor:
     """Scatter packed values into their rows, [b, T], with gradient."""
     empty = torch.zeros(mask_bT.numel(), dtype=values_n.dtype, device=values_n.device)
     return empty.index_copy(0, where_n, values_n).view(mask_bT.shape)

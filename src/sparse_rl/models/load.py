@@ -40,7 +40,7 @@ def load_model(
     folder = str(gguf.model_folder(path)) if gguf.is_gguf(path) else resolve(path)
     check_model_folder(folder, trust_remote_code=trust_remote_code)
     try:
-        with no_bar() if folder == str(TINY) else contextlib.nullcontext(), _hub_asked_once(folder):
+        with no_progress_bar() if folder == str(TINY) else contextlib.nullcontext(), _hub_asked_once(folder):
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
@@ -136,7 +136,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 @contextlib.contextmanager
-def no_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Hide transformers' progress bars inside the block: for fast loads such as the embedded model, or beside another bar."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()

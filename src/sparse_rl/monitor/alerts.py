@@ -34,12 +34,12 @@ def check(rows: Sequence[Row], settings: AlertsConfig) -> list[Alert]:
     """Return all alerts of a run, in the order they began."""
     watch = AlertMonitor(settings)
     for row in rows:
-        watch.see(row)
+        watch.update(row)
     return watch.alerts
 
 
 @dataclass
-class Past:
+class History:
     """Earlier values of a run that a step is compared with."""
 
     recent: deque[float]
@@ -75,15 +75,15 @@ class AlertMonitor:
         self.settings = settings
         self.alerts: list[Alert] = []
         """All alerts that began, in order."""
-        self._past = Past(deque(maxlen=settings.steps))
+        self._past = History(deque(maxlen=settings.steps))
         self._open: dict[str, int] = {}  # index in `alerts` of each alert that holds, by name
         self._against = dict.fromkeys(RULES, 0)  # consecutive steps that contradict the current state
 
     @property
-    def holding(self) -> list[Alert]:
+    def active(self) -> list[Alert]:
         return [alert for alert in self.alerts if alert.ended is None]
 
-    def see(self, row: Row) -> list[Alert]:
+    def update(self, row: Row) -> list[Alert]:
         """Add a row and return the alerts that begin with it."""
         now = {key: value for key, value in row.items() if isinstance(value, int | float) and abs(value) < 1e300}
         if "step" not in now:
@@ -118,7 +118,7 @@ def _rollouts(now: Row) -> int:
     return max(1, round(min(tokens / max(now["response/mean_tokens"], 1), 1e15)))  # a damaged row may hold any number
 
 
-def _reward(now: Row, past: Past, limit: float) -> str | None:
+def _reward(now: Row, past: History, limit: float) -> str | None:
     """Return a sentence if the reward fell by more than the limit and by more than three standard errors of a step's mean.
 
     Rewards may have any scale and a mean near 0, so a relative limit alone is not enough.
@@ -130,25 +130,25 @@ def _reward(now: Row, past: Past, limit: float) -> str | None:
     return f"reward/mean is {value:.3g}, and was {best:.3g} at its best (limit {limit:.0%} less)"
 
 
-def _has_fallen(now: Row, past: Past) -> bool:
+def _has_fallen(now: Row, past: History) -> bool:
     return now.keys() >= set(RULES["reward"].needs) and _reward(now, past, LOST) is not None
 
 
-def _entropy(now: Row, past: Past, limit: float) -> str | None:
+def _entropy(now: Row, past: History, limit: float) -> str | None:
     value, start = now["policy/entropy"], past.first["policy/entropy"]
     if start <= 0 or value >= limit * start:
         return None
     return f"policy/entropy is {value:.2g}, {value / start:.0%} of its first {start:.2g} (limit {limit:.0%}): answers become alike"
 
 
-def _repetition(now: Row, past: Past, limit: float) -> str | None:
+def _repetition(now: Row, past: History, limit: float) -> str | None:
     value = now["response/repetition"]
     if value <= limit:
         return None
     return f"response/repetition is {value:.0%} (limit {limit:.0%}): rollouts that only repeat themselves"
 
 
-def _truncated(now: Row, past: Past, limit: float) -> str | None:
+def _truncated(now: Row, past: History, limit: float) -> str | None:
     cut, fell = "response/truncated", _has_fallen(now, past)
     limit = limit if fell else max(limit, MOST)
     if now[cut] - past.first[cut] <= limit:
@@ -159,21 +159,21 @@ def _truncated(now: Row, past: Past, limit: float) -> str | None:
     return f"{rose}: answers no longer end within rollout.max_tokens, and the reward has not fallen"
 
 
-def _length(now: Row, past: Past, limit: float) -> str | None:
+def _length(now: Row, past: History, limit: float) -> str | None:
     value, start = now["response/mean_tokens"], past.first["response/mean_tokens"]
     if value >= limit * start:
         return None
     return f"response/mean_tokens is {value:.0f}, {value / start:.0%} of its first {start:.0f} (limit {limit:.0%}): answers shrink"
 
 
-def _grad_norm(now: Row, past: Past, limit: float) -> str | None:
+def _grad_norm(now: Row, past: History, limit: float) -> str | None:
     value, usual = now["policy/grad_norm"], statistics.median(past.early)
     if len(past.early) < EARLY or value <= limit * usual:
         return None
     return f"policy/grad_norm is {value:.3g}, {value / max(usual, 1e-300):.3g} times that of the first {EARLY} steps (limit {limit:g})"
 
 
-def _xi_p05(now: Row, past: Past, limit: float) -> str | None:
+def _xi_p05(now: Row, past: History, limit: float) -> str | None:
     value = now["sparse/xi_p05"]
     if value >= limit:
         return None
@@ -183,21 +183,21 @@ def _xi_p05(now: Row, past: Past, limit: float) -> str | None:
     )
 
 
-def _rejected(now: Row, past: Past, limit: float) -> str | None:
+def _rejected(now: Row, past: History, limit: float) -> str | None:
     rate, wasted = now["sparse/rejection_rate"], now["sparse/wasted_tokens"]
     if max(rate, wasted) <= limit:
         return None
     return f"sparse/rejection_rate is {rate:.0%} and sparse/wasted_tokens {wasted:.0%} (limit {limit:.0%}): sampled but not learned from"
 
 
-def _zero_std_groups(now: Row, past: Past, limit: float) -> str | None:
+def _zero_std_groups(now: Row, past: History, limit: float) -> str | None:
     value = now["reward/zero_std_groups"]
     if value <= limit:
         return None
     return f"reward/zero_std_groups is {value:.0%} (limit {limit:.0%}): groups with equal rewards have no signal"
 
 
-def _no_verdict(now: Row, past: Past, limit: float) -> str | None:
+def _no_verdict(now: Row, past: History, limit: float) -> str | None:
     counts = [now[f"reward/{name}"] for name in ("no_verdict", "timeouts", "errors")]
     rollouts = _rollouts(now)
     if sum(counts) <= limit * rollouts:
@@ -209,7 +209,7 @@ def _no_verdict(now: Row, past: Past, limit: float) -> str | None:
     )
 
 
-def _no_update(now: Row, past: Past, limit: float) -> str | None:
+def _no_update(now: Row, past: History, limit: float) -> str | None:
     if "policy/loss" in now or not now["policy/skipped_updates"] or now["reward/zero_std_groups"] == 1:
         return None
     return "nothing is learned although rewards differ: every sequence with a signal is rejected, or loss and gradient are not finite"
@@ -219,7 +219,7 @@ def _no_update(now: Row, past: Past, limit: float) -> str | None:
 class Rule:
     needs: tuple[str, ...]
     """Metrics that the rule reads."""
-    judge: Callable[[Row, Past, float], str | None]
+    judge: Callable[[Row, History, float], str | None]
     remedy: str
     after_fall: str = ""
     """Remedy to try instead if the reward has fallen."""

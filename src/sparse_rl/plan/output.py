@@ -69,7 +69,7 @@ def show_plan(config: Config, *, gpu_memory: str | None, gpu_name: str | None, p
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
     if sharded(config):
-        console.print(travelling(plan, gpu), soft_wrap=True, markup=False)
+        console.print(communication_line(plan, gpu), soft_wrap=True, markup=False)
     console.print(verdict(plan, total), soft_wrap=True, markup=False)
     if file:
         file.write_text(json.dumps(record(plan, gpu, total), indent=1) + "\n")
@@ -191,7 +191,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
     return table
 
 
-def travelling(plan: Plan, gpu: GPU) -> str:
+def communication_line(plan: Plan, gpu: GPU) -> str:
     travels, waits = communication(plan), step_time(plan, gpu).exposed_s
     return (
         f"Each GPU receives {gib(travels.gathered_bytes)} GiB of weights and {gib(travels.reduced_bytes)} GiB of gradients a step "

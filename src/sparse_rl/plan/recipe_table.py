@@ -19,7 +19,7 @@ SMALL = 200_000_000
 """Number of parameters up to which a recipe also suits a CPU."""
 
 
-def listing() -> None:
+def print_recipes() -> None:
     table = Table(title="sparse-rl train RECIPE, or sparse-rl recipes RECIPE to see its values", title_justify="left")
     for heading in ("recipe", "model", "method", "data", "cache", "GPU", "peak GiB", "time, computed"):
         table.add_column(
@@ -37,7 +37,7 @@ def listing() -> None:
     )
 
 
-def show(name: str) -> None:
+def print_recipe(name: str) -> None:
     config = Config(**recipe(name))
     wide_console().print(to_toml(config) + config.defaults_comment, markup=False, soft_wrap=True, end="")
 

@@ -27,7 +27,7 @@ class Watcher:
         self._document: dict[str, Any] = {}
         self._chunks: list = []
 
-    def look(self) -> dict[str, Any]:
+    def refresh(self) -> dict[str, Any]:
         with self._lock:
             stamp = self._now()
             if stamp != self._stamp:
@@ -36,7 +36,7 @@ class Watcher:
             return self._document
 
     def chunk(self, run: int, step: int) -> bytes | None:
-        self.look()
+        self.refresh()
         with self._lock:
             found = self._chunks[run].get(step) if run < len(self._chunks) else None
         return found.data if found else None
@@ -57,7 +57,7 @@ def _when(path: Path) -> tuple[int, int]:
 
 def make_server(source: ReportSource, port: int) -> ThreadingHTTPServer:
     watcher = Watcher(source)
-    watcher.look()  # report a folder that is no run before a browser opens
+    watcher.refresh()  # report a folder that is no run before a browser opens
     try:
         server = ThreadingHTTPServer((HOST, port), type("Handler", (Handler,), {"watcher": watcher}))
     except (OSError, OverflowError) as error:
@@ -94,9 +94,9 @@ class Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         url = urlsplit(self.path)
         if url.path == "/":
-            self._answer(200, "text/html; charset=utf-8", page.html(self.watcher.look()))
+            self._answer(200, "text/html; charset=utf-8", page.html(self.watcher.refresh()))
         elif url.path == "/data.json":
-            document = self.watcher.look()
+            document = self.watcher.refresh()
             if parse_qs(url.query).get("since") == [document["stamp"]]:
                 self._answer(204, "application/json", b"")
             else:

@@ -89,7 +89,7 @@ def imported(where: str, spec: str) -> ModuleType:
         raise UserError(cannot_import(spec, error)) from error
     except BaseException as error:  # a module may even call sys.exit
         traceback.print_exc()
-        if refused := refusal_behind(error):
+        if refused := underlying_refusal(error):
             raise refused from None
         raise UserError(cannot_import(spec, error)) from error
 
@@ -121,7 +121,7 @@ def nearest(name: str, known: list[str], otherwise: str = "") -> str:
     return f"did you mean {close[0]}?" if close else otherwise or f"known are {', '.join(sorted(known)) or 'none'}."
 
 
-def refusal_behind(error: BaseException | None) -> InsideAReward | None:
+def underlying_refusal(error: BaseException | None) -> InsideAReward | None:
     """Return the refusal that a command line has turned into an exit, or None."""
     while error:
         if isinstance(error, InsideAReward):

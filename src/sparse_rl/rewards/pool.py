@@ -32,7 +32,7 @@ from ..errors import UserError
 from .find import inside_a_reward, one_line, refuse_inside_a_reward
 from .log import trim
 from .process import START, Worker
-from .several import Reward, fault_of, part_names
+from .weighted_sum import Reward, fault_of, part_names
 from .worker import START_S
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class RewardPool:
     def close(self) -> None:
         self._size, self._in_process = 0, None
         for worker in self._workers:
-            worker.hang_up()
+            worker.disconnect()
         for worker in list(self._workers):
             self._discard(worker)
         self._selector.close()
@@ -168,7 +168,7 @@ class RewardPool:
                 self._assign(batch)
                 trim(self.log)
                 if not self._workers:
-                    batch.give_up(failure)
+                    batch.fail_rest(failure)
         finally:  # after an interrupt no worker continues this batch
             for worker in [worker for worker in self._workers if worker.ready and worker.in_flight]:
                 self._discard(worker)
@@ -210,16 +210,16 @@ class RewardPool:
                 worker.at_once = message["ready"]
             elif "late" in message:
                 worker.retiring = True
-                batch.settle([sample], {"late": True}, sure=message["alone"] or not message["blocked"])
+                batch.record([sample], {"late": True}, sure=message["alone"] or not message["blocked"])
             elif "started" not in message:
-                batch.settle([sample], message)
+                batch.record([sample], message)
         if worker.ended or time.monotonic() >= worker.overdue_at:
             late, lost, ready = worker.late, list(worker.in_flight.values()), worker.ready
             ended = self._discard(worker)
             if not ready:
                 return self._no_start(late, ended)
             outcome = {"late": True} if late else {"error": f"the reward ended its process ({ended})"}
-            batch.settle(lost, outcome, sure=len(lost) < 2)
+            batch.record(lost, outcome, sure=len(lost) < 2)
         elif worker.retiring and not worker.in_flight:
             self._discard(worker)
         return None
@@ -295,15 +295,15 @@ class _Batch:
     def unassigned(self) -> bool:
         return bool(self.waiting or self.alone)
 
-    def settle(self, samples: list[int], outcome: dict[str, Any], *, sure: bool = True) -> None:
+    def record(self, samples: list[int], outcome: dict[str, Any], *, sure: bool = True) -> None:
         if not sure:
             self.alone.extend(samples)
             return
         for sample in samples:
             self.outcomes[sample] = outcome
 
-    def give_up(self, why: str | None) -> None:
-        self.settle([*self.waiting, *self.alone], {"error": why})
+    def fail_rest(self, why: str | None) -> None:
+        self.record([*self.waiting, *self.alone], {"error": why})
         self.waiting.clear()
         self.alone.clear()
 

@@ -20,7 +20,7 @@ GRACE_S = 0.5
 """Seconds after its limit at which a worker is killed. Normally it ends itself at the limit and leaves a traceback in the
 log."""
 END_S = 5.0
-"""Seconds in which a keeper must end a worker and everything it started."""
+"""Seconds in which a supervisor must end a worker and everything it started."""
 LINE_BYTES = 2**20
 """Maximum length of a message."""
 START = -1
@@ -118,20 +118,20 @@ class Worker:
         message["alone"], self.alone = self.alone, self.alone and bool(self.in_flight)
         return sample, message
 
-    def hang_up(self) -> None:
-        """Make the keeper end the worker and everything it started."""
+    def disconnect(self) -> None:
+        """Make the supervisor end the worker and everything it started."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> str:
         """End the worker if it still runs. Return how it ended."""
-        self.hang_up()
+        self.disconnect()
         self.socket.close()
         try:
             status = self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the worker dies with its keeper
+                os.killpg(self.process.pid, signal.SIGKILL)  # the worker dies with its supervisor
             try:
                 status = self.process.wait(timeout=1)
             except subprocess.TimeoutExpired:  # in an uninterruptible system call: leave it behind

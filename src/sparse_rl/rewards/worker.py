@@ -21,8 +21,8 @@ from typing import Any
 
 from ..errors import UserError
 from .find import one_line
-from .keeper import fork_worker
-from .several import Reward, RewardSum, event_loop, fault_of
+from .supervisor import fork_worker
+from .weighted_sum import Reward, RewardSum, event_loop, fault_of
 
 START_S = 120.0
 """Seconds in which the function's module must import."""
@@ -39,7 +39,7 @@ Reply = Callable[..., None]
 
 
 def main(fd: int, function: str, timeout_s: float, trainer: int) -> None:
-    """Grade until the trainer closes its end or is gone. Then the keeper ends this process and everything it started."""
+    """Grade until the trainer closes its end or is gone. Then the supervisor ends this process and everything it started."""
     fork_worker(fd, trainer)
     os.set_inheritable(fd, False)
     sys.path.insert(0, os.getcwd())

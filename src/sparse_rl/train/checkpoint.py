@@ -61,7 +61,7 @@ class State:
     silent_steps: int = 0
     """Consecutive steps without any verdict."""
     problems: dict[str, Any] = field(default_factory=dict)
-    """Count and digest of the training problems, see `resume.problems_of`."""
+    """Count and digest of the training problems, see `resume.problem_digest`."""
     scored_by: dict[str, str] = field(default_factory=dict)
     """Settings that `best_value` depends on, see `resume.scored_by`."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -217,7 +217,7 @@ def _clear_begun(folder: Place, reached: float) -> None:
     for step in _begun(folder):
         left = within(folder, f"step-{step}")
         if manifest.FILE in names_in(left):  # everything but the state exists
-            set_aside([Damaged(left, f"it has no {STATE}")])
+            rename_damaged([Damaged(left, f"it has no {STATE}")])
         else:
             remove(left)
 
@@ -229,7 +229,7 @@ def _step_names(steps: list[int]) -> str:
 
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, bool]:
     """Read weights and moments in place; return the state, and True if every file was verified."""
-    state, files = examined(checkpoint, world)
+    state, files = checked_state(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
             f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be resharded for {world.size}: resume "
@@ -237,7 +237,7 @@ def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = A
         )
     _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, files, world)
     state.ranks = world.size
-    optimizer.was_loaded()
+    optimizer.after_load()
     actor.sync()
     return state, files is not None
 
@@ -252,7 +252,7 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
     for step in reversed(steps):
         checkpoint = within(folder, f"step-{step}")
         try:
-            _, files = examined(checkpoint)
+            _, files = checked_state(checkpoint)
             _read(checkpoint, {"weights": trained}, files, ALONE)
         except Damaged as error:
             damaged.append(error)
@@ -290,7 +290,7 @@ def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
     return state, files
 
 
-def examined(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, Entry] | None]:
+def checked_state(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, Entry] | None]:
     """Return the state and the manifest entries. Rank 0 reads the state; each rank verifies its share of the files."""
     if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
         raise UserError(f"{checkpoint} was written by an older version: resume with that version, or start a new run.")
@@ -393,7 +393,7 @@ def best_step(folder: Place) -> int:
     raise UserError(f"{folder} has no checkpoint with a score yet: name one with --step N.")
 
 
-def set_aside(damaged: Iterable[Damaged]) -> None:
+def rename_damaged(damaged: Iterable[Damaged]) -> None:
     """Rename damaged checkpoints, so that no later start takes them for checkpoints of the continued run."""
     for each in damaged:
         folder, _, name = str(each.checkpoint).rpartition("/")

@@ -14,7 +14,7 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
     """Write the weights of one checkpoint to `out`. `step` is a number, `best`, or None for the last."""
     from ..models.actor import Actor
     from ..models.export import write_model
-    from ..models.load import load_model, load_tokenizer, no_bar
+    from ..models.load import load_model, load_tokenizer, no_progress_bar
     from . import checkpoint
 
     folder = RunFolder(run, writes=False)
@@ -33,7 +33,7 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
     if merge and not lora.rank:
         raise UserError("The run trained every weight, so there is no adapter to merge: leave --merge out.")
     console = Terminal(soft_wrap=True, highlight=False)
-    with no_bar():
+    with no_progress_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
         actor = Actor(base, lora.model_copy(update={"merge": True}))
         done = checkpoint.load_last_weights(

@@ -54,7 +54,7 @@ class Health:
         for remark in batch.remarks(self.config.reward):
             self.warn(f"Step {step}: {remark}.")
 
-    def end_if_broken(self) -> None:
+    def stop_if_not_finite(self) -> None:
         """End a run after `optimizer.max_skipped_updates` consecutive updates that are not finite."""
         skipped = self.state.skipped_in_a_row
         if skipped >= self.config.optimizer.max_skipped_updates:
@@ -64,7 +64,7 @@ class Health:
                 f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
             )
 
-    def end_if_silent(self, batch: RolloutBatch) -> None:
+    def stop_if_no_verdicts(self, batch: RolloutBatch) -> None:
         """End a run whose reward gives no verdict: at once in the first step, later after `SILENT_STEPS`."""
         state = self.state
         state.silent_steps = state.silent_steps + 1 if batch.silent else 0

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import Config
-from ..data.examples import TASK_PROBLEMS, Example, load, short_enough, too_few
+from ..data.examples import TASK_PROBLEMS, Example, filter_by_length, load, too_few_note
 from ..data.prompts import encoded
 from ..models.load import load_model, load_tokenizer
-from ..rewards.several import refuse_without_answers
+from ..rewards.weighted_sum import refuse_without_answers
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def load_all(config: Config) -> RunInputs:
     loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)
     refuse_without_answers(config.data.train, loaded.examples[0], config.reward.function_for(config.data.train))
     prompts = encoded(tokenizer, loaded.examples, config.data)
-    places, note = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
-    few = too_few(config.data.train, len(places), config.rollout.prompts_per_step)
+    places, note = filter_by_length(config.data.train, prompts, config.data.max_prompt_tokens)
+    few = too_few_note(config.data.train, len(places), config.rollout.prompts_per_step)
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )

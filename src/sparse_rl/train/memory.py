@@ -18,7 +18,7 @@ from ..sizes import MAX_AUTO_SLOTS
 CPU_SLOTS = 256
 """Upper limit of automatic slots on a CPU. More are not faster."""
 UNPLANNED_SLOTS = 64
-"""Slots of a run without a plan; the rehearsal shows whether they fit."""
+"""Slots of a run without a plan; the preflight shows whether they fit."""
 
 
 def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
@@ -35,7 +35,7 @@ def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan
 def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
     """Return `rollout.slots`, or a number of slots if it is auto.
 
-    On a GPU that is the plan's number: as many slots as fit, or the fewest worth trying if none fit, which the rehearsal then
+    On a GPU that is the plan's number: as many slots as fit, or the fewest worth trying if none fit, which the preflight then
     tries. On a CPU it is at most 256.
     """
     if config.rollout.slots != "auto":
@@ -64,7 +64,7 @@ def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:
     return metrics | ({"memory/predicted_gib": plan.peak_bytes / 2**30} if plan is not None else {})
 
 
-def compared(metrics: dict[str, float]) -> str:
+def peak_line(metrics: dict[str, float]) -> str:
     peak, predicted = metrics["memory/peak_gib"], metrics["memory/predicted_gib"]
     return f"memory: peak {peak:.2f} GiB, predicted {predicted:.2f} GiB ({predicted / peak - 1:+.0%})"
 

@@ -90,7 +90,7 @@ def change_notes(changed: Sequence[Change], step: int, config: Config, lr: float
     return lines
 
 
-def problems_of(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def problem_digest(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the number of problems and a digest of their token ids, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for ids in prompts:
@@ -99,7 +99,7 @@ def problems_of(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     return {"count": len(prompts), "prompts": digest.hexdigest()}
 
 
-def answers_of(examples: Sequence[Example]) -> str:
+def answer_digest(examples: Sequence[Example]) -> str:
     """Return a digest of the answers and columns that rewards receive beside the prompt."""
     digest = hashlib.blake2b(digest_size=16)
     for example in examples:
@@ -118,7 +118,7 @@ def scored_by(config: Config, examples: Sequence[Example], held_out: Sequence[Ex
             found[f"reward.{key}"] = str(value)
     source = data.held_out or "" if best.startswith("eval/") else data.train
     found["reward.function"] = config.reward.function or TASK_REWARDS.get(source, "")
-    found[f"the answers of {source}"] = answers_of(held_out if best.startswith("eval/") else examples)
+    found[f"the answers of {source}"] = answer_digest(held_out if best.startswith("eval/") else examples)
     return found
 
 

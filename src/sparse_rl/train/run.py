@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..config import Config, to_toml
-from ..data.examples import TASK_PROBLEMS, check_source, load, short_enough, too_few
+from ..data.examples import TASK_PROBLEMS, check_source, filter_by_length, load, too_few_note
 from ..data.prompts import encoded
 from ..errors import MissingResource, UserError
 from ..format import duration, gib
@@ -30,9 +30,9 @@ from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import pool_for, try_on_gold
 from ..terminal import Terminal
 from ..text import message
-from .closing import print_closing
 from .run_folder import RunFolder
 from .storage import is_address
+from .summary import print_summary
 
 if TYPE_CHECKING:
     from ..world import World
@@ -74,9 +74,9 @@ def dry_run(config: Config) -> None:
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         if example:
             prompts = encoded(tokenizer, examples, config.data)
-            places, left_out = short_enough(config.data.train, prompts, config.data.max_prompt_tokens)
+            places, left_out = filter_by_length(config.data.train, prompts, config.data.max_prompt_tokens)
             prompts = [prompts[place] for place in places]
-            few = too_few(config.data.train, len(prompts), config.rollout.prompts_per_step)
+            few = too_few_note(config.data.train, len(prompts), config.rollout.prompts_per_step)
             for line in filter(None, (left_out, few, config.sampler_kv.remark(prompts, config.rollout.max_tokens))):
                 console.print(line, markup=False)
             lengths = sorted(map(len, prompts))
@@ -185,7 +185,7 @@ def pushed(folder: RunFolder) -> Iterator[None]:
 def print_end(config: Config, configs: list[Config], console: Console, world: "World") -> None:
     if not world.is_main:
         return
-    print_closing(configs, console)
+    print_summary(configs, console)
     for each in configs:
         console.print(
             f"{each.method}: {escape(each.run_dir)} (report.html, metrics.jsonl, rollouts/, checkpoints/, model/)",
@@ -231,7 +231,7 @@ def train_one(
     """Train one run; return whether it reached its last step. `again` says how to continue it."""
     from torch import OutOfMemoryError
 
-    from ..models.load import no_bar, place
+    from ..models.load import no_progress_bar, place
     from . import checkpoint
     from .loggers import opened_loggers
     from .memory import out_of_memory
@@ -247,7 +247,7 @@ def train_one(
         ExitStack() as log,
         RunTerminal(config, console) as terminal,
         StopHandler(terminal.warn) as stop,
-        no_bar(),
+        no_progress_bar(),
         ExitStack() as opened,
     ):
         try:

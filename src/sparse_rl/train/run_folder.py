@@ -189,7 +189,7 @@ class RunFolder:
             yield
             self._write_config(config)
             with self.writing():
-                backup.begin(self.path)  # the remains of a start that was killed before it began
+                backup.commit(self.path)  # the remains of a start that was killed before it began
             self.begun = True
             self.push()
             return
@@ -197,13 +197,13 @@ class RunFolder:
         try:
             with self.writing():
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.remote.clear() if self.remote else backup.set_aside(self.path)
+                self.remote.clear() if self.remote else backup.move_out(self.path)
             self._write_config(config)
             yield
             self._begin(config)
         except BaseException:
             with suppress(OSError, UserError):  # the reason of the failed start matters more
-                self.remote.clear() if self.remote else _retried(lambda: backup.bring_back(self.path))
+                self.remote.clear() if self.remote else _retried(lambda: backup.restore(self.path))
                 if not was_there:
                     self.path.rmdir()
             raise
@@ -211,7 +211,7 @@ class RunFolder:
     def _begin(self, config: Config) -> None:
         """Commit the new run: from here on a kill leaves this run, not the one it replaces."""
         with self.writing():
-            self.remote.replace(_text(config)) if self.remote else backup.begin(self.path)
+            self.remote.replace(_text(config)) if self.remote else backup.commit(self.path)
         self.begun = True
         self.push()
 
@@ -250,7 +250,7 @@ class RunFolder:
         """Add comments to config.toml, each once."""
         self.history += [each for each in comments if each not in self.history]
 
-    def forget_after(self, step: int, warn: Callable[[str], None]) -> None:
+    def drop_rows_after(self, step: int, warn: Callable[[str], None]) -> None:
         """Drop everything written after the checkpoint that a run continues from, and incomplete files."""
         if not self.writes:
             return
@@ -271,7 +271,7 @@ class RunFolder:
                     file.unlink()
 
     @property
-    def reached(self) -> float:
+    def last_step(self) -> float:
         """Return the last logged step; infinity if the model was written, because all checkpoints were then saved."""
         return math.inf if self.model.exists() else max((row["step"] for row in self.read_metrics()), default=0)
 

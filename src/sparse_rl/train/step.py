@@ -78,7 +78,7 @@ class TrainingStep:
         corrected = self._correct(batch, range(len(batch.samples)), old, on_policy=False)
         old_s = self._now() - started
         # 3. One optimizer update for each part of the groups
-        parts = deal(self.rollout_sampler.learnable(batch), self.config.optimizer.updates_per_step)
+        parts = split_groups(self.rollout_sampler.learnable(batch), self.config.optimizer.updates_per_step)
         updates = [self._update(step, batch, groups, old) for groups in parts]
         update_s = self._now() - started - old_s
         # 4. New weights for the sampler
@@ -177,7 +177,7 @@ class TrainingStep:
         return device_time(self.actor.learner.device)
 
 
-def deal(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:
+def split_groups(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:
     """Split whole groups, in order, as evenly as possible."""
     edges = [round(number * len(groups) / updates) for number in range(updates + 1)]
     return [groups[start:stop] for start, stop in pairwise(edges)]

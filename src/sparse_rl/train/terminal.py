@@ -51,14 +51,14 @@ class RunTerminal:
         self.done = 0
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.drawn_at = 0.0
-        self.watch = AlertMonitor(config.alerts)
+        self.alert_monitor = AlertMonitor(config.alerts)
         self.shares = True
         """True if all held-out scores so far are shares of right answers."""
 
     def __enter__(self) -> "RunTerminal":
         if self.live:
             self.live.start()
-            self._say(f"loading {self.config.model.path}")
+            self._set_status(f"loading {self.config.model.path}")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -67,39 +67,39 @@ class RunTerminal:
             self.live.transient = False
             self._draw(force=True)
             self.live.stop()
-        for line in summary(self.watch.alerts):
+        for line in summary(self.alert_monitor.alerts):
             self.note(line)
 
     def resume_at(self, step: int) -> None:
         self.first_step = self.done = step
         self.started = time.monotonic()
 
-    def recall(self, rows: Sequence[Row]) -> None:
+    def replay_rows(self, rows: Sequence[Row]) -> None:
         """Replay the earlier rows of a resumed run. Alerts that still hold are shown again, as this may be another
         terminal."""
         self.shares = are_shares(rows)
         for row in rows:
-            self.watch.see(row)
-        for alert in self.watch.holding:
+            self.alert_monitor.update(row)
+        for alert in self.alert_monitor.active:
             self._alert(alert)
 
     # Events
 
     @contextmanager
     def sampling(self, step: int) -> Iterator[Callable[[Progress], None]]:
-        yield lambda progress: self._say(
+        yield lambda progress: self._set_status(
             f"step {step}: sampling {progress.finished}/{progress.total} rollouts, "
             f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
         )
 
     @contextmanager
     def learning(self, step: int) -> Iterator[None]:
-        self._say(f"step {step}: learning")
+        self._set_status(f"step {step}: learning")
         yield
 
     @contextmanager
     def evaluating(self, name: str) -> Iterator[Callable[[Progress], None]]:
-        yield lambda progress: self._say(
+        yield lambda progress: self._set_status(
             f"evaluating ({name} cache): {progress.finished}/{progress.total}, "
             f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
         )
@@ -119,9 +119,9 @@ class RunTerminal:
         else:
             named = "  ".join(f"{name} {value}" for (name, _, _), value in zip(COLUMNS, row, strict=True))
             self.console.print(
-                f"step {step}/{self.config.steps}  {named}  left {self._left()}", highlight=False, soft_wrap=True
+                f"step {step}/{self.config.steps}  {named}  left {self._time_left()}", highlight=False, soft_wrap=True
             )
-        for alert in self.watch.see({**metrics, "step": step}):
+        for alert in self.alert_monitor.update({**metrics, "step": step}):
             self._alert(alert)
 
     def note(self, text: str) -> None:
@@ -139,29 +139,29 @@ class RunTerminal:
         """Print above the table, if there is one. Text of a reward or a model is neither markup nor a terminal command."""
         self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
-    def _say(self, text: str) -> None:
+    def _set_status(self, text: str) -> None:
         self.now = text
         self._draw()
 
     def _draw(self, force: bool = False) -> None:
         if self.live and (force or time.monotonic() - self.drawn_at > 0.2):
             self.drawn_at = time.monotonic()
-            self.live.update(self._picture(), refresh=True)
+            self.live.update(self._render(), refresh=True)
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         title = Text(printable(f"{self.config.method} in {self.config.run_dir}"))
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in ("step", *(name for name, _, _ in COLUMNS)):
             table.add_column(name, justify="right")
         for row in self.rows:
             table.add_row(*row)
-        line = "  ".join(part for part in (self.now, f"left {self._left()}" if self.rows else "") if part)
-        held = ", ".join(f"{alert.name} since step {alert.step}" for alert in self.watch.holding)
+        line = "  ".join(part for part in (self.now, f"left {self._time_left()}" if self.rows else "") if part)
+        held = ", ".join(f"{alert.name} since step {alert.step}" for alert in self.alert_monitor.active)
         return Group(
             table, *([Text(f"alerts: {held}", style="bold yellow")] if held else []), Text(printable(line), style="dim")
         )
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         done = self.done - self.first_step
         if done < 1:
             return "?"

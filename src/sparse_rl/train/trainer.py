@@ -27,8 +27,8 @@ from .health import Health
 from .held_out import Evaluator, load_held_out
 from .inputs import RunInputs, load_all
 from .loggers import Logger
-from .memory import compared, peak_metrics, plan_run, slots_of
-from .rehearsal import rehearse
+from .memory import peak_line, peak_metrics, plan_run, slots_of
+from .preflight import preflight
 from .rollouts import RolloutSampler
 from .run_folder import RunFolder
 from .step import StepResult, TrainingStep
@@ -78,29 +78,29 @@ class Trainer:
         self.evaluator = Evaluator(
             config, held_out, self.engine, self.actor.sampler, self.plan, self.tokenizer, pool, world, terminal
         )
-        self.compared = False
+        self.peak_shown = False
         self.best = Best(config.checkpoint, terminal.warn)
         problems, scored_by = (
-            resuming.problems_of(inputs.prompts),
+            resuming.problem_digest(inputs.prompts),
             resuming.scored_by(config, inputs.examples, held_out.examples),
         )
         options = resuming.kept_options(config)
         self.state = checkpoint.State(ranks=world.size, problems=problems, scored_by=scored_by, config=options)
         last = None
         if resume:
-            last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world, folder.reached)
+            last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world, folder.last_step)
         if last is not None:
-            self._go_on_from(last)
-        elif resume and folder.reached:
+            self._resume_from(last)
+        elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
         self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
         self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
-        folder.forget_after(self.state.step if last else -1, terminal.warn)
+        folder.drop_rows_after(self.state.step if last else -1, terminal.warn)
         if last is not None:
-            terminal.recall(folder.read_metrics())
+            terminal.replay_rows(folder.read_metrics())
 
-    def _go_on_from(self, last: checkpoint.LoadedCheckpoint) -> None:
+    def _resume_from(self, last: checkpoint.LoadedCheckpoint) -> None:
         fresh, self.state = self.state, last.state
         step, steps = self.state.step, self.config.steps
         resuming.refuse_other_problems(self.config.data.train, self.state.problems, fresh.problems, step)
@@ -125,16 +125,16 @@ class Trainer:
         self.folder.note_changes([each.until(step) for each in changed])
         self.state.problems, self.state.scored_by, self.state.config = fresh.problems, fresh.scored_by, fresh.config
         if self.world.is_main:
-            checkpoint.set_aside(last.damaged)
+            checkpoint.rename_damaged(last.damaged)
         self.terminal.note(f"Continuing after step {step}.")
 
     # Training loop
 
     def run(self, stop: StopHandler) -> None:
         """Train to the last step, or until asked to stop. In both cases a checkpoint of the last finished step is saved."""
-        self._warn_of_a_small_disk()
+        self._warn_if_disk_is_small()
         self._try_reward()
-        self.rehearse()
+        self.preflight()
         if self.state.step == 0:
             self._log(self._evaluate())
         stopping = self.world.any(stop.requested)
@@ -155,7 +155,7 @@ class Trainer:
                             )
                     raise
             self._log(metrics)
-            self.health.end_if_broken()
+            self.health.stop_if_not_finite()
             stopping = self.world.any(stop.requested)
             # No checkpoint after skipped updates: it would push out a good one.
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
@@ -166,7 +166,7 @@ class Trainer:
         if line := self.best.summary_line(self.state):
             self.terminal.note(line)
 
-    def _warn_of_a_small_disk(self) -> None:
+    def _warn_if_disk_is_small(self) -> None:
         step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint
         to_come = steps // settings.every - step // settings.every + bool(steps % settings.every)
         weights = self.optimizer.masters if self.actor.peft else list(self.actor.sampler.parameters())
@@ -183,11 +183,11 @@ class Trainer:
                 raise UserError(failed.sentence)
             self.terminal.warn(failed.sentence)
 
-    def rehearse(self) -> None:
+    def preflight(self) -> None:
         """Print the expected memory use, then try the sampler and the fullest micro-batch."""
         for line in compact(self.plan) if self.plan is not None else ():
             self.terminal.note(line)
-        rehearse(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
+        preflight(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
 
     def step(self) -> dict[str, float]:
         """Run one training step and return its metrics."""
@@ -195,7 +195,7 @@ class Trainer:
         started = device_time(device)
         with self.terminal.sampling(self.state.step + 1) as progress:
             batch = self.training_step.sample(self.state.cursor, progress)
-        self.health.end_if_silent(batch)
+        self.health.stop_if_no_verdicts(batch)
         batch.share_traces(self.training_step.noise_rows(len(batch.samples)), self.world)
         rollout_s = device_time(device) - started
         with self.terminal.learning(self.state.step + 1):
@@ -229,9 +229,9 @@ class Trainer:
 
     def _memory_metrics(self) -> dict[str, float]:
         memory = peak_metrics(self.plan, self.actor.learner.device)
-        if self.plan is not None and not self.compared:
-            self.compared = True
-            self.terminal.note(compared(memory))
+        if self.plan is not None and not self.peak_shown:
+            self.peak_shown = True
+            self.terminal.note(peak_line(memory))
         return memory
 
     def _longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:

@@ -13,15 +13,15 @@ PEAKS = ("kv/peak_bytes", "kv/dense_bytes")
 """Metrics of the bytes that were allocated, and of those that a dense cache would have held."""
 
 
-def print_closing(configs: list[Config], console: Console) -> None:
+def print_summary(configs: list[Config], console: Console) -> None:
     runs = [RunFolder(config.run_dir).read_metrics() for config in configs]
-    console.print(closing_table(configs, runs))
+    console.print(summary_table(configs, runs))
     for config, rows in zip(configs, runs, strict=True):
-        if sentence := more_than_dense(config, rows):
+        if sentence := memory_note(config, rows):
             console.print(sentence, soft_wrap=True, markup=False)
 
 
-def closing_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> Table:
+def summary_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> Table:
     share = are_shares(row for rows in runs for row in rows)
     title = f"{_held_out(configs, share)}; KV of all rollouts at a time; the rest: means over steps"
     table = Table(title=title, title_justify="left")
@@ -37,7 +37,7 @@ def closing_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> 
     return table
 
 
-def more_than_dense(config: Config, rows: list[dict[str, float]]) -> str | None:
+def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
     """Return a sentence if a bounded cache took more memory than a dense one would have held; else None."""
     allocated, dense = (_peak(rows, key) for key in PEAKS)
     if config.method == "dense" or allocated <= dense:

@@ -20,7 +20,7 @@ from ..rollout.rollout import Rollout
 from .memory import out_of_memory
 
 
-def rehearse(
+def preflight(
     engine: Engine,
     model: PreTrainedModel,
     optimizer: Optimizer,

@@ -10,7 +10,7 @@ from .errors import Refused, UserError, say, say_error, say_unexpected
 
 
 @contextmanager
-def one_line(lower: Callable[[], str]) -> Iterator[None]:
+def exit_on_error(lower: Callable[[], str]) -> Iterator[None]:
     """Exit with 2 for a user's mistake, 130 for Ctrl-C, 1 for the rest. `lower` names options to lower when memory runs
     out."""
     try:

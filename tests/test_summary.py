@@ -12,7 +12,7 @@ from sparse_rl.evaluate.table import benchmark_tables, latex_rows, summary_table
 from sparse_rl.report.runs import Run
 from sparse_rl.report.verdict import scores
 from sparse_rl.terminal import Terminal
-from sparse_rl.train.closing import print_closing
+from sparse_rl.train.summary import print_summary
 
 
 def written(folder, method, scores, graded=False, peak=5e6, dense=4e6):
@@ -30,40 +30,40 @@ def written(folder, method, scores, graded=False, peak=5e6, dense=4e6):
     return Config(method=method, run_dir=str(run), data=DataConfig(train="a.jsonl", test="b.jsonl"))
 
 
-def closing(capsys, *configs):
-    print_closing(list(configs), Terminal(highlight=False, width=200))
+def summary(capsys, *configs):
+    print_summary(list(configs), Terminal(highlight=False, width=200))
     return capsys.readouterr().out
 
 
 def test_one_negative_score_gives_the_whole_table_plain_numbers(tmp_path, capsys):
     dense = written(tmp_path, "dense", [(0.5, 0.4, 0.6), (0.7, 0.6, 0.8)])
     sparse = written(tmp_path, "sparse_rl", [(0.5, 0.4, 0.6), (-0.1, -0.2, 0.0)])
-    assert "held-out pass@1 before and after" in closing(capsys, dense) and "%" in closing(capsys, dense)
-    out = closing(capsys, dense, sparse)
+    assert "held-out pass@1 before and after" in summary(capsys, dense) and "%" in summary(capsys, dense)
+    out = summary(capsys, dense, sparse)
     assert "held-out mean reward before and after" in out and "pass@1" not in out
     assert "0.5 [0.4, 0.6]" in out and "-0.1 [-0.2, 0]" in out and "50.0%" not in out
 
 
 def test_a_graded_reward_is_not_called_pass_at_1(tmp_path, capsys):
-    out = closing(capsys, written(tmp_path, "dense", [(0.5, 0.4, 0.6)] * 2, graded=True))
+    out = summary(capsys, written(tmp_path, "dense", [(0.5, 0.4, 0.6)] * 2, graded=True))
     assert "held-out mean reward before and after" in out and "pass@1" not in out and "0.5 [0.4, 0.6]" in out
 
 
 def test_a_cache_larger_than_a_dense_one_is_said_to_save_no_memory(tmp_path, capsys):
     scored = [(0.5, 0.4, 0.6)] * 2
-    out = closing(capsys, written(tmp_path / "a", "sparse_rl", scored))
+    out = summary(capsys, written(tmp_path / "a", "sparse_rl", scored))
     assert "tokens not held" in out and "saved " not in out.split("no memory was saved")[0]
     assert "sparse_rl: no memory was saved. Each slot has room for kv.budget + kv.interval = 640 tokens" in out
-    assert "no memory was saved" not in closing(capsys, written(tmp_path / "b", "sparse_rl", scored, peak=3e6))
-    assert "no memory was saved" not in closing(capsys, written(tmp_path / "c", "dense", scored))
+    assert "no memory was saved" not in summary(capsys, written(tmp_path / "b", "sparse_rl", scored, peak=3e6))
+    assert "no memory was saved" not in summary(capsys, written(tmp_path / "c", "dense", scored))
 
 
 def test_an_evaluation_that_was_turned_off_is_not_said_to_have_no_problems(tmp_path, capsys):
     config = written(tmp_path, "dense", [(0.5, 0.4, 0.6)])
     off = config.model_copy(update={"eval": EvalConfig(problems=0)})
     none = config.model_copy(update={"data": DataConfig(train="a.jsonl")})
-    assert "not evaluated (eval.problems = 0);" in closing(capsys, off)
-    assert "not evaluated: there are no held-out problems (data.test);" in closing(capsys, none)
+    assert "not evaluated (eval.problems = 0);" in summary(capsys, off)
+    assert "not evaluated: there are no held-out problems (data.test);" in summary(capsys, none)
 
 
 def test_the_report_gives_all_scores_of_a_run_the_same_unit():

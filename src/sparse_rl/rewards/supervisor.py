@@ -1,7 +1,7 @@
-"""The keeper: a process between the trainer and a reward worker that ends everything the worker started, also if the
+"""The supervisor: a process between the trainer and a reward worker that ends everything the worker started, also if the
 trainer is killed.
 
-The worker is its child. On Linux orphans of the worker become the keeper's children as well, so it finds a daemon that has
+The worker is its child. On Linux orphans of the worker become the supervisor's children as well, so it finds a daemon that has
 left its process group. Elsewhere it ends the worker's process group.
 """
 
@@ -18,12 +18,12 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 1.0
 """Seconds between checks that the trainer still runs. A process it forked may still hold its end of the channel open."""
 END_S = 1.0
-"""Seconds in which the keeper tries to end the remaining processes. A process in an uninterruptible system call stays
+"""Seconds in which the supervisor tries to end the remaining processes. A process in an uninterruptible system call stays
 behind."""
 
 
 def fork_worker(channel: int, trainer: int) -> None:
-    """Fork the worker and return in it. The parent stays as its keeper and never returns."""
+    """Fork the worker and return in it. The parent stays as its supervisor and never returns."""
     set_process(PR_SET_CHILD_SUBREAPER, 1)
     woken, wakes = os.pipe()
     os.set_blocking(woken, False)
@@ -32,7 +32,7 @@ def fork_worker(channel: int, trainer: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes)
-    keeper, worker = os.getpid(), os.fork()
+    supervisor, worker = os.getpid(), os.fork()
     if worker == 0:
         signal.set_wakeup_fd(-1)
         os.close(woken)
@@ -41,14 +41,14 @@ def fork_worker(channel: int, trainer: int) -> None:
             signal.signal(number, signal.SIG_DFL)  # the trainer handles Ctrl-C
         os.setpgid(0, 0)
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
+        if os.getppid() != supervisor:
             os._exit(1)
         return
     with suppress(OSError):
         os.setpgid(worker, worker)
     status = watch(channel, woken, worker, trainer)
-    end_all(worker)
-    end_like(status)
+    kill_all(worker)
+    exit_like(status)
 
 
 def set_process(option: int, value: int) -> None:
@@ -82,7 +82,7 @@ def reap(worker: int) -> int | None:
     return found
 
 
-def end_all(worker: int) -> None:
+def kill_all(worker: int) -> None:
     """Kill the worker's group and every descendant, until none is left."""
     until = time.monotonic() + END_S
     with suppress(ProcessLookupError, PermissionError):
@@ -114,7 +114,7 @@ def descendants() -> list[int]:
     return found
 
 
-def end_like(status: int | None) -> None:
+def exit_like(status: int | None) -> None:
     """End as the worker did: the trainer reads the cause of its death from this process."""
     if status is None or not os.WIFSIGNALED(status):
         os._exit(0 if status is None else os.waitstatus_to_exitcode(status))

@@ -76,7 +76,7 @@ class Reward:
     def __init__(self, spec: str):
         self.weights = [term.weight for term in terms(spec)]
         self.parts = [find(term.function) for term in terms(spec)]
-        self.left_out = [{name for name in ROLLOUT_COLUMNS if not takes(part, name)} for part in self.parts]
+        self.left_out = [{name for name in ROLLOUT_COLUMNS if not accepts(part, name)} for part in self.parts]
         limits = [part.memory_bytes for part in self.parts if hasattr(part, "memory_bytes")]
         self.memory_bytes = sum(limits) if len(limits) == len(self.parts) else None
         self.is_async = any(map(is_async, self.parts))
@@ -102,7 +102,7 @@ class Reward:
         return [RewardSum(total(list(zip(self.weights, each, strict=True))), list(each)) for each in zip(*called, strict=True)]
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def accepts(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function accepts a keyword argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -160,8 +160,8 @@ def event_loop() -> Any:
 
 def wait_for(result: Any) -> Any:
     """Return the result of a function, awaited if needed."""
-    return event_loop().run(finish(result)) if hasattr(result, "__await__") else result
+    return event_loop().run(_await(result)) if hasattr(result, "__await__") else result
 
 
-async def finish(result: Any) -> Any:
+async def _await(result: Any) -> Any:
     return await result
