@@ -160,7 +160,7 @@ def test_a_cache_from_the_folder_has_the_settings_of_training(runs, tmp_path):
         ({"policy": "full"}, "trained with a dense cache: use transformers' own DynamicCache, or give them yourself"),
         ({"protect_prompt": True}, "protected prompts"),
         ({"bugdet": 3}, "did you mean budget?"),
-        (None, "no sparse_rl.json: give them yourself, as in BoundedCache"),
+        (None, r"no sparse_rl.json\): give them yourself, as in BoundedCache"),
     ],
 )
 def test_a_folder_without_settings_for_a_cache_is_refused(tmp_path, stored, sentence):
@@ -175,7 +175,7 @@ def test_a_folder_without_settings_for_a_cache_is_refused(tmp_path, stored, sent
     [
         (["{runs}", "{out}"], "is not a run folder (no config.toml): pass a run folder, such as {runs}/full."),
         (["{runs}/nowhere", "{out}"], "is not a run"),
-        (["{runs}/full", "{out}", "--step", "7"], "has no checkpoint of step 7: there are 1, 2."),
+        (["{runs}/full", "{out}", "--step", "7"], "has no checkpoint of step 7: choose one of 1, 2."),
         (["{runs}/full", "{out}", "--merge"], "no adapter to merge: leave --merge out."),
         (["{runs}/full", "{runs}/full"], "exists and is not empty: name another folder."),
         (["{runs}/full", "/proc/nowhere"], "could not be written"),
