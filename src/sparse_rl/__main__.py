@@ -1,4 +1,4 @@
-"""`python -m sparse_rl` is the command `sparse-rl`."""
+"""Entry point of `python -m sparse_rl`, which runs the `sparse-rl` command."""
 
 from .cli import main
 

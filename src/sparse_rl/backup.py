@@ -1,14 +1,15 @@
-"""Replace the content of a folder so that a kill loses nothing: the old entries stay whole until the new ones have begun.
+"""Replace the content of a folder without losing data if the process is killed.
 
-All steps happen inside the folder, which may be a link or a mounted disk:
+The old entries are deleted only after the new run has started. All steps happen inside the folder, because it may be a
+symbolic link or a mount point. The state of the folder decides what the next command does:
 
-| there is | meaning | the next command |
+| found in the folder | meaning | the next command |
 |---|---|---|
-| `.replaced.partial/` | the old entries are being moved out or back | moves them back |
-| `.replaced/` | all old entries are in it; the others belong to a successor that has not begun | removes those, moves the old back |
-| `.replaced.removed-…/` | the successor has begun | deletes it |
+| `.replaced.partial/` | the old entries are being moved out or back | moves the old entries back |
+| `.replaced/` | holds all old entries; the others belong to a new run that has not started | deletes the others, moves the old back |
+| `.replaced.removed-…/` | the new run has started | deletes this folder |
 
-A start in an empty folder does the same; its `.replaced/` is empty.
+A run that starts in an empty folder follows the same steps with an empty `.replaced/`.
 """
 
 import shutil
@@ -22,12 +23,12 @@ NAME = ".replaced"
 MOVING = f"{NAME}.partial"
 REMOVED = f"{NAME}.removed"
 LOCK = "lock"
-"""The file that locks a folder."""
+"""Name of the lock file in a folder."""
 
 
 def move_out(folder: Path, names: Collection[str] | None = None) -> None:
-    """Move these entries of the folder, or all, into `.replaced/`. Call `recover` first."""
-    if (folder / NAME).exists():  # from a start that was killed and had nothing to replace
+    """Move the given entries of the folder, or all if `names` is None, into `.replaced/`. Call `recover` first."""
+    if (folder / NAME).exists():  # left by a killed start that replaced nothing
         remove(folder, names)
         return
     (folder / MOVING).mkdir(exist_ok=True)
@@ -37,14 +38,15 @@ def move_out(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def commit(folder: Path) -> None:
-    """Mark the successor as begun, and delete the entries it replaces."""
+    """Mark the new run as started and delete the entries that it replaces."""
     if (folder / NAME).exists():
-        (folder / NAME).rename(folder / f"{REMOVED}-{uuid.uuid4().hex[:8]}")  # an earlier one may be undeletable
+        # unique: an older `.replaced.removed-…` may still exist
+        (folder / NAME).rename(folder / f"{REMOVED}-{uuid.uuid4().hex[:8]}")
     delete_leftovers(folder)
 
 
 def restore(folder: Path, names: Collection[str] | None = None) -> None:
-    """Move the old entries back, replacing everything written since."""
+    """Delete the entries written since `move_out` and move the old entries back."""
     if (folder / NAME).exists():
         remove(folder, names)
         (folder / NAME).rename(folder / MOVING)
@@ -55,7 +57,10 @@ def restore(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def recover(folder: Path, names: Collection[str] | None = None) -> bool:
-    """Repair what a kill left; return True if old entries came back. A successor without anything to replace stays."""
+    """Finish or undo a replacement that was interrupted by a kill. Return True if old entries were moved back.
+
+    The entries of a new run that replaced nothing are kept.
+    """
     found = needs_recovery(folder)
     if found or (folder / MOVING).exists():
         restore(folder, names)
@@ -64,17 +69,17 @@ def recover(folder: Path, names: Collection[str] | None = None) -> bool:
 
 
 def needs_recovery(folder: Path) -> bool:
-    """Return whether old entries are out of place."""
+    """Return whether old entries are still in `.replaced/` or `.replaced.partial/`."""
     return any((folder / name).is_dir() and any((folder / name).iterdir()) for name in (NAME, MOVING))
 
 
 def is_unstarted(folder: Path) -> bool:
-    """Return whether the folder holds only a start that has not begun and replaces nothing."""
+    """Return whether the folder holds only a run that has not started and that replaces nothing."""
     return (folder / NAME).is_dir() and not needs_recovery(folder)
 
 
 def current(folder: Path, name: str) -> Path:
-    """Return the path of the entry that `recover` would leave in place."""
+    """Return the current path of the entry that would be at `folder / name` after `recover`."""
     places = (folder / MOVING / name, folder / NAME / name)
     return next((place for place in places if place.exists()), folder / name)
 
@@ -85,12 +90,12 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Return whether the entry is the lock or one of the folders in the table above."""
+    """Return whether `name` is the lock file or one of the folders in the table above."""
     return name == LOCK or name.startswith(NAME)
 
 
 def delete_or_warn(path: Path) -> None:
-    """Delete a leftover; warn if that fails."""
+    """Delete a file or folder. Print a warning if deletion fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

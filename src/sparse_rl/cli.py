@@ -1,4 +1,4 @@
-"""Parse the command line and dispatch to `commands`. Imports no torch, so `--help` answers at once."""
+"""Parse the command line and dispatch to `commands`. Imports no torch, so that `--help` prints immediately."""
 
 import argparse
 import difflib
@@ -19,11 +19,13 @@ from .exit_codes import exit_on_error
 def main(argv: Sequence[str] | None = None) -> None:
     without_torchaos_warnings()
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        # Sampler and learner alternate with blocks of all sizes: fixed segments lost 1.4 of 22 GiB to gaps
+        # Sampler and learner alternate and allocate blocks of all sizes. With fixed segments, fragmentation wasted 1.4 of 22
+        # GiB.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
         with suppress(OSError):
-            sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: escape characters that the terminal lacks
+            # as Python does on stderr: escape characters that the encoding lacks
+            sys.stdout.reconfigure(errors="backslashreplace")
     args = argparse.Namespace()
     with exit_on_error(lambda: getattr(args, "lower", LOWER)):
         args = _parse(build_parser(), list(sys.argv[1:] if argv is None else argv))
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports a mistake in one line."""
+    """Argument parser that prints an error in one line."""
 
     def error(self, message: str):
         say(f"{message}; see {self.prog} --help.")

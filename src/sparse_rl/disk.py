@@ -1,4 +1,4 @@
-"""Explain a failed write to a disk: full, over quota, not permitted or read-only. Each has its own remedy."""
+"""Explain why a write to disk failed (full, over quota, not permitted, read-only), and how to fix it."""
 
 import errno
 import os
@@ -19,14 +19,14 @@ REMEDIES = {
     errno.EIO: "check the disk",
 }
 PROBE_BYTES = 2**20
-"""Bytes of the test write; a disk that cannot take them is full."""
+"""Size of the test write in bytes. If the test write fails, the disk is considered full."""
 
 
 def refusal(error: BaseException, folder: Path) -> tuple[str, str]:
     """Return (reason, remedy) of a failed write to `folder`.
 
-    Libraries hide the reason: for a full disk torch says "unexpected pos 704 vs 598". Then a test file is written; if that
-    succeeds, the disk is not full.
+    Some libraries hide the reason: on a full disk, torch reports "unexpected pos 704 vs 598". If the error has no errno, a
+    test file is written to find the reason.
     """
     number = next(filter(None, map(_errno, _chain(error))), None) or _probed(folder)
     if number is None:
@@ -35,7 +35,7 @@ def refusal(error: BaseException, folder: Path) -> tuple[str, str]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its causes and, for several ranks, their errors."""
+    """Yield the error, the exceptions in its cause chain and, for a multi-rank error, the errors of the ranks."""
     seen: list[BaseException] = []
     left = [error]
     while left:
@@ -51,19 +51,20 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _errno(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno:
         return error.errno
-    found = re.search(r"\bos error (\d+)|\bOs \{ code: (\d+)|\[[Ee]rrno (\d+)\]", str(error))  # safetensors; pyarrow
+    # message formats of safetensors and pyarrow
+    found = re.search(r"\bos error (\d+)|\bOs \{ code: (\d+)|\[[Ee]rrno (\d+)\]", str(error))
     return int(next(filter(None, found.groups()))) if found else None
 
 
 def _probed(folder: Path) -> int | None:
-    """Return the errno of writing a test file; None if that succeeds."""
+    """Write a test file to the folder. Return the errno of the failure, or None if the write succeeds."""
     there = next((each for each in (folder, *folder.parents) if each.is_dir()), Path())
     try:
         with tempfile.TemporaryFile(dir=there) as file:
-            # Not every system has posix_fallocate, and a disk may compress zeros.
+            # Random bytes are written because posix_fallocate is not portable and a file system may compress zeros.
             file.write(os.urandom(PROBE_BYTES))
             file.flush()
-            os.fsync(file.fileno())  # some file systems allocate only now
+            os.fsync(file.fileno())  # some file systems allocate space only at fsync
     except OSError as error:
         return error.errno
     return None

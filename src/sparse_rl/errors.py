@@ -1,4 +1,4 @@
-"""Errors and notices for the user: mistakes in one sentence with the remedy, and unexpected conditions, each said once."""
+"""User-facing errors and notices. An error is one sentence with a fix; a notice is printed once."""
 
 import functools
 import logging
@@ -11,22 +11,22 @@ from .text import message, printable
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. The message says how. The command line prints it and exits with 2."""
+    """Error that the user can fix; the message states the fix. The command line prints the message and exits with code 2."""
 
 
 class MissingResource(UserError):
-    """A resource that is missing but obtainable: on a hub that does not answer, or in a package that is not installed.
+    """Error for a resource that is missing but obtainable: the hub does not answer, or a package is not installed.
 
-    A dry run reports it and goes on.
+    A dry run prints the error and continues.
     """
 
 
 class RankLost(UserError):
-    """Another rank is gone; the launcher may start the ranks again."""
+    """Raised when another rank has died. The launcher may restart the ranks."""
 
 
 class Refused(UserError):
-    """The refusal of another rank. Another start would end the same way."""
+    """Raised when another rank has failed with a user error. A restart would fail in the same way."""
 
     def __init__(self, rank: int, sentence: str):
         super().__init__(sentence)
@@ -34,47 +34,48 @@ class Refused(UserError):
 
 
 class StorageUnavailable(UserError):
-    """Shared storage does not answer. A later attempt may succeed."""
+    """Raised when shared storage does not respond. A retry may succeed."""
 
 
 class PromptError(UserError):
-    """A prompt that cannot be sampled from: its name, the problem with it and the fix."""
+    """Error for a prompt that cannot be sampled from. The message names the prompt, the problem and the fix."""
 
     def __init__(self, problem: str, fix: str, *, prompt: str = "The prompt", fits: int | None = None):
         super().__init__(f"{prompt} {problem}: {fix}.")
         self.problem, self.fix = problem, fix
         self.fits = fits
-        """Response tokens that would fit, if a smaller number helps."""
+        """Largest response length in tokens that would fit; None if a shorter response does not help."""
 
     def named(self, prompt: str, fix: str | None = None) -> "PromptError":
-        """Return the same error with the name that the user knows the prompt by, and another fix if one is given."""
+        """Return a copy of the error with another prompt name and, if given, another fix."""
         return PromptError(self.problem, fix or self.fix, prompt=prompt, fits=self.fits)
 
 
 UNREACHABLE = "The hub cannot be reached"
-"""Start of every message about an unreachable hub."""
+"""First words of every error message about an unreachable hub."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error without its full stop, or its type if it has no message."""
+    """Return the first line of the error message without its final period, or the exception's type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def without_torchaos_warnings() -> None:
-    """Silence a warning of torch about how torchao registers its enums. A user cannot fix it."""
+    """Silence a torch warning about how torchao registers its enums, because a user cannot fix it."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def say(text: str, rank: int | None = None) -> None:
-    """Write one safe line to stderr. All our output to stderr goes through this function."""
+    """Write one line to stderr with control characters escaped. Every line that sparse-rl writes to stderr uses this
+    function."""
     mine = os.environ.get("RANK", "0")
     who = rank if rank is not None else int(mine) if mine.isdecimal() else 0
     sys.stderr.write(f"sparse-rl{f', rank {who}' if who else ''}: {message(text)}\n")
 
 
 def say_error(error: UserError) -> None:
-    """Print the error that ends a command. The error of another rank is printed once per machine."""
+    """Print the error that ends a command. An error from another rank is printed once per machine."""
     if not isinstance(error, Refused):
         say(str(error))
     elif os.environ.get("LOCAL_RANK", "0") == "0":
@@ -83,12 +84,12 @@ def say_error(error: UserError) -> None:
 
 @functools.cache
 def notice(text: str) -> None:
-    """Print one line on the terminal, once per text."""
+    """Print one line on stderr. The same text is printed only once."""
     say(text)
 
 
 def say_unexpected(error: Exception) -> None:
-    """Print an unforeseen error in one sentence, and write its traceback to a file."""
+    """Print an unexpected error in one sentence and write its traceback to a file."""
     what = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
     try:
         with tempfile.NamedTemporaryFile("w", prefix="sparse-rl-", suffix=".log", delete=False, errors="replace") as file:

@@ -1,4 +1,4 @@
-"""End a command: any failure becomes one line on the terminal and an exit code, never a traceback."""
+"""Convert any exception of a command into one line on the terminal and an exit code. No traceback is printed."""
 
 import errno
 import os
@@ -11,8 +11,10 @@ from .errors import Refused, UserError, say, say_error, say_unexpected
 
 @contextmanager
 def exit_on_error(lower: Callable[[], str]) -> Iterator[None]:
-    """Exit with 2 for a user's mistake, 130 for Ctrl-C, 1 for the rest. `lower` names options to lower when memory runs
-    out."""
+    """Exit with code 2 on a user error, 130 on Ctrl-C and 1 on any other error.
+
+    `lower` returns the names of the options to lower if memory runs out.
+    """
     try:
         yield
         sys.stdout.flush()
@@ -20,7 +22,7 @@ def exit_on_error(lower: Callable[[], str]) -> Iterator[None]:
         say_error(error)
         if isinstance(error, Refused) and "RANK" in os.environ:
             sys.stdout.flush()
-            os._exit(2)  # a thread may still wait for the rank that refused
+            os._exit(2)  # a thread may still be waiting for the failed rank
         sys.exit(2)
     except KeyboardInterrupt:
         say("stopped.")
@@ -39,7 +41,7 @@ def exit_on_error(lower: Callable[[], str]) -> Iterator[None]:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether the reader of our output has closed it, as `head` does; the rest of the output is then dropped."""
+    """Return whether the reader of stdout has closed the pipe, as `head` does. The remaining output is then discarded."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -49,8 +51,8 @@ def _reader_has_gone() -> bool:
 
 
 def _memory_ran_out(error: Exception) -> str | None:
-    """Return whose memory ran out ("GPU's" or "machine's"); None for any other error."""
-    torch = sys.modules.get("torch")  # without torch imported, no GPU memory can run out
+    """Return "GPU's" or "machine's" if the error is out-of-memory on that device; None for any other error."""
+    torch = sys.modules.get("torch")  # if torch was not imported, no GPU memory was used
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return "GPU's"
     return "machine's" if isinstance(error, MemoryError) else None

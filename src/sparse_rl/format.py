@@ -1,4 +1,4 @@
-"""Write quantities for people: bytes and durations."""
+"""Format bytes and durations for display."""
 
 import math
 
@@ -6,7 +6,7 @@ GIB = 2**30
 
 
 def size(count: float) -> str:
-    """Return bytes with a unit, such as 4.2 MiB."""
+    """Return a byte count with a unit, e.g. 4.2 MiB."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -15,13 +15,13 @@ def size(count: float) -> str:
 
 
 def gib(count: float) -> str:
-    """Return bytes in GiB without the unit: two digits below 10, else one."""
+    """Return a byte count in GiB without the unit: two decimals below 10, otherwise one."""
     digits = 2 if abs(count) < 10 * GIB else 1
     return f"{math.floor(count / GIB * 10**digits + 0.5) / 10**digits:.{digits}f}"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the unit a person would say: 8 s, 12 min, 3.5 h."""
+    """Return a duration in a readable unit, e.g. 8 s, 12 min or 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1g} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

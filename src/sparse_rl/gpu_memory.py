@@ -1,13 +1,13 @@
-"""Memory of a GPU that torch may use in this process."""
+"""GPU memory that torch can use in this process."""
 
 import torch
 from torch import device as Device
 
 
 def room_bytes(device: Device) -> int:
-    """Return the bytes that torch may hold on this GPU.
+    """Return the total bytes that torch can hold on this GPU.
 
-    This is the free memory plus the memory torch has reserved, limited to the share this process may use.
+    The total is the free memory plus the memory that torch has reserved, limited to this process's memory fraction.
     """
     device = with_index(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -16,10 +16,10 @@ def room_bytes(device: Device) -> int:
 
 
 def free_bytes(device: Device) -> int:
-    """Return the bytes that torch may still allocate on this GPU, including reserved memory that is not in use."""
+    """Return the bytes that torch can still allocate on this GPU, including reserved memory that is not in use."""
     return max(0, room_bytes(device) - torch.cuda.memory_allocated(device))
 
 
 def with_index(device: Device) -> Device:
-    """Return the GPU with its index, which parts of torch.cuda need; "cuda" alone is the current GPU."""
+    """Return the device with an explicit index, which parts of torch.cuda require. "cuda" becomes the current GPU."""
     return device if device.index is not None else Device(device.type, torch.cuda.current_device())

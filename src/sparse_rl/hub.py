@@ -1,4 +1,4 @@
-"""Check once, with a short timeout, whether the hub answers. The libraries themselves retry for most of a minute."""
+"""Check once, with a short timeout, whether the hub answers. The hub libraries retry for most of a minute."""
 
 from collections.abc import Callable
 
@@ -9,13 +9,14 @@ PROBE_S = 10.0
 
 
 def why_unreachable(ask: Callable[..., object], id: str) -> str | None:
-    """Return why the hub cannot be reached; None if it answers anything. `ask` is `HfApi().model_info` or `dataset_info`."""
+    """Return why the hub cannot be reached, or None if it sends any response. `ask` is `HfApi().model_info` or
+    `dataset_info`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         ask(id, timeout=PROBE_S)
     except HfHubHTTPError:
         return None
-    except Exception as error:  # an error of the HTTP library, whose type is an implementation detail
+    except Exception as error:  # the HTTP library's exception type is an implementation detail
         return first_line(error)
     return None

@@ -1,4 +1,7 @@
-"""Read a regular file that a user named. A device may never end and a pipe may never begin, so both are refused."""
+"""Read a regular file named by the user.
+
+A device or a pipe raises an error, because reading it may never end.
+"""
 
 import errno
 import os
@@ -6,8 +9,10 @@ import stat
 
 
 def read_file(path: str, most: int | None = None) -> bytes:
-    """Return the bytes of a regular file of at most `most` bytes; else raise OSError, or ValueError if the name holds a
-    NUL."""
+    """Return the content of a regular file of at most `most` bytes.
+
+    Raise OSError if the file is larger or not a regular file, and ValueError if the path contains a NUL character.
+    """
     found = os.stat(path)
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)

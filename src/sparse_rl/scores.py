@@ -1,6 +1,6 @@
-"""Format held-out scores of a run: shares of right answers in percent, or mean rewards.
+"""Format held-out scores of a run: accuracy in percent, or mean reward.
 
-The unit is decided once for all scores shown together. The metric is called pass@1 in both cases.
+All scores that are shown together use the same unit. The metric is called pass@1 in both cases.
 """
 
 import math
@@ -8,17 +8,20 @@ from collections.abc import Iterable, Mapping
 
 Row = Mapping[str, float]
 GRADED = "graded"
-"""Suffix of `eval/<benchmark>/graded`, which is logged if a reward was neither 0 nor 1."""
+"""Suffix of the metric `eval/<benchmark>/graded`, which is logged if any reward was neither 0 nor 1."""
 CACHES = ("pass@1", "pass@1_sparse")
 
 
 def score_keys(row: Row) -> list[str]:
-    """Return the keys of all benchmarks and caches, such as `eval/gsm8k/pass@1_sparse`."""
+    """Return the keys of the scores of all benchmarks and caches, e.g. `eval/gsm8k/pass@1_sparse`."""
     return [key for key in row if key.startswith("eval/") and key.endswith(CACHES)]
 
 
 def are_shares(rows: Iterable[Row]) -> bool:
-    """Return whether all held-out rewards were 0 or 1. Runs of older versions do not log it: there the scores decide."""
+    """Return whether all held-out rewards were 0 or 1.
+
+    Older versions do not log this; for their runs the scores decide.
+    """
     for row in rows:
         if any(key.startswith("eval/") and key.endswith(f"/{GRADED}") for key in row):
             return False
@@ -29,7 +32,7 @@ def are_shares(rows: Iterable[Row]) -> bool:
 
 
 def score_text(mean: float, low: float | None, high: float | None, *, share: bool) -> str:
-    """Return the score, with its interval if there is one."""
+    """Format the score, with its confidence interval if given."""
     form = "{:.1%}" if share else "{:.3g}"
     if low is None or high is None or not math.isfinite(high - low):
         return form.format(mean)

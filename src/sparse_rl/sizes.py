@@ -1,54 +1,54 @@
-"""Sizes that decide memory: chunks, tiles, scratch and the bytes of a slot. Imports no torch.
+"""Sizes that determine memory use: chunks, tiles, scratch buffers and bytes per slot. Imports no torch.
 
-The code that allocates and `sparse-rl plan`, which predicts the allocation, read the same values here.
+The allocating code and `sparse-rl plan`, which predicts the allocation, use these values.
 """
 
 from typing import Protocol
 
 from .config import KV
 
-# The learner
+# Learner
 
 CHUNK_ELEMENTS = 2**26
-"""Maximum logits in a chunk: 256 MiB in float32, and about four times that with the tensors computed from them."""
+"""Maximum number of logits in a chunk: 256 MiB in float32, and about four times that with the tensors derived from them."""
 FUSED_CHUNK_ELEMENTS = 2**28
-"""Maximum logits in a chunk that is one kernel, with logits in half precision: 512 MiB, and as much again for their
-gradient. Larger chunks write the head's gradient less often."""
+"""Maximum number of logits in a chunk computed by one fused kernel in half precision: 512 MiB, plus the same for the gradient.
+Larger chunks write the LM head's gradient less often."""
 LARGE_VOCABULARY = 16384
-"""Vocabulary size below which a chunk is cheap and not worth a compilation."""
+"""Vocabulary size below which chunks are not compiled, because they are already cheap."""
 SHADOW_BLOCK = 128
-"""Tokens of a block of FlexAttention in a shadow pass."""
+"""Block size of FlexAttention in a shadow pass, in tokens."""
 
 
 def padded_length(tokens: int) -> int:
-    """Return the tokens to which a shadow pass pads: the next power of two, at least one block."""
+    """Return the padded length of a shadow pass: the next power of two, and at least one block."""
     return max(SHADOW_BLOCK, 1 << (tokens - 1).bit_length())
 
 
-# The sampler
+# Sampler
 
 PREFILL_TOKENS = 8192
 """Maximum prompt tokens per forward pass."""
 CHUNK_STEPS = {"cpu": 8, "cuda": 16}
-"""Maximum decode steps between two returns to the host, by device type. The engine takes a divisor of the interval. A
-finished slot idles until the next return, so a dense slot has room for so many more tokens."""
+"""Maximum decode steps between two returns to the host, by device type. The engine uses a divisor of the compaction interval.
+A finished slot idles until the next return, so a dense slot needs room for this many extra tokens."""
 FIRST_TOKENS = 64
-"""Rows of logits sampled at a time after prefill. This bounds the memory of torch's float64 sums."""
+"""Number of logit rows sampled at a time after prefill. Bounds the memory of torch's float64 sums."""
 STEP_LOGIT_BYTES = 4
-"""Bytes per logit of a decode step: the logit, and the state of the sampling kernel."""
+"""Bytes per logit in a decode step: the logit and the state of the sampling kernel."""
 MAX_AUTO_SLOTS = 1024
-"""Upper limit of an automatic number of slots. Matrix products reach full speed long before it; the host's work keeps
-growing."""
+"""Upper limit of the automatic slot count. Matrix products reach full speed at far fewer slots, while host work grows with the
+count."""
 SCRATCH_SHARE = 0.05
-"""Share of the cache for the temporaries of a compaction."""
+"""Share of the cache size reserved for temporary buffers during compaction."""
 SCRATCH_FLOOR_BYTES = 16 * 2**20
-"""Minimum of that scratch, so that a cache of a few MiB is not compacted row by row."""
+"""Minimum size of the compaction scratch buffer, so that a cache of a few MiB is not compacted row by row."""
 QUERY_POLICIES = ("rkv", "snapkv", "tova")
-"""Built-in policies that keep a ring of queries: those with `uses_queries`."""
+"""Built-in policies with `uses_queries = True`, which keep a ring buffer of recent queries."""
 
 
 class AttentionShape(Protocol):
-    """Heads of a model: its `CacheShape`, or the plan's `Dimensions`."""
+    """Attention dimensions of a model. `CacheShape` and the plan's `Dimensions` implement this protocol."""
 
     @property
     def layers(self) -> int: ...
@@ -61,15 +61,15 @@ class AttentionShape(Protocol):
 
 
 def token_bytes(shape: AttentionShape, itemsize: int) -> int:
-    """Return the bytes of the keys and values of one cached token in all layers."""
+    """Return the bytes of one cached token's keys and values, summed over all layers."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
 
 
 def slot_bytes(shape: AttentionShape, kv: KV, longest: int, itemsize: int) -> tuple[int, int]:
     """Return (bytes of keys and values, bytes of side tables) of one slot on a GPU, as `SlotCache` allocates them.
 
-    `longest` is the tokens of the longest sequence, which a dense slot must hold. A user's own policy counts as one that
-    keeps queries.
+    `longest` is the length of the longest sequence in tokens, which a dense slot must hold. A custom policy is counted as if
+    it kept queries.
     """
     dense = kv.policy == "full"
     capacity = longest + CHUNK_STEPS["cuda"] if dense else kv.capacity

@@ -1,4 +1,4 @@
-"""The console that every command prints on. Text from outside cannot reach a terminal as a command."""
+"""Console used by every command. Escapes control characters in external text, so that the text cannot control the terminal."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ from .text import printable
 
 
 class Terminal(Console):
-    """A rich console that shows control characters in column names, prompts, errors of rewards and folder names as escapes.
+    """A rich console that escapes control characters in column names, prompts, reward errors and folder names.
 
-    Rich adds its own colours later.
+    Rich adds its own colour codes afterwards.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -1,15 +1,15 @@
-"""Check a policy of your own: `check_policy("my_package.my_module:MyPolicy")` before you train with it."""
+"""Check a custom policy before training with it: `check_policy("my_package.my_module:MyPolicy")`."""
 
 import torch
 from torch import Tensor
 
 from .kv.policies import Policy, get
 
-SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 24)]  # query heads, kv heads, head dimension: MHA, GQA, MQA
+SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 24)]  # (query heads, kv heads, head dimension) of MHA, GQA and MQA
 
 
 def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
-    """Raise AssertionError if the policy would break the cache, the replay or reproducibility."""
+    """Raise AssertionError if the policy would break the cache, replay or reproducibility."""
     policy = get(policy, **options) if isinstance(policy, str) else policy
     assert policy.window + policy.sinks < budget, f"budget = {budget} must exceed window + sinks of the policy."
     for dtype in (torch.float32, torch.bfloat16):

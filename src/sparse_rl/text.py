@@ -1,4 +1,4 @@
-"""Make text from outside safe to show: from a model, a folder's name, a file."""
+"""Make external text safe to display, e.g. text from a model, a file or a folder name."""
 
 import re
 import reprlib
@@ -6,11 +6,12 @@ import unicodedata
 from collections.abc import Iterable
 
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Unicode's control, format (such as right-to-left marks), surrogate, private and unassigned characters, and odd line ends."""
+"""Unicode categories that are escaped: control, format (e.g. right-to-left marks), surrogate, private-use and unassigned
+characters, line and paragraph separators."""
 
 
 def printable(text: str, most: int = 400, keep: str = "") -> str:
-    """Return one line without terminal commands, legal in XML. Invisible characters other than `keep` become escapes."""
+    """Return the text as one line, legal in XML. Invisible characters that are not in `keep` are escaped."""
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
     if cut.isprintable():
         return cut
@@ -18,12 +19,14 @@ def printable(text: str, most: int = 400, keep: str = "") -> str:
 
 
 LONGEST_MESSAGE = 1000
-"""Largest number of characters of a message on the terminal."""
+"""Maximum characters of a message on the terminal."""
 
 
 def message(text: str) -> str:
-    """Return one printable line of at most `LONGEST_MESSAGE` characters. A long text loses its middle: the remedy is at its
-    end."""
+    """Return the text as one printable line of at most `LONGEST_MESSAGE` characters.
+
+    A longer text is shortened in the middle, because the fix is stated at the end.
+    """
     text = re.sub(r"\s*[\r\n]\s*", " ", _without_middle(text.strip(), 4 * LONGEST_MESSAGE))
     return _without_middle(printable(text, most=len(text)), LONGEST_MESSAGE)
 
@@ -34,16 +37,16 @@ def _without_middle(text: str, most: int) -> str:
 
 
 def listed(names: Iterable[object], most: int = 20) -> str:
-    """Return the first `most` names, separated by commas."""
+    """Return the first `most` names separated by commas, and the number of the others."""
     found = [printable(str(name), most=80) for name in names]
     return ", ".join(found[:most]) + (f" and {len(found) - most:,} more" if len(found) > most else "")
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """Return a value as Python writes it, shortened if it is long, deep or large."""
+    """Return the repr of a value, shortened if the value is long or deeply nested."""
     try:
         return printable(_SHORT.repr(value), most=most)
-    except ValueError:  # an integer with more digits than Python prints
+    except ValueError:  # the integer has more digits than Python converts to text
         return "a number of thousands of digits"
 
 

@@ -1,8 +1,8 @@
-"""The ranks of a run and their communication. A single process is a world of one and communicates with nobody.
+"""Ranks of a run and their communication. A single process has a world of size 1 and does not communicate.
 
-Every rank knows every rollout of a step, and computes statistics and rejections from all of them. Only passes through a model
-are divided: sampling by groups of rollouts, learning by tokens. So several ranks compute the same as one, up to the order of
-sums.
+Every rank holds all rollouts of a step and computes statistics and rejections from all of them. Only model passes are divided:
+sampling by rollout group, learning by tokens. Several ranks therefore compute the same result as one, up to floating-point
+summation order.
 """
 
 import heapq
@@ -29,19 +29,22 @@ class World:
     rank: int = 0
     size: int = 1
     control: Any = None
-    """Process group on the host, for objects."""
+    """Process group on the CPU, for Python objects."""
     store: Any = None
-    """Store of this world, with counters that all ranks see."""
+    """Distributed store with counters shared by all ranks."""
     timeout: timedelta = timedelta(minutes=30)
     queues: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_main(self) -> bool:
-        """Return whether this rank writes files and prints."""
+        """Return whether this rank writes files and prints: rank 0."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank. Raise RankLost, with its number, for a rank that does not answer."""
+        """Return the values of all ranks in rank order.
+
+        Raise RankLost, which names the rank, if a rank does not respond.
+        """
         if self.size == 1:
             return [value]
         self.barrier()
@@ -50,7 +53,7 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks, up to the timeout."""
+        """Wait for all ranks. Raise RankLost if a rank does not arrive before the timeout."""
         if self.size == 1:
             return
         failed: list[RuntimeError] = []
@@ -64,7 +67,7 @@ class World:
         waiting = threading.Thread(target=monitored, name="barrier", daemon=True)
         waiting.start()
         while waiting.is_alive():
-            waiting.join(0.2)  # lets this thread be interrupted, which gloo cannot
+            waiting.join(0.2)  # this thread can be interrupted while it joins, but not inside gloo
         if failed:
             raise RankLost(
                 f"{lost_rank_message(failed[0])} (ranks.timeout_s = {self.timeout.total_seconds():g}): see that rank's output."
@@ -74,8 +77,8 @@ class World:
         return any(self.gather(flag))
 
     def sum_gradients(self, params: Sequence[Tensor]) -> None:
-        """Sum gradients over the ranks in place, for parameters that every rank holds whole. A missing gradient counts as
-        zero."""
+        """Sum gradients over all ranks in place, for parameters that are replicated on every rank. A missing gradient counts
+        as zero."""
         if self.size == 1:
             return
         for param in params:
@@ -87,17 +90,17 @@ class World:
             param.grad = part.view_as(param)
 
     def passes(self, lengths: Sequence[int], tokens: int) -> list[list[int]]:
-        """Return the rows that pass through the model on this rank, at most `tokens` at a time.
+        """Return the row indices of each forward pass on this rank, with at most `tokens` tokens per pass.
 
-        All ranks have the same number of passes; a pass may be empty.
+        All ranks get the same number of passes. A pass may be empty.
         """
         return balanced_passes(lengths, self.size, tokens)[self.rank]
 
     def work_queue(self, costs: Sequence[float], at_once: int) -> Callable[[], int | None]:
-        """Return a function that yields the next item for this rank at each call, and None at the end.
+        """Return a function that returns the next item for this rank on each call, and None when no items are left.
 
         All ranks must create their work queues in the same order. The costliest `at_once` items per rank are assigned evenly
-        beforehand; the first rank that is ready takes the next of the rest.
+        in advance. Each remaining item goes to the first rank that asks for one.
         """
         order = sorted(range(len(costs)), key=lambda item: -costs[item])
         assigned = order[: at_once * self.size]
@@ -117,13 +120,14 @@ class World:
 ALONE = World()
 
 LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|Broken pipe")
-"""Messages of gloo when the other side is gone."""
+"""Pattern of gloo messages that report a lost peer."""
 
 
 def balanced_passes(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]]]:
-    """Return the rows of each rank and pass, balanced in tokens by longest-first, in as few passes as `tokens` allows.
+    """Return the row indices by rank and pass.
 
-    A row longer than `tokens` has a pass of its own.
+    Rows are assigned longest first to balance tokens, in as few passes as `tokens` allows. A row longer than `tokens` gets its
+    own pass.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     passes = max(1, math.ceil(sum(min(length, tokens) for length in lengths) / (tokens * ranks)))
@@ -140,7 +144,7 @@ def balanced_passes(lengths: Sequence[int], ranks: int, tokens: int) -> list[lis
 
 
 def lost_rank_message(error: RuntimeError) -> str:
-    """Return a sentence with the rank that did not answer, from the message of gloo."""
+    """Return a message that names the rank that did not respond, extracted from gloo's error."""
     found = re.search(r"Ranks? ([\d, ]+) failed|from rank (\d+)", str(error))
     if not found:
         return f"A rank did not answer ({first_line(error)})"
@@ -148,7 +152,9 @@ def lost_rank_message(error: RuntimeError) -> str:
 
 
 def _snake(turn: int, ranks: int) -> int:
-    """Return the rank of a turn in the order 0 1 2 2 1 0 0 1 2: the rank with the costliest item of one round gets the
-    cheapest of the next."""
+    """Return the rank for a turn, in the order 0 1 2 2 1 0 0 1 2.
+
+    The rank that gets the costliest item of one round gets the cheapest item of the next.
+    """
     round, place = divmod(turn, ranks)
     return ranks - 1 - place if round % 2 else place

@@ -1,1 +1,1 @@
-"""Data: tasks, loaders and the embedded arithmetic task. Knows no model."""
+"""Data: tasks, loaders and the embedded arithmetic task. Imports no model code."""

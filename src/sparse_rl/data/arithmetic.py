@@ -1,12 +1,13 @@
-"""The embedded task: a sequence in which every number is the sum of the two before it, last two digits only.
+"""The embedded task: continue a sequence in which every number is the sum of the previous two, modulo 100.
 
-A problem gives the number of sums to write and the first sum. The response writes them all, counting down:
+A prompt gives the number of sums to write and the first sum. The response writes all sums and counts down:
 
     15:47+85=                                    the prompt
     32 14:85+32=17 13:32+17=49 … 1:51+42=93      the response; the text after its last = is graded
 
-A line depends only on the line before it. So a cache that keeps the last line can go on for ever, and one that evicts at
-random cannot. One token per character: fifteen sums take 162 tokens, long enough to evict. Plain Python, no torch, no files.
+Each line depends only on the previous line. A cache that keeps the last line can therefore continue indefinitely, and a cache
+that evicts at random cannot. Each character is one token: fifteen sums take 162 tokens, which is long enough to evict. The
+module is plain Python: it imports no torch and reads no files.
 """
 
 import hashlib
@@ -25,15 +26,15 @@ class Problem:
     first: int
     second: int
     prompt: str
-    """Number of sums and the first of them, as in `15:47+85=`."""
+    """Number of sums and the first sum without its result, e.g. `15:47+85=`."""
     answer: str
-    """Last sum, as the graded text must spell it."""
+    """Last sum, spelled as the graded text must spell it."""
     solution: str
-    """Whole worked response. Without a mistake it ends in the answer."""
+    """Complete worked response. It ends with the answer unless `slip` introduced an error."""
 
 
 def make_problems(n: int, seed: int, sums: int = SUMS, split: Split = "train") -> list[Problem]:
-    """Return `n` problems, the same for the same arguments. No prompt of one split ever occurs in the other."""
+    """Return `n` problems. The same arguments always give the same problems, and no prompt occurs in both splits."""
     if sums < 1:
         raise ValueError(f"sums = {sums} leaves nothing to add: it must be at least 1.")
     if split not in ("train", "test"):
@@ -48,8 +49,7 @@ def make_problems(n: int, seed: int, sums: int = SUMS, split: Split = "train") -
 
 
 def write_problem(first: int, second: int, sums: int, slip: Callable[[], int] = lambda: 0) -> Problem:
-    """Return the problem that starts with these two numbers. `slip()` is added to each sum as it is written; 0 is no
-    mistake."""
+    """Return the problem that starts with these two numbers. `slip()` is added to each written sum; 0 means no error."""
     answer, (before, last) = 0, (first, second)
     for _ in range(sums):
         answer = (before + last) % 10**DIGITS
@@ -64,7 +64,8 @@ def write_problem(first: int, second: int, sums: int, slip: Callable[[], int] = 
 
 
 def split_of(prompt: str) -> Split:
-    """Return the split of a prompt by its hash; one in eight is held out. No seed can make the two overlap."""
+    """Return the split of a prompt, chosen by its hash. One prompt in eight is held out. The splits are disjoint for every
+    seed."""
     return "test" if hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 8 == 0 else "train"
 
 

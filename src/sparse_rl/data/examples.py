@@ -1,7 +1,7 @@
-"""Load problems to train and to test on, from a task, a file or the hub.
+"""Load training and test problems from a task, a file or the hub.
 
-A malformed row is refused by file and line before anything is loaded or trained. A row without an answer is left out and
-counted, if other rows have one.
+A malformed row raises an error with its file and line before a model is loaded. If some rows have answers, rows without one
+are skipped and counted.
 """
 
 import difflib
@@ -22,9 +22,9 @@ from .hub import read_hub
 from .rows import SUFFIXES, DataRow, kind_of, read_rows
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")
-"""Columns that may hold the problem."""
+"""Column names that may hold the problem."""
 RESERVED = {"prompts", "completions", "finish", "completion_ids", "in_thought"}
-"""Arguments that sparse-rl passes to every reward function. Data columns must not have these names."""
+"""Arguments that sparse-rl passes to every reward function. Data columns must not use these names."""
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
 INTEGER = re.compile(r"[-+]?[0-9][0-9,]*(\.0*)?")
 
@@ -34,27 +34,27 @@ Prompt = str | list[dict[str, str]]
 @dataclass(frozen=True)
 class Example:
     prompt: Prompt
-    """The problem as in the data, without a template."""
+    """The problem as it is in the data, without a template."""
     answer: str | None
     columns: dict[str, Any]
-    """Columns passed to the reward function beside prompt and completion: the answer, if there is one, and all others."""
+    """Columns passed to the reward function besides prompt and completion: the answer, if any, and all other columns."""
     template: str = PLACEHOLDER
-    """Template around the problem unless `data.template` is set: a task's instruction."""
+    """Template applied to the problem if `data.template` is not set. It contains the task's instruction."""
 
 
 TASK_PROBLEMS = 4096
-"""Number of problems of a task that generates them."""
+"""Number of problems for a task that generates its problems."""
 
 
 @dataclass(frozen=True)
 class LoadedExamples:
-    """Problems of a source, in its order. All have the same columns."""
+    """Problems of a source in their original order. All problems have the same columns."""
 
     examples: list[Example]
     skipped: int = 0
-    """Rows left out because they have no answer to grade by."""
+    """Number of rows skipped because they have no answer."""
     note: str | None = None
-    """Sentence on the skipped rows, if there are any."""
+    """Message about the skipped rows; None if no row was skipped."""
 
 
 def load(
@@ -67,10 +67,10 @@ def load(
     prompt_column: str | None = None,
     answer_column: str | None = None,
 ) -> LoadedExamples:
-    """Return all problems of a task, a file or a data set on the hub. A task that generates them gives `n`, the same for
-    the same seed.
+    """Return all problems of a task, a file or a data set on the hub.
 
-    `dir` is the folder of the tasks' files; without it they come from the hub. The columns are those of your own data.
+    A task that generates problems returns `n`, the same for the same seed. `dir` is the folder with the tasks' files; if None,
+    they are loaded from the hub. `prompt_column` and `answer_column` apply only to your own data.
     """
     if source not in TASKS:
         return _gather(_own_rows(source, split), source, prompt_column, answer_column)
@@ -89,7 +89,7 @@ def load(
 
 
 def name_of(source: str) -> str:
-    """Return a short name for metrics and tables: the task's, or that of the file or data set without folder and suffix."""
+    """Return a short name for metrics and tables: the task name, or the file or data set name without folder and suffix."""
     if source in TASKS:
         return source
     if HUB_ID.fullmatch(source) and not os.path.exists(source):
@@ -102,7 +102,7 @@ def name_of(source: str) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raise if a source is neither a task nor a file nor the name of a data set on the hub. Reads nothing."""
+    """Raise if a source is neither a task, nor a file, nor a valid data set name. Reads no data."""
     if source not in TASKS and not os.path.exists(source):
         _on_the_hub(source, "train")
 
@@ -151,7 +151,7 @@ def _file_in(dir: str, name: str, task: Task) -> str:
 
 
 def _as_task_row(row: DataRow, data: HubData) -> DataRow:
-    """Convert a row of the hub to the form of the task's file: problem, answer and all other columns."""
+    """Convert a hub row to the format of the task's file: problem, answer and all other columns."""
     columns = {"problem": data.prompt_column, "answer": data.answer_column}
     for name in columns.values():
         if name not in row.values:
@@ -210,7 +210,8 @@ def _gather(
 
 
 def filter_by_length(source: str, prompts: Sequence[Sequence[int]], limit: int | None) -> tuple[list[int], str | None]:
-    """Return the indices of the prompts with at most `limit` tokens, and a sentence on the others, if there are any."""
+    """Return the indices of the prompts with at most `limit` tokens, and a message about the others (None if there are
+    none)."""
     places = [place for place, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
     if not places:
         raise UserError(
@@ -224,7 +225,7 @@ def filter_by_length(source: str, prompts: Sequence[Sequence[int]], limit: int |
 
 
 def too_few_note(source: str, problems: int, prompts_per_step: int) -> str | None:
-    """Return a sentence if a step has to sample problems more than once, else None."""
+    """Return a message if a step must sample some problems more than once, else None."""
     if problems >= prompts_per_step:
         return None
     return (
@@ -283,11 +284,11 @@ def _messages(row: DataRow, name: str, messages: list[Any]) -> list[dict[str, st
 
 
 def _answer(row: DataRow, name: str) -> str | None:
-    """Return the answer as text; None if there is nothing to grade by."""
+    """Return the answer as a string, or None if the row has no answer."""
     answer = row.values.get(name)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):
         row.refuse(f"{name} is {kind_of(answer)}: write a text or a number, or leave the column out of all rows.")
-    if answer is None or answer != answer:  # tables write NaN for a missing value
+    if answer is None or answer != answer:  # tables use NaN for a missing value
         return None
     if isinstance(answer, float | Decimal) and not math.isfinite(answer):
         row.refuse(f"{name} is {answer}: write a finite number, or a text.")
@@ -295,6 +296,7 @@ def _answer(row: DataRow, name: str) -> str | None:
 
 
 def _integer(answer: str) -> str | None:
-    """Return `1,234`, `27.0` and `025` as 1234, 27 and 25; None for text that is no integer or has 1000 characters or more."""
+    """Return an integer in canonical form: `1,234`, `27.0` and `025` become 1234, 27 and 25. Return None for text that is not
+    an integer or has 1000 characters or more."""
     whole = len(answer) < 1000 and INTEGER.fullmatch(answer.strip())
     return str(int(answer.partition(".")[0].replace(",", ""))) if whole else None

@@ -1,4 +1,4 @@
-"""Read the rows of a data set on the Hugging Face hub with `datasets`, which keeps a copy on disk."""
+"""Read the rows of a data set on the Hugging Face hub with `datasets`, which caches the data on disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from .rows import DataRow
 
 
 def read_hub(data: HubData, instead: str) -> list[DataRow]:
-    """Return all rows of a split. `instead` is the remedy named if the hub cannot be reached."""
-    import datasets  # here, because it takes a second to import
+    """Return all rows of a split. `instead` is the fix that the error states if the hub cannot be reached."""
+    import datasets  # imported here because the import takes a second
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -31,7 +31,7 @@ def read_hub(data: HubData, instead: str) -> list[DataRow]:
         ) from error
     except (ConnectionError, TimeoutError) as error:
         raise _cannot_reach(data.id, unreachable or first_line(error), instead) from error
-    except Exception as error:  # a configuration or split that is not there, data that are no table, a full disk
+    except Exception as error:  # unknown configuration or split, data without a table, full disk
         if unreachable:
             raise _cannot_reach(data.id, unreachable, instead) from error
         raise UserError(
@@ -47,7 +47,7 @@ def _cannot_reach(id: str, why: str, instead: str) -> MissingResource:
 
 @contextmanager
 def _offline(offline: bool) -> Iterator[None]:
-    """Read only the copy on disk, if `offline`. `datasets` would try the network for half a minute first."""
+    """Read only the cached copy if `offline` is true. `datasets` would otherwise try the network for half a minute."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -64,7 +64,7 @@ def _offline(offline: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, which would mix with ours."""
+    """Hide the progress bars of `datasets`, which would interfere with ours."""
     import datasets
 
     before = datasets.are_progress_bars_disabled()

@@ -1,13 +1,13 @@
-"""The order of problems in training. The number of problems seen so far is enough to resume."""
+"""Order of problems in training. The number of problems seen so far is the only state needed to resume."""
 
 import random
 from functools import lru_cache
 
 
 class Order:
-    """An endless stream of the indices below `n`. Each epoch contains every index once, in a new order.
+    """Endless stream of indices below `n`. Each epoch contains every index once, in a new order.
 
-    A pure function of (n, seed, cursor), the same on every machine. Near the end of an epoch `take` may reach into the next.
+    The stream is a pure function of (n, seed, cursor) and is the same on every machine. `take` may cross the end of an epoch.
     """
 
     def __init__(self, n: int, seed: int):
@@ -22,6 +22,6 @@ class Order:
 
 @lru_cache(maxsize=4)
 def shuffled(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    # sorted by random(), because Python promises the same sequence in every version; shuffle() has no such promise
+    # Sort by random(): Python guarantees its sequence across versions, but not that of shuffle().
     rng = random.Random(f"order/{seed}/{epoch}")
     return tuple(sorted(range(n), key=lambda _: rng.random()))

@@ -1,6 +1,6 @@
-"""Convert a problem to the token ids of its prompt: the one place where a chat template is applied.
+"""Convert a problem to the token ids of its prompt. Chat templates are applied only here.
 
-A template is code of the model's author. It runs in Jinja's sandbox, for a few seconds at most.
+A chat template is code written by the model's author. It runs in Jinja's sandbox with a time limit of a few seconds.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 5.0
-"""Time limit for one prompt, in seconds. Templates take less than a millisecond."""
+"""Time limit for rendering one prompt, in seconds. A typical template takes less than a millisecond."""
 CHAT_NAMES = re.compile(r"instruct|chat|assistant|-it\b", re.IGNORECASE)
 CHAT_TOKENS = {"<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>", "<|user|>"}
-"""Special tokens of models that were trained on messages. `CHAT_NAMES` matches the names of such models."""
+"""Special tokens of chat models. `CHAT_NAMES` matches the names of such models."""
 
 
 def encoded(tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example], data: DataConfig) -> list[list[int]]:
-    """Return the token ids of each prompt, the same for train, eval and the dry run."""
+    """Return the token ids of each prompt. Training, evaluation and the dry run all use this function."""
     options = (data.template, data.raw, data.chat_template_kwargs)
     prompts = [encode(tokenizer, example, *options) for example in examples]
     if len({str(example.prompt) for example in examples}) > 1 and len(set(map(tuple, prompts))) == 1:
@@ -44,11 +44,11 @@ def encode(
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt, in the tokenizer's chat template if it has one. A text becomes a message of the
-    user.
+    """Return the token ids of a prompt, rendered with the tokenizer's chat template if it has one. A string becomes a user
+    message.
 
-    The template, by default the example's own, goes around the text, or around the content of the last message. The chat
-    template gets `chat_template_kwargs`, such as Qwen3's enable_thinking.
+    `template`, by default the example's, is applied to the string or to the content of the last message.
+    `chat_template_kwargs`, e.g. Qwen3's enable_thinking, is passed to the chat template.
     """
     template = template or example.template
     chat = bool(tokenizer.chat_template) and not raw
@@ -59,7 +59,7 @@ def encode(
                 _tell_of_missing_template(tokenizer)
             return _not_empty(
                 list(tokenizer(text, verbose=False).input_ids)
-            )  # prompts that are too long are refused later, with a remedy
+            )  # prompts that are too long raise an error later, with a fix
         messages = [{"role": "user", "content": text}]
     elif chat:
         *before, last = example.prompt
@@ -80,7 +80,7 @@ def encode(
         raise UserError(
             f"The model's chat template took more than {LIMIT_S:g} s for one prompt: fix it, or write texts and set --data.raw true."
         ) from None
-    except Exception as error:  # a template may raise anything
+    except Exception as error:  # a template can raise any exception
         raise UserError(
             f"The model's chat template refuses a prompt ({printable(first_line(error), 200)}): change its messages, or write texts "
             "and set --data.raw true."
@@ -104,13 +104,13 @@ def _tell_of_missing_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 class _TooLong(BaseException):
-    """Raised in a template that takes too long. Not an Exception, so that the interrupted code does not catch it as its
-    own."""
+    """Raised in a template that exceeds the time limit. It derives from BaseException so that the interrupted code does not
+    catch it."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `_TooLong` in this thread, which runs Python code, when the time is over."""
+    """Raise `_TooLong` in this thread when the time is over. The exception interrupts only Python code."""
     thread, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
 
     def interrupt() -> None:

@@ -1,6 +1,6 @@
-"""Read the rows of a file, each with its place: JSON lines, Parquet or CSV, with or without gzip.
+"""Read the rows of a JSON Lines, Parquet or CSV file, with or without gzip. Each row keeps its location.
 
-Knows nothing of prompts and answers. Rows that cannot be read are refused by file and line.
+This module does not interpret prompts or answers. An unreadable row raises an error with its file and line.
 """
 
 import codecs
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".csv.gz")
 LONGEST_CELL = 2**27
-"""Maximum characters in one cell of a CSV; Python's own limit is 2**17."""
+"""Maximum characters in a CSV cell. Python's default limit is 2**17."""
 
 
 @dataclass(frozen=True)
 class DataRow:
     place: str
-    """Place in the source, such as `data.jsonl:3`, or `data.parquet, row 3` for a format without lines."""
+    """Location in the source, e.g. `data.jsonl:3`, or `data.parquet, row 3` for a format without lines."""
     values: dict[str, Any]
 
     def refuse(self, sentence: str) -> NoReturn:
@@ -42,7 +42,7 @@ def refuse(place: str, sentence: str) -> NoReturn:
 
 
 def read_rows(source: str) -> list[DataRow]:
-    """Return all rows of a file, in order. A file whose name ends in neither .csv nor .parquet is JSON lines."""
+    """Return all rows of a file in order. A file that is neither .csv nor .parquet is read as JSON Lines."""
     try:
         content = read_file(source)
     except OSError as error:
@@ -67,7 +67,7 @@ def _unpacked(source: str, content: bytes) -> bytes:
 
 
 def _json_lines(source: str, content: bytes) -> Iterator[DataRow]:
-    # only \n ends a line: JSON may hold the separators at which str.splitlines would break it
+    # Split only at \n: JSON strings may contain other separators at which str.splitlines would split.
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             place = f"{source}:{number}"
@@ -82,7 +82,7 @@ def _json_object(place: str, line: bytes) -> dict[str, Any]:
         refuse(place, "this is not UTF-8 text: unpack or convert the file.")
     except json.JSONDecodeError as error:
         refuse(place, f"this is not JSON ({error.msg}, column {error.colno}): write one object per line.")
-    except (ValueError, RecursionError) as error:  # NaN, a name twice, thousands of digits or brackets
+    except (ValueError, RecursionError) as error:  # NaN, a repeated key, or thousands of digits or brackets
         refuse(place, f"this JSON cannot be read ({first_line(error)}): write it in another way.")
     if not isinstance(row, dict):
         refuse(place, f'this is {kind_of(row)}: write an object such as {{"prompt": "1+1=", "answer": "2"}}.')
@@ -119,7 +119,8 @@ def _encodable(row: dict[str, Any]) -> bool:
 
 
 def _csv(source: str, content: bytes) -> Iterator[DataRow]:
-    """Yield the rows of a CSV. The first line names the columns; an empty cell is None, everything else text."""
+    """Yield the rows of a CSV file. The first line holds the column names. An empty cell is None; all other cells are
+    strings."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -133,7 +134,7 @@ def _csv(source: str, content: bytes) -> Iterator[DataRow]:
     names: list[str] | None = None
     try:
         for cells in reader:
-            place, first = f"{source}:{first}", reader.line_num + 1  # a cell may span lines
+            place, first = f"{source}:{first}", reader.line_num + 1  # a cell may span several lines
             if not cells:
                 continue
             if names is None:
@@ -155,13 +156,13 @@ def _check_names(place: str, names: list[str], where: str = " in the first line"
 
 
 def _parquet(source: str, content: bytes) -> Iterator[DataRow]:
-    import pyarrow as pa  # here, because most files need no tables
+    import pyarrow as pa  # imported here because most files do not need it
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
         table.validate(full=True)
-    except Exception as error:  # pyarrow raises a dozen kinds for a damaged file
+    except Exception as error:  # pyarrow raises many exception types for a damaged file
         raise UserError(f"{source} is not a whole Parquet file ({first_line(error)}): write it again.") from error
     _check_names(source, table.column_names, "")
     columns = [_python_values(source, name, column) for name, column in zip(table.column_names, table.columns, strict=True)]
@@ -172,7 +173,7 @@ def _parquet(source: str, content: bytes) -> Iterator[DataRow]:
 def _python_values(source: str, name: str, column: "ChunkedArray") -> list[Any]:
     try:
         return column.to_pylist()
-    except Exception:  # somewhere is a value that Python has no type for: a duration of 10^15 days
+    except Exception:  # Python has no type for some value, e.g. a duration of 10^15 days
         for number, value in enumerate(column, 1):
             try:
                 value.as_py()
@@ -185,6 +186,6 @@ def _python_values(source: str, name: str, column: "ChunkedArray") -> list[Any]:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value in a user's words."""
+    """Return the type of a value in plain words, e.g. "a list"."""
     kinds = {str: "a text", bool: "true or false", list: "a list", dict: "an object", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")

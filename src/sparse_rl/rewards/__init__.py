@@ -1,1 +1,1 @@
-"""Rewards: built-in and user functions that grade responses, called in processes that can be killed. Imports no torch."""
+"""Rewards: built-in and user functions that grade responses, called in killable worker processes. Imports no torch."""

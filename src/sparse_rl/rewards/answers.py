@@ -1,4 +1,5 @@
-"""Find the final answer in a text and read plain numbers. Text alone: nothing is evaluated, no sympy."""
+"""Extract the final answer from a text and parse plain numbers. Works on text only: it evaluates nothing and imports no
+sympy."""
 
 import re
 from fractions import Fraction
@@ -6,7 +7,7 @@ from typing import NamedTuple
 
 BOX = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{")  # some models write two backslashes
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;.*]|\\[,;: \\()\[\]]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*", re.IGNORECASE)
-"""Text allowed between two boxes that are one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
+"""Text allowed between two boxes that form one answer: `\\(\\boxed{2}\\) and \\(\\boxed{3}\\)`."""
 BRACE = re.compile(rf"(?P<box>{BOX.pattern})|\\.|[{{}}]", re.DOTALL)
 BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
 ANNOUNCED = re.compile(r"(?:####|\banswer\s*(?:is|:|=))", re.IGNORECASE)
@@ -14,15 +15,15 @@ THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 THOUGHT_TAG = re.compile(r"</?think>")
 MINUS_SIGNS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{NO-BREAK SPACE}": " "})
 
-# TeX without meaning
+# TeX commands that do not change the meaning
 SPACING = re.compile(r"\\[!,]|(\\[;:> ]|\\q?quad\b|~)|(\{,\}(?=\d))")
 STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathbf|mathrm|mbox|bm)\s*\{([^{}]*)\}")
 MAX_STYLES = 3
-"""Maximum nesting of style commands."""
+"""Maximum nesting depth of style commands."""
 MAX_BRACES = 10
-"""Maximum pairs of braces around a whole answer."""
+"""Maximum number of brace pairs removed around a whole answer."""
 MAX_DIGITS = 1000
-"""Maximum characters of a plain number, and maximum absolute power of ten."""
+"""Maximum length of a plain number in characters, and maximum absolute exponent of ten."""
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 INTEGER = re.compile(
@@ -43,30 +44,33 @@ FRACTION = re.compile(
 
 
 class VisibleText(NamedTuple):
-    """Text of a completion outside of its thoughts."""
+    """Text of a completion outside its `<think>` blocks."""
 
     text: str
     complete: bool
-    """True if the text ended by itself and not in a thought. Only then its last number is an answer."""
+    """True if the completion ended with a stop token and outside a `<think>` block. Otherwise its last number is not accepted
+    as an answer."""
 
 
 def visible_text(text: str, finish: str = "stop", in_thought: bool = False) -> VisibleText:
-    """Remove the thoughts of a text, including one that is still open.
+    """Remove `<think>` blocks from a text, including an unclosed one.
 
-    `in_thought` says that the prompt opened a thought. A text whose first tag is `</think>` shows the same.
+    `in_thought=True` means that the prompt already opened a `<think>` block. A text whose first tag is `</think>` is treated
+    in the same way.
     """
     tag = THOUGHT_TAG.search(text)
     if in_thought or (tag and tag.group() == "</think>"):
         text = "<think>" + text
     is_open = any(not thought.endswith("</think>") for thought in THOUGHT.findall(text))
     parts = [part for part in THOUGHT.split(text) if part.strip()]
-    return VisibleText("<think></think>".join(parts), finish == "stop" and not is_open)  # the tags keep two boxes apart
+    # the tags separate boxes before and after a thought
+    return VisibleText("<think></think>".join(parts), finish == "stop" and not is_open)
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`, empty if it never closes; None if there is no box.
+    r"""Return the content of the last `\boxed{…}`: an empty string if the box is not closed, None if there is no box.
 
-    Boxes side by side, as in `\boxed{2} and \boxed{3}`, are one answer of several parts. A box within another is a part of it:
+    Adjacent boxes, as in `\boxed{2} and \boxed{3}`, form one answer with several parts. A nested box is part of the outer box:
     `\boxed{\boxed{5}+1000}` is 1005.
     """
     boxes = outer_boxes(text)
@@ -79,11 +83,11 @@ def boxed(text: str) -> str | None:
             break
         found.append(bare(text[box.content : box.end]))
         after = box.start
-    return ", ".join(dict.fromkeys(reversed(found)))  # repeated answers count once
+    return ", ".join(dict.fromkeys(reversed(found)))  # a repeated answer counts once
 
 
 class Box(NamedTuple):
-    """Indices of a box: the start of its command, the start of its content, and its closing brace."""
+    """Indices of a box in a text: start of the command, start of the content, and closing brace."""
 
     start: int
     content: int
@@ -91,9 +95,9 @@ class Box(NamedTuple):
 
 
 def outer_boxes(text: str) -> list[Box] | None:
-    """Return the boxes that are in no other, without those before the last one that never closes; None if there is no box.
+    """Return the outermost boxes, or None if the text has no box. Boxes before the last unclosed box are ignored.
 
-    An open box ends at a blank line, as in TeX: boxes below it are read as usual.
+    An unclosed box ends at a blank line, as in TeX. Boxes after the blank line are read as usual.
     """
     if not BOX.search(text):
         return None
@@ -111,7 +115,7 @@ def outer_boxes(text: str) -> list[Box] | None:
         blank = BLANK_LINE.search(text, never_closed[-1])
         boxes = [box for box in boxes if blank and box.start > blank.start()]
     outer: list[Box] = []
-    for box in boxes:  # in closing order: an outer box after those within it
+    for box in boxes:  # sorted by closing brace: an outer box follows its nested boxes
         while outer and outer[-1].start > box.start:
             outer.pop()
         outer.append(box)
@@ -119,7 +123,7 @@ def outer_boxes(text: str) -> list[Box] | None:
 
 
 def bare(content: str) -> str:
-    """Drop the commands of boxes, and braces around the whole."""
+    """Remove box commands, and braces that enclose the whole content."""
     content = BOX.sub("{", content).strip()
     for _ in range(MAX_BRACES):
         if content.startswith("{") and closing(content, 1) == len(content) - 1:
@@ -128,7 +132,7 @@ def bare(content: str) -> str:
 
 
 def closing(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the one before `start`."""
+    """Return the index of the brace that closes the brace before `start`, or None."""
     depth = 1
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -147,7 +151,7 @@ def depth(text: str) -> int:
 
 
 def tidy(text: str) -> str:
-    """Remove dollars around the text, spacing commands and styles: `$\\mathbf{1{,}234}$` is `1,234`."""
+    """Remove enclosing dollar signs, spacing commands and styles: `$\\mathbf{1{,}234}$` becomes `1,234`."""
     text = text.translate(MINUS_SIGNS).strip()
     for opening, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > 2 * len(opening) and text.startswith(opening) and text.endswith(end):
@@ -159,8 +163,10 @@ def tidy(text: str) -> str:
 
 
 def integer(text: str) -> str | None:
-    """Return the digits of a text that is one integer, possibly with a unit, else None. They stay text, so that no length
-    is slow."""
+    """Return the digits of a text that is a single integer, optionally with a unit; otherwise None.
+
+    The result is a string, so that very long integers stay cheap.
+    """
     match = INTEGER.fullmatch(tidy(text))
     if not match:
         return None
@@ -169,16 +175,17 @@ def integer(text: str) -> str | None:
 
 
 class Plain(NamedTuple):
-    """A number as it is written in figures."""
+    """Value of a number written in digits."""
 
     value: Fraction
     exact: bool
-    """True if it has no decimal point, so that only the same number equals it."""
+    """True if the number has no decimal point. Two exact numbers must be equal to match."""
     percent: bool
 
 
 def plain(text: str) -> Plain | None:
-    """Read a number written in figures: an integer, a decimal, a fraction of integers, a power of ten, a percentage."""
+    """Parse a number written in digits: an integer, decimal, fraction of integers, power of ten or percentage. Return None for
+    other text."""
     text = tidy(text)
     if len(text) > MAX_DIGITS:
         return None
@@ -196,8 +203,11 @@ def plain(text: str) -> Plain | None:
 
 
 def same(gold: Plain, answer: Plain, tolerance: Fraction) -> bool:
-    """Return whether two numbers are equal, within the relative `tolerance` if one is a decimal and the gold is no integer.
-    9 % is 9 or 0.09."""
+    """Return whether two numbers are equal.
+
+    The relative `tolerance` applies only if one of them is a decimal and the gold is not an integer. 9 % equals both 9 and
+    0.09.
+    """
     golds, answers = values(gold), values(answer)
     if gold.percent and answer.percent:
         golds, answers = golds[:1], answers[:1]

@@ -1,4 +1,4 @@
-"""Find a reward function by name. A user's module is imported in a worker; in the trainer only if there are no workers."""
+"""Import a reward function by name. User modules are imported in the workers, or in the trainer if `workers` is 0."""
 
 import difflib
 import importlib
@@ -20,15 +20,16 @@ BUILT_IN = {
     "exact": "functions",
     "integer_answer": "integers",
     "last_number": "functions",
-    "math_answer": "math",  # the only one that imports sympy
+    "math_answer": "math",  # the only built-in reward that imports sympy
 }
-"""Names of the built-in rewards and their modules."""
+"""Built-in reward names and the modules that define them."""
 INSIDE = "SPARSE_RL_REWARD_WORKER"
-"""Environment variable set in reward workers and their child processes, and while the trainer imports a reward."""
+"""Environment variable that is set in reward workers and their child processes, and in the trainer while it imports a
+reward."""
 
 
 class InsideAReward(UserError):
-    """Raised if a reward's module starts a run when it is imported. Its worker would import it again without end."""
+    """Raised if a reward module starts a run when imported. Each run would start workers that import the module again."""
 
 
 def refuse_inside_a_reward() -> None:
@@ -49,8 +50,10 @@ def inside_a_reward() -> Iterator[None]:
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """Return the function of `exact`, `my_rewards:graded`, `my_rewards.graded` or `path/to/rewards.py:graded`. Raise a
-    `UserError` of one sentence if there is none."""
+    """Return the function named by `exact`, `my_rewards:graded`, `my_rewards.graded` or `path/to/rewards.py:graded`.
+
+    Raise UserError if the function is not found.
+    """
     where, _, name = spec.rpartition(":" if ":" in spec else ".")
     if not name or (":" in spec and not where) or spec.endswith(".py"):
         raise UserError(
@@ -87,7 +90,7 @@ def imported(where: str, spec: str) -> ModuleType:
                 f"packages, {nearest(error.name, here, 'name its file, such as path/to/rewards.py:graded.')}"
             ) from None
         raise UserError(cannot_import(spec, error)) from error
-    except BaseException as error:  # a module may even call sys.exit
+    except BaseException as error:  # the module may call sys.exit
         traceback.print_exc()
         if refused := underlying_refusal(error):
             raise refused from None
@@ -98,8 +101,9 @@ def from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         here = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UserError(f"reward.function = {spec} was not found: no file {path}, {nearest(path.name, here)}")
-    sys.path.append(str(path.parent.resolve()))  # for its imports from the same folder
-    found = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)  # a file math.py must not become math
+    sys.path.append(str(path.parent.resolve()))  # so that the module can import from its own folder
+    # the prefix keeps a user's math.py from replacing the standard module
+    found = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     assert found and found.loader
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
@@ -122,7 +126,7 @@ def nearest(name: str, known: list[str], otherwise: str = "") -> str:
 
 
 def underlying_refusal(error: BaseException | None) -> InsideAReward | None:
-    """Return the refusal that a command line has turned into an exit, or None."""
+    """Return the InsideAReward error in this exception's cause chain (e.g. behind a SystemExit), or None."""
     while error:
         if isinstance(error, InsideAReward):
             return error
@@ -135,5 +139,5 @@ def cannot_import(spec: str, error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the exception as Python prints it, on one line of bounded length."""
+    """Return the exception as Python prints it, on one line of at most 300 characters."""
     return " ".join(traceback.format_exception_only(error)[-1].split())[:300]

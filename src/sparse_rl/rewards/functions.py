@@ -1,8 +1,8 @@
-"""The built-in rewards, in TRL's convention: one float per completion, None for no verdict.
+"""Built-in rewards, in TRL's convention: one float per completion, or None for no verdict.
 
-A completion is a text, or a list of messages if the prompt is one. `answer` is the data's column of that name. `finish` says
-how each completion ended (stop, length, repetition) and `in_thought` whether its prompt opened a thought. Without these
-columns all texts count as finished.
+A completion is a string, or a list of messages if the prompt is one. `answer` is the data column of that name. `finish` states
+how each completion ended (stop, length or repetition). `in_thought` states whether the prompt opened a `<think>` block.
+Without these columns, every completion counts as finished.
 """
 
 import re
@@ -12,9 +12,10 @@ from typing import Any
 from ..data.arithmetic import grade
 from .answers import VisibleText, visible_text
 
-__all__ = ["arithmetic", "exact", "last_number"]  # the names a user may give
+__all__ = ["arithmetic", "exact", "last_number"]  # names that a user can select
 
-# a minus after a word, a digit or a bracket subtracts and is no sign; a comma groups three digits or separates
+# A minus sign after a word, a digit or a bracket is subtraction, not a sign. A comma either groups three digits or separates
+# numbers.
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}])[-\N{MINUS SIGN}])?"
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"
@@ -23,12 +24,12 @@ NUMBER = re.compile(
 
 
 def arithmetic(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
-    """Grade completions of the embedded task: 1 if the text after the last `=` is exactly the answer, else 0."""
+    """Grade the embedded arithmetic task: 1 if the text after the last `=` is exactly the answer, else 0."""
     return [grade(text_of(completion), right) for completion, right in zip(completions, answer, strict=True)]
 
 
 def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
-    """Grade each completion: 1 if the whole text is the answer, except for space around it, else 0."""
+    """Return 1 for each completion that equals the answer, ignoring surrounding whitespace, else 0."""
     return [float(text_of(completion).strip() == right.strip()) for completion, right in zip(completions, answer, strict=True)]
 
 
@@ -40,10 +41,10 @@ def last_number(
     in_thought: list[bool] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """Grade each completion: 1 if the last number in the text equals the answer's, else 0.
+    """Return 1 for each completion whose last number equals the number in the answer, else 0.
 
-    The spelling does not matter: 1,234.50 is 1234.5. A text that was cut off is wrong. No verdict if the data's answer has no
-    number.
+    Numbers are compared by value: 1,234.50 equals 1234.5. A truncated completion gets 0. The verdict is None if the answer has
+    no number.
     """
     verdicts: list[float | None] = []
     for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True):
@@ -53,7 +54,7 @@ def last_number(
 
 
 def visible_texts(completions: list, finish: list[str] | None, in_thought: list[bool] | None) -> list[VisibleText]:
-    """Return the text of each completion outside of its thoughts."""
+    """Return the text of each completion outside its `<think>` blocks."""
     ends, starts = finish or ["stop"] * len(completions), in_thought or [False] * len(completions)
     return [visible_text(text_of(each), end, start) for each, end, start in zip(completions, ends, starts, strict=True)]
 
@@ -63,9 +64,9 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 
 
 def number_in(text: str) -> Decimal | None:
-    """Return the last number in a text, exact: 0.1 equals 0.10 and nothing else."""
+    """Return the last number in a text as an exact Decimal, or None. 0.1 equals 0.10 but not 0.1000001."""
     found = NUMBER.findall(text)
     try:
         return Decimal(found[-1].replace(",", "").replace("\N{MINUS SIGN}", "-")) if found else None
-    except InvalidOperation:  # an exponent beyond any number
+    except InvalidOperation:  # the exponent is out of Decimal's range
         return None

@@ -1,4 +1,4 @@
-"""Reward of tasks whose answers are integers (AIME, AMC, GSM8K). Figures are compared, and nothing but sums is evaluated."""
+"""Reward for tasks with integer answers (AIME, AMC, GSM8K). It compares digits and evaluates only sums."""
 
 import re
 from collections import deque
@@ -12,7 +12,7 @@ from .functions import NUMBER, number_in, visible_texts
 __all__ = ["integer_answer"]
 
 PART_OF_MORE = re.compile(r"\s*(?:_|\^(?!\s*\{?\s*\\circ)|/\s*\d)")
-"""Text after a number that is only the start of a power, a name or a fraction."""
+"""Text after a number which shows that the number is part of a power, a subscripted name or a fraction."""
 TERM = re.compile(r"[-+]? *[0-9]{1,18}")
 SUM = re.compile(rf"{TERM.pattern}(?: *[-+] *[0-9]{{1,18}})+")
 
@@ -25,11 +25,11 @@ def integer_answer(
     in_thought: list[bool] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""Grade each completion: 1 if the last `\boxed{…}` is the answer's integer, else 0.
+    r"""Return 1 for each completion whose last `\boxed{…}` holds the answer's integer, else 0.
 
-    Without a box, the number announced by "answer is" or #### counts, else the last one. Dollars, commas between thousands,
-    `.0`, a unit and a name, as in `m + n = 25`, are allowed. A sum, a power or two numbers are not. A text that was cut off
-    needs a box. No verdict if the data's answer is no integer.
+    Without a box, the number after "answer is" or #### counts; without an announcement, the last number counts. Dollar signs,
+    thousands separators, `.0`, a unit and a name, as in `m + n = 25`, are allowed. A sum, a power or two numbers are not. A
+    truncated completion needs a box. The verdict is None if the answer is not an integer.
     """
     verdicts: list[float | None] = []
     for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True):
@@ -46,7 +46,7 @@ def integer_in(visible: VisibleText) -> str | None:
 
 
 def common_integer(sides: list[str]) -> str | None:
-    """Return the integer that all sides equal, or None. A sum counts only beside its result: `m + n = 12 + 13 = 25`."""
+    """Return the integer that all sides equal, or None. A sum counts only next to its result, as in `m + n = 12 + 13 = 25`."""
     integers = [integer(side) for side in sides]
     values = {value or total(side) for value, side in zip(integers, sides, strict=True)}
     return values.pop() if len(values) == 1 and any(integers) else None
@@ -57,11 +57,11 @@ def total(side: str) -> str | None:
 
 
 def unboxed(text: str) -> str | None:
-    """Return the number that a text announces, else its last number."""
+    """Return the number after the last "answer is" or ####, or else the last number in the text."""
     announcements = list(ANNOUNCED.finditer(text))
     number = NUMBER.search(text, announcements[-1].end()) if announcements else None
     if number is None:
-        number = next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)  # the last
+        number = next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)  # the last match
     if number is None or not stands_alone(text, number):
         return None
     value = number_in(number.group())
@@ -69,12 +69,12 @@ def unboxed(text: str) -> str | None:
 
 
 def stands_alone(text: str, number: re.Match[str]) -> bool:
-    r"""Return whether the match is a whole number of its own. The 4 of `\frac{3}{4}` and the 3 of `2^3` or `z_3` are not."""
+    r"""Return whether the match is a complete number. The 4 in `\frac{3}{4}` and the 3 in `2^3` or `z_3` are not."""
     return text[number.start() - 1 : number.start()] not in ("{", "^", "_", "/") and not PART_OF_MORE.match(text, number.end())
 
 
 def as_digits(value: Decimal) -> str | None:
-    """Return the digits of an integer, or None if it is no integer or its exponent is too large to write them."""
+    """Return the digits of an integer. Return None if the value is not an integer or its exponent exceeds 1000."""
     if abs(value.adjusted()) > 1000 or value != value.to_integral_value():
         return None
     return integer(f"{value:f}")

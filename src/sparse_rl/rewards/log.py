@@ -1,4 +1,4 @@
-"""`reward.log`: the output of rewards. Several processes append to it, and it never grows far beyond its limit."""
+"""Limit the size of `reward.log`, to which several worker processes append the output of rewards."""
 
 import os
 from contextlib import suppress
@@ -6,11 +6,12 @@ from pathlib import Path
 
 MAX_BYTES = 16 * 2**20
 HEAD_BYTES = TAIL_BYTES = 2**20
-"""Bytes kept at the beginning and at the end of a log that has grown too long."""
+"""Bytes kept at the start and at the end of a log that is trimmed."""
 
 
 def trim(log: Path | None) -> None:
-    """Cut the middle out of a log over `MAX_BYTES`. Processes that append continue at its new end."""
+    """Remove the middle of a log larger than `MAX_BYTES`. Processes that have the log open continue to append at its new
+    end."""
     with suppress(OSError):
         if log is None or log.stat().st_size <= MAX_BYTES:
             return

@@ -1,8 +1,8 @@
-"""Reward of mathematics: compare the boxed answer with the gold by math-verify, without the matches it makes too easily.
+"""Mathematics reward: compare the boxed answer with the gold by math-verify, and reject its false matches.
 
-Run it where it can be killed: math-verify's own limits are off, because they are signals that sympy may swallow. Text that
-cannot be an answer (kilobytes, towers of powers, an integral left to the grader) is wrong before sympy sees it.
-docs/train-your-own.md defines which answers are right.
+Run it in a killable process: math-verify's timeouts are disabled, because they use signals that sympy may swallow. A text that
+cannot be an answer (kilobytes long, nested powers, an unevaluated integral) is graded wrong before sympy parses it.
+docs/train-your-own.md defines which answers are correct.
 """
 
 import logging
@@ -48,36 +48,39 @@ from .functions import visible_texts
 __all__ = ["math_answer"]
 
 MAX_CHARS = 500
-"""Maximum characters of an answer, or three times the gold if that is more. The longest gold of the benchmarks has 210."""
+"""Maximum answer length in characters, or three times the gold's length if that is more. The longest gold in the benchmarks
+has 210."""
 MAX_DEPTH = 10
-"""Maximum nesting of brackets, for which the parser takes a second. The deepest gold has 4."""
+"""Maximum nesting depth of brackets; the parser takes about a second at this depth. The deepest gold has depth 4."""
 TAIL_CHARS = 300
-"""Characters at the end of a text without a box that are searched for an answer."""
+"""Number of final characters that are searched for an answer if the text has no box."""
 MAX_BITS = 4096
-"""Maximum bits of a number that an answer leaves to be computed."""
+"""Maximum bits of an unevaluated number in an answer."""
 MAX_POWER = 64
-"""Maximum power of an expression with variables, which might be multiplied out."""
+"""Maximum exponent of an expression with variables, because sympy may expand the expression."""
 MAX_NODES = 400
 TOLERANCE = Fraction(1, 10**6)
-"""Relative tolerance if one of two numbers is a decimal."""
+"""Relative tolerance if either number is a decimal."""
 
 ROUNDING = 1e-13
-"""Absolute rounding error of a sum or a sine that is 0."""
+"""Absolute rounding error of a sum or sine whose exact value is 0."""
 
 UNDONE = (Derivative, Integral, Limit, Product, Sum)
-"""Operations that an answer leaves to the grader. They are right only if the gold leaves them too."""
-UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")  # binomials too large
-AT_ONCE = re.compile(r"gcd|lcm|binom")  # the parser evaluates these
+"""Unevaluated operations. An answer may contain one only if the gold contains it too."""
+# the last part matches binomials that are too large
+UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")
+AT_ONCE = re.compile(r"gcd|lcm|binom")  # the parser evaluates these immediately
 HUGE = re.compile(r"\^[\s{(]*\w+\s*\^|\^[\s{(]*\d{5}|\d{5}[\s)]*!")
-IGNORED = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\d)\s+|\s+(?!\d)")  # a space between figures counts: 1 1/2 is not 11/2
+# whitespace between digits is significant: 1 1/2 is not 11/2
+IGNORED = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\d)\s+|\s+(?!\d)")
 DISPLAY_FRACTION = re.compile(r"\\[dt]frac")
 DEGREES = re.compile(r"\s*(?:°|\\degree(?![a-z]))")
-BARE_UNIT = re.compile(r"(?<=[\d}])\s*[cdkm]m\s*\^\s*\{?\s*[23]\s*\}?\s*\.?$")  # math-verify handles those in \text
-WORD = re.compile(r"[A-Za-z]{4,}")  # math-verify reads a word as the product of its letters, so that seat equals east
+BARE_UNIT = re.compile(r"(?<=[\d}])\s*[cdkm]m\s*\^\s*\{?\s*[23]\s*\}?\s*\.?$")  # math-verify handles units inside \text
+WORD = re.compile(r"[A-Za-z]{4,}")  # math-verify reads a word as the product of its letters: seat would equal east
 BASE = re.compile(r"(?<=\d)\s*_\s*\{?\s*(\d+)\s*\}?\s*$")
 POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns that its timeouts are disabled
 
 
 def math_answer(
@@ -88,10 +91,10 @@ def math_answer(
     in_thought: list[bool] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    r"""Grade each completion: 1 if the last `\boxed{…}` equals the data's answer, else 0.
+    r"""Return 1 for each completion whose last `\boxed{…}` equals the answer, else 0.
 
-    Without a box, the answer that math-verify finds at the end of the text counts. A text that was cut off needs a box. No
-    verdict if the data's answer is empty.
+    Without a box, the answer that math-verify finds at the end of the text counts. A truncated completion needs a box. The
+    verdict is None if the data's answer is empty.
     """
     return [
         None if not right.strip() else float(is_right(visible, right))
@@ -109,7 +112,7 @@ def is_right(visible: VisibleText, right: str) -> bool:
         return bool(content) and equals(gold, content)
     if not visible.complete:
         return False
-    if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # the text is only the answer
+    if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # the whole text is the answer
         return True
     tail = text[-TAIL_CHARS:]
     if depth(tail) > MAX_DEPTH or leaves_work(tail, gold):
@@ -128,7 +131,7 @@ def gold_of(right: str) -> Gold:
     return Gold(right, plain(right))
 
 
-@lru_cache(maxsize=256)  # the samples of a group have one gold
+@lru_cache(maxsize=256)  # all samples of a group share one gold
 def gold_values(text: str) -> tuple[Any, ...]:
     return values_of(parsed(text))
 
@@ -148,7 +151,7 @@ def equals(gold: Gold, answer: str) -> bool:
 
 
 def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
-    """Compare by meaning. If one of the two has none, only the same text is equal."""
+    """Compare two answers by value. If either cannot be parsed, they are equal only if their texts are equal."""
     wanted, written = compact(gold.text), compact(answer)
     if WORD.fullmatch(wanted) and WORD.fullmatch(written):
         return wanted.casefold() == written.casefold()
@@ -171,21 +174,23 @@ def compares(gold: Gold, answer: str, values: tuple[Any, ...]) -> bool:
 
 
 def is_number(gold: Gold) -> bool:
-    """Return whether the gold has no symbol, so that `x = 5` only names it."""
+    """Return whether the gold is a number. An answer such as `x = 5` then only names the value."""
     values = gold_values(gold.text)
     symbols = [each for each in values if not isinstance(each, Expr) or each.free_symbols]
     return gold.number is not None or ("=" not in gold.text and bool(values) and not symbols)
 
 
 def other_base(gold: str, answer: str) -> bool:
-    """Return whether the two name different bases, as 101_2 and 101_3 do. math-verify drops bases."""
+    """Return whether the two texts name different number bases, e.g. 101_2 and 101_3. math-verify ignores bases."""
     bases = BASE.search(tidy(gold)), BASE.search(tidy(answer))
     return all(bases) and len({base[1] for base in bases if base}) > 1
 
 
 def right_side(answer: Any, gold: Any) -> Any:
-    """Return the right side of `y = 2x + 3` or `f(x) = 2x + 3` if the gold is an expression of x. Else return the answer
-    unchanged."""
+    """Return the right-hand side of `y = 2x + 3` or `f(x) = 2x + 3` if the gold is an expression with variables.
+
+    Otherwise return the answer unchanged.
+    """
     if not isinstance(answer, Eq) or not isinstance(gold, Expr) or gold.is_Symbol or not gold.free_symbols:
         return answer
     name = answer.lhs
@@ -194,8 +199,8 @@ def right_side(answer: Any, gold: Any) -> Any:
 
 
 def is_range(answer: Any) -> bool:
-    """Return whether the answer only bounds one variable by numbers, as `1 < x < 3`. sympy turns that into an interval at
-    once."""
+    """Return whether the answer bounds one variable by numbers, e.g. `1 < x < 3`. sympy converts such a range to an interval
+    quickly."""
     parts = answer.args if isinstance(answer, And) else [answer]
     return (
         all(isinstance(part, Relational) and {part.lhs.is_Symbol, part.rhs.is_Symbol} == {True, False} for part in parts)
@@ -204,7 +209,7 @@ def is_range(answer: Any) -> bool:
 
 
 def parsed(content: str) -> list[Any]:
-    """Parse the content of a box. Powers of ten are written out, because in TeX 4.5e33 is a product with Euler's number."""
+    """Parse the content of a box. `4.5e33` becomes a power of ten first, because TeX parsing reads e as Euler's number."""
     content = POWER_OF_TEN.sub(r" \\times 10^{\1}", DEGREES.sub(r"^\\circ", tidy_outside(content)))
     return parse(f"\\boxed{{{content}}}", parsing_timeout=None)
 
@@ -219,7 +224,7 @@ def values_of(found: list[Any]) -> tuple[Any, ...]:
 
 
 def compact(text: str) -> str:
-    """Return the text for comparison, without spacing, styles and a final full stop."""
+    """Return the text without spacing, styles and a final period, for comparison."""
     return IGNORED.sub("", DISPLAY_FRACTION.sub(r"\\frac", tidy(text))).rstrip(".")
 
 
@@ -230,8 +235,8 @@ def leaves_work(answer: str, gold: Gold) -> bool:
 
 
 def fits(gold: Any, answer: Any, gold_text: str, text: str) -> bool:
-    """Return whether the answer is of the gold's kind. math-verify takes `x = 5`, `\\{5\\}` and `[5, 5]` for 5, and a set
-    for a pair."""
+    """Return whether the answer has the same type as the gold. Without this check, math-verify accepts `x = 5`, `\\{5\\}` and
+    `[5, 5]` for 5, and a set for a pair."""
     if isinstance(gold, Relational | And):
         return True
     if not isinstance(gold, Set | Tuple | MatrixBase):
@@ -246,7 +251,7 @@ def ordered(value: Any, text: str) -> bool:
 
 
 def is_cheap(answer: Any, gold: Any) -> bool:
-    """Return whether evaluating the answer is cheap enough for a grader."""
+    """Return whether the answer is cheap enough to evaluate."""
     if isinstance(answer, MatrixBase):
         return all(is_cheap(entry, gold) for entry in answer.flat())
     allowed = tuple(kind for kind in UNDONE if isinstance(gold, Basic) and gold.has(kind))
@@ -261,7 +266,8 @@ def is_cheap(answer: Any, gold: Any) -> bool:
 
 
 def bits(node: Any) -> float:
-    """Return an upper estimate of log2 of the absolute value of a number without evaluating it; 0 if there are variables."""
+    """Return an upper estimate of log2 of the number's absolute value, without evaluating the number. Return 0 if it has
+    variables."""
     if node.free_symbols:
         return 0.0
     if isinstance(node, Integer):
@@ -282,21 +288,21 @@ def bits(node: Any) -> float:
 
 
 def far_apart(gold: Any, answer: Any) -> bool:
-    """Return whether two expressions differ at a point. sympy then need not try for seconds to transform one into the
-    other.
+    """Return whether two expressions have different values at a test point.
 
-    It also distinguishes 0 from 1e-8, which math-verify does not: it rounds decimals to six places.
+    If they do, sympy need not spend seconds trying to transform one into the other. The test also separates 0 from 1e-8;
+    math-verify does not, because it rounds decimals to six places.
     """
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or gold.is_Symbol or answer.is_Symbol:
-        return False  # a word is a symbol, or the product of its letters
+        return False  # sympy reads a word as a symbol or a product of letters
     if gold.has(UnevaluatedExpr) or answer.has(UnevaluatedExpr):
-        return False  # a percentage, which equals two numbers
+        return False  # a percentage equals two numbers
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     point = {symbol: Float(0.37 + 0.61 * (place * 0.618 % 1)) for place, symbol in enumerate(symbols, 1)}
     try:
         one, other = complex(gold.evalf(subs=point)), complex(answer.evalf(subs=point))
-    except Exception:  # not a number at this point
+    except Exception:  # the expression has no numeric value at this point
         return False
-    cancels = gold.atoms(Add, Function) or answer.atoms(Add, Function)  # products do not cancel: 1e-24 is not 1e-28
+    cancels = gold.atoms(Add, Function) or answer.atoms(Add, Function)  # products do not cancel: 1e-24 differs from 1e-28
     rounding = ROUNDING if cancels else 0.0
     return isfinite(one) and isfinite(other) and abs(one - other) > max(1e-4 * max(abs(one), abs(other)), rounding)

@@ -1,14 +1,15 @@
-"""Call a reward function in separate processes, one sample per call, each with a time limit.
+"""Call a reward function in worker processes: one sample per call, each with a time limit.
 
-A function that hangs, raises or crashes costs its sample the verdict and is counted. Its process is killed and replaced, and
-the other samples continue. Grading takes at most samples / workers x (timeout_s + the time a process takes to start). An async
-function takes up to twice that: if a process is killed while it grades several samples, they are graded again, alone.
+If the function hangs, raises or crashes, its sample gets no verdict and the failure is counted. The process is killed and
+replaced, and the other samples continue. Grading takes at most samples / workers x (timeout_s + start time of a process). An
+async function takes up to twice as long: if its process is killed while it grades several samples, each of them is graded
+again, alone.
 
-A process is a fresh interpreter: a fork would inherit CUDA, and multiprocessing's spawn imports the trainer's main module, and
-torch with it.
+Each worker is a fresh interpreter. A forked process would inherit CUDA, and multiprocessing's spawn would import the trainer's
+main module and torch.
 
-With no workers the function is called in this process instead, once with all samples and without a limit: for a reward model
-that needs the GPU and a batch.
+With `workers=0` the function is called in the trainer's process, once with all samples and without a time limit. This mode is
+for reward models that need the GPU and a batch.
 """
 
 import math
@@ -41,15 +42,16 @@ if TYPE_CHECKING:
     from ..rollout.rollout import Rollout
 
 PROMPT_END = 8
-"""Last tokens of a prompt that are searched for an opened thought."""
+"""Number of final prompt tokens that are searched for an opening `<think>` tag."""
 POLL_S = 1.0
-"""Seconds between checks of the log's size during grading."""
+"""Seconds between checks of the log size during grading."""
 
 Messages = list[dict[str, str]]
 
 
 def rollout_columns(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Any]]:
-    """Return the columns that tell a reward how each rollout ended, its token ids, and whether its prompt opened a thought."""
+    """Return the columns for rewards that describe each rollout: how it ended, its token ids, and whether its prompt opened a
+    `<think>` block."""
     ends = tokenizer.batch_decode([each.prompt[-PROMPT_END:] for each in rollouts], skip_special_tokens=False)
     return {
         "finish": [each.finish for each in rollouts],
@@ -60,27 +62,26 @@ def rollout_columns(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokeniz
 
 @dataclass(frozen=True)
 class Graded:
-    """Verdicts of a batch; a value is None if there is no verdict. Samples that the reward failed to grade are counted by
-    reason."""
+    """Verdicts of a batch, None for samples without a verdict. Failed samples are counted by reason."""
 
     values: list[float | None]
     no_verdict: int
     """Samples for which the function returned None."""
     timeouts: int
     errors: int
-    """Samples for which the function raised, ended its process, or did not return one finite number of at most
+    """Samples for which the function raised, ended its process, or did not return one finite number of absolute value at most
     `MAX_REWARD`."""
     first_error: str | None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """Values of each function of a sum; None for a sample without a verdict. Empty for one function."""
+    """Value of each function of a weighted sum, None for samples without a verdict. Empty for a single function."""
     truncated: int = 0
-    """Samples that were cut off and therefore not graded by the function."""
+    """Samples that were truncated and therefore not passed to the function."""
     strays: int = 0
-    """Lines on the workers' channels that answered no request."""
+    """Lines received from workers that matched no request."""
 
 
 class RewardPool:
-    """Pool of reward workers: `with RewardPool("my_rewards:graded") as pool: pool.grade(…)`. For one caller at a time."""
+    """Pool of reward workers: `with RewardPool("my_rewards:graded") as pool: pool.grade(…)`. Not safe for concurrent calls."""
 
     def __init__(
         self,
@@ -92,11 +93,12 @@ class RewardPool:
         truncated: Truncated = "grade",
         timeout: Timeout = "none",
     ):
-        """Start the workers and wait until every one has imported the function. Their output goes to `log`, or nowhere."""
+        """Start the workers and wait until each has imported the function. Their output is written to `log`, or discarded if
+        None."""
         refuse_inside_a_reward()
         self.function, self.timeout_s, self.log = function, timeout_s, log
         self.truncated, self.timeout = truncated, timeout
-        self._parts = part_names(function)  # refuse a malformed sum before anything starts
+        self._parts = part_names(function)  # reject a malformed sum before starting workers
         self._size, self._strays = workers, 0
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -126,10 +128,10 @@ class RewardPool:
     def grade(
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], columns: dict[str, list[Any]]
     ) -> Graded:
-        """Grade completions. They may all be texts: if a prompt is messages, the function gets its completion as messages
-        too.
+        """Grade completions and return their verdicts.
 
-        The column `finish`, if there is one, says which completions were cut off.
+        Completions may be strings. If a prompt is a list of messages, its completion is also passed to the function as
+        messages. The optional column `finish` states which completions were truncated.
         """
         assert self._size or self._in_process, "the pool is closed"
         trim(self.log)
@@ -158,8 +160,8 @@ class RewardPool:
         )
 
     def _outcomes(self, batch: "_Batch") -> list[dict[str, Any]]:
-        """Return the outcome of every sample that is not cut off."""
-        failure = self._fill()  # the reason why a worker could not start; no other is then started in this call
+        """Return the outcome of every sample that is not truncated."""
+        failure = self._fill()  # reason why a worker could not start; this call then starts no more workers
         try:
             while batch.unassigned or any(worker.ready and worker.in_flight for worker in self._workers):
                 for worker in self._wait(0 if batch.unassigned and any(worker.idle for worker in self._workers) else POLL_S):
@@ -169,7 +171,7 @@ class RewardPool:
                 trim(self.log)
                 if not self._workers:
                     batch.fail_rest(failure)
-        finally:  # after an interrupt no worker continues this batch
+        finally:  # after an interrupt, no worker may continue this batch
             for worker in [worker for worker in self._workers if worker.ready and worker.in_flight]:
                 self._discard(worker)
             self._strays += sum(worker.strays for worker in self._workers)
@@ -178,7 +180,7 @@ class RewardPool:
         return batch.outcomes
 
     def _fill(self) -> str | None:
-        """Start the missing workers. Return the reason if that fails."""
+        """Start missing workers. Return the reason if a worker cannot be started, else None."""
         while len(self._workers) < self._size:
             try:
                 worker = Worker(self.function, self.timeout_s, self.log)
@@ -191,7 +193,7 @@ class RewardPool:
         return None
 
     def _assign(self, batch: "_Batch") -> None:
-        """Assign samples, the next one to the worker that has fewest."""
+        """Assign each waiting sample to the worker with the fewest samples in flight."""
         for worker in self._workers:
             if batch.alone and worker.idle:
                 sample = batch.alone.popleft()
@@ -201,7 +203,7 @@ class RewardPool:
             min(free, key=lambda worker: len(worker.in_flight)).ask(sample, batch.requests[sample])
 
     def _handle(self, worker: Worker, batch: "_Batch") -> str | None:
-        """Handle the messages of a worker, its end or its timeout. Return the reason if it could not start."""
+        """Handle a worker's messages, exit or timeout. Return the reason if the worker could not start, else None."""
         for sample, message in worker.read():
             if "refused" in message:
                 self._discard(worker)
@@ -230,7 +232,7 @@ class RewardPool:
         return f"reward.function = {self.function} ends its process ({ended}) when imported: fix its module."
 
     def _wait(self, timeout_s: float) -> list[Worker]:
-        """Return the workers that have sent a message, have ended or are overdue."""
+        """Return the workers that have sent a message, have exited or are overdue."""
         first = min((worker.overdue_at for worker in self._workers), default=0.0)
         readable = [key.data for key, _ in self._selector.select(max(0.0, min(timeout_s, first - time.monotonic())))]
         now = time.monotonic()
@@ -244,7 +246,7 @@ class RewardPool:
 
 
 def pool_for(settings: Settings, function: str, *, log: Path | None = None, workers: int | None = None) -> RewardPool:
-    """Return a pool of this function with the configured settings; `workers` replaces their number."""
+    """Return a pool for this function with the configured settings. `workers` overrides the configured number."""
     return RewardPool(
         function,
         settings.workers if workers is None else workers,
@@ -257,12 +259,12 @@ def pool_for(settings: Settings, function: str, *, log: Path | None = None, work
 
 @dataclass(frozen=True)
 class GoldCheck:
-    """Result of a reward on a problem's answer as the whole text, or on an empty text if there is no answer."""
+    """Result of grading a problem's gold answer as the completion, or an empty completion if the problem has no answer."""
 
     gold: str | None
     value: float | None
     fault: str
-    """Failure of the reward; empty if there is none."""
+    """Error of the reward; empty if it succeeded."""
 
     @property
     def sentence(self) -> str:
@@ -271,7 +273,7 @@ class GoldCheck:
 
 
 def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> GoldCheck:
-    """Grade one gold before anything is sampled. Without a tokenizer the text's bytes replace token ids."""
+    """Grade one gold answer before sampling starts. Without a tokenizer, the bytes of the text stand in for token ids."""
     text = example.answer or ""
     ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else list(text.encode())
     columns = {name: [value] for name, value in example.columns.items()}
@@ -282,14 +284,14 @@ def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokeni
 
 
 class _Batch:
-    """Samples to grade and the outcome of each: a value, an error, or late."""
+    """Samples to grade and their outcomes. An outcome is a value, an error or a timeout."""
 
     def __init__(self, requests: list[bytes], cut: list[bool]):
         self.requests = requests
         self.outcomes: list[dict[str, Any]] = [{} for _ in requests]
         self.waiting = deque(sample for sample, each in enumerate(cut) if not each)
         self.alone: deque[int] = deque()
-        """Samples to grade again in a worker without others, because it was unclear which of several caused the failure."""
+        """Samples to grade again, each alone in a worker, because several samples were in flight when their worker failed."""
 
     @property
     def unassigned(self) -> bool:
@@ -309,7 +311,7 @@ class _Batch:
 
 
 class _InProcess:
-    """The reward in this process, called with a whole batch."""
+    """Reward that runs in the trainer's process and is called once per batch."""
 
     def __init__(self, function: str, log: Path | None):
         self.log = log
@@ -321,11 +323,11 @@ class _InProcess:
     def grade(self, packed: list[bytes]) -> list[dict[str, Any]]:
         if not packed:
             return []
-        prompts, completions, rows = zip(*map(pickle.loads, packed), strict=True)  # copies, as in a worker
+        prompts, completions, rows = zip(*map(pickle.loads, packed), strict=True)  # deserialized copies, as in a worker
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         try:
             verdicts = self.reward(list(prompts), list(completions), columns)
-        except (Exception, SystemExit, CancelledError) as error:  # not KeyboardInterrupt, which is for the trainer
+        except (Exception, SystemExit, CancelledError) as error:  # KeyboardInterrupt is left to the trainer
             with open(self.log or os.devnull, "a") as output:
                 traceback.print_exc(file=output)
             return [{"error": one_line(error)}] * len(packed)
@@ -337,14 +339,14 @@ class _InProcess:
 
 
 def by_name(names: list[str], parts: Sequence[list[float | None] | None]) -> dict[str, list[float | None]]:
-    """Group the parts of each verdict by function name. Return nothing for a single function."""
+    """Group the values of a weighted sum by function name. Return an empty dict for a single function."""
     if len(names) < 2:
         return {}
     return {name: [each[place] if each else None for each in parts] for place, name in enumerate(names)}
 
 
 def requests(prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> list[bytes]:
-    """Return one message per sample: its prompt, its completion and its row of the columns."""
+    """Return one pickled request per sample: its prompt, its completion and its row of the columns."""
     assert {len(completions), *map(len, columns.values())} <= {len(prompts)}, (
         "prompts, completions and columns differ in length"
     )

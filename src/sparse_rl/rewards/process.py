@@ -1,4 +1,4 @@
-"""One worker of a `RewardPool` on the trainer's side: a process, its channel, and its samples in flight."""
+"""Trainer-side handle of one reward worker: its process, socket and samples in flight."""
 
 import json
 import math
@@ -17,18 +17,22 @@ from .find import INSIDE
 from .worker import LENGTH_BYTES, NUMBER_BYTES, START_S
 
 GRACE_S = 0.5
-"""Seconds after its limit at which a worker is killed. Normally it ends itself at the limit and leaves a traceback in the
-log."""
+"""Grace period in seconds after the time limit before a worker is killed. A worker normally exits at the limit itself and
+writes a traceback to the log."""
 END_S = 5.0
-"""Seconds in which a supervisor must end a worker and everything it started."""
+"""Seconds within which a supervisor must end its worker and all processes that the worker started."""
 LINE_BYTES = 2**20
-"""Maximum length of a message."""
+"""Maximum length of a message in bytes."""
 START = -1
 """Sample number used while the worker imports the function."""
 
 
 class Worker:
-    """A worker that imports until `at_once` is known and then grades the samples in `in_flight`, by request number."""
+    """Handle of one worker process.
+
+    The worker first imports the function, and `at_once` is 0 until then. It then grades the samples in `in_flight`, a mapping
+    from request number to sample.
+    """
 
     def __init__(self, function: str, timeout_s: float, log: Path | None):
         self.timeout_s = timeout_s
@@ -37,20 +41,21 @@ class Worker:
         code += f"main({theirs.fileno()}, {function!r}, {timeout_s!r}, {os.getpid()})"
         with theirs, open(log or os.devnull, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],  # -u: output before a kill is in the log
+                [sys.executable, "-u", "-c", code],  # -u: unbuffered, so that output before a kill reaches the log
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, INSIDE: "1"},
-                start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach the worker
             )
         self.in_flight: dict[int, int] = {}
         self.at_once = 0
         self.alone = False
-        """True if it grades one sample that must have no others beside it."""
+        """True if the worker grades a sample that must be the only one in flight."""
         self.retiring = False
-        """True if it is replaced when nothing is in flight: a sample that was late may have left something running."""
+        """True if the worker is to be replaced once it is idle, because a sample that timed out may have left something
+        running."""
         self.ended = False
         self.strays = 0
         self._unread = b""
@@ -84,11 +89,14 @@ class Worker:
         number = secrets.randbits(8 * NUMBER_BYTES)
         self.in_flight[number], self.alone = sample, alone
         self.socket.settimeout(self.timeout_s)
-        with suppress(OSError):  # it ended or does not read: the missing reply shows it
+        with suppress(OSError):  # if the worker has exited or does not read, the reply is missing
             self.socket.sendall(number.to_bytes(NUMBER_BYTES, "big") + len(request).to_bytes(LENGTH_BYTES, "big") + request)
 
     def read(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the messages by sample. Sets `ended` if the worker has ended, and counts lines that answer no request."""
+        """Return the received messages with their samples.
+
+        Sets `ended` if the worker has exited, and counts lines that match no request.
+        """
         self.socket.setblocking(False)
         try:
             data = self.socket.recv(1 << 16)
@@ -119,12 +127,12 @@ class Worker:
         return sample, message
 
     def disconnect(self) -> None:
-        """Make the supervisor end the worker and everything it started."""
+        """Close the connection, which makes the supervisor end the worker and all processes that it started."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> str:
-        """End the worker if it still runs. Return how it ended."""
+        """End the worker if it still runs. Return how it ended, e.g. "SIGKILL" or "exit status 1"."""
         self.disconnect()
         self.socket.close()
         try:
@@ -134,6 +142,6 @@ class Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)  # the worker dies with its supervisor
             try:
                 status = self.process.wait(timeout=1)
-            except subprocess.TimeoutExpired:  # in an uninterruptible system call: leave it behind
+            except subprocess.TimeoutExpired:  # the process is in an uninterruptible system call and is left behind
                 return "it cannot be killed"
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -1,8 +1,8 @@
-"""The supervisor: a process between the trainer and a reward worker that ends everything the worker started, also if the
+"""Supervisor process between the trainer and a reward worker. It ends all processes that the worker started, even if the
 trainer is killed.
 
-The worker is its child. On Linux orphans of the worker become the supervisor's children as well, so it finds a daemon that has
-left its process group. Elsewhere it ends the worker's process group.
+The worker is a child of the supervisor. On Linux, orphaned descendants of the worker are re-parented to the supervisor, so it
+also finds daemons that left the worker's process group. On other systems it ends only the worker's process group.
 """
 
 import ctypes
@@ -16,14 +16,15 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 1.0
-"""Seconds between checks that the trainer still runs. A process it forked may still hold its end of the channel open."""
+"""Seconds between checks that the trainer still runs. The socket alone does not show that: a process forked by the trainer may
+keep the trainer's end open."""
 END_S = 1.0
-"""Seconds in which the supervisor tries to end the remaining processes. A process in an uninterruptible system call stays
-behind."""
+"""Seconds during which the supervisor tries to end the remaining processes. A process in an uninterruptible system call is
+left behind."""
 
 
 def fork_worker(channel: int, trainer: int) -> None:
-    """Fork the worker and return in it. The parent stays as its supervisor and never returns."""
+    """Fork the worker and return in the child. The parent becomes the supervisor and never returns."""
     set_process(PR_SET_CHILD_SUBREAPER, 1)
     woken, wakes = os.pipe()
     os.set_blocking(woken, False)
@@ -38,7 +39,7 @@ def fork_worker(channel: int, trainer: int) -> None:
         os.close(woken)
         os.close(wakes)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)  # the trainer handles Ctrl-C
+            signal.signal(number, signal.SIG_DFL)  # SIGINT stays ignored: the trainer handles Ctrl-C
         os.setpgid(0, 0)
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != supervisor:
@@ -52,16 +53,17 @@ def fork_worker(channel: int, trainer: int) -> None:
 
 
 def set_process(option: int, value: int) -> None:
-    """Call prctl(2), if the system has it."""
+    """Call prctl(2) on Linux; do nothing on other systems."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def watch(channel: int, woken: int, worker: int, trainer: int) -> int | None:
-    """Wait until the worker has ended and return its status, or None if the trainer has closed its end or is gone."""
+    """Wait until the worker has exited and return its status. Return None if the trainer closed the connection or has
+    exited."""
     events = select.poll()
-    events.register(channel, 0)  # a closed end is always reported; the worker reads the requests
+    events.register(channel, 0)  # poll always reports a closed connection; only the worker reads requests
     events.register(woken, select.POLLIN)
     while True:
         closed = any(fd == channel for fd, _ in events.poll(POLL_S * 1000))
@@ -73,7 +75,7 @@ def watch(channel: int, woken: int, worker: int, trainer: int) -> int | None:
 
 
 def reap(worker: int) -> int | None:
-    """Reap all children that have ended. Return the worker's status if it was one of them."""
+    """Reap all children that have exited. Return the worker's status if the worker is among them, else None."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -83,7 +85,7 @@ def reap(worker: int) -> int | None:
 
 
 def kill_all(worker: int) -> None:
-    """Kill the worker's group and every descendant, until none is left."""
+    """Kill the worker's process group and all descendants until none is left or `END_S` has passed."""
     until = time.monotonic() + END_S
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
@@ -100,7 +102,7 @@ def kill_all(worker: int) -> None:
 
 
 def descendants() -> list[int]:
-    """Return the processes below this one, if /proc lists them."""
+    """Return the process ids of all descendants of this process, or an empty list if /proc does not exist."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if entry.isdigit():
@@ -115,12 +117,12 @@ def descendants() -> list[int]:
 
 
 def exit_like(status: int | None) -> None:
-    """End as the worker did: the trainer reads the cause of its death from this process."""
+    """Exit with the worker's exit status or signal, which the trainer reads from this process."""
     if status is None or not os.WIFSIGNALED(status):
         os._exit(0 if status is None else os.waitstatus_to_exitcode(status))
     number = os.WTERMSIG(status)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError, ValueError):  # SIGKILL has no handler
+    with suppress(OSError, ValueError):  # SIGKILL cannot have a handler
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""One reward or a weighted sum of several, called on a batch: `math_answer + 0.2 * my_rewards.py:brief`."""
+"""Call one reward or a weighted sum of rewards on a batch: `math_answer + 0.2 * my_rewards.py:brief`."""
 
 import functools
 import inspect
@@ -16,9 +16,9 @@ LISTED = re.compile(r"\[|.*:\w+\s*,")
 WEIGHT = re.compile(r"\s*([^*]*?)\s*\*\s*(\S.*)")
 
 ROLLOUT_COLUMNS = ("finish", "completion_ids", "in_thought")
-"""Columns that come from the sampler and not from the data. A function that does not accept them is called without them."""
+"""Columns produced by the sampler, not by the data. They are passed only to functions that accept them."""
 MAX_REWARD = 1e9
-"""Maximum absolute reward. A larger one is an error, so that sums, means and deviations of rewards stay finite."""
+"""Maximum absolute reward. A larger reward is an error, so that sums, means and standard deviations stay finite."""
 
 
 class Term(NamedTuple):
@@ -29,11 +29,11 @@ class Term(NamedTuple):
 class RewardSum(NamedTuple):
     total: float | None
     parts: list[float | None]
-    """Value of each function, unweighted."""
+    """Unweighted value of each function."""
 
 
 def terms(spec: str) -> list[Term]:
-    """Return the parts of a sum. The default weight is 1."""
+    """Return the terms of a weighted sum. The default weight is 1."""
     found = []
     if LISTED.match(spec):
         raise UserError(
@@ -56,13 +56,13 @@ def terms(spec: str) -> list[Term]:
 
 
 def part_names(spec: str) -> list[str]:
-    """Return the names of a sum's parts in metrics: their functions, numbered if two have one name."""
+    """Return the metric name of each term: its function name, with a number appended to repeated names."""
     names = [term.function.rpartition(":")[2] for term in terms(spec)]
     return [name if name not in names[:place] else f"{name}_{place + 1}" for place, name in enumerate(names)]
 
 
 def refuse_without_answers(path: str, example: Example, function: str) -> None:
-    """Raise if a built-in reward has no answer to grade by, before hours of sampling."""
+    """Raise UserError before sampling starts if a built-in reward is used and the data has no answers."""
     if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
         raise UserError(
             f"{path} has no answer for {needy[0]} to grade by, only "
@@ -71,7 +71,7 @@ def refuse_without_answers(path: str, example: Example, function: str) -> None:
 
 
 class Reward:
-    """Function from a batch to one verdict per completion. Raises if a part returns anything but floats and None."""
+    """Callable that returns one verdict per completion. Raises if a function returns values other than floats and None."""
 
     def __init__(self, spec: str):
         self.weights = [term.weight for term in terms(spec)]
@@ -86,7 +86,7 @@ class Reward:
         return self._sum(results, len(completions))
 
     async def graded(self, prompts: list, completions: list, columns: dict[str, list]) -> list[RewardSum]:
-        """Grade a batch on a shared event loop."""
+        """Grade a batch inside a running event loop."""
         results = []
         for place in range(len(self.parts)):
             result = self._call(place, prompts, completions, columns)
@@ -103,7 +103,7 @@ class Reward:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function accepts a keyword argument."""
+    """Return whether a function accepts the keyword argument `name`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -118,13 +118,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def total(weighted: list[tuple[float, float | None]]) -> float | None:
-    """Sum the weighted parts. A part without a verdict is left out, as in TRL; without any verdict return None."""
+    """Return the weighted sum of the values that are not None, as in TRL. Return None if all values are None."""
     weighted_values = [weight * value for weight, value in weighted if value is not None]
     return sum(weighted_values) if weighted_values else None
 
 
 def verdicts(result: Any, count: int) -> list[float | None]:
-    """Return the floats of a function's result. Booleans and array scalars are numbers, texts are not."""
+    """Convert a function's result to floats. Booleans and array scalars are accepted, strings are not."""
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
         raise TypeError(f"the reward returned {type(result).__name__}, not a list with one float per completion")
     if len(result) != count:
@@ -141,7 +141,7 @@ def verdict(value: Any) -> float | None:
 
 
 def fault_of(verdict: RewardSum) -> str | None:
-    """Return the fault in the numbers of a verdict, or None."""
+    """Return an error message if a value of the verdict is not finite or too large, else None."""
     for value in (verdict.total, *verdict.parts):
         if value is not None and not math.isfinite(value):
             return f"the reward returned {value}"
@@ -152,14 +152,18 @@ def fault_of(verdict: RewardSum) -> str | None:
 
 @functools.cache
 def event_loop() -> Any:
-    """Return one event loop for the life of the process: clients that a module opens belong to the loop they were used in."""
-    import asyncio  # most rewards are not async, and it takes long to import
+    """Return the event loop of this process.
+
+    The process uses a single loop, because HTTP clients opened by a reward module are bound to the loop they were first used
+    in.
+    """
+    import asyncio  # imported here: most rewards are not async, and the import is slow
 
     return asyncio.Runner()
 
 
 def wait_for(result: Any) -> Any:
-    """Return the result of a function, awaited if needed."""
+    """Return the result, awaited if it is awaitable."""
     return event_loop().run(_await(result)) if hasattr(result, "__await__") else result
 
 

@@ -1,10 +1,10 @@
-"""The worker's side of a `RewardPool`: a process that imports the reward and grades, one sample at a time.
+"""Worker side of a `RewardPool`: a process that imports the reward and grades one sample at a time.
 
-An `async def` reward gets up to `AT_ONCE` samples at a time, on one event loop, each with its own limit.
+An `async def` reward grades up to `AT_ONCE` samples concurrently on one event loop, each with its own time limit.
 
-The worker is a fresh interpreter and imports no torch. So it is ready in a few hundredths of a second, and its crash affects
-nothing else. A request is its number, its length and a pickle. A reply is a line of JSON with the request's number, which is
-random: text that a reward writes to the channel does not count as a reply.
+The worker is a fresh interpreter that imports no torch. It is therefore ready in a few hundredths of a second, and its crash
+affects no other process. A request consists of its number, its length and a pickle. A reply is a line of JSON with the
+request's number. The number is random, so text that a reward writes to the socket is not mistaken for a reply.
 """
 
 import faulthandler
@@ -25,32 +25,33 @@ from .supervisor import fork_worker
 from .weighted_sum import Reward, RewardSum, event_loop, fault_of
 
 START_S = 120.0
-"""Seconds in which the function's module must import."""
+"""Time limit in seconds for importing the function's module."""
 NUMBER_BYTES = LENGTH_BYTES = 8
 AT_ONCE = 16
-"""Samples that an async reward grades at a time in one worker."""
+"""Maximum samples that one worker grades concurrently with an async reward."""
 SLACK_S = 0.25
-"""Seconds after its samples' limits at which a worker of an async reward ends itself: its loop is blocked by then."""
+"""Seconds after the samples' time limit at which a worker with an async reward exits, because its event loop is blocked."""
 TICK_S = 0.05
 BLOCKED = 0.1
-"""Share of a sample's limit. If the loop was blocked for longer, another sample may have made this one late."""
+"""Fraction of the time limit. If the event loop was blocked for longer, another sample may have caused the timeout."""
 
 Reply = Callable[..., None]
 
 
 def main(fd: int, function: str, timeout_s: float, trainer: int) -> None:
-    """Grade until the trainer closes its end or is gone. Then the supervisor ends this process and everything it started."""
+    """Grade samples until the trainer closes the connection or exits. The supervisor then ends this process and all processes
+    that it started."""
     fork_worker(fd, trainer)
     os.set_inheritable(fd, False)
     sys.path.insert(0, os.getcwd())
     try:
         serve(socket.socket(fileno=fd), function, timeout_s)
     except ConnectionError:
-        pass  # the trainer is gone
+        pass  # the trainer has exited
     except BaseException:
         traceback.print_exc()
     finally:
-        os.killpg(0, signal.SIGKILL)  # threads too
+        os.killpg(0, signal.SIGKILL)  # also ends threads
 
 
 def serve(channel: socket.socket, spec: str, timeout_s: float) -> None:
@@ -58,7 +59,7 @@ def serve(channel: socket.socket, spec: str, timeout_s: float) -> None:
 
     def reply(number: int, **message: Any) -> None:
         if os.getpid() != me:
-            os._exit(1)  # a fork left by the reward: only its parent may reply
+            os._exit(1)  # this is a process forked by the reward: only its parent may reply
         channel.sendall(b"\n" + json.dumps({"number": number, **message}).encode() + b"\n")
 
     number, _ = read_request(channel)
@@ -95,9 +96,9 @@ def exactly(channel: socket.socket, size: int) -> bytes:
 
 
 class Limit:
-    """End this process if the block takes longer than the limit, and leave its traceback in the log.
+    """Context manager that ends this process if the block exceeds the time limit, and writes a traceback to the log.
 
-    The clock is a thread in C: it works while the function holds the interpreter's lock.
+    The timer is a C thread, so it also works while the function holds the GIL.
     """
 
     def __init__(self, seconds: float):
@@ -137,10 +138,10 @@ def failed(error: BaseException) -> dict[str, Any]:
 
 
 async def serve_together(channel: socket.socket, reward: Reward, timeout_s: float, reply: Reply) -> None:
-    """Grade every sample as it arrives, and reply as each is done.
+    """Grade samples concurrently and reply to each when it is done.
 
-    While samples are in flight, a message is sent at least every `timeout_s`. Silence means that a sample blocks the loop: the
-    process then ends, and the pool asks for the others again.
+    While samples are in flight, a message is sent at least every `timeout_s` seconds. If none is sent, a sample is blocking
+    the event loop: the process exits, and the pool submits the other samples again.
     """
     import asyncio
 
@@ -157,7 +158,8 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
 
     async def one(number: int, request: bytes) -> None:
         limit.restart()
-        reply(number, started=True)  # its time limit starts here: it may have waited while others blocked the loop
+        # the time limit starts here, because the sample may have waited while others blocked the loop
+        reply(number, started=True)
         before = stood_still_s
         try:
             async with asyncio.timeout(timeout_s) as clock:
@@ -166,7 +168,7 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
                 message = reply_of(verdict)
         except BaseException as error:
             message = failed(error)
-        if clock.expired():  # also if the reward caught its cancellation
+        if clock.expired():  # also true if the reward caught the cancellation
             message = {"late": True, "blocked": stood_still_s - before > BLOCKED * timeout_s}
         tasks.discard(asyncio.current_task())
         limit.restart() if tasks else limit.stop()
@@ -175,15 +177,15 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
     ticking = asyncio.create_task(tick())
     reader, writer = await asyncio.open_unix_connection(
         sock=channel.dup()
-    )  # keep the writer: without it the loop stops reading
-    channel.settimeout(START_S)  # the descriptor is non-blocking now, and a reply must be sent whole
+    )  # keep a reference to the writer: without it the loop stops reading
+    channel.settimeout(START_S)  # the socket is non-blocking now, and a reply must be sent completely
     try:
         while True:
             header = await reader.readexactly(NUMBER_BYTES + LENGTH_BYTES)
             request = await reader.readexactly(int.from_bytes(header[NUMBER_BYTES:], "big"))
             tasks.add(asyncio.create_task(one(int.from_bytes(header[:NUMBER_BYTES], "big"), request)))
     except asyncio.IncompleteReadError:
-        raise ConnectionError from None  # the trainer is gone
+        raise ConnectionError from None  # the trainer has exited
     finally:
         ticking.cancel()
         writer.close()

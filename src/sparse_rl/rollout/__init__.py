@@ -1,1 +1,1 @@
-"""The sampler: prompts in, rollouts out, through slots of a bounded KV cache."""
+"""The sampler: samples rollouts for prompts in the slots of a bounded KV cache."""

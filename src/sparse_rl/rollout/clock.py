@@ -1,4 +1,4 @@
-"""Measure time by part without waiting for the device: CUDA events on a GPU, the host clock on a CPU."""
+"""Measure time per phase without synchronizing the device: CUDA events on a GPU, the host clock on a CPU."""
 
 import time
 from collections import defaultdict
@@ -33,7 +33,7 @@ class Clock:
         return time.perf_counter() - self.started
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part so far. Waits for the device."""
+        """Return the accumulated seconds of each part. Synchronizes the device."""
         for name, start, end in self._events:
             end.synchronize()
             self._seconds[name] += start.elapsed_time(end) / 1000
@@ -42,7 +42,7 @@ class Clock:
 
 
 def device_time(device: torch.device) -> float:
-    """Return the host clock in seconds after the device has finished all queued work."""
+    """Synchronize the device and return the host clock in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Show rollouts at a terminal: the text as it is sampled, then a table of its cost."""
+"""Print rollouts in the terminal: the text while it is sampled, then a table of its cost."""
 
 import argparse
 import sys
@@ -27,7 +27,7 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfi
         raise UserError("samples-per-prompt and slots must both be at least 1.")
     if not all(prompt.strip() for prompt in args.prompts):
         raise UserError("A prompt is empty: say something to continue.")
-    from_settings(kv)  # report a typo before the model is loaded
+    from_settings(kv)  # report a misspelt policy before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     prompts = encoded(tokenizer, [Example(prompt, None, {}) for prompt in args.prompts], data)
     model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
@@ -39,7 +39,7 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfi
 
 
 class Printer:
-    """Print rollouts in order: the first unfinished one as it grows, the others when their turn comes."""
+    """Print rollouts in order. The first unfinished rollout is streamed; later ones are printed when it is complete."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: int, samples: int):
         self.tokenizer, self.samples, self.total = tokenizer, samples, prompts * samples
@@ -64,7 +64,7 @@ class Printer:
             self.started = True
         text = printable(self.tokenizer.decode(self.tokens[self.current], skip_special_tokens=True))
         if self.current not in self.ended:
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the rest of a character is still to come
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the remaining bytes of this character are not sampled yet
         sys.stdout.write(text[len(self.printed) :])
         sys.stdout.flush()
         self.printed = text
@@ -78,7 +78,7 @@ class Printer:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped, so that a model's text cannot drive the terminal."""
+    """Return the text with control characters escaped, so that it cannot control the terminal."""
     return escaped(text, most=len(text), keep="\n\t")
 
 

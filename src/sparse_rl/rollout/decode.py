@@ -1,4 +1,4 @@
-"""The decode step: feed one token of every active slot, attend over the slots' rows, return one token of each."""
+"""The decode step: feed one token of each active slot, attend over its cached keys, and return the next token of each."""
 
 # S active slots, Q query heads, H kv heads, D head dimension, V vocabulary
 
@@ -14,9 +14,11 @@ from ..kv.cache import SlotCache
 
 
 class DecodeView:
-    """Attention view of slots 0 to n - 1 of the cache, each with one new token. `longest` and `even` describe the lengths
-    after that token, as far as the host knows them; a kernel reads the lengths on the device. `kernels=False` compiles no
-    kernel."""
+    """Attention view of slots 0 to n - 1 of the cache, each with one new token.
+
+    `longest` and `even` describe the lengths including the new token, as known on the host; a kernel reads the lengths on the
+    device. With `kernels=False` no kernel is compiled.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class DecodeView:
         )
 
     def advance(self) -> None:
-        """Add the new token to the lengths, after all layers have stored it."""
+        """Add the new token to the lengths. Call it after all layers have stored the token."""
         if self.fused:
             self.lengths_S += 1
         else:
@@ -76,11 +78,11 @@ class DecodeView:
 
 @dataclass
 class SlotState:
-    """Host-side state of the active slots before a launch, one entry per slot."""
+    """Host-side state of the active slots before a launch, with one entry per slot."""
 
     tokens: list[int]
     positions: list[int]
     lengths: list[int]
     seeds: list[int]
     last: list[int]
-    """Last position that a step may reach. A sequence that has ended idles there."""
+    """Last position that a step may reach. A finished sequence stays at this position."""

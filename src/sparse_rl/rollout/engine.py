@@ -1,4 +1,4 @@
-"""The engine: a model, a bounded KV cache, and `generate`. The public API of the sampler."""
+"""The engine: a model, a bounded KV cache and `generate`. This is the sampler's public API."""
 
 from collections.abc import Callable, Sequence
 
@@ -26,10 +26,10 @@ from .stats import Progress, Stats
 class Engine:
     """Sampler with a bounded KV cache: each slot holds at most budget + interval tokens per layer and head.
 
-    The cache is allocated once. `slots` sequences run at a time; others wait. `prefill_tokens` bounds the prompt tokens
-    per forward pass. The engine reads the model's parameters at every step, so they may change between calls. On a GPU a
-    step is one CUDA graph. `compile` also compiles the layers, which takes half a minute once; it defaults to true for
-    models large enough to gain from it.
+    The cache is allocated once. `slots` sequences run concurrently; the others wait. `prefill_tokens` bounds the prompt tokens
+    per forward pass. The engine reads the model's parameters at every step, so they may change between calls. On a GPU, each
+    step is one CUDA graph. `compile` also compiles the layers, which takes half a minute once; it defaults to true for models
+    that are large enough to benefit.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Engine:
         progress: Callable[[Progress], None] | None = None,
         allow_beyond_context: bool = False,
     ) -> list[Rollout]:
-        """Sample rollouts and return them in prompt order, all samples of a prompt together.
+        """Sample rollouts and return them in prompt order, with all samples of a prompt together.
 
-        `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from
-        `sampling.seed`. `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips
-        recording evictions (`evicted_at` is then None). `take` returns the index of the next prompt, None at the end:
-        engines that share prompts each return the rollouts of those they took. `progress` is called between chunks of
-        steps. `allow_beyond_context` permits responses beyond the model's context.
+        `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from `sampling.seed`.
+        `limits` sets the maximum response length of each rollout, at most `sampling.max_tokens`. `record=False` does not
+        record evictions (`evicted_at` is then None). `take` returns the index of the next prompt, or None at the end. Engines
+        that share prompts return only the rollouts of the prompts they took. `progress` is called between chunks of steps.
+        `allow_beyond_context` permits responses beyond the model's context length.
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
@@ -123,11 +123,12 @@ class Engine:
             self.use_graphs = generation.runner.overlaps
             return rollouts
         except BaseException:
-            self.cache.clear()  # a failed call may leave NaNs, which must not reach the next one
+            self.cache.clear()  # a failed call may leave NaNs, which must not affect the next call
             raise
 
     def reserve(self, tokens: int) -> None:
-        """Allocate a dense cache for sequences of this many tokens now. A sparse cache is already allocated."""
+        """Allocate a dense cache for sequences of `tokens` tokens. Does nothing for a sparse cache, which is already
+        allocated."""
         if not self.policy.evicts:
             self._grow(tokens + self.chunk)
 
@@ -136,18 +137,18 @@ class Engine:
         return RequestLimits(self.limits, self.kv, self.policy.evicts, self.prefill_tokens)
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise the PromptError that `generate` would raise for this prompt, before any work starts."""
+        """Raise the PromptError that `generate` would raise for this prompt."""
         self.request_limits.check_prompt(prompt, sampling)
 
     def most_prompt_tokens(self, sampling: Sampling) -> int:
-        """Return the number of tokens up to which `check_prompt` accepts a prompt."""
+        """Return the longest prompt in tokens that `check_prompt` accepts."""
         return self.request_limits.most_prompt_tokens(sampling)
 
     def _graphs(self) -> GraphRunner | None:
-        """Return the graph runner, rebuilt if the cache or the weights have moved."""
+        """Return the graph runner. It is rebuilt if the cache or the weights have moved in memory."""
         assert self.cache is not None
         if self.use_graphs and (self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk)):
-            self.graphs = None  # free its memory before the new graphs take some
+            self.graphs = None  # free its memory before the new graphs are captured
             unmerged = any(hasattr(module, "get_delta_weight") for module in self.model.modules())
             self.graphs = GraphRunner(self.model, self.cache, self.chunk, compile=self.compile and not unmerged)
         return self.graphs
@@ -157,7 +158,7 @@ class Engine:
         return SlotCache(self.limits.shape, self.slots, capacity, ring)
 
     def _grow(self, capacity: int) -> None:
-        """Make a dense cache large enough for the longest sequence of a call."""
+        """Enlarge a dense cache to hold the longest sequence of a call."""
         if self.cache is None or self.cache.capacity < capacity:
             self.cache = self.graphs = None  # free the old cache before the new one is allocated
             self.cache = self._allocate(capacity)

@@ -1,4 +1,4 @@
-"""One call of `generate`: admit requests, decode a chunk, retire finished sequences, compact the slots that are due."""
+"""One call of `generate`: admit requests, decode a chunk, retire finished sequences, and compact the slots that are due."""
 
 # L layers, H kv heads, N tokens dropped, V vocabulary
 
@@ -30,15 +30,16 @@ from .scheduler import Scheduler, Sequence
 from .stats import Progress, Stats
 
 ROUND = 2
-"""Chunks after which ended slots are refilled, if chunks are launched ahead. Sequences then start in step and are compacted
-together, and the device waits for the host less often."""
+"""Number of chunks after which finished slots are refilled, if chunks are launched ahead. Sequences then start at the same
+step and are compacted together, and the device waits for the host less often."""
 REFILL = 16
-"""New sequences that enter 256 slots at a time on a GPU. A prefill of a few prompts takes as long as ten steps there."""
+"""Number of new sequences that enter 256 slots at a time on a GPU. Prefilling a few prompts there takes as long as ten decode
+steps."""
 
 
 @dataclass
 class Stash:
-    """A copy of a prefilled prompt, held while samples of its group wait for a slot."""
+    """Copy of a prefilled prompt, kept while samples of its group wait for a slot."""
 
     group: int
     cache: SlotCache
@@ -145,7 +146,7 @@ class Generation:
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, 2 * tokens * key_bytes)
 
     def _stash_prompt(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
-        """Copy the prompt's slot if samples of it still wait, unless each sample evicts its own choice of keys."""
+        """Copy the prompt's slot if samples of the prompt still wait, unless each sample evicts different keys."""
         waiting = self.scheduler.waiting
         if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):
             return
@@ -156,7 +157,7 @@ class Generation:
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
 
     def _start(self, requests: list[Request], logits_nV: Tensor, dropped: list[Tensor | None]) -> None:
-        """Sample the first tokens from the prompts' last logits and make each request a sequence in its slot."""
+        """Sample the first tokens from the last logits of the prompts, and start a sequence in a slot for each request."""
         seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
         positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
         drawn = [
@@ -185,7 +186,7 @@ class Generation:
     # Responses
 
     def _decode(self) -> None:
-        """Run chunks of steps until the slots must change. On a GPU the next chunk runs while the host books the last one."""
+        """Run chunks of steps until the slots change. On a GPU, the host processes one chunk while the next one runs."""
         self._start_steps()
         steps = min(self.chunk, self.scheduler.remaining())
         pending = self.runner.launch(steps, self.clock)
@@ -214,9 +215,11 @@ class Generation:
             self.runner.start(slots, self.sampling)
 
     def _may_follow(self, steps: int, more: int) -> bool:
-        """Return whether `more` steps may be launched before the result of the last `steps` is known. That holds if no slot
-        is due for compaction between them or overflows. At the end of a round, it also needs that too few slots have ended
-        for a refill."""
+        """Return whether `more` steps may be launched before the result of the last `steps` is known.
+
+        They may if no slot is due for compaction in between and none overflows. At the end of a round, too few slots must have
+        ended for a refill.
+        """
         active = self.scheduler.active
         if (
             not self.runner.overlaps
@@ -234,11 +237,12 @@ class Generation:
         return 2 * ended < len(active)
 
     def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> None:
-        """Add the sampled tokens to their sequences and to the statistics."""
+        """Append the sampled tokens to their sequences and update the statistics."""
         self._record_drops()
         active = self.scheduler.active
         held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
-        running = [sequence.finish is None for sequence in active]  # the others ended in the last chunk and idled
+        # the other sequences ended in the last chunk and idled in this one
+        running = [sequence.finish is None for sequence in active]
         stops = self._first_stops(tokens_Sn, logprobs_Sn, running)
         taken = []
         for sequence, row, logprob_row, stop_at in zip(active, tokens_Sn, logprobs_Sn, stops, strict=True):
@@ -256,7 +260,7 @@ class Generation:
         self._report()
 
     def _first_stops(self, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, running: list[bool]) -> list[int]:
-        """Return the index of the first stop token in each row, or the row's length if there is none."""
+        """Return the index of the first stop token in each row, or the row's length if it has none."""
         if not np.isfinite(logprobs_Sn[np.array(running)]).all():
             raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
         stops = np.isin(tokens_Sn, self.stop)
@@ -294,7 +298,7 @@ class Generation:
     # Compaction
 
     def _compact(self) -> None:
-        """Compact the sequences that are due."""
+        """Compact the sequences that are due for compaction."""
         active = self.scheduler.active
         due = [(slot, each.held) for slot, each in enumerate(active) if self.schedule.is_due(each.entered, each.held)]
         for held, slots in by_length(due).items():
@@ -319,9 +323,9 @@ class Generation:
             self.stats.compactions += len(sequences)
 
     def _record_drops(self) -> None:
-        """Record the positions that the last compactions dropped, after the device has been waited for."""
+        """Record the positions dropped by the last compactions. Call it after the device has been synchronized."""
         for sequences, pinned_LnHN in self.pending_drops:
-            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse: it is slow to allocate
+            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse, because allocating it is slow
             for index, (sequence, entered) in enumerate(sequences):
                 sequence.trace.record(entered, dropped_LnHN, index)
         self.pending_drops.clear()
@@ -342,5 +346,5 @@ class Generation:
 
 
 def to_host_later(tensor: Tensor) -> Tensor:
-    """Start a copy to the host. It is complete after the next wait for the device, at the latest at the end of the chunk."""
+    """Start a copy to the host. The copy is complete after the next synchronization, at the latest at the end of the chunk."""
     return tensor.to("cpu", non_blocking=True)

@@ -1,4 +1,4 @@
-"""Sample responses and grade them: the one path of training and evaluation from prompts to rewards."""
+"""Sample responses and grade them. Training and evaluation both use this module."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from .stats import Progress, Stats
 
 @dataclass(frozen=True)
 class GradedRollouts:
-    """Rollouts of some problems with their texts and grades."""
+    """Rollouts of some problems with their texts and rewards."""
 
     places: list[int]
-    """Index of each rollout among the requested ones: problem index times samples plus sample index."""
+    """Index of each rollout among all requested rollouts: problem index * samples + sample index."""
     rollouts: list[Rollout]
     texts: list[str]
     graded: Graded
@@ -45,9 +45,9 @@ def sample_and_grade(
     take: Callable[[], int | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> GradedRollouts:
-    """Sample `samples` responses to each prompt and grade them. The arguments of sampling are those of `Engine.generate`.
+    """Sample `samples` responses to each prompt and grade them. The sampling arguments are those of `Engine.generate`.
 
-    If `take` is given, only the problems it returned are in the result, in order.
+    If `take` is given, the result contains only the problems that it returned, in order.
     """
     taken: list[int] = []
 

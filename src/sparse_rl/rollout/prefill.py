@@ -1,10 +1,11 @@
-"""Prefill: prompts are packed into one row of tokens, attend each to itself alone, and are compressed layer by layer.
+"""Prefill: pack prompts into one row of tokens, let each attend only to itself, and compress them layer by layer.
 
-Only one layer's keys of the packed prompts exist at a time beside the cache: the scratch memory. Prompts that fit enter their
-slots together. Prompts of one length lie side by side, so that they are compressed together.
+Besides the cache, only one layer's keys of the packed prompts exist at a time, in scratch memory. Prompts that fit enter their
+slots together. Prompts of the same length are adjacent, so that they are compressed together.
 """
 
-# N tokens of all prompts, P prompts of one length, T their tokens, Q query heads, H kv heads, D head dimension, L layers
+# N packed tokens of all prompts, P prompts of one length, T tokens of each, Q query heads, H kv heads, D head dimension, L
+# layers
 
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,7 +24,7 @@ from ..models.attention import run
 
 @dataclass(frozen=True)
 class PromptInSlots:
-    """One prompt and its samples."""
+    """One prompt and the slots of its samples."""
 
     prompt: list[int]
     slots: list[int]
@@ -32,16 +33,16 @@ class PromptInSlots:
 
 @dataclass
 class PrefillRow:
-    """Prompts of one length among the packed tokens."""
+    """Prompts of the same length among the packed tokens."""
 
     start: int
     stop: int
     samples: list[NthSamples]
     dropped: list[list[Tensor]] = field(default_factory=list)
-    """Positions that `SlotCache.fill` dropped in each layer, if the prompts are longer than the budget."""
+    """Positions that `SlotCache.fill` dropped in each layer, if the prompts exceed the budget."""
 
     def dropped_of(self, prompt: int, sample: int) -> Tensor | None:
-        """Return the dropped positions [L, H, dropped] of one sample, or None if its prompt fitted the budget."""
+        """Return the dropped positions [L, H, dropped] of one sample, or None if its prompt fits the budget."""
         if not self.dropped or not self.dropped[0]:
             return None
         return torch.stack([of_layer[min(sample, len(of_layer) - 1)][prompt] for of_layer in self.dropped])
@@ -50,15 +51,17 @@ class PrefillRow:
 def prefill(
     model: PreTrainedModel, cache: SlotCache, policy: Policy, schedule: Schedule, prompts: list[PromptInSlots]
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
-    """Fill the slots. Return the logits [prompts, V] of the first response tokens, and the dropped positions of each sample
-    of each prompt."""
+    """Fill the slots with prompts.
+
+    Return the logits [prompts, V] of the first response tokens, and the dropped positions of each sample of each prompt.
+    """
     device = cache.shape.device
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
     rows: list[PrefillRow] = []
     dropped: list[list[Tensor | None]] = [[] for _ in prompts]
     members = []
     start = 0
-    copies: list[list[tuple[int, int, int]]] = []  # of the n-th samples: (start among the packed tokens, tokens, slot)
+    copies: list[list[tuple[int, int, int]]] = []  # one list per sample number: (start among the packed tokens, tokens, slot)
     for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
         numbers = list(group)
         for index, n in enumerate(() if schedule.compresses_prompt(length) else numbers):
@@ -82,7 +85,7 @@ def prefill(
     for row, numbers in zip(rows, members, strict=True):
         for index, number in enumerate(numbers):
             count = len(prompts[number].slots)
-            own = count if policy.uses_seeds else 1  # else all samples of a prompt drop the same keys
+            own = count if policy.uses_seeds else 1  # without seeds, all samples of a prompt drop the same keys
             dropped[number] = [row.dropped_of(index, sample) for sample in range(own)] * (count // own)
     place_of = torch.tensor(order, device=device).argsort()
     return logits[place_of], dropped

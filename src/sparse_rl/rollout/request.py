@@ -1,4 +1,4 @@
-"""Requests of `generate`: one per rollout, checked before any work starts."""
+"""Requests of `generate`: one per rollout, validated before sampling starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ..models.support import AttentionLimits
 @dataclass(frozen=True)
 class Request:
     index: int
-    """Index in the result."""
+    """Index in the list that `generate` returns."""
     group: int
     """Index of the prompt. Requests of one group are prefilled together."""
     prompt: list[int]
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits on requests, from the model, the cache and the engine."""
+    """Limits on requests, which derive from the model, the cache and the engine."""
 
     model: AttentionLimits
     kv: KV
@@ -41,7 +41,7 @@ class RequestLimits:
         limits: Sequence[int] | None,
         allow_beyond_context: bool,
     ) -> list[Request]:
-        """Return the checked requests, all samples of a prompt together."""
+        """Return the validated requests, with all samples of a prompt together."""
         prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
         if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
             raise UserError("Prompts are lists of token ids: encode text with the model's tokenizer first.")
@@ -71,7 +71,7 @@ class RequestLimits:
     def check_prompt(
         self, prompt: Sequence[int], sampling: Sampling, allow_beyond_context: bool = False, name: str = "The prompt"
     ) -> None:
-        """Raise PromptError if the prompt is not one of this model, or leaves no room for a response."""
+        """Raise PromptError if the prompt has invalid token ids or leaves no room for a response."""
         model, tokens = self.model, len(prompt)
         if not tokens:
             raise PromptError("is empty", "give it at least one token, such as the model's BOS", prompt=name)
@@ -107,7 +107,7 @@ class RequestLimits:
             raise error.named(name)
 
     def most_prompt_tokens(self, sampling: Sampling) -> int:
-        """Return the number of tokens up to which `check_prompt` accepts a prompt."""
+        """Return the longest prompt in tokens that `check_prompt` accepts."""
         rooms = [room - sampling.max_tokens for room in (self.model.sliding_window, self.model.context) if room is not None]
         if self.kv.protect_prompt and self.evicts:
             rooms.append(self.kv.budget - self.kv.window - 1)

@@ -1,8 +1,8 @@
-"""Run decode steps: an eager runner for any device and a graph runner for CUDA, behind one protocol.
+"""Run decode steps: an eager runner for any device and a graph runner for CUDA, with one protocol.
 
-The graph runner captures one step per slot count and replays it for every token. Tokens, positions, lengths and seeds live on
-the device and each step advances them, so the host is not involved inside a chunk. Graphs read the weights in place: an
-update in place takes effect at the next replay.
+The graph runner captures one step per slot count and replays it for every token. Tokens, positions, lengths and seeds are on
+the device and advance with each step, so the host does no work within a chunk. Graphs read the weights in place, so an
+in-place update takes effect at the next replay.
 """
 
 # S slots, n steps of a chunk, V vocabulary
@@ -31,15 +31,15 @@ from .decode import DecodeView, SlotState
 from .sampling import sample
 
 SMALLEST = 16
-"""Slots below which a smaller graph would not be faster."""
+"""Smallest slot count of a graph. A graph with fewer slots would not be faster."""
 
 
 class NotCapturable(RuntimeError):
-    """Raised if a model needs the host in the middle of a step, so that the step cannot be a CUDA graph."""
+    """Raised if a model synchronizes with the host within a step, so that the step cannot be captured as a CUDA graph."""
 
 
 class LaunchedSteps(Protocol):
-    """Launched decode steps."""
+    """Handle of launched decode steps."""
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and log-probs [S, n]."""
@@ -50,7 +50,7 @@ class StepRunner(Protocol):
     """Run decode steps for the active slots."""
 
     overlaps: bool
-    """True if a launch returns at once, so that the next can follow while the host reads this one's result."""
+    """True if `launch` returns immediately, so that the next launch can follow while the host reads this result."""
 
     def start(self, slots: SlotState, sampling: Sampling) -> None:
         """Load the state of the active slots before the next launch."""
@@ -62,7 +62,7 @@ class StepRunner(Protocol):
 
 
 class EagerRunner:
-    """Run decode steps one by one, as on a CPU."""
+    """Run decode steps one by one in eager mode, on any device."""
 
     overlaps = False
 
@@ -100,7 +100,7 @@ class EagerRunner:
 
 @dataclass(frozen=True)
 class TakenSteps:
-    """Results of steps that have run."""
+    """Results of steps that have completed."""
 
     tokens_Sn: Tensor
     logprobs_Sn: Tensor
@@ -112,7 +112,7 @@ class TakenSteps:
 
 @dataclass(frozen=True)
 class PendingSteps:
-    """Launched graph replays: their tokens and log-probs are on their way to the host."""
+    """Launched graph replays whose tokens and log-probs are being copied to the host."""
 
     done: torch.cuda.Event
     tokens_nS: Tensor
@@ -125,7 +125,7 @@ class PendingSteps:
 
 
 class GraphRunner:
-    """Run decode steps as captured CUDA graphs of one model over one cache."""
+    """Run decode steps as captured CUDA graphs, for one model and one cache."""
 
     overlaps = True
 
@@ -134,7 +134,7 @@ class GraphRunner:
         self.model, self.cache, self.compile = model, cache, compile
         if compile:
             fuse_projections(model)
-            torch.cuda.empty_cache()  # the freed blocks of the weights fit no later allocation
+            torch.cuda.empty_cache()  # no later allocation fits the blocks that the weights freed
         self.state = torch.zeros(6, cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(6, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
@@ -142,7 +142,7 @@ class GraphRunner:
             torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.float64, device=device)
         )
         self.chunk, self.turn, self.active = chunk, 0, 0
-        # Two chunks take turns: one is fetched while the next one runs.
+        # Two buffers alternate: one is copied to the host while the next chunk runs.
         self.sampled_nS = torch.zeros(2 * chunk, cache.slots, dtype=torch.int64, device=device)
         self.logprobs_nS = torch.zeros(2 * chunk, cache.slots, device=device)
         self.host_sampled_nS, self.host_logprobs_nS = (
@@ -154,12 +154,12 @@ class GraphRunner:
         self.weights = self._weights()
 
     def fits(self, model: PreTrainedModel, cache: SlotCache, chunk: int) -> bool:
-        """Return whether the graphs still read the memory of this model's weights and of this cache."""
+        """Return whether the captured graphs still use the memory of this model's weights and this cache."""
         same = self.model is model and self.cache is cache and self.chunk == chunk
         return same and self.weights == self._weights()
 
     def start(self, slots: SlotState, sampling: Sampling) -> None:
-        """Upload the active slots and capture their step if it is new."""
+        """Upload the state of the active slots, and capture the step if its slot count is new."""
         self.active = len(slots.tokens)
         bucket = min(self.cache.slots, max(SMALLEST, next_power_of_2(self.active)))
         self.temperature_1.fill_(sampling.logprob_temperature)
@@ -181,7 +181,7 @@ class GraphRunner:
         self.graph = self.graphs[key]
 
     def launch(self, steps: int, clock: Clock) -> "PendingSteps":
-        """Enqueue `steps` decode steps. One more launch may follow before this one's result is fetched."""
+        """Enqueue `steps` decode steps. One more launch may follow before this result is fetched."""
         self.turn = 1 - self.turn
         first = self.turn * self.chunk
         self.state[5].fill_(first)
@@ -200,8 +200,11 @@ class GraphRunner:
         self.state.copy_(self.host, non_blocking=True)
 
     def _capture(self, slots: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Capture one step. It runs twice first, which compiles the kernels it needs. Each run starts from the uploaded
-        state, so the first real step overwrites what they wrote."""
+        """Capture one step.
+
+        The step first runs twice, which compiles its kernels. Each run starts from the uploaded state, so the first real step
+        overwrites the results of these runs.
+        """
         device = self.cache.shape.device
         self.stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
@@ -218,7 +221,7 @@ class GraphRunner:
         with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
             self._warm_up(slots, sampling)
             self.stream.synchronize()
-            with warnings.catch_warnings():  # if a capture runs out of memory, its error says more
+            with warnings.catch_warnings():  # if a capture runs out of memory, the error is more informative than the warning
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                     self._step(slots, sampling)
@@ -244,12 +247,13 @@ class GraphRunner:
 
 
 def truncates(sampling: Sampling) -> bool:
-    """Return whether the sampling truncates logits. A greedy draw never does."""
+    """Return whether these settings truncate logits. Greedy sampling never does."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def graphs_work_on(device: torch.device) -> bool:
-    """Return whether the decode step can be a CUDA graph on this device. Prints a notice if a GPU lacks Triton."""
+    """Return whether decode steps can be captured as CUDA graphs on this device. Prints a notice if the device is a GPU
+    without Triton."""
     if device.type != "cuda":
         return False
     if not usable(device):

@@ -11,8 +11,8 @@ from ..config import Sampling
 def sample(logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return tokens [B] and their log-probs [B] under the untruncated softmax at the sampling temperature.
 
-    The draw inverts the cumulative distribution in vocabulary order: the same uniform gives the same token, whatever the other
-    rows are. Sums are in float64, so a token's share is accurate to far below the tail of a 152k vocabulary.
+    The draw inverts the cumulative distribution in vocabulary order. The same uniform number gives the same token, independent
+    of the other rows. Sums are in float64, so each token's probability stays accurate far into the tail of a 152k vocabulary.
     """
     logprobs_BV = (logits_BV.float() / sampling.logprob_temperature).log_softmax(dim=-1)
     if sampling.temperature == 0:
@@ -23,15 +23,16 @@ def sample(logits_BV: Tensor, uniforms_B: Tensor, sampling: Sampling) -> tuple[T
             weights_BV = truncate(weights_BV, sampling.top_k, sampling.top_p)
         cumulative_BV = weights_BV.double().cumsum(dim=-1)
         target_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
-        # right: the first token whose cumulative weight exceeds the target, so a weight of 0 is never drawn.
+        # right=True: the first token whose cumulative weight exceeds the target, so that a weight of 0 is never drawn.
         tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(-1)
-        tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # out of range only if all are NaN; the log-prob below shows it
+        # out of range only if all logits are NaN; the log-prob below is then NaN
+        tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
 
 
 def truncate(weights_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all weights but the `top_k` largest (0: all) and, among those, the smallest set with a share of `top_p`. Ties go
-    to lower ids."""
+    """Zero all weights except the `top_k` largest (0: all) and, among those, the smallest set whose probability reaches
+    `top_p`. Ties go to lower ids."""
     sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
     if top_k:
         sorted_BV[:, top_k:] = 0

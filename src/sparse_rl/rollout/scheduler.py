@@ -1,7 +1,7 @@
-"""Assign slots: requests wait in order, active sequences fill the first slots, a finished sequence frees its slot.
+"""Assign slots: requests wait in order, active sequences occupy the first slots, and a finished sequence frees its slot.
 
-The scheduler is host-side bookkeeping in plain integers. The active slots are always 0 to n - 1, so a step works on the front
-of the cache and never on idle slots.
+The scheduler runs on the host and uses plain integers. The active slots are always 0 to n - 1, so a step processes the front
+of the cache and no idle slots.
 """
 
 from collections import deque
@@ -18,20 +18,20 @@ from .rollout import Finish
 
 @dataclass
 class Sequence:
-    """An unfinished rollout."""
+    """A rollout in progress."""
 
     request: Request
     held: int
-    """Tokens in the cache, per layer and head."""
+    """Cached tokens per layer and head."""
     trace: TraceRecorder
     guard: RepetitionGuard | None = None
     entered: int = 0
-    """Response tokens whose keys have entered the cache, including steps after the end."""
+    """Response tokens whose keys have entered the cache, including those of steps after the end."""
     tokens: int = 0
-    """Response tokens so far."""
+    """Number of response tokens so far."""
     last_token: int = -1
     pieces: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """Tokens and log-probs of the response, one pair per chunk: views of the arrays that came from the device."""
+    """Tokens and log-probs of the response, one pair per chunk. They are views of the arrays copied from the device."""
     finish: Finish | None = None
     kv_peak: int = 0
 
@@ -42,7 +42,7 @@ class Sequence:
 
     @property
     def last_position(self) -> int:
-        """Position of the last token that may be fed. Steps after it could pass the positions the model was made for."""
+        """Position of the last token that may be fed. Steps after it could exceed the positions that the model supports."""
         return len(self.request.prompt) + self.request.max_tokens - 1
 
     @property
@@ -50,8 +50,10 @@ class Sequence:
         return self.request.max_tokens - self.tokens
 
     def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
-        """Append sampled tokens up to the end of the rollout and return how many were taken. `stop_at` is the index of the
-        first stop token, or the number of tokens if there is none."""
+        """Append sampled tokens up to the end of the rollout. Return how many were appended.
+
+        `stop_at` is the index of the first stop token, or the number of tokens if there is none.
+        """
         if stop_at == len(tokens) < self.remaining and self.guard is None:  # fast path: most chunks end no sequence
             self.pieces.append((tokens, logprobs))
             self.tokens += stop_at
@@ -80,14 +82,17 @@ class Sequence:
 
 class Scheduler:
     def __init__(self, requests: list[Request], slots: int, refill: int = 1, more: Callable[[], list[Request]] | None = None):
-        """Queue the requests. While any sequence runs, new ones enter only if `refill` slots are free (or enough for all
-        that wait). If there is room, `more` is asked for another group until it returns none."""
+        """Queue the requests.
+
+        While sequences run, new ones enter only if `refill` slots are free, or enough slots for all that wait. If there is
+        room, `more` is called for another group until it returns an empty list.
+        """
         self.slots, self.refill, self.more = slots, refill, more
         self.waiting = deque(requests)
         self.active: list[Sequence] = []
 
     def has_work(self) -> bool:
-        """Ask for more requests if there is room. Return whether a sequence runs or waits."""
+        """Call `more` for requests if there is room. Return whether any sequence runs or waits."""
         while self.more is not None and len(self.waiting) + len(self.active) < self.slots:
             requests = self.more()
             self.waiting.extend(requests)
@@ -95,18 +100,19 @@ class Scheduler:
         return bool(self.waiting or self.active)
 
     def worth_a_prefill(self, ended: int = 0) -> bool:
-        """Return whether enough slots are free for a prefill. `ended` sequences that are not yet retired count as free."""
+        """Return whether enough slots are free for a prefill. `ended` sequences that are not retired yet count as free."""
         free = self.slots - len(self.active) + ended
         enough = self.refill if self.more is not None else min(self.refill, len(self.waiting))
         return self.has_more and (not self.active or free >= enough)
 
     @property
     def has_more(self) -> bool:
-        """True if a sequence waits or `more` can still be asked."""
+        """True if a sequence waits or `more` may still return requests."""
         return bool(self.waiting) or self.more is not None
 
     def admit(self, prefill_tokens: int) -> list[list[Request]]:
-        """Return the next requests that fit the free slots and, by their prompts' tokens, one prefill. One list per group."""
+        """Return the next requests that fit the free slots and whose prompt tokens fit one prefill. There is one list per
+        group."""
         groups: list[list[Request]] = []
         free, tokens = self.slots - len(self.active), 0
         while self.waiting and free:
@@ -125,7 +131,7 @@ class Scheduler:
         return max((sequence.remaining for sequence in self.active if sequence.finish is None), default=0)
 
     def retire(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
-        """Remove finished sequences. Return them and the moves (from slot, to slot) that close the gaps."""
+        """Remove finished sequences. Return them, and the moves (from slot, to slot) that close the gaps."""
         finished = [sequence for sequence in self.active if sequence.finish is not None]
         moves = []
         slot = 0
