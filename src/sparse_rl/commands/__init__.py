@@ -1,1 +1,1 @@
-"""One module per command: `add_arguments(parser)` and `run(args)`. Modules import torch only when they run."""
+"""The commands, one module each with `add_arguments(parser)` and `run(args)`. A module imports torch only in `run`."""

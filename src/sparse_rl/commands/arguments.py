@@ -8,11 +8,11 @@ from ..config import recipe, recipe_names
 from ..errors import UserError
 
 LOWER = "--rollout.slots or --optimizer.tokens-per-microbatch"
-"""Options to lower when memory runs out and no plan says better."""
+"""Options that the out-of-memory error suggests to lower if there is no plan."""
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
@@ -25,13 +25,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_or_model(what: str) -> dict[str, Any]:
-    """Return the values of a recipe, or those that train this model."""
+    """Return the config values of a recipe. If `what` is not a recipe, return `{"model": {"path": what}}`."""
     is_recipe = what in recipe_names() or what.endswith(".toml")
     return recipe(what) if is_recipe else {"model": {"path": what}}
 
 
 def refuse_rank_count(args: argparse.Namespace) -> None:
-    """Raise if the number of ranks is given as a flag to a command that runs them. A stored config.toml may hold it."""
+    """Raise UserError if --ranks.count was passed to a command that runs ranks. A value in config.toml is allowed."""
     given = getattr(args, "ranks.count")
     if given is not None:
         raise UserError(

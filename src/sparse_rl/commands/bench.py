@@ -1,4 +1,4 @@
-"""`sparse-rl bench`: measure this machine."""
+"""`sparse-rl bench`: benchmark rollouts, the learner, memory and whole training steps on this machine."""
 
 import argparse
 from pathlib import Path

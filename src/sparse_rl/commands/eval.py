@@ -1,4 +1,4 @@
-"""`sparse-rl eval`: score a model on benchmarks under several caches."""
+"""`sparse-rl eval`: evaluate a model on benchmarks with several KV caches."""
 
 import argparse
 import os

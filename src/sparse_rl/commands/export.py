@@ -1,4 +1,4 @@
-"""`sparse-rl export`: write a run's weights as a Hugging Face folder."""
+"""`sparse-rl export`: write the weights of a run as a Hugging Face model folder."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`sparse-rl generate`: sample from a model and show the cost."""
+"""`sparse-rl generate`: sample from a model, then print KV use and speed."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`sparse-rl plan`: compute what fits on a GPU and what a step costs."""
+"""`sparse-rl plan`: compute the memory and time of a training step, and whether the run fits on a GPU."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`sparse-rl report`: write or serve a page about runs."""
+"""`sparse-rl report`: write or serve an HTML report about runs."""
 
 import argparse
 from pathlib import Path

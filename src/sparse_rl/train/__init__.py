@@ -1,1 +1,1 @@
-"""The training run: the loop, its groups, checkpoints, metrics and loggers. Knows every other part; only the cli knows it."""
+"""The training run: training loop, rollout groups, checkpoints, metrics and loggers. Imports any part below `commands`."""

@@ -1,4 +1,4 @@
-"""Choose the best checkpoint of a run by the metric that its own weights earned."""
+"""Choose the best checkpoint of a run by the metric `checkpoint.best`, measured with the checkpoint's own weights."""
 
 import math
 from collections.abc import Callable
@@ -8,23 +8,24 @@ from .checkpoint import State
 
 
 class Best:
-    """Record of the best checkpoint in the state of a run, by the metric `checkpoint.best`.
+    """Track the best checkpoint of a run by the metric `checkpoint.best`, in `State.best_step` and `State.best_value`.
 
-    The rollouts of a step are sampled before its update, so their metrics score the checkpoint before. The last checkpoint
-    therefore has no score. A metric of `eval/` is measured after the update.
+    A step samples its rollouts before its update. Rollout metrics of step N + 1 therefore score the checkpoint of step N, and
+    the last checkpoint has no score. Metrics under `eval/` are measured after the update and score the checkpoint of their own
+    step.
     """
 
     def __init__(self, settings: CheckpointConfig, warn: Callable[[str], None]):
         self.metric, self.every, self.warn = settings.best, settings.every, warn
         self.held_out = self.metric.startswith("eval/")
         self.candidate = -1
-        """Step of the checkpoint whose weights the next step samples from; -1 if there is none."""
+        """Step of the checkpoint that the rollouts of the next step will score; -1 if there is none."""
 
     def saved(self, step: int) -> None:
-        """Make the checkpoint of `step` the candidate.
+        """Make the checkpoint of `step` the candidate for the best checkpoint.
 
-        A checkpoint off the schedule of `checkpoint.every`, saved because the run ended, is no candidate. A resumed run thus
-        chooses the same best checkpoint as an uninterrupted one.
+        Only steps that are multiples of `checkpoint.every` are candidates. A checkpoint saved because the run stopped early is
+        not. A resumed run therefore chooses the same best checkpoint as an uninterrupted run.
         """
         self.candidate = step if step % self.every == 0 else -1
 
@@ -46,7 +47,7 @@ class Best:
             state.best_step, state.best_value = step, value
 
     def summary_line(self, state: State) -> str:
-        """Return a sentence for the end of a run; empty if no checkpoint has a score."""
+        """Return a sentence that names the best checkpoint, printed when a run ends. Empty if no checkpoint has a score."""
         if state.best_step < 0:
             return ""
         line = f"The best checkpoint by {self.metric} is step {state.best_step} ({state.best_value:.3g})."

@@ -1,8 +1,8 @@
-"""Save and load checkpoints: weights, optimizer state and counters of one step, written whole or not at all.
+"""Save and load checkpoints atomically: the weights, optimizer state and counters of one step.
 
-Each rank writes its part of weights and moments through torch.distributed.checkpoint; any number of ranks can read them.
-The manifest holds the checksum of every file. A file that does not match is not read, and nothing is unpickled.
-All randomness of a run is derived from counters, so the step and the data cursor restore it.
+Each rank writes its shard of weights and moments with torch.distributed.checkpoint; any number of ranks can read them.
+The manifest holds the checksum of every file. A file with a wrong checksum is not read. Loading unpickles nothing.
+A run derives all randomness from counters, so restoring the step and the data cursor also restores the randomness.
 """
 
 import json
@@ -35,7 +35,7 @@ from .storage import Place, names_in, opened, remove, within
 STATE = "state.json"
 MOST_STATE_BYTES = 2**20
 MOST_COUNT = 2**48
-"""Upper bound of any step or prompt count of a run."""
+"""Exclusive upper bound for every counter in a checkpoint, such as the step."""
 UNVERIFIED = "The checkpoint of step {step} has no checksums, so damage to it cannot be detected."
 STARTS_AGAIN = "There is no checkpoint to continue from: the run restarts at step 0."
 UNFINISHED = "The checkpoint of step {step} is incomplete (no state.json) and is not used."
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass
 class State:
-    """Counters of a run that a checkpoint stores beside weights and moments."""
+    """Counters and settings that a checkpoint stores in state.json, in addition to weights and moments."""
 
     step: int = 0
     """Number of finished steps."""
@@ -55,21 +55,22 @@ class State:
     skipped_updates: int = 0
     skipped_in_a_row: int = 0
     quiet_steps: int = 0
-    """Consecutive steps without any signal."""
+    """Number of consecutive steps, up to the last one, in which no group had a signal."""
     ranks: int = 1
     """Number of ranks that saved the checkpoint."""
     silent_steps: int = 0
-    """Consecutive steps without any verdict."""
+    """Number of consecutive steps, up to the last one, in which the reward graded no rollout."""
     problems: dict[str, Any] = field(default_factory=dict)
-    """Count and digest of the training problems, see `resume.problem_digest`."""
+    """Number and digest of the training problems; see `resume.problem_digest`."""
     scored_by: dict[str, str] = field(default_factory=dict)
-    """Settings that `best_value` depends on, see `resume.scored_by`."""
+    """Settings that `best_value` depends on; see `resume.scored_by`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Options by their dotted keys, see `resume.kept_options`."""
+    """Options by their dotted keys, such as `kv.budget`; see `resume.kept_options`."""
     mean_tokens: dict[str, float] = field(default_factory=dict)
-    """Mean response tokens per problem, see `RolloutSampler.mean_tokens`.
+    """Mean response tokens per problem; see `RolloutSampler.mean_tokens`.
 
-    Several ranks share out the groups by it. Which rollouts share a batch decides their rounding.
+    Several ranks divide the groups by these lengths. A checkpoint stores them because the division decides which rollouts
+    share a batch, and the batch affects rounding.
     """
 
     def check(self, step: int) -> None:
@@ -98,9 +99,9 @@ class State:
 
 
 def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE) -> Place:
-    """Write the checkpoint `folder`/step-N and return its place.
+    """Write the checkpoint `folder`/step-N and return its path or address.
 
-    state.json is written last and completes the checkpoint. A failed write leaves nothing behind.
+    state.json is written last: a checkpoint without it is incomplete. After a failed write, the partial checkpoint is removed.
     """
     target = within(folder, f"step-{state.step}")
     try:
@@ -112,14 +113,14 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
         writer.fs = written = HashingFileSystem(writer.fs)  # type: ignore[assignment]
         with _quiet_dcp():
             dcp.save(parts, checkpoint_id=target, storage_writer=writer, process_group=world.control, no_dist=world.size == 1)
-        # `gather` returns once all ranks have written.
+        # `gather` returns after every rank has written its files.
         files = {name: each for part in world.gather(written.written) for name, each in part.items()}
         if world.is_main:
             text = json.dumps(asdict(state) | {"manifest": True}, indent=1)
             files[STATE] = manifest.entry_of(text.encode())
             _write_last(within(target, manifest.FILE), json.dumps({"step": state.step, "files": files}, indent=1))
             _write_last(within(target, STATE), text)
-    except (Exception, dcp.api.CheckpointException) as error:  # any error of a disk and the libraries above it
+    except (Exception, dcp.api.CheckpointException) as error:  # the disk or a storage library may raise any type
         reason, remedy = refusal(error, target) if isinstance(target, Path) else (_reason(error), "")
         last = None
         with suppress(Exception):
@@ -140,15 +141,15 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
 
 
 def bytes_of(optimizer: Optimizer) -> int:
-    """Return the size of one checkpoint in bytes: the master weights and two moments each, in float32 or 8 bits."""
+    """Return the size of one checkpoint in bytes: every master weight and its two moments, each in float32 or 8 bits."""
     moments = 2 if optimizer.settings.state == "8bit" else 8
     return sum(master.numel() * (master.element_size() + moments) for master in optimizer.masters)
 
 
 def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
-    """Return a warning if the disk seems too small for the checkpoints kept at one time and the model.
+    """Return a warning if the free disk space is too small for the checkpoints kept at one time and the final model.
 
-    Shared storage is taken to be unlimited.
+    Return None if the space suffices. Shared storage counts as unlimited.
     """
     if not isinstance(folder, Path):
         return None
@@ -157,7 +158,7 @@ def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) 
     except OSError:
         return None
     existing = len(_begun(folder))
-    at_once = min(existing + to_come, keep + 2)  # plus the best one, and the next one while it is written
+    at_once = min(existing + to_come, keep + 2)  # + 2: the best checkpoint, and the next one while it is written
     more = max(0, at_once - existing) * each + model
     if not to_come or not disk.total or disk.free >= more:
         return None
@@ -177,13 +178,13 @@ class LoadedCheckpoint:
     unfinished: list[int]
     """Steps of later checkpoints that were never completed."""
     verified: bool
-    """False if the checkpoint was written without a manifest."""
+    """True if all files matched the manifest; False if the checkpoint has no manifest."""
 
 
 def load_last(
     folder: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE, reached: float = 0
 ) -> LoadedCheckpoint | None:
-    """Load the last sound checkpoint into model and optimizer; return None if there is none yet.
+    """Load the last undamaged checkpoint into the model and the optimizer. Return None if there is no checkpoint yet.
 
     `reached` is the last step that the run is known to have finished.
     """
@@ -203,10 +204,10 @@ def load_last(
 
 
 def _clear_begun(folder: Place, reached: float) -> None:
-    """Remove incomplete checkpoints of a folder in which no checkpoint has a state.json.
+    """Remove the incomplete checkpoints of a folder in which no checkpoint has a state.json.
 
-    A killed run leaves at most one of them, at its last step. An earlier one was complete and has lost its state.json: raise
-    UserError for it.
+    A killed run leaves at most one incomplete checkpoint, at its last step. A checkpoint of an earlier step was complete and
+    has lost its state.json: raise UserError.
     """
     if lost := [step for step in _begun(folder) if step < reached]:
         raise UserError(
@@ -216,7 +217,7 @@ def _clear_begun(folder: Place, reached: float) -> None:
 
     for step in _begun(folder):
         left = within(folder, f"step-{step}")
-        if manifest.FILE in names_in(left):  # everything but the state exists
+        if manifest.FILE in names_in(left):  # only state.json is missing
             rename_damaged([Damaged(left, f"it has no {STATE}")])
         else:
             remove(left)
@@ -228,7 +229,7 @@ def _step_names(steps: list[int]) -> str:
 
 
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, bool]:
-    """Read weights and moments in place; return the state, and True if every file was verified."""
+    """Load weights and moments in place. Return (state, True if every file was verified against the manifest)."""
     state, files = checked_state(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
@@ -243,9 +244,9 @@ def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = A
 
 
 def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: Callable[[str], None]) -> int:
-    """Load the weights of the last sound checkpoint among `steps` and return its step.
+    """Load the weights of the last undamaged checkpoint among `steps`, and return its step.
 
-    The weights go into the trained tensors, in their dtype.
+    The weights are copied into the model's trainable parameters and cast to their dtype.
     """
     trained = {name: weight.detach() for name, weight in actor.learner.named_parameters() if weight.requires_grad}
     damaged: list[Damaged] = []
@@ -271,7 +272,7 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
 
 
 def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
-    """Return the checked state and the entries of the manifest; None for the entries if there is no manifest."""
+    """Return (validated state, manifest entries by file name). The entries are None if the checkpoint has no manifest."""
     step = step_of(checkpoint)
     content = manifest.read_small(checkpoint, STATE, MOST_STATE_BYTES)
     try:
@@ -291,7 +292,7 @@ def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
 
 
 def checked_state(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[str, Entry] | None]:
-    """Return the state and the manifest entries. Rank 0 reads the state; each rank verifies its share of the files."""
+    """Return (state, manifest entries) after verifying the checksums. Rank 0 reads the state; ranks share the verification."""
     if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
         raise UserError(f"{checkpoint} was written by an older version: resume with that version, or start a new run.")
     found = world.gather(_agreed(world, lambda: read_state(checkpoint) if world.is_main else None))[0]
@@ -303,7 +304,7 @@ def checked_state(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[
 
 
 def _agreed(world: World, work: Callable[[], T]) -> T:
-    """Return the result of `work` on this rank; a UserError of one rank is raised on all."""
+    """Run `work` on this rank and return its result. If `work` raises UserError on any rank, raise it on all ranks."""
     found, failed = None, None
     try:
         found = work()
@@ -316,17 +317,17 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
 
 
 def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | None, world: World) -> None:
-    """Read the tensors of a checkpoint in place."""
+    """Load the tensors of a checkpoint in place, into the tensors of `into`."""
     index = _agreed(world, lambda: read_index(checkpoint, files))
     for name, tensor in into["weights"].items():
         if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
             raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
     reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, Path) else FsspecReader(checkpoint)
-    reader.read_metadata = lambda: index  # type: ignore[method-assign, misc]  # torch's own would unpickle it
+    reader.read_metadata = lambda: index  # type: ignore[method-assign, misc]  # torch's read_metadata would unpickle the file
     try:
         with _quiet_dcp():
             dcp.load(into, storage_reader=reader, process_group=world.control, no_dist=world.size == 1)
-    except (Exception, dcp.api.CheckpointException) as error:  # each library raises its own types for a damaged file
+    except (Exception, dcp.api.CheckpointException) as error:  # storage libraries raise different types for a damaged file
         if LOST.search(_reason(error)):
             raise RuntimeError(_reason(error)) from error
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -358,18 +359,18 @@ def _quiet_dcp() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first informative line of an error. For several ranks torch raises a heading with the errors of the ranks."""
+    """Return the first informative line of an error. With several ranks, use the error of the first failed rank."""
     causes = list(error.failures.values()) if isinstance(error, dcp.api.CheckpointException) else []
     return first_line(causes[0][0] if causes else error)
 
 
 def steps_in(folder: Place) -> list[int]:
-    """Return the steps of the complete checkpoints."""
+    """Return the steps of the complete checkpoints in `folder`, in ascending order."""
     return [step for step in _begun(folder) if STATE in names_in(within(folder, f"step-{step}"))]
 
 
 def unfinished_after(folder: Place, step: int) -> list[int]:
-    """Return later steps whose checkpoint has no state.json, such as after an interrupted write."""
+    """Return the steps after `step` whose checkpoint has no state.json, e.g. because its write was interrupted."""
     return sorted(set(_begun(folder)) - set(steps_in(folder)) - set(range(step + 1)))
 
 
@@ -383,7 +384,7 @@ def step_of(checkpoint: Place) -> int:
 
 
 def best_step(folder: Place) -> int:
-    """Return the step of the best checkpoint, from the last sound state."""
+    """Return the step of the best checkpoint, as recorded in the last undamaged checkpoint."""
     for step in reversed(steps_in(folder)):
         with suppress(Damaged):
             best = read_state(within(folder, f"step-{step}"))[0].best_step
@@ -394,7 +395,7 @@ def best_step(folder: Place) -> int:
 
 
 def rename_damaged(damaged: Iterable[Damaged]) -> None:
-    """Rename damaged checkpoints, so that no later start takes them for checkpoints of the continued run."""
+    """Rename damaged checkpoints from step-N to damaged-step-N, so that later starts ignore them."""
     for each in damaged:
         folder, _, name = str(each.checkpoint).rpartition("/")
         storage.move(each.checkpoint, storage.place(f"{folder}/damaged-{name}"))
@@ -406,7 +407,7 @@ def latest(folder: Place) -> Place | None:
 
 
 def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] = notice) -> None:
-    """Remove all checkpoints but the last `keep` and the best, incomplete ones included. Warn if one cannot be removed."""
+    """Remove all checkpoints except the last `keep` and the best. Also remove incomplete ones. Warn if a removal fails."""
     whole = steps_in(folder)
     kept = {*whole[-keep:], *({best_step} & set(whole))}
     for step in _begun(folder) if whole else ():
@@ -418,7 +419,7 @@ def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] 
 
 
 def _write_last(place: Place, text: str) -> None:
-    """Write a file atomically, after all earlier writes have reached the disk. Shared storage does so by itself."""
+    """Write a file atomically, after flushing earlier writes to disk. Shared storage needs no flush."""
     if isinstance(place, Path):
         write_whole(place, text)
         _flush(place.parent)

@@ -1,4 +1,4 @@
-"""Join the ranks that torchrun or Ray started, and refuse configurations they cannot run together."""
+"""Join the ranks that torchrun or Ray started, and reject configurations that several ranks cannot run."""
 
 import itertools
 import os
@@ -25,14 +25,14 @@ from .resume import options_of
 
 @contextmanager
 def joined(config: Config) -> Iterator[World]:
-    """Yield the world of this process: a world of one, unless a launcher started several ranks."""
+    """Yield the World of this process: `ALONE`, or the world of all ranks if a launcher started several."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE
         return
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available() and config.model.device in (None, "cuda")
     timeout = timedelta(seconds=config.ranks.timeout_s)
-    started = not dist.is_initialized()  # Ray has already initialized it and chosen the GPU
+    started = not dist.is_initialized()  # under Ray, torch.distributed is initialized and the GPU is already set
     if started and on_gpu:
         torch.cuda.set_device(gpu_of(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
     whole, _launcher = fresh_store(rank, size, timeout) if started else (dist.distributed_c10d._get_default_store(), None)
@@ -53,7 +53,7 @@ def joined(config: Config) -> Iterator[World]:
 
 
 def gpu_of(local_rank: int, gpus: int) -> int:
-    """Return the GPU of a rank. Each rank of a machine needs a GPU of its own."""
+    """Return the GPU index of a rank. Raise UserError if the machine has fewer GPUs than ranks."""
     if local_rank >= gpus:
         raise UserError(
             f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} and at least {local_rank + 1} ranks: start at most one per "
@@ -63,7 +63,7 @@ def gpu_of(local_rank: int, gpus: int) -> int:
 
 
 RUNS = itertools.count()
-"""Counter of the runs of this process; it is equal on all ranks."""
+"""Counter of the runs started in this process. All ranks have the same count, so it prefixes the keys of one run."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def lost_ranks_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not LOST.search(str(error)):  # match the message: gloo has no exception type of its own
+        if not LOST.search(str(error)):  # match the message, because gloo raises a plain RuntimeError
             raise
         raise RankLost(
             f"Another rank was lost in the middle of a step ({first_line(error)}): see its output; --max-restarts of "
@@ -80,11 +80,12 @@ def lost_ranks_named() -> Iterator[None]:
 
 
 def fresh_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
-    """Return (the store of this start, the launcher's store) once all ranks have joined.
+    """Wait until all ranks have joined, then return (a new store for this start, the launcher's store).
 
-    Keep the launcher's store alive while the other is in use. torchrun keeps its own store across restarts, with the entries
-    of lost ranks, and nodes count restarts separately. So rank 0 opens a new store and publishes its address in torchrun's
-    store. A store that does not answer, or that all ranks have already joined, belongs to an earlier start.
+    The caller must keep a reference to the launcher's store while it uses the new store. The launcher's store cannot be used
+    for training: torchrun keeps it across restarts, with entries of lost ranks, and each node counts restarts separately.
+    Rank 0 therefore opens a new store and publishes its address in the launcher's store. A published store that does not
+    answer, or that all ranks have already joined, belongs to an earlier start and is ignored.
     """
     known = next(dist.rendezvous("env://", timeout=timeout))[0]
     refuse_again(known)
@@ -112,32 +113,32 @@ def fresh_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, d
 
 
 def address() -> str:
-    """Return the address under which other ranks reach this one.
+    """Return the IP address at which other ranks can reach this rank.
 
-    This is the local side of a connection to MASTER_ADDR, or MASTER_ADDR itself if that side is a loopback address.
+    It is the local address of a connection to MASTER_ADDR. If that is a loopback address, return MASTER_ADDR.
     """
     meeting = os.environ["MASTER_ADDR"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends no packet
         probe.connect((meeting, int(os.environ["MASTER_PORT"])))
         mine = probe.getsockname()[0]
     return meeting if mine.startswith("127.") else mine
 
 
 STORE_TIMEOUT = timedelta(seconds=5)
-"""Time within which a live store answers."""
+"""Time after which a store that has not answered counts as gone."""
 
 
 def launch() -> str:
-    """Return the name that all starts of one torchrun share; empty without torchrun.
+    """Return an id that all restarts by one torchrun command share; empty without torchrun.
 
-    Without --rdzv-id torchrun names every launch "none"; the name then includes the parent process.
+    The id is torchrun's --rdzv-id. Without --rdzv-id, torchrun uses "none" for every launch, so the parent process is added.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{name} {process_name(os.getppid())}" if name == "none" else name
 
 
 def refuse_too_large(config: Config, memory_bytes: int) -> None:
-    """Raise UserError if the weights exceed the GPU's memory, before any are loaded. Skip a model of unknown shape."""
+    """Raise UserError if the weights exceed the GPU's memory, before loading them. Skip models of unknown shape."""
     try:
         dims = dimensions(config.model.path)
     except UserError:

@@ -11,7 +11,7 @@ from .run_folder import RunFolder
 
 
 def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
-    """Write the weights of one checkpoint to `out`. `step` is a number, `best`, or None for the last."""
+    """Write the weights of one checkpoint to `out`. `step` is a step number, "best", or None for the last checkpoint."""
     from ..models.actor import Actor
     from ..models.export import write_model
     from ..models.load import load_model, load_tokenizer, no_progress_bar

@@ -1,4 +1,4 @@
-"""Health checks of a run: warnings, and conditions that end it."""
+"""Health checks of a run: warnings, and errors that end the run."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,19 +10,19 @@ from .rollouts import RolloutBatch
 from .storage import Place
 
 SILENT_STEPS = 3
-"""Steps in a row without any verdict after which a run ends."""
+"""Number of consecutive steps in which the reward graded no rollout, after which the run ends."""
 QUIET_STEPS = 5
-"""Steps in a row without any signal after which the warning is repeated."""
+"""Interval in steps at which the no-signal warning repeats while no group has a signal."""
 
 
 class Health:
-    """Health checks of the steps of a run. The counters are in `state`, so a resumed run continues them."""
+    """Health checks that run after each step. The counters are stored in `state`, so a resumed run continues them."""
 
     def __init__(self, config: Config, state: checkpoint.State, checkpoints: Place, warn: Callable[[str], None]):
         self.config, self.state, self.checkpoints, self.warn = config, state, checkpoints, warn
 
     def after_step(self, batch: RolloutBatch, updates: Sequence[Updated]) -> None:
-        """Warn about a step that changed no weights."""
+        """Update the counters in `state`. Warn if no group had a signal, an update was skipped, or the reward failed."""
         state, step = self.state, self.state.step
         broken = sum(not each.finite for each in updates)
         for each in updates:
@@ -46,7 +46,7 @@ class Health:
             elif not all(group.no_signal for group in batch.groups):
                 what = "every answer with a signal was cut off"
                 why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
-            learned = any(each.learned for each in updates)  # from lengths, if advantage.overlong penalises them
+            learned = any(each.learned for each in updates)  # the length penalty advantage.overlong also gives a signal
             then = "so only their lengths are learned from" if learned else "so nothing is learned"
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
@@ -55,7 +55,7 @@ class Health:
             self.warn(f"Step {step}: {remark}.")
 
     def stop_if_not_finite(self) -> None:
-        """End a run after `optimizer.max_skipped_updates` consecutive updates that are not finite."""
+        """Raise UserError after `optimizer.max_skipped_updates` consecutive updates with a non-finite loss or gradient."""
         skipped = self.state.skipped_in_a_row
         if skipped >= self.config.optimizer.max_skipped_updates:
             last = checkpoint.latest(self.checkpoints)
@@ -65,7 +65,7 @@ class Health:
             )
 
     def stop_if_no_verdicts(self, batch: RolloutBatch) -> None:
-        """End a run whose reward gives no verdict: at once in the first step, later after `SILENT_STEPS`."""
+        """Raise UserError if the reward graded no rollout in the first step, or in `SILENT_STEPS` consecutive steps."""
         state = self.state
         state.silent_steps = state.silent_steps + 1 if batch.silent else 0
         if batch.silent and (state.step == 0 or state.silent_steps >= SILENT_STEPS):

@@ -1,4 +1,4 @@
-"""Held-out evaluation inside a training run, with a dense cache and with the sampler's own."""
+"""Held-out evaluation during training, with a dense cache and with the sampler's cache."""
 
 import functools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from .terminal import RunTerminal
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out problems of a run; empty if `data.test` or `eval.problems` turns the evaluation off."""
+    """The held-out problems of a run. Empty if the run has no held-out data (`data.test`) or `eval.problems` is 0."""
 
     name: str
     examples: list[Example]
@@ -41,12 +41,12 @@ def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, terminal: 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluator of the sampler's weights on the held-out problems."""
+    """Evaluates the sampler's weights on the held-out problems."""
 
     config: Config
     held_out: HeldOut
     engine: Engine
-    """The engine of the sampler."""
+    """The engine that samples the training rollouts."""
     sampler: PreTrainedModel
     plan: Plan | None
     tokenizer: PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class Evaluator:
     terminal: RunTerminal
 
     def evaluate(self) -> dict[str, float]:
-        """Return the held-out metrics with a dense cache and, if the sampler's cache is sparse, with that too."""
+        """Return the held-out metrics with a dense cache. If the sampler's cache evicts, also return those with its cache."""
         metrics: dict[str, float] = {}
         name, examples = self.held_out.name, self.held_out.examples
         if not examples:
@@ -79,11 +79,11 @@ class Evaluator:
                 self.terminal.warn(
                     f"{cost.timeouts} of {len(examples)} evaluated rollouts were over time and count 0 in {key}."
                 )
-            del engine  # frees its cache before the next one is allocated
+            del engine  # free its cache before the next engine allocates one
         return metrics
 
     def _engine(self, *, sparse: bool) -> Engine:
-        """Return the sampler's own engine if its cache fits, else one whose cache is freed after the evaluation."""
+        """Return the training engine if it has the wanted cache and slots, else a new engine for this evaluation."""
         slots = self.config.eval.slots
         if slots == "auto" and sparse == self.engine.policy.evicts:
             return self.engine
@@ -95,7 +95,7 @@ class Evaluator:
 
     @contextmanager
     def _grading(self) -> Iterator[RewardPool]:
-        """Yield the pool of the task's own reward, even if the run trains on another reward."""
+        """Yield the reward pool for the evaluation: the held-out task's reward, even if training uses another reward."""
         reward, source = self.config.reward, self.config.data.held_out or ""
         if source not in TASK_REWARDS or reward.function_for(source) == self.pool.function:
             yield self.pool
@@ -104,7 +104,7 @@ class Evaluator:
             yield pool
 
     def _graded(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[EvalSample], Cost]:
-        """Sample this rank's part of the problems; return the samples and costs of all ranks."""
+        """Sample and grade this rank's share of the problems. Return (samples, cost) gathered from all ranks."""
         mine = range(self.world.rank, len(benchmark.examples), self.world.size)
         chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else EvalChunk([], Cost())
         parts = self.world.gather((chunk.samples, chunk.cost))

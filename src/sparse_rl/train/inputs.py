@@ -14,22 +14,22 @@ from ..rewards.weighted_sum import refuse_without_answers
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Inputs of a trainer. A benchmark passes random weights and synthetic prompts instead of loading them."""
+    """Inputs of a Trainer. Training gets them from `load_all`; benchmarks pass random weights and synthetic prompts."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     examples: list[Example]
     prompts: list[list[int]]
     limits: Callable[[list[int]], list[int]] | None = None
-    """Function from the seeds of rollouts to the number of tokens at which each ends."""
+    """Function that maps the seeds of rollouts to the response length, in tokens, at which each rollout ends."""
     notes: Sequence[str] = ()
-    """Sentences about the data for the user."""
+    """Sentences about the data that are shown to the user."""
     places: Sequence[int] = ()
-    """Indices of the examples in their source; set if some were left out."""
+    """Index of each example in the data source, before prompts longer than `data.max_prompt_tokens` are removed."""
 
 
 def load_all(config: Config) -> RunInputs:
-    """Load the model, the problems and their token ids that the configuration names."""
+    """Load the model, the tokenizer and the tokenized problems that `config` specifies."""
     settings = config.model
     tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
     loaded = load(config.data.train, "train", n=TASK_PROBLEMS, seed=config.seed, **config.data.reading)

@@ -1,8 +1,8 @@
-"""Allow one writer per run folder: the file `lock` in it names the process that writes.
+"""Allow one writer per run folder. The file `lock` in the folder names the process that holds the lock.
 
-On one machine flock decides, and the lock of a dead process is free. A holder on another machine, or on storage without flock,
-counts as alive while its heartbeat changes; waiting processes compare no clocks. A run that its own launcher restarts takes
-the lock over.
+On one machine, flock protects the folder, and the lock of a dead process is free. A holder on another machine, or on storage
+without flock, counts as alive while its heartbeat changes. Clocks of different machines are never compared. A run that is
+restarted by its own launcher takes over its previous lock.
 """
 
 import fcntl
@@ -26,11 +26,11 @@ from .storage import Place, opened, storage_errors
 BEAT_S = 15.0
 """Seconds between two heartbeats."""
 EXPIRES_S = 90.0
-"""Seconds without a heartbeat after which a process of another machine counts as dead."""
+"""Seconds without a heartbeat after which a process on another machine counts as dead."""
 SETTLE_S = 1.0
-"""Seconds after which a lock without flock is read again, because two processes may have written it."""
+"""Seconds to wait before re-reading a lock file written without flock, because two processes may have written it."""
 ATTEMPTS = 20
-"""Attempts to take a lock that changes hands at the same moment."""
+"""Maximum number of attempts to take a lock while other processes also take or release it."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Holder:
     user: str = "?"
     since: str = "?"
     launch: str = ""
-    """Name that all starts of one launcher share."""
+    """Id that all restarts by one launcher share; see `distributed.launch`."""
     boot: str = ""
     """Id of the machine's current boot."""
     namespace: str = ""
-    """PID namespace of the process; a container has its own."""
+    """PID namespace of the process. Each container has a separate one."""
     ticks: str = ""
-    """Start time of the process in ticks since boot; a pid may be reused."""
+    """Start time of the process in ticks since boot. It distinguishes processes that reuse a pid."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Holder:
 
     @property
     def is_alive(self) -> bool | None:
-        """Return whether the process is alive; None if it cannot be seen from here."""
+        """Return whether the process is alive. Return None if it runs on another machine or in another PID namespace."""
         if not (self.same_machine and self.namespace and self.namespace == _namespace()):
             return None
         return _ticks(self.pid) == self.ticks
@@ -78,7 +78,7 @@ class RunLock:
     def __init__(self, run: Place, launch: str = ""):
         self.run, self.holder = run, this_process(launch)
         self.lost = False
-        """True if another process took the lock because this one sent no heartbeat for too long."""
+        """True if another process took the lock because this process sent no heartbeat for too long."""
         self._file: _OnDisk | _OnStorage = _OnDisk(run) if isinstance(run, Path) else _OnStorage(run)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -98,15 +98,15 @@ class RunLock:
         if self._thread:
             self._thread.join()
         if not self.lost:
-            with suppress(OSError, UserError):  # an unremoved lock expires
+            with suppress(OSError, UserError):  # a lock that is not removed expires
                 self._file.remove(self.holder)
         self._file.close()
 
     def _taken(self) -> bool:
-        """Try once to take the lock; return False to try again."""
+        """Try once to take the lock. Return True on success, False if the caller should retry."""
         exclusive = self._file.open()
         holder, _ = self._file.read()
-        if exclusive is False and holder and holder.is_alive is False:  # a child of the dead process still holds flock
+        if exclusive is False and holder and holder.is_alive is False:  # a child process of the dead holder has flock
             self._file.remove(holder)
             return False
         if not self._is_free(exclusive, holder):
@@ -134,9 +134,10 @@ class RunLock:
         return again or holder.is_alive is False or (bool(exclusive) and holder.same_machine)
 
     def _wait_for_flock(self, holder: Holder | None) -> None:
-        """Wait until flock is free or its holder changes.
+        """Wait until flock is free or its holder changes; raise UserError on a timeout.
 
-        A starting process has not yet written its name. A process of an earlier start of this launch is about to end.
+        If `holder` is None, a starting process holds flock and has not written its name yet. Otherwise the holder belongs to
+        an earlier start by the same launcher and is about to end.
         """
         ends = time.monotonic() + (EXPIRES_S if holder else 2 * SETTLE_S)
         while time.monotonic() < ends:
@@ -191,7 +192,7 @@ class _OnDisk:
         self._fd: int | None = None
 
     def open(self) -> bool | None:
-        """Try to take flock: True if this process has it, False if another has, None if flock is not supported."""
+        """Try to take flock. Return True on success, False if another process holds it, None if flock is not supported."""
         self.close()
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -205,10 +206,10 @@ class _OnDisk:
                 return True
         except FileNotFoundError:
             pass
-        return self.open()  # the file was deleted in between
+        return self.open()  # the file was deleted between open and flock
 
     def read(self) -> tuple[Holder | None, Any]:
-        """Return (holder, heartbeat) of the lock file now in the folder, whichever file this process has open."""
+        """Return (holder, heartbeat) from the current lock file. It may differ from the file this process has open."""
         try:
             with self.path.open("rb") as file:
                 return _parsed(file.read()), os.fstat(file.fileno()).st_mtime_ns
@@ -242,7 +243,7 @@ class _OnDisk:
 
 
 class _OnStorage:
-    """A lock file on shared storage, without flock and rename: the last process to write it holds it."""
+    """A lock file on shared storage, which has neither flock nor rename. The last process that wrote it holds the lock."""
 
     def __init__(self, run: str):
         self.run = run
@@ -281,7 +282,7 @@ class _OnStorage:
 
 
 def _parsed(text: bytes) -> Holder | None:
-    """Return the holder; None if a kill truncated the file."""
+    """Return the holder; None if the file is invalid, e.g. truncated by a kill."""
     try:
         values = json.loads(text)
         return Holder(**{each.name: values[each.name] for each in fields(Holder) if each.name in values})
@@ -290,7 +291,7 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def process_name(pid: int) -> str:
-    """Return a name unique to the process. Containers use the same few pids, and pids are reused."""
+    """Return a unique name of the process. The pid alone is not unique: containers share pids, and the kernel reuses them."""
     return f"{socket.gethostname()} {_boot()} {_namespace()} {pid} {_ticks(pid)}"
 
 
@@ -306,7 +307,7 @@ def _namespace() -> str:
 
 
 def _ticks(pid: int) -> str | None:
-    """Return the start time of a process in ticks since boot; None if there is no such process."""
+    """Return the start time of a process in ticks since boot; None if no such process runs."""
     stat = _text(f"/proc/{pid}/stat")
     if stat is None:
         return None

@@ -1,4 +1,4 @@
-"""Log metrics to TensorBoard, W&B and trackio through one small interface, beside metrics.jsonl."""
+"""Log metrics to TensorBoard, W&B and trackio, in addition to metrics.jsonl."""
 
 import os
 import uuid
@@ -23,7 +23,7 @@ class TensorBoard:
     def __init__(self, folder: Path, config: Config, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run writes some steps again; purge_step hides the earlier ones.
+        # A resumed run repeats some steps; purge_step hides their earlier values.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
         self.writer.add_text("config", f"```json\n{config.model_dump_json(indent=1)}\n```")
 
@@ -37,7 +37,7 @@ class TensorBoard:
 
 
 class WandbLike:
-    """Logger for wandb, and for trackio, which has the same interface."""
+    """Logger for wandb and trackio, which share one interface."""
 
     def __init__(self, module: Any, folder: Path, config: Config, **how: Any):
         project = os.environ.get(f"{module.__name__.upper()}_PROJECT", "sparse-rl")
@@ -68,7 +68,7 @@ def _trackio(folder: Path, config: Config, first_step: int) -> Logger:
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of the run, drawn at its start and kept in its folder. A resumed run continues under the same id."""
+    """Return the run's id, created at its first start and stored in its folder. A resumed run logs under the same id."""
     file = folder / "run-id"
     if not file.exists():
         write_whole(file, uuid.uuid4().hex)
@@ -77,7 +77,7 @@ def run_id(folder: Path) -> str:
 
 @contextmanager
 def opened_loggers(folder: Path, config: Config, first_step: int) -> Iterator[list[Logger]]:
-    """Open the loggers that log.to names, for a run that continues with `first_step`."""
+    """Yield the loggers listed in `log.to`, and close them at the end. `first_step` is the first step the run will log."""
     loggers: list[Logger] = []
     with ExitStack() as opened:
         for name in config.log.to:

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: step, sizes and checksums of its files.
+"""The manifest of a checkpoint: its step, and the size and checksum of each file.
 
-Files are hashed while they are written, and verified before they are read.
+Files are hashed while they are written and verified before they are loaded.
 """
 
 import errno
@@ -18,21 +18,21 @@ from .storage import Place, opened, storage_errors, within
 
 FILE = "manifest.json"
 MOST_BYTES = 2**28
-"""Largest size in bytes of a file that is read whole; the index of 100,000 tensors has 50 MB."""
+"""Maximum size in bytes of a file that is read into memory at once. The index of 100,000 tensors takes 50 MB."""
 LARGE_BYTES = 2**20
-"""Size in bytes from which a write is hashed in a thread of its own, while the disk is written."""
+"""Writes of at least this many bytes are hashed in a separate thread during the write."""
 READERS = 4
-"""Number of files verified at a time."""
+"""Number of files verified in parallel."""
 Entry = dict[str, Any]
-"""Entry of one file: `bytes`, its size, and `blake2b`, its checksum in hex."""
+"""Entry of one file: its size under `bytes` and its hex checksum under `blake2b`."""
 
 
 class Damaged(UserError):
-    """A checkpoint that differs from what was written. The one before may still be sound."""
+    """Raised for a checkpoint whose files are missing, invalid or changed. Earlier checkpoints may be undamaged."""
 
     def __init__(self, checkpoint: Place, why: str):
         super().__init__(f"{checkpoint} is damaged: {why}.")
-        self.args = (checkpoint, why)  # so that a copy can be unpickled on another rank
+        self.args = (checkpoint, why)  # pickling to another rank rebuilds the error from args
         self.checkpoint, self.why = checkpoint, why
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ def entry_of(content: bytes) -> Entry:
 
 
 class HashingFileSystem:
-    """A file system for torch.distributed.checkpoint that records an entry of each file written through it."""
+    """File system for torch.distributed.checkpoint that records the manifest entry of each file it writes."""
 
     def __init__(self, fs: Any):
         self.fs = fs
@@ -89,7 +89,7 @@ class _HashingStream:
             try:
                 self.stream.write(content)
             finally:
-                hashing.join()  # the caller may reuse the memory after this
+                hashing.join()  # the caller may reuse the memory after `write` returns
         self.size += content.nbytes
         return content.nbytes
 
@@ -101,7 +101,7 @@ class _HashingStream:
 
 
 def read_small(checkpoint: Place, name: str, most: int = MOST_BYTES) -> bytes:
-    """Return the content of one file of at most `most` bytes."""
+    """Return the content of one file of a checkpoint. Raise Damaged if it is missing or larger than `most` bytes."""
     fs, path = opened(checkpoint)
     with _reading(checkpoint, name):
         if _size(fs, f"{path}/{name}", checkpoint, name) > most:
@@ -110,7 +110,7 @@ def read_small(checkpoint: Place, name: str, most: int = MOST_BYTES) -> bytes:
 
 
 def read_manifest(checkpoint: Place, step: int) -> dict[str, Entry]:
-    """Return the entries of the files by name."""
+    """Return the manifest entries by file name. Raise Damaged if the manifest is invalid or belongs to another step."""
     try:
         stored = json.loads(read_small(checkpoint, FILE))
         files = {
@@ -126,7 +126,7 @@ def read_manifest(checkpoint: Place, step: int) -> dict[str, Entry]:
 
 
 def verify(checkpoint: Place, files: dict[str, Entry]) -> None:
-    """Raise Damaged if a file differs from what was written."""
+    """Raise Damaged if the size or checksum of a file differs from its entry in `files`."""
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(lambda name: _verify(checkpoint, name, files[name]), files))
 
@@ -153,7 +153,7 @@ def _size(fs: Any, path: str, checkpoint: Place, name: str) -> int:
 
 @contextmanager
 def _reading(checkpoint: Place, name: str) -> Iterator[None]:
-    """Raise Damaged for a missing file. An unreadable file may be sound: raise UserError for it."""
+    """Turn read errors in the block into Damaged (missing file) or UserError (unreadable file, which may be undamaged)."""
     try:
         with storage_errors(checkpoint, "read"):
             try:

@@ -1,4 +1,4 @@
-"""Plan a run on its own GPU: the number of slots, the expected memory, and remedies when memory runs out."""
+"""Plan the memory of a run on its GPU: the number of slots, the expected peak, and the error when memory runs out."""
 
 import torch
 from torch import device as Device
@@ -16,13 +16,13 @@ from ..rollout.engine import Engine
 from ..sizes import MAX_AUTO_SLOTS
 
 CPU_SLOTS = 256
-"""Upper limit of automatic slots on a CPU. More are not faster."""
+"""Maximum number of automatic slots on a CPU. More slots are not faster."""
 UNPLANNED_SLOTS = 64
-"""Slots of a run without a plan; the preflight shows whether they fit."""
+"""Number of automatic slots on a GPU if the model cannot be planned. The preflight tests whether they fit."""
 
 
 def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
-    """Return the plan of a run; None on a CPU and for a model that cannot be planned."""
+    """Return the memory plan of a run; None on a CPU or if the model's architecture cannot be planned."""
     if model.device.type != "cuda":
         return None
     try:
@@ -33,10 +33,10 @@ def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan
 
 
 def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
-    """Return `rollout.slots`, or a number of slots if it is auto.
+    """Return the number of slots: `rollout.slots`, or an automatic number if that is "auto".
 
-    On a GPU that is the plan's number: as many slots as fit, or the fewest worth trying if none fit, which the preflight then
-    tries. On a CPU it is at most 256.
+    On a GPU, the automatic number is the plan's: as many slots as fit, or `samples_per_prompt` if none fit by the plan. The
+    preflight then tests that number. On a CPU it is at most 256.
     """
     if config.rollout.slots != "auto":
         return config.rollout.slots
@@ -47,9 +47,9 @@ def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
 
 
 def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:
-    """Return the slots of a dense cache for sequences of `longest` tokens beside a sparse sampler's cache.
+    """Return the slots of the dense evaluation cache, for sequences of `longest` tokens, in addition to the sampler's cache.
 
-    The plan gives the number. Without a plan the dense cache gets as many bytes as the sparse one.
+    The number comes from the plan. Without a plan, the dense cache gets as many bytes as the sampler's cache.
     """
     if plan is None or not plan.evaluation_slots:
         return max(1, engine.slots * engine.kv.capacity // longest)
@@ -57,7 +57,7 @@ def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:
 
 
 def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:
-    """Return the peak of allocated memory so far and the predicted peak, in GiB; empty on a CPU."""
+    """Return the peak allocated memory so far and, if there is a plan, the predicted peak, in GiB. Empty on a CPU."""
     if device.type != "cuda":
         return {}
     metrics = {"memory/peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
@@ -70,7 +70,7 @@ def peak_line(metrics: dict[str, float]) -> str:
 
 
 def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
-    """Return an error that names settings which fit by the plan; without a plan, settings that usually help."""
+    """Return an error that suggests settings with which the plan fits. Without a plan, suggest settings that usually help."""
     plan = plan or _plan_by_name(config)
     if plan is None:
         return UserError(f"The GPU's memory does not hold a step of this run: try {', or '.join(_usual(config))}.")
@@ -81,7 +81,7 @@ def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
 
 
 def _plan_by_name(config: Config) -> Plan | None:
-    """Return a plan for a run that failed before it made one; None without a GPU."""
+    """Return a plan made from `model.path`, for a run that failed before planning. None without a GPU or a known shape."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,7 +1,7 @@
-"""Read the index of a checkpoint, `.metadata` of torch.distributed.checkpoint, without executing any of it.
+"""Read the index of a checkpoint (`.metadata` of torch.distributed.checkpoint) without executing code from the file.
 
-torch pickles the index. Here every class in the pickle becomes an inert record, and the index is rebuilt from the records,
-value by value. Any other name in the pickle is refused.
+torch stores the index as a pickle. This module unpickles every known class as an inert record, then rebuilds the index from
+the records and validates each value. A pickle that contains any other name raises ValueError.
 """
 
 import io
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 FILE = ".metadata"
 PART = re.compile(r"__\d+_\d+\.distcp")
-"""Name of a file of tensors, written by one rank."""
+"""Name of a tensor file that one rank wrote, such as `__0_0.distcp`."""
 RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
@@ -43,7 +43,7 @@ RECORDS = {
 
 
 def read_index(content: bytes) -> Metadata:
-    """Return the index in `content`; raise ValueError if it holds anything else."""
+    """Return the index stored in `content`. Raise ValueError if `content` is not a valid index."""
     try:
         return _index(_Unpickler(io.BytesIO(content)).load())
     except MemoryError as error:
@@ -55,7 +55,7 @@ def read_index(content: bytes) -> Metadata:
 
 
 class _Record:
-    """Inert stand-in for an object of the pickle, which only keeps its arguments."""
+    """Inert replacement for an object in the pickle. It only stores the constructor arguments and the state."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -66,7 +66,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that creates its classes anew for each pickle, so that a pickle cannot change anything outside."""
+    """Unpickler that creates new record classes for each pickle, so that a pickle cannot modify shared objects."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)

@@ -1,4 +1,4 @@
-"""Compute the metrics of a step, by the names of docs/metrics.md. Mismatch metrics are taken before any masking."""
+"""Compute the metrics of a step. docs/metrics.md defines each name. Mismatch metrics cover all rollouts, before masking."""
 
 import math
 import statistics
@@ -48,7 +48,7 @@ def kv_metrics(batch: RolloutBatch, engine: Engine) -> dict[str, float]:
 
 
 def engine_noise(rollouts: Sequence[Rollout], replayed: Sequence[Tensor]) -> float:
-    """Return the mean of |log pi_sampler - log pi_shadow,old|: the part of the mismatch that numerics alone cause."""
+    """Return the mean of |log pi_sampler - log pi_shadow,old|: the part of the mismatch caused by numerics alone."""
     gaps = torch.cat([rollout.logprobs - ours.cpu() for rollout, ours in zip(rollouts, replayed, strict=True)])
     return float(gaps.abs().mean())
 

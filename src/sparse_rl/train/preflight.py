@@ -1,6 +1,6 @@
-"""Try a chunk of the sampler and the longest pass of the learner before the first step, to find most memory errors early.
+"""Run the sampler briefly and the learner's largest pass before the first step, to find most out-of-memory errors early.
 
-Compactions, graphs of fewer slots and the evaluation are not tried; the plan leaves room for them.
+The preflight does not run compactions, decode graphs with fewer slots or the evaluation; the plan reserves memory for them.
 """
 
 import torch
@@ -28,9 +28,9 @@ def preflight(
     config: Config,
     plan: Plan | None = None,
 ) -> None:
-    """Try the sampler, then the learner, on a GPU; on a CPU do nothing, because it swaps instead of failing.
+    """Run the sampler, then the learner, on a GPU; raise UserError if memory runs out. Do nothing on a CPU, which swaps.
 
-    The sampler goes first, so that its graphs hold their memory when the learner is tried.
+    The sampler runs first, so that its CUDA graphs already hold their memory when the learner runs.
     """
     if model.device.type != "cuda":
         return
@@ -44,17 +44,19 @@ def preflight(
 
 
 def try_sampler(engine: Engine, prompt: list[int], config: Config) -> list[Rollout]:
-    """Sample the first tokens and one chunk in all slots. This changes no state: sampling depends only on seeds and
-    positions."""
+    """Sample the first tokens and one chunk of decode steps in all slots.
+
+    This changes no results, because sampling depends only on seeds and positions.
+    """
     tokens = min(engine.chunk + 1, config.rollout.max_tokens)
     sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
     return engine.generate([prompt] * engine.slots, sampling=sampling, record=False)
 
 
 def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:
-    """Run forward and backward over two micro-batches of the longest rollouts, beside the optimizer's moments and the cache.
+    """Run forward and backward over two micro-batches of the longest rollouts, with moments and cache allocated.
 
-    Weights and moments stay unchanged.
+    Weights and moments do not change.
     """
     rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in response_lengths(len(prompt), config)]
     count, passes = len(rollouts), list(packs(rollouts, config.optimizer.tokens_per_microbatch))
@@ -75,8 +77,7 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
 
 
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:
-    """Return a synthetic rollout with `tokens` response tokens. Its first key is evicted, so that a shadow pass does real
-    work."""
+    """Return a synthetic rollout with `tokens` response tokens and one eviction, so that the shadow pass applies a mask."""
     recorder = TraceRecorder(len(prompt), config.kv.interval)
     recorder.record(0, torch.zeros(shape.layers, 1, shape.kv_heads, 1, dtype=torch.long))
     return Rollout(

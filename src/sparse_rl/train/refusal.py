@@ -1,8 +1,8 @@
-"""End all ranks when one of them refuses, each with the same sentence, within seconds and permanently.
+"""Stop all ranks within seconds, with the same message, when one rank fails.
 
-The refusing rank publishes its sentence in the store that all ranks share. A thread in every rank watches the store. It
-interrupts the rank, or ends the process if it cannot be interrupted. torchrun restarts ended ranks whatever the reason, so its
-own store keeps the sentence, and each later start ends with it at once.
+The failing rank publishes its message in the store that all ranks share. A thread in every rank polls the store. The thread
+interrupts its rank, or ends the process if the rank cannot be interrupted. torchrun restarts failed ranks for any reason. For
+an error that a restart cannot fix, the message is also stored in torchrun's store, and each restart raises it immediately.
 """
 
 import ctypes
@@ -21,32 +21,32 @@ from ..errors import RankLost, Refused, StorageUnavailable, UserError, first_lin
 POLL_S = 0.5
 """Seconds between two reads of the store."""
 EXIT_TOGETHER_S = 5.0
-"""Longest time in seconds that an ended rank waits for the others; torchrun signals them as soon as one is gone."""
+"""Maximum seconds that a failed rank waits for the other ranks before it exits. torchrun signals them once one rank exits."""
 GRACE_S = 20.0
-"""Seconds in which an interrupted rank must unwind, including all it writes."""
+"""Seconds that an interrupted rank has to clean up and finish its writes before its process is ended."""
 KEY = "refused"
 
 
 class Interrupted(BaseException):
-    """Raised in a rank, in the middle of its work, when another rank has refused."""
+    """Raised asynchronously in a rank when another rank has failed."""
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether another start would end the same way."""
+    """Return whether a restart would fail with the same error: True for a UserError that is not a lost rank or storage."""
     return isinstance(error, UserError) and not isinstance(error, RankLost | StorageUnavailable)
 
 
 class RefusalWatcher(threading.Thread):
-    """Thread that watches for a refusal of another rank during its `with` block, and interrupts the thread of the block."""
+    """Thread that polls for errors of other ranks during its `with` block, and interrupts the block's thread on an error."""
 
     def __init__(self, store: Any, rank: int, size: int):
         super().__init__(name="refusals", daemon=True)
-        self.store, self.rank, self.size = store.clone(), rank, size  # its own connection, because others may block
+        self.store, self.rank, self.size = store.clone(), rank, size  # calls on the shared connection may block
         self.watched_thread: int | None = threading.get_ident()
         self.over, self.lock = threading.Event(), threading.Lock()
         self.refusal: dict[str, Any] | None = None
         self.gone = False
-        """True if the store can no longer be reached, because the rank that held it has ended."""
+        """True if the store is unreachable because the rank that hosts it has ended."""
 
     def __enter__(self) -> "RefusalWatcher":
         self.start()
@@ -57,13 +57,13 @@ class RefusalWatcher(threading.Thread):
         self.join()
         if self.refusal and self.refusal["final"]:
             if threading.current_thread() is threading.main_thread():
-                # torchrun signals ranks that have not printed their reason yet.
+                # torchrun sends SIGTERM to ranks that may not have printed their error yet.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._wait_for_others()
 
     def _wait_for_others(self) -> None:
         ends = time.monotonic() + EXIT_TOGETHER_S
-        with suppress(RuntimeError):  # rank 0, which holds the store, may have ended
+        with suppress(RuntimeError):  # rank 0, which hosts the store, may have ended
             left = self.store.add("left", 1)
             while left < self.size and time.monotonic() < ends:
                 time.sleep(0.02)
@@ -73,13 +73,13 @@ class RefusalWatcher(threading.Thread):
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Publish an error of the block; if another rank refused first, raise its sentence instead."""
+        """Publish an error raised in the block to all ranks. If another rank failed first, raise that rank's error instead."""
         try:
             try:
                 yield
             finally:
                 with self.lock:
-                    self.watched_thread = None  # do not interrupt it any more
+                    self.watched_thread = None  # stop interrupting this thread
         except (Exception, Interrupted) as error:
             if not isinstance(error, RankLost | Interrupted):
                 self._publish(error)
@@ -95,7 +95,7 @@ class RefusalWatcher(threading.Thread):
             self.store.compare_set(KEY, "", value)
 
     def check(self) -> bool:
-        """Return whether a rank has refused."""
+        """Return whether any rank has published an error."""
         with self.lock:
             if self.refusal is None and not self.gone:
                 try:
@@ -121,16 +121,16 @@ class RefusalWatcher(threading.Thread):
             assert self.refusal is not None
             if self.watched_thread and self.refusal["rank"] != self.rank:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.watched_thread), ctypes.py_object(Interrupted))
-        if not self.over.wait(GRACE_S):  # the rank waits outside of Python, such as for a GPU that waits for a lost rank
+        if not self.over.wait(GRACE_S):  # the rank is blocked outside Python, e.g. in NCCL
             say_error(self._error())
             os._exit(2)
 
 
-# Later starts of one launch
+# Restarts by the same launcher
 
 
 def refuse_again(known: Any) -> None:
-    """Raise the refusal of an earlier start of this launch, if there was one."""
+    """Raise the error that an earlier start by this launcher stored, if there is one. `known` is the launcher's store."""
     if known.check([KEY]):
         earlier = json.loads(known.get(KEY))
         raise Refused(earlier["rank"], earlier["message"])
@@ -138,13 +138,13 @@ def refuse_again(known: Any) -> None:
 
 @contextmanager
 def refused_for_good() -> Iterator[None]:
-    """Keep a refusal for later starts of the same launch, and for ranks that have not joined yet."""
+    """Store a UserError of the block in torchrun's store, for restarts and for ranks that have not joined yet."""
     try:
         yield
     except UserError as error:
         if is_final(error) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank = error.rank if isinstance(error, Refused) else int(os.environ.get("RANK", "0"))
-            with suppress(Exception):  # the refusal itself matters more
+            with suppress(Exception):  # raise the original error, even if storing it fails
                 import torch.distributed as dist
 
                 known = next(dist.rendezvous("env://", timeout=timedelta(seconds=EXIT_TOGETHER_S)))[0]

@@ -1,7 +1,7 @@
 """Decide which options may change when a run is resumed, and report the changes.
 
-A checkpoint records its training problems and the settings of its best score. A run must continue with the same problems. If
-the settings of the score differ, the best checkpoint is chosen again.
+A checkpoint records a digest of the training problems and the settings behind its best score. A resumed run must use the same
+problems. If the score settings differ, earlier scores are discarded and the best checkpoint is chosen again.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from ..data.examples import Example
 from ..errors import UserError
 
 FREE_OPTIONS = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
-"""Options that may change; a checkpoint records what it needs of `reward` and `checkpoint.best`."""
+"""Prefixes of options that may change without a note. `scored_by` handles changes of `reward` and `checkpoint.best`."""
 NOTED_OPTIONS = (
     "steps",
     "optimizer.lr",
@@ -27,11 +27,11 @@ NOTED_OPTIONS = (
     "optimizer.max_skipped_updates",
     "rollout.slots",
 )
-"""Options that may change; the run and its config.toml note the change."""
+"""Options that may change. The run prints the change and records it in config.toml."""
 EARLIER_VALUE = "# until step"
-"""Start of a comment in config.toml that records an earlier value."""
+"""Prefix of a comment in config.toml that records an earlier value."""
 SPEED = ("workers", "timeout_s")
-"""Options of `reward` that only affect how fast an answer is graded."""
+"""Options of `reward` that the score does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Change:
     now: Any
 
     def until(self, step: int) -> str:
-        """Return the comment for config.toml."""
+        """Return the comment for config.toml, e.g. `# until step 100: optimizer.lr = 1e-06`."""
         return f"{EARLIER_VALUE} {step}: {self.key} = {self.before}\n"
 
 
 def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the changes to report; raise UserError for an option that may not change.
+    """Return the changes of `NOTED_OPTIONS`. Raise UserError for an option that may not change.
 
-    Both `before` and `now` hold values by their dotted keys.
+    `before` and `now` map dotted keys, such as `kv.budget`, to values.
     """
     differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     for key in differ:
@@ -61,23 +61,23 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """Return every option that is set, by its dotted key."""
+    """Return every option that is set, by its dotted key, such as `kv.budget`."""
     return flat(tomllib.loads(to_toml(config)))
 
 
 def kept_options(config: Config) -> dict[str, Any]:
-    """Return the options that a checkpoint keeps: all but those in `FREE`."""
+    """Return the options that a checkpoint stores: all except `FREE_OPTIONS`."""
     return {key: value for key, value in options_of(config).items() if not key.startswith(FREE_OPTIONS)}
 
 
 def changes_since(checkpoint: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the changes against the options of a checkpoint. Options unknown to the checkpoint come from a later version."""
+    """Return the changes against the options of a checkpoint. Ignore options that the checkpoint's version did not have."""
     before = migrated(before)
     return changes(checkpoint, before, {key: value for key, value in now.items() if key in before})
 
 
 def change_notes(changed: Sequence[Change], step: int, config: Config, lr: float) -> list[str]:
-    """Return sentences about the changes after `step`; `lr` is the learning rate of the next step."""
+    """Return sentences about the options that change after `step`. `lr` is the learning rate of the next step."""
     lines = [
         f"{each.key} is {each.now} from step {step + 1} on, and was {each.before}." for each in changed if each.key != "steps"
     ]
@@ -91,7 +91,7 @@ def change_notes(changed: Sequence[Change], step: int, config: Config, lr: float
 
 
 def problem_digest(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the number of problems and a digest of their token ids, in order."""
+    """Return the number of problems (`count`) and a digest of their token ids, in order (`prompts`)."""
     digest = hashlib.blake2b(digest_size=16)
     for ids in prompts:
         digest.update(len(ids).to_bytes(8, "little"))
@@ -100,7 +100,7 @@ def problem_digest(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def answer_digest(examples: Sequence[Example]) -> str:
-    """Return a digest of the answers and columns that rewards receive beside the prompt."""
+    """Return a digest of the answers and the extra columns that rewards receive."""
     digest = hashlib.blake2b(digest_size=16)
     for example in examples:
         digest.update(
@@ -110,7 +110,7 @@ def answer_digest(examples: Sequence[Example]) -> str:
 
 
 def scored_by(config: Config, examples: Sequence[Example], held_out: Sequence[Example]) -> dict[str, str]:
-    """Return everything besides the weights that `checkpoint.best` depends on, by the option that names it."""
+    """Return the settings, other than the weights, that the metric `checkpoint.best` depends on, by option name."""
     best, data = config.checkpoint.best, config.data
     found = {"checkpoint.best": best}
     for key, value in config.reward.model_dump(mode="json").items():
@@ -135,7 +135,7 @@ def refuse_other_problems(source: str, before: dict[str, Any], now: dict[str, An
 
 
 def other_score(before: dict[str, str], now: dict[str, str], step: int) -> str:
-    """Return a sentence if the best checkpoint so far was chosen by another score; else an empty string."""
+    """Return a warning if the score settings in `before` and `now` differ; else an empty string."""
     differ = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
     differ += sorted(before.keys() ^ now.keys())
     if not before or not differ:

@@ -1,4 +1,4 @@
-"""Write rollouts/step-N.parquet: a few rollouts of every step, one row each, rejected ones first."""
+"""Write rollouts/step-N.parquet: some rollouts of each step, one row per rollout, rejected rollouts first."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,11 @@ SCHEMA = pa.schema(
 
 
 def write(path: Path, step: int, groups: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
-    """Write the file of one step. `rejected` and the `dense` log-probs are in the order of the groups' samples."""
+    """Write the rollouts of one step to `path`.
+
+    `rejected` and `dense` (the dense log-probs) have one item per sample, in the order of `groups`. At most `rollouts`
+    rollouts are written, the first `traces` of them with their evictions.
+    """
     samples = [sample for group in groups for sample in group.samples]
     order = logged(rejected, rollouts)
     rows = [_row(step, samples[index], rejected[index], dense[index], place < traces) for place, index in enumerate(order)]
@@ -39,7 +43,7 @@ def write(path: Path, step: int, groups: list, rejected: list[bool], dense: list
 
 
 def logged(rejected: list[bool], rollouts: int) -> list[int]:
-    """Return the indices of the rollouts to write, rejected ones first."""
+    """Return the indices of at most `rollouts` rollouts to write, rejected rollouts first."""
     return sorted(range(len(rejected)), key=lambda index: not rejected[index])[:rollouts]
 
 

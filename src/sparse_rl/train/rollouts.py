@@ -22,10 +22,10 @@ from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
 
 FAILURES = ("no_verdict", "timeouts", "errors")
-"""Reasons for which the reward did not grade a rollout; the names are metrics."""
+"""Reasons why a rollout has no reward. `reward/<name>` is the metric of each."""
 COUNTED = (*FAILURES, "truncated", "strays")
 KNOWN_LENGTHS = 2**14
-"""Number of problems whose response length is remembered; they are in state.json, which is limited to 1 MiB."""
+"""Maximum number of problems whose mean response length is stored. state.json holds them and is limited to 1 MiB."""
 
 
 @dataclass
@@ -38,18 +38,18 @@ class GradedRollout:
     reward: float | None
     advantage: float = 0.0
     in_loss: bool = False
-    """True if the sample has a verdict, its group has at least two, and it is not masked."""
+    """True if the rollout has a reward, its group has at least two rewards, and the rollout is not masked."""
 
 
 @dataclass
 class RolloutGroup:
     samples: list[GradedRollout]
     no_signal: bool = False
-    """True if the group has at least two verdicts and all of them are equal."""
+    """True if the group has at least two rewards and all of them are equal."""
 
     @property
     def has_signal(self) -> bool:
-        """Return whether the rewards of the group differ and at least one sample is in the loss."""
+        """Return whether the rewards of the group differ and at least one rollout is in the loss."""
         return not self.no_signal and any(sample.in_loss for sample in self.samples)
 
 
@@ -60,20 +60,25 @@ class RolloutBatch:
     groups: list[RolloutGroup] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
-    """Counts by the names in `COUNTED`: rollouts without a grade by reason, those not sent to the reward, and stray lines."""
+    """Counts by the names in `COUNTED`.
+
+    `FAILURES` count rollouts without a reward, `truncated` counts rollouts not sent to the reward, and `strays` counts lines
+    that reward code wrote to its worker's channel.
+    """
     first_error: str | None = None
     parts: dict[str, list[float]] = field(default_factory=dict)
-    """Values of each function of a summed reward."""
+    """If the reward is a sum of functions: the values of each function, by its name."""
     prompts: int = 0
     grade_s: float = 0.0
     waited_s: float = 0.0
-    """Mean seconds that ranks waited for the slowest; `sampled_s` is the time of that one."""
+    """Mean seconds that the ranks waited for the slowest rank."""
     sampled_s: float = 0.0
+    """Seconds of sampling and grading on the slowest rank."""
 
     def share_traces(self, rows: Iterable[int], world: World) -> None:
-        """Gather the evictions of these rows from the ranks that sampled them.
+        """Gather the eviction traces of these rows from the ranks that sampled them, and set them on every rank.
 
-        By default evictions stay on the rank that sampled them.
+        Without this call, a trace exists only on the rank that sampled its rollout.
         """
         if world.size == 1:
             return
@@ -89,7 +94,7 @@ class RolloutBatch:
 
     @property
     def silent(self) -> str | None:
-        """Return why the reward graded no rollout at all; None if it graded one or was not asked."""
+        """Return why the reward graded no rollout. None if it graded at least one or received none."""
         asked = len(self.samples) - self.counts["truncated"]
         if not asked or self.failures < asked:
             return None
@@ -97,7 +102,7 @@ class RolloutBatch:
         return f"The reward gave no verdict for any of {asked} rollouts{why}"
 
     def remarks(self, reward: RewardConfig) -> list[str]:
-        """Return sentences about failures of the reward in this step."""
+        """Return warnings about failed rewards in this step."""
         told = []
         if failures := self.counts["errors"] + self.counts["timeouts"]:
             told.append(f"the reward failed on {failures} rollouts (see reward.log): {self.first_error or 'over time'}")
@@ -115,12 +120,12 @@ class RolloutBatch:
 
     @property
     def failures(self) -> int:
-        """Number of rollouts that the reward was asked to grade and did not."""
+        """Number of rollouts that were sent to the reward and got no value."""
         return sum(self.counts[name] for name in FAILURES)
 
 
 class RolloutSampler:
-    """Sampler of prompts, in the order of the data, and of graded responses. The same cursor gives the same groups."""
+    """Samples groups of responses to the next prompts of the data and grades them. The same cursor gives the same groups."""
 
     def __init__(
         self,
@@ -134,17 +139,21 @@ class RolloutSampler:
         limits: Callable[[list[int]], list[int]] | None = None,
         world: World = ALONE,
     ):
-        """Set up the sampler. `limits` maps the seeds of rollouts to their lengths in tokens; benchmarks draw lengths with
-        it."""
+        """Set up the sampler. Benchmarks pass `limits`, a function from rollout seeds to response lengths in tokens."""
         self.limits, self.world = limits, world
         self.mean_tokens: dict[str, float] = {}
-        """Mean response tokens of each problem when it was last drawn, by its index, the last drawn last. Part of a
-        checkpoint."""
+        """Mean response tokens of each problem the last time it was sampled, by problem index, most recent last.
+
+        Checkpoints store it.
+        """
         self.config, self.examples, self.prompts, self.order = config, examples, prompts, order
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
     def draw(self, cursor: int, progress: Callable[[Progress], None] | None) -> RolloutBatch:
-        """Sample the groups of the step that starts at `cursor` of the data; for dapo, until enough groups have a signal."""
+        """Sample and grade the groups of one step, from prompt number `cursor` on.
+
+        With loss `dapo`, sample more groups until `prompts_per_step` of them have a signal, in at most `MAX_DRAWS` draws.
+        """
         batch = RolloutBatch()
         wanted = self.config.rollout.prompts_per_step
         for _ in range(MAX_DRAWS if self.config.loss.name == "dapo" else 1):
@@ -155,7 +164,7 @@ class RolloutSampler:
         return batch
 
     def learnable(self, batch: RolloutBatch) -> list[RolloutGroup]:
-        """Return the groups that the update uses."""
+        """Return the groups that the update uses: all, or only those with a signal (`dapo`, `advantage.drop_zero_signal`)."""
         if self.config.loss.name == "dapo" or self.config.advantage.drop_zero_signal:
             return [group for group in batch.groups if group.has_signal][: self.config.rollout.prompts_per_step]
         return batch.groups
@@ -208,7 +217,7 @@ class RolloutSampler:
             del self.mean_tokens[next(iter(self.mean_tokens))]
 
     def _work_queue(self, chosen: list[int]) -> Callable[[], int | None] | None:
-        """Return a function that yields the next prompt for this rank, or None on a single rank.
+        """Return a function that returns the next prompt for this rank, or None if there is only one rank.
 
         Prompts with the longest expected responses come first.
         """

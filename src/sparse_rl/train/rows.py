@@ -1,4 +1,4 @@
-"""Read lines of JSON with a step in each: metrics.jsonl and xi.jsonl."""
+"""Read metrics.jsonl and xi.jsonl: JSON lines that each have a `step`."""
 
 import json
 import math
@@ -15,11 +15,11 @@ MOST_STEPS = 2**48
 class StepRows:
     rows: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
-    """Number of invalid lines. A last line without a line end does not count, because a kill may have cut it."""
+    """Number of invalid lines. A last line without a newline is not counted, because a kill may have truncated it."""
 
 
 def read_rows(path: Path) -> StepRows:
-    """Return all valid rows of a file, which may be damaged; none if there is not a file."""
+    """Return all valid rows of a file, which may be damaged. Return no rows if the file does not exist."""
     if not path.exists():
         return StepRows()
     *lines, last = read_plain(path).split(b"\n")

@@ -1,4 +1,4 @@
-"""`sparse-rl train` and `export`: one run, or several methods one after the other with a table at the end."""
+"""`sparse-rl train`: train one run, or several methods one after the other, and print a table at the end."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def dry_run(config: Config) -> None:
             if tried.gold is None:
                 what = "no answer to try the reward with (set --data.answer-column): an empty text"
             console.print(f"{what}, graded {tried.fault or tried.value}", markup=False)
-    from ..kv.policies import from_settings  # last, because torch takes seconds to import
+    from ..kv.policies import from_settings  # imported late, because importing torch takes seconds
     from ..models.load import load_tokenizer
 
     from_settings(config.sampler_kv)
@@ -101,7 +101,7 @@ def report_if_missing(console: Console) -> Iterator[None]:
 
 
 def planned(config: Config) -> str:
-    """Return a sentence with the computed needs of the run; empty if the model's shape is not known without the hub."""
+    """Return a sentence with the computed memory and time of the run. Empty if the model's shape would need a download."""
     path = config.model.path
     if path != "tiny" and path not in HUB_SHAPES and not Path(path).is_dir():
         return ""
@@ -119,11 +119,11 @@ def planned(config: Config) -> str:
 
 
 def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None = None) -> None:
-    """Train as one process, or as one rank of those that a launcher started.
+    """Train as a single process, or as one of the ranks that a launcher started.
 
-    `launch` is a name that all starts of one launch share and no other launch has; by default it is torchrun's. Once the run
-    has begun, a later start of the launch resumes it, whatever the options of the first. Until then the run that `overwrite`
-    replaces is kept, and a later start replaces it again.
+    `launch` is an id shared by all restarts of one launch and by no other launch; the default is torchrun's id. After the run
+    has begun, a restart of the same launch resumes it, regardless of `resume` and `overwrite`. Before that, the run that
+    `overwrite` replaces is kept as a backup, and a restart overwrites it again.
     """
     from .distributed import joined
     from .distributed import launch as current_launch
@@ -137,7 +137,7 @@ def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None =
         if world.gather(again)[0]:
             resume, overwrite = True, False
         train_all(config, console, world, resume=resume, overwrite=overwrite, launch=launch)
-        world.barrier()  # rank 0 still writes when the others are done
+        world.barrier()  # rank 0 may still write after the other ranks finish
 
 
 def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool, launch: str = "") -> None:
@@ -171,11 +171,11 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
 
 @contextmanager
 def pushed(folder: RunFolder) -> Iterator[None]:
-    """Copy the run to shared storage after the block, also if the block fails."""
+    """Copy the run to shared storage after the block, even if the block fails."""
     try:
         yield
     except BaseException:
-        with suppress(UserError):  # the first error matters more
+        with suppress(UserError):  # report the error of the block, not of the copy
             if folder.begun:
                 folder.push()
         raise
@@ -197,7 +197,7 @@ def print_end(config: Config, configs: list[Config], console: Console, world: "W
 
 
 def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwrite: bool) -> None:
-    """Raise UserError for an occupied or a missing run folder, before any work is done."""
+    """Raise UserError if a run folder is already in use, or if there is no run to resume. Runs before any other work."""
     for each in configs:
         RunFolder(each.run_dir, writes=False).refuse_if_taken(resume=resume, overwrite=overwrite)
     if resume and not any(RunFolder(each.run_dir, writes=False).exists for each in configs):
@@ -208,8 +208,10 @@ def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwri
 
 
 def arm(config: Config, method: str) -> Config:
-    """Return the configuration of one method of a comparison, in its own folder. Only `sparse_rl` gets the correction
-    settings."""
+    """Return the configuration of one method of a comparison. Its run folder is `run_dir`/`method`.
+
+    Only `sparse_rl` keeps the correction settings; the other methods use their defaults.
+    """
     values = config.model_dump(by_alias=True) | {"method": method, "compare": ()}
     values["run_dir"] = str(Path(config.run_dir) / method)
     if method != "sparse_rl":
@@ -228,7 +230,7 @@ def train_one(
     world: "World",
     launch: str = "",
 ) -> bool:
-    """Train one run; return whether it reached its last step. `again` says how to continue it."""
+    """Train one run. Return whether it reached its last step. `again` is the command that continues a stopped run."""
     from torch import OutOfMemoryError
 
     from ..models.load import no_progress_bar, place
@@ -239,7 +241,7 @@ def train_one(
     from .terminal import RunTerminal
     from .trainer import Trainer
 
-    dtype, _ = place(config.model.dtype, config.model.device)  # stored, so that an export uses the dtype of the training
+    dtype, _ = place(config.model.dtype, config.model.device)  # store the resolved dtype, so that an export uses it too
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     reward = config.reward
     trainer: Trainer | None = None
@@ -274,7 +276,7 @@ def train_one(
         except OutOfMemoryError as error:
             raise out_of_memory(config, trainer.plan if trainer else None) from error
         finally:
-            if trainer and world.is_main and folder.metrics.exists():  # also for a failed run, which needs its report most
+            if trainer and world.is_main and folder.metrics.exists():  # also write the report of a failed run
                 trainer.report.write()
         done = trainer.state.step >= config.steps
         if not done:
@@ -283,7 +285,7 @@ def train_one(
 
 
 def rank_log(folder: RunFolder, world: "World") -> TextIO:
-    """Open the log of a rank that has no terminal."""
+    """Open logs/rank-N.log, the log of a rank other than rank 0."""
     (folder.path / "logs").mkdir(exist_ok=True)
     name = f"logs/rank-{world.rank}.log"
     if folder.remote:

@@ -1,4 +1,4 @@
-"""The run folder: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/. It may be on shared storage."""
+"""The run folder, on disk or shared storage: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/."""
 
 import json
 import math
@@ -20,21 +20,23 @@ from .rows import missing_steps, read_rows
 from .storage import read_plain
 
 LATE_WRITES_S = 1.0
-"""Seconds in which ranks that unwind may still write their logs into a folder that is being removed."""
+"""Seconds during which other ranks may still write logs into a folder that is being removed, after an error."""
 
 
 class RunFolder:
     def __init__(self, path: str | Path, *, writes: bool = True):
-        """Name a run folder. `writes=False` is for a rank that does not write. On shared storage `self.path` is a working
-        copy."""
+        """Open a run folder. Pass `writes=False` on ranks and in commands that only read.
+
+        For a run on shared storage, `self.path` is a local working copy.
+        """
         self.name, self.writes = storage.place(path), writes
         self.remote = None if isinstance(self.name, Path) else storage.working_copy(self.name)
         self.path = self.remote.path if self.remote else Path(path)
         self.begun = False
-        """True once a run is set up in the folder; files of a start that failed before are not kept."""
+        """True once the run is set up. If a start fails before that, its files are removed."""
         self.lock: RunLock | None = None
         self.history: list[str] = []
-        """Comments of config.toml on earlier values."""
+        """Comments in config.toml that record earlier values of options."""
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -43,7 +45,7 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Return whether there is a run, including one that a killed start with --overwrite was to replace."""
+        """Return whether the folder holds a run, also if a killed start with --overwrite moved it to the backup."""
         return self.remote.exists if self.remote else backup.current(self.path, "config.toml").exists()
 
     def stored_config(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class RunFolder:
             raise UserError(f"{self.name}/config.toml cannot be read ({why}): fix it, or name another run.") from error
 
     def config(self) -> Config:
-        """Return the configuration that config.toml holds."""
+        """Return the configuration stored in config.toml."""
         try:
             return Config(**self.stored_config())
         except TypeError as error:
@@ -69,7 +71,7 @@ class RunFolder:
 
     @property
     def is_free(self) -> bool:
-        """Return whether the folder holds nothing but the remains of a killed start."""
+        """Return whether a new run may use the folder: it is missing, empty, or holds only files of a killed start."""
         if self.remote:
             return storage.names_in(self.name) <= {"logs", backup.LOCK}  # logs of ranks whose start failed
         if not self.path.is_dir():
@@ -79,7 +81,7 @@ class RunFolder:
         return backup.is_unstarted(self.path) or all(map(backup.is_own, os.listdir(self.path)))
 
     def refuse_if_taken(self, *, resume: bool, overwrite: bool) -> None:
-        """Raise UserError for a run unless `resume` or `overwrite` is set, and for a folder with other content."""
+        """Raise UserError if the folder holds other files, or a run while neither `resume` nor `overwrite` is set."""
         if self.is_free:
             return
         if not self.exists:
@@ -89,9 +91,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self, launch: str = "") -> Iterator[None]:
-        """Lock the folder against other writers and repair what a kill left.
+        """Lock the folder against other writers, and recover from a killed start.
 
-        `launch` is the name that all starts of one launcher share. A rank that does not write does nothing.
+        `launch` is an id that all restarts by one launcher share. With `writes=False` this does nothing.
         """
         if not self.writes:
             yield
@@ -112,7 +114,7 @@ class RunFolder:
             lock.release()
             self.lock = None
             if not was_there:
-                with suppress(OSError):  # fails if it is a run now
+                with suppress(OSError):  # rmdir fails if the folder now holds a run
                     self.path.rmdir()
 
     def _recover(self) -> None:
@@ -130,9 +132,9 @@ class RunFolder:
                 backup.delete_or_warn(left)
 
     def recover_if_abandoned(self) -> None:
-        """Restore the run that a killed start with --overwrite was to replace; for commands that only read."""
+        """Restore the run that a killed start with --overwrite moved to the backup. Commands that only read call this."""
         if self.remote is None and backup.needs_recovery(self.path):
-            # A start in progress, or a folder without write permission, stays as it is.
+            # Skip the recovery if another process holds the lock or the folder is not writable.
             with suppress(UserError), RunFolder(self.path).locked():
                 pass
 
@@ -143,7 +145,7 @@ class RunFolder:
                 write_whole(self.path / "logs" / "launch", launch)
 
     def launched_by(self, launch: str) -> bool:
-        """Return whether an earlier start of this launch created or resumed the run."""
+        """Return whether an earlier start with the same launch id created or resumed the run."""
         if not launch or not self.exists or backup.is_unstarted(self.path) or backup.needs_recovery(self.path):
             return False
         if self.remote:
@@ -152,18 +154,18 @@ class RunFolder:
         return noted.is_file() and noted.read_text() == launch
 
     def pull(self) -> None:
-        """Copy the run from shared storage, if it is there."""
+        """Copy the run from shared storage to the working copy. Do nothing for a run on disk."""
         if self.remote:
             self.remote.pull()
 
     def push(self) -> None:
-        """Copy the files written since the last push to shared storage, if the run is there."""
+        """Copy the files changed since the last push to shared storage. Do nothing for a run on disk."""
         if self.remote:
             self._refuse_if_lost()
             self.remote.push()
 
     def push_or_warn(self, warn: Callable[[str], None]) -> None:
-        """Push, and warn on failure: an outage of the storage does not end a run."""
+        """Push, but only warn on failure, so that a storage outage does not end the run."""
         try:
             self.push()
         except UserError as error:
@@ -175,9 +177,9 @@ class RunFolder:
 
     @contextmanager
     def opening(self, config: Config, *, resume: bool, overwrite: bool) -> Iterator[None]:
-        """Prepare the folder for the run that the block sets up.
+        """Prepare the folder for a run. The block sets up the run.
 
-        A run that fails to start leaves nothing behind, and the run it was to replace stays as before.
+        If the block fails, the new files are removed and an overwritten run is restored.
         """
         if not self.writes:
             yield
@@ -189,7 +191,7 @@ class RunFolder:
             yield
             self._write_config(config)
             with self.writing():
-                backup.commit(self.path)  # the remains of a start that was killed before it began
+                backup.commit(self.path)  # delete files of a start that was killed before its run began
             self.begun = True
             self.push()
             return
@@ -202,14 +204,14 @@ class RunFolder:
             yield
             self._begin(config)
         except BaseException:
-            with suppress(OSError, UserError):  # the reason of the failed start matters more
+            with suppress(OSError, UserError):  # report the error of the failed start
                 self.remote.clear() if self.remote else _retried(lambda: backup.restore(self.path))
                 if not was_there:
                     self.path.rmdir()
             raise
 
     def _begin(self, config: Config) -> None:
-        """Commit the new run: from here on a kill leaves this run, not the one it replaces."""
+        """Commit the new run and delete the overwritten one. A later kill no longer restores the overwritten run."""
         with self.writing():
             self.remote.replace(_text(config)) if self.remote else backup.commit(self.path)
         self.begun = True
@@ -224,7 +226,7 @@ class RunFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Raise UserError for a failed write in the block, and before it if another process has taken the folder."""
+        """Turn an OSError in the block into a UserError. Raise UserError first if another process has taken the lock."""
         self._refuse_if_lost()
         try:
             yield
@@ -247,11 +249,11 @@ class RunFolder:
         self.history = [line for line in lines if line.startswith(resume.EARLIER_VALUE)]
 
     def note_changes(self, comments: list[str]) -> None:
-        """Add comments to config.toml, each once."""
+        """Add comments for the next write of config.toml, without duplicates."""
         self.history += [each for each in comments if each not in self.history]
 
     def drop_rows_after(self, step: int, warn: Callable[[str], None]) -> None:
-        """Drop everything written after the checkpoint that a run continues from, and incomplete files."""
+        """Delete metrics, xi rows and rollouts after `step`, the checkpoint to resume from. Also drop invalid rows."""
         if not self.writes:
             return
         with self.writing():
@@ -272,14 +274,14 @@ class RunFolder:
 
     @property
     def last_step(self) -> float:
-        """Return the last logged step; infinity if the model was written, because all checkpoints were then saved."""
+        """Return the last logged step. Return infinity if the final model exists, because every checkpoint was then saved."""
         return math.inf if self.model.exists() else max((row["step"] for row in self.read_metrics()), default=0)
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self._append(self.metrics, {"step": step, **metrics})
 
     def append_xi(self, step: int, counts: list[int]) -> None:
-        """Append the histogram of xi of one step, see `monitor/ratios.py`."""
+        """Append the histogram of xi of one step to xi.jsonl; see `monitor/ratios.py`."""
         self._append(self.xi, {"step": step, "counts": counts})
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
@@ -297,7 +299,7 @@ def _text(config: Config) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: it is the old one or the new one, never half of it."""
+    """Write a file atomically: readers see either the old or the new content, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)
@@ -307,7 +309,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _retried(work: Callable[[], None]) -> None:
-    """Run `work`; retry it for up to `LATE_WRITES_S` while other ranks still write into the folder."""
+    """Run `work`. On OSError, retry for up to `LATE_WRITES_S` seconds: other ranks may still write to the folder."""
     ends = time.monotonic() + LATE_WRITES_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One training step: sample and grade, compute old log-probs, correct, update, measure."""
+"""One training step: sample and grade, compute old log-probs, correct the mismatch, update, compute metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics,
 from .rollouts import RolloutBatch, RolloutGroup, RolloutSampler
 
 NOISE_ROLLOUTS = 8
-"""Rollouts of a step that are replayed to measure engine noise, for methods that do not replay them all."""
+"""Number of rollouts replayed per step to measure engine noise, for methods that do not replay every rollout."""
 ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
 
 
@@ -32,7 +32,7 @@ class OldLogprobs:
 
     dense: list[Tensor]
     learned: list[Tensor]
-    """Log-probs of the view that the policy gradient runs on: `dense`, or the sampler's own view."""
+    """Log-probs that the policy gradient uses: `dense`, or a replay under the sampler's evictions for shadow methods."""
     reference: list[Tensor] | None
     entropy: float
     engine_noise: float
@@ -43,13 +43,13 @@ class StepResult:
     batch: RolloutBatch
     old: OldLogprobs
     corrected: Corrected
-    """Correction over all rollouts of the step."""
+    """Mismatch correction computed over all rollouts of the step."""
     updates: list[Updated]
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class TrainingStep:
-    """The parts of a run that one step uses."""
+    """Runs one training step: `sample`, then `learn`, then `metrics`."""
 
     def __init__(
         self,
@@ -66,28 +66,28 @@ class TrainingStep:
         self.view: ReplayKind = "sparse" if self.shadow else "dense"
 
     def sample(self, cursor: int, progress) -> RolloutBatch:
-        """Sample and grade the groups of the step that starts at `cursor` of the data."""
+        """Sample and grade the groups of one step, from prompt number `cursor` on."""
         return self.rollout_sampler.draw(cursor, progress)
 
     def learn(self, step: int, batch: RolloutBatch) -> StepResult:
         """Update the weights from a batch. `step` counts from 0."""
         started = self._now()
-        # 1. Old log-probs, and those of the reference
+        # 1. Compute old and reference log-probs
         old = self._old_logprobs(batch)
-        # 2. The mismatch of the sampler, over the whole step
+        # 2. Measure the sampler's mismatch over the whole step
         corrected = self._correct(batch, range(len(batch.samples)), old, on_policy=False)
         old_s = self._now() - started
-        # 3. One optimizer update for each part of the groups
+        # 3. Run one optimizer update per part of the groups
         parts = split_groups(self.rollout_sampler.learnable(batch), self.config.optimizer.updates_per_step)
         updates = [self._update(step, batch, groups, old) for groups in parts]
         update_s = self._now() - started - old_s
-        # 4. New weights for the sampler
+        # 4. Copy the new weights to the sampler
         self.actor.sync()
         seconds = {"old_logprobs_s": old_s, "update_s": update_s, "learner_s": self._now() - started}
         return StepResult(batch, old, corrected, updates, seconds)
 
     def metrics(self, step: int, result: StepResult, rollout_s: float) -> dict[str, float]:
-        """Return the metrics of the step, before masking. `step` counts from 0."""
+        """Return the metrics of the step over all rollouts, before masking. `step` counts from 0."""
         batch, seconds = result.batch, result.seconds
         rollouts = [sample.rollout for sample in batch.samples]
         tokens = sum(len(rollout.response) for rollout in rollouts)
@@ -123,18 +123,18 @@ class TrainingStep:
         return old_logprobs(model, rollouts, view, self.config.optimizer.tokens_per_microbatch, self.world)
 
     def noise_rows(self, count: int) -> Sequence[int]:
-        """Return the rows of a step whose evictions are replayed: all if the loss uses the sampler's view, else a few."""
+        """Return the indices of the rollouts that are replayed under their evictions: all for shadow methods, else a few."""
         return range(count) if self.shadow else range(0, count, max(1, count // NOISE_ROLLOUTS))[:NOISE_ROLLOUTS]
 
     def _noise(self, rollouts: Sequence[Rollout], dense: Sequence[Tensor], learned: Sequence[Tensor]) -> float:
-        """Return the engine noise. Without evictions the dense pass is the replay."""
+        """Return the engine noise. If the policy evicts nothing, the dense pass already is the replay."""
         if self.shadow or not self.engine.policy.evicts:
             return engine_noise(rollouts, learned if self.shadow else dense)
         few = [rollouts[row] for row in self.noise_rows(len(rollouts))]
         return engine_noise(few, self._logprobs(self.actor.learner, few, "sparse")[0])
 
     def _correct(self, batch: RolloutBatch, rows: Sequence[int], old: OldLogprobs, *, on_policy: bool) -> Corrected:
-        """Correct for xi = pi_old / pi_sampler of these rows. On the sampler's own view xi is 1 by definition."""
+        """Return the correction for xi = pi_old / pi_sampler of these rows. `on_policy` sets xi = 1, for shadow methods."""
         samples = batch.samples
         rollouts = [samples[row].rollout for row in rows]
         dense = [old.dense[row] for row in rows]
@@ -178,6 +178,6 @@ class TrainingStep:
 
 
 def split_groups(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:
-    """Split whole groups, in order, as evenly as possible."""
+    """Split the groups, in order, into `updates` parts of nearly equal size."""
     edges = [round(number * len(groups) / updates) for number in range(updates + 1)]
     return [groups[start:stop] for start, stop in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: the first finishes and saves the current step, the second ends the process at once."""
+"""Handle Ctrl-C and SIGTERM. After the first signal the run finishes and saves its step; the second ends it immediately."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ STOPPING = "Stopping after this step; press Ctrl-C again to drop it."
 
 
 class StopHandler:
-    """Handler of requests to stop: `with StopHandler(announce) as stop:`, then check `stop.requested` between steps."""
+    """Signal handler. Use `with StopHandler(announce) as stop:` and check `stop.requested` between steps."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -25,7 +25,7 @@ class StopHandler:
         return self._requested
 
     def __enter__(self) -> "StopHandler":
-        # Only the main thread can handle signals; Ray runs a rank in another.
+        # Only the main thread can handle signals; Ray runs ranks in another thread.
         here = threading.current_thread() is threading.main_thread()
         self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS if here}
         return self

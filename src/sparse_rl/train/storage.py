@@ -1,7 +1,7 @@
-"""Keep runs on shared storage: any address that fsspec knows, such as s3://bucket/runs/mine.
+"""Store runs on shared storage, at any address that fsspec supports, such as s3://bucket/runs/mine.
 
-Each rank writes its part of a checkpoint directly to storage. All other files are written to a working copy on the local disk
-and copied when they change. Objects in object stores cannot be appended to.
+Each rank writes its part of a checkpoint directly to storage. Objects in an object store cannot be appended to, so all other
+files are written to a working copy on the local disk and copied to storage when they change.
 """
 
 import errno
@@ -24,15 +24,15 @@ from ..backup import LOCK
 from ..errors import MissingResource, StorageUnavailable, UserError, first_line
 
 Place = Path | str
-"""A folder on a disk, or the address of one."""
+"""The path of a folder on disk, or the fsspec address of a folder on shared storage."""
 NOT_COPIED = ("checkpoints", "model")
-"""Entries that are not copied from storage when a run is resumed."""
+"""Entries of a run folder that are not copied to the working copy."""
 SUCCESSOR = ".replaced"
-"""Name of the config.toml of a run that replaces another, while files of the other may still exist."""
+"""File that holds the new run's config.toml while `WorkingCopy.replace` deletes the old run."""
 MOST_BYTES = 2**31
-"""Largest size in bytes of metrics and other files that are read whole."""
+"""Maximum size in bytes of a file that is read into memory at once, such as metrics.jsonl."""
 EVERY_S = 60.0
-"""Seconds between copies of files that grow with every step."""
+"""Seconds between two pushes of changed files to storage."""
 
 
 def place(name: Place) -> Place:
@@ -48,14 +48,14 @@ def within(place: Place, name: str) -> Place:
 
 
 def opened(place: Place) -> tuple[Any, str]:
-    """Return (file system, path in it)."""
+    """Return (fsspec file system, path in that file system)."""
     if isinstance(place, Path):
         return fsspec.filesystem("file"), os.path.abspath(place)
     try:
         fs, path = fsspec.core.url_to_fs(place)
     except ImportError as error:
         raise MissingResource(f"{place} needs a package that is not installed: {first_line(error)} (pip install).") from error
-    except Exception as error:  # an invalid address, or a host that does not answer
+    except Exception as error:  # e.g. an invalid address or an unreachable host
         raise UserError(
             f"{place} cannot be a run folder ({first_line(error)}): name a path or an address of fsspec."
         ) from error
@@ -63,19 +63,19 @@ def opened(place: Place) -> tuple[Any, str]:
         raise UserError(
             f"{place} is the root of a storage, not a folder in it: name a folder, such as {place.rstrip('/')}/runs/mine."
         )
-    if set(path) & set("*?["):  # fsspec treats them as patterns, even when it deletes
+    if set(path) & set("*?["):  # fsspec expands these characters as glob patterns, even when it deletes files
         raise UserError(f"{place} cannot be a run folder: leave *, ? and [ out of its name.")
     return fs, path
 
 
 @contextmanager
 def storage_errors(place: Place, done: str) -> Iterator[None]:
-    """Raise StorageUnavailable if shared storage fails in the block. Errors of a local disk pass unchanged."""
+    """Turn errors of shared storage in the block into StorageUnavailable. Errors of a local disk are raised unchanged."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # each file system raises its own types
+    except Exception as error:  # fsspec file systems raise different types
         if isinstance(place, Path):
             raise
         raise StorageUnavailable(
@@ -85,9 +85,9 @@ def storage_errors(place: Place, done: str) -> Iterator[None]:
 
 
 def names_in(place: Place) -> set[str]:
-    """Return the names in a folder; empty if there is no folder.
+    """Return the names in a folder; empty if the folder does not exist.
 
-    Some storage also answers `exists` with False when it cannot be reached, so this lists the folder instead.
+    This lists the folder instead of calling fsspec's `exists`, which may return False for unreachable storage.
     """
     fs, path = opened(place)
     with storage_errors(place, "read"):
@@ -106,8 +106,7 @@ def names_in(place: Place) -> set[str]:
 
 
 def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a file of a run on a disk. Raise UserError for a device, a pipe or a file of more than `most`
-    bytes."""
+    """Return the content of a local file. Raise UserError if it is not a regular file or exceeds `most` bytes."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
         raise UserError(f"{path} is not a file: restore it, or remove it.")
@@ -117,7 +116,7 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def remove(place: Place) -> None:
-    """Delete a folder. On a disk, a kill leaves the whole folder or nothing under its name."""
+    """Delete a folder. On disk, a kill never leaves a partly deleted folder under its original name."""
     if isinstance(place, Path):
         if place.exists():
             hidden = place.with_name(f".{place.name}.removed")
@@ -132,7 +131,7 @@ def remove(place: Place) -> None:
 
 
 def move(place: Place, to: Place) -> None:
-    """Move a folder, replacing the target."""
+    """Move a folder to `to`. Delete `to` first if it exists."""
     fs, path = opened(place)
     remove(to)
     with storage_errors(place, "written"):
@@ -140,9 +139,9 @@ def move(place: Place, to: Place) -> None:
 
 
 class WorkingCopy:
-    """The local copy of a run on shared storage, for one process.
+    """Local copy of a run on shared storage, used by one process.
 
-    The rank that writes the run has all of it; any other rank has only its own logs.
+    Rank 0 copies the whole run except `NOT_COPIED`. The other ranks copy only their own logs.
     """
 
     def __init__(self, address: str):
@@ -155,7 +154,7 @@ class WorkingCopy:
         self._pulled = False
 
     def pull(self) -> None:
-        """Copy the run from storage, if there is one. Only the first call does anything."""
+        """Copy the run from storage, if it exists. Later calls do nothing."""
         if self._pulled:
             return
         self._pulled = True
@@ -178,12 +177,12 @@ class WorkingCopy:
         self._copied[name] = _stamp(self.path / name)
 
     def push(self) -> None:
-        """Copy changed files to storage, and delete there the files that were deleted here."""
+        """Copy changed files to storage. Delete files from storage that were deleted from the working copy."""
         self._due = time.monotonic() + EVERY_S
         here: dict[str, tuple[int, int]] = {}
         for folder, _, files in os.walk(self.path):
             for file in (Path(folder) / name for name in files):
-                with suppress(FileNotFoundError):  # loggers create and delete files
+                with suppress(FileNotFoundError):  # a logger may delete a file at any time
                     here[str(file.relative_to(self.path))] = _stamp(file)
         with storage_errors(self.address, "written"):
             for name in [name for name, stamp in here.items() if self._copied.get(name) != stamp]:
@@ -211,7 +210,7 @@ class WorkingCopy:
         return not names_in(self.address).isdisjoint(("config.toml", SUCCESSOR))
 
     def config(self) -> str:
-        """Return the text of the run's config.toml."""
+        """Return the text of the run's config.toml, or of `SUCCESSOR` if a replacement was interrupted."""
         with storage_errors(self.address, "read"):
             for name in (SUCCESSOR, "config.toml"):
                 with suppress(FileNotFoundError):
@@ -219,10 +218,10 @@ class WorkingCopy:
         raise UserError(f"{self.address} is not a run folder (no config.toml): pass a run folder.")
 
     def replace(self, config: str) -> None:
-        """Replace the run on storage by a new one with this config.toml.
+        """Replace the run on storage with a new run that has this config.toml.
 
-        Storage has no rename, so the file `SUCCESSOR` decides which run holds. `recover` completes the replacement after a
-        kill.
+        Storage has no atomic rename. Once the file `SUCCESSOR` exists, the new run is the valid one. If a kill interrupts the
+        replacement, `recover` completes it.
         """
         with storage_errors(self.address, "written"):
             self._write(SUCCESSOR, config)
@@ -237,7 +236,7 @@ class WorkingCopy:
             self.replace(self.config())
 
     def clear(self) -> None:
-        """Delete the run from the working copy; storage keeps it."""
+        """Delete all files of the working copy. The run on storage is not changed."""
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         self._copied.clear()
@@ -248,7 +247,7 @@ class WorkingCopy:
 
     def _target(self, name: str) -> str:
         target = f"{self.root}/{name}"
-        if target.startswith("/"):  # object stores have no folders, and would create a bucket from a misspelt name
+        if target.startswith("/"):  # not for object stores: they have no folders, and makedirs may create a bucket
             self.fs.makedirs(os.path.dirname(target), exist_ok=True)
         return target
 
@@ -259,7 +258,7 @@ def working_copy(address: str) -> WorkingCopy:
 
 
 def _own_folder(address: str) -> Path:
-    """Return a new folder, locked until this process ends. Delete the folders that killed processes left for this address."""
+    """Return a new temporary folder, locked until this process ends. Delete folders left by killed processes."""
     prefix = f"sparse-rl-{hashlib.sha256(address.encode()).hexdigest()[:12]}-"
     for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError), (old / ".lock").open() as lock:
@@ -273,7 +272,7 @@ def _own_folder(address: str) -> Path:
 
 
 _held: list[Any] = []
-"""Temporary folders of this process and their locks, held until it ends."""
+"""Temporary folders and their locks, which this process keeps until it ends."""
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Build the table at the end of training from run folders: held-out scores before and after, and the cost of rollouts."""
+"""Build the summary table printed after training: held-out scores before and after, and the KV cost of rollouts."""
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +10,7 @@ from .run_folder import RunFolder
 
 HEADINGS = ("method", "cache", "before", "after", "KV allocated", "dense KV", "tokens not held", "rejected")
 PEAKS = ("kv/peak_bytes", "kv/dense_bytes")
-"""Metrics of the bytes that were allocated, and of those that a dense cache would have held."""
+"""Metrics of the KV bytes: those allocated, and those that a dense cache would have held."""
 
 
 def print_summary(configs: list[Config], console: Console) -> None:
@@ -38,7 +38,7 @@ def summary_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> 
 
 
 def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
-    """Return a sentence if a bounded cache took more memory than a dense one would have held; else None."""
+    """Return a sentence if the bounded cache allocated more memory than a dense cache would have held; else None."""
     allocated, dense = (_peak(rows, key) for key in PEAKS)
     if config.method == "dense" or allocated <= dense:
         return None

@@ -1,4 +1,4 @@
-"""Show a run to a person: a live table on a terminal, plain lines elsewhere."""
+"""Display the progress of a run: a live table on a terminal, plain lines otherwise."""
 
 import time
 from collections import deque
@@ -33,7 +33,7 @@ COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
 
 
 def summary(alerts: Sequence[Alert]) -> list[str]:
-    """Return the alerts of a run in a few lines: one per name, with the steps it held and its last sentence."""
+    """Return one line per alert name: the steps during which the alert was active, and its last sentence."""
     lines = ["Alerts of the run:"] if alerts else []
     for name in dict.fromkeys(alert.name for alert in alerts):
         matching = [alert for alert in alerts if alert.name == name]
@@ -53,7 +53,7 @@ class RunTerminal:
         self.drawn_at = 0.0
         self.alert_monitor = AlertMonitor(config.alerts)
         self.shares = True
-        """True if all held-out scores so far are shares of right answers."""
+        """True if all held-out scores so far are shares of correct answers, not mean rewards."""
 
     def __enter__(self) -> "RunTerminal":
         if self.live:
@@ -75,8 +75,7 @@ class RunTerminal:
         self.started = time.monotonic()
 
     def replay_rows(self, rows: Sequence[Row]) -> None:
-        """Replay the earlier rows of a resumed run. Alerts that still hold are shown again, as this may be another
-        terminal."""
+        """Process the earlier metrics of a resumed run, and print the alerts that are still active."""
         self.shares = are_shares(rows)
         for row in rows:
             self.alert_monitor.update(row)
@@ -136,7 +135,7 @@ class RunTerminal:
     # Display
 
     def _print(self, text: str, style: str = "") -> None:
-        """Print above the table, if there is one. Text of a reward or a model is neither markup nor a terminal command."""
+        """Print above the live table, if there is one. Markup and terminal escape sequences in `text` have no effect."""
         self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _set_status(self, text: str) -> None:

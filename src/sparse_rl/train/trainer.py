@@ -1,4 +1,4 @@
-"""A training run: set up or resume, run the steps, evaluate, log and save. `step.py` holds one step."""
+"""The trainer: set up or resume a run, run its steps, evaluate, log and save. `step.py` implements one step."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Trainer:
     ):
         self.config, self.folder, self.terminal, self.pool, self.loggers = config, folder, terminal, pool, loggers
         self.world = world
-        torch.manual_seed(config.seed)  # for new adapters; all other randomness is derived from counters
+        torch.manual_seed(config.seed)  # only adapter initialization uses it; all other randomness is derived from counters
         inputs = inputs or load_all(config)
         for note in inputs.notes:
             terminal.note(note)
@@ -131,7 +131,7 @@ class Trainer:
     # Training loop
 
     def run(self, stop: StopHandler) -> None:
-        """Train to the last step, or until asked to stop. In both cases a checkpoint of the last finished step is saved."""
+        """Train to the last step, or until `stop.requested`. In both cases, save a checkpoint of the last finished step."""
         self._warn_if_disk_is_small()
         self._try_reward()
         self.preflight()
@@ -146,8 +146,8 @@ class Trainer:
                 try:
                     metrics |= self._evaluate()
                 except Exception:
-                    if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may be at any point
-                        with suppress(UserError):  # report the error of the evaluation
+                    if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may not reach a save
+                        with suppress(UserError):  # raise the error of the evaluation, not of the save
                             self._log(metrics)
                             self._save(metrics, last=last)
                             self.terminal.note(
@@ -157,7 +157,7 @@ class Trainer:
             self._log(metrics)
             self.health.stop_if_not_finite()
             stopping = self.world.any(stop.requested)
-            # No checkpoint after skipped updates: it would push out a good one.
+            # Save no checkpoint right after a skipped update: it would replace an older, good one.
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
             if last or stopping or due:
                 self._save(metrics, last=last)
@@ -176,7 +176,7 @@ class Trainer:
             self.terminal.warn(warning)
 
     def _try_reward(self) -> None:
-        """Try the reward before any rollout is sampled. A resumed run only warns, because the reward has worked before."""
+        """Grade one reference answer before sampling. If it fails, raise UserError in a new run and warn in a resumed run."""
         tried = self.world.gather(try_on_gold(self.pool, self.rollout_sampler.examples[0], self.tokenizer))
         if failed := next((each for each in tried if each.fault), None):
             if self.state.step == 0 and failed.gold is not None:
@@ -184,7 +184,7 @@ class Trainer:
             self.terminal.warn(failed.sentence)
 
     def preflight(self) -> None:
-        """Print the expected memory use, then try the sampler and the fullest micro-batch."""
+        """Print the planned memory, then run the sampler and the largest micro-batch once to detect out-of-memory errors."""
         for line in compact(self.plan) if self.plan is not None else ():
             self.terminal.note(line)
         preflight(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
@@ -209,7 +209,7 @@ class Trainer:
         return {**metrics, **memory, "perf/step_s": device_time(device) - started}
 
     def _write_rollouts(self, result: StepResult) -> None:
-        """Store some rollouts of the step and the histogram of its ratios."""
+        """Write some rollouts of the step and the histogram of its ratios xi."""
         log, rejected, old = self.config.log, result.corrected.rejected.tolist(), result.old.dense
         logged = rollout_log.logged(rejected, log.rollouts_per_step)
         result.batch.share_traces(logged[: log.traces_per_step], self.world)
@@ -235,9 +235,9 @@ class Trainer:
         return memory
 
     def _longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
-        """Return the longest prompt; raise UserError if it leaves no room for a response.
+        """Return the longest prompt. Raise PromptError if the prompt leaves no room for a response.
 
-        Training problems, which have `places`, may be left out by `data.max_prompt_tokens`.
+        `places` is given only for training problems. The error then suggests a value of `data.max_prompt_tokens`.
         """
         at, longest = max(enumerate(prompts), key=lambda pair: len(pair[1]))
         sampling = self.config.rollout.sampling(self.config.seed)
@@ -263,7 +263,7 @@ class Trainer:
         for logger in self.loggers:
             try:
                 logger.log(self.state.step, finite)
-            except Exception as error:  # a failing service does not end the run
+            except Exception as error:  # a failing logging service must not end the run
                 self.terminal.warn(
                     f"{type(logger).__name__} did not log the metrics of step {self.state.step} ({one_line(error)})."
                 )
@@ -279,12 +279,12 @@ class Trainer:
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)
-        self.folder.push_or_warn(self.terminal.warn)  # first, because a resumed run drops everything after the checkpoint
+        self.folder.push_or_warn(self.terminal.warn)  # push first: storage must have the logs up to the checkpoint
         try:
             checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
         except UserError as error:
             on_disk = not isinstance(error, RankLost | StorageUnavailable)
-            if last and on_disk and self.world.is_main:  # the model is smaller than a checkpoint, and the run's result
+            if last and on_disk and self.world.is_main:  # the model is smaller than a checkpoint and may fit
                 with suppress(UserError):
                     self._write_model()
                     self.terminal.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
