@@ -1,1 +1,1 @@
-"""The bounded KV cache, its eviction policies and the trace of evictions. Knows no model."""
+"""The bounded KV cache, its eviction policies and the trace of evictions. Imports no model code."""

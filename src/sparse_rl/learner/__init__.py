@@ -1,1 +1,1 @@
-"""The learner: log-probs under the dense and the sampler's view, corrections, losses, updates."""
+"""The learner: log-probs under the dense and the sparse view, corrections, losses and updates."""

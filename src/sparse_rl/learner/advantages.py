@@ -1,4 +1,4 @@
-"""Group advantages: compare the rewards of one prompt's samples. Pure functions on tensors."""
+"""Group advantages: compare the rewards of the samples of one prompt. Pure functions on tensors."""
 
 # P prompts, G samples of each, N responses
 
@@ -15,22 +15,22 @@ EPSILON = 1e-6  # added to the standard deviation, as in the published code
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of a batch, and masks of the samples and groups in the loss."""
+    """Advantages of a batch, and masks of samples and groups."""
 
     advantages: Tensor
     """Float [P, G]; 0 for samples that are not in the loss and in groups without signal."""
     in_loss: Tensor
-    """Bool [P, G]: the sample has a verdict and its group has at least two."""
+    """Bool [P, G]: True if the sample has a verdict and its group has at least two verdicts."""
     dropped: Tensor
     """Bool [P]: groups with fewer than two verdicts."""
     no_signal: Tensor
-    """Bool [P]: groups with two verdicts or more, all equal."""
+    """Bool [P]: groups with two or more verdicts that are all equal."""
 
 
 def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
-    """Return A_i = (r_i - mean r)/(std r + 1e-6) over a group's samples with a verdict, std with ddof 1; NaN is no verdict.
+    """Return A_i = (r_i - mean r)/(std r + 1e-6) over the samples of a group that have a verdict. std uses ddof 1.
 
-    `rewards` is [P, G]. Advantages are computed before anything is rejected.
+    `rewards` is [P, G]; NaN means no verdict. Advantages are computed before any rollout is rejected.
     """
     verdict_PG = rewards.isfinite()
     verdicts_P1 = verdict_PG.sum(dim=1, keepdim=True)
@@ -38,7 +38,8 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
     known_PG = rewards.masked_fill(~verdict_PG, 0)
     mean_P1 = known_PG.sum(dim=1, keepdim=True) / verdicts_P1.clamp(min=1)
     centred_PG = (known_PG - mean_P1).masked_fill(~in_loss_PG, 0)
-    # compare the rewards themselves: their mean may round, and 1e-8/1e-6 is no small advantage
+    # Compare the rewards themselves: their mean may be rounded, and a rounding error of 1e-8 divided by 1e-6 is not
+    # negligible.
     high_P1 = rewards.masked_fill(~verdict_PG, -float("inf")).amax(dim=1, keepdim=True)
     low_P1 = rewards.masked_fill(~verdict_PG, float("inf")).amin(dim=1, keepdim=True)
     no_signal_P1 = (verdicts_P1 >= 2) & (high_P1 == low_P1)
@@ -50,9 +51,10 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, overlong: int) -> Tensor:
-    """Return DAPO's soft penalty (arXiv 2503.14476, eq. 13), float [N], to add to the rewards before `group_advantages`.
+    """Return DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13), float [N]. Add it to the rewards before
+    `group_advantages`.
 
-    It is 0 up to max_tokens - overlong tokens, then linear to -1 at max_tokens.
+    The penalty is 0 up to max_tokens - overlong tokens, then decreases linearly to -1 at max_tokens.
     """
     if overlong > max_tokens:
         raise UserError(

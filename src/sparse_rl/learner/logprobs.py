@@ -1,8 +1,8 @@
-"""Log-probs, entropy and divergence of tokens from hidden states, in chunks: no [tokens, vocabulary] tensor exists.
+"""Compute log-probs, entropies and divergences from hidden states in chunks, without a [tokens, vocabulary] tensor.
 
-Backward computes a chunk's logits again instead of keeping them. Fused cross-entropies of libraries (torch's
-`linear_cross_entropy`, Liger, cut-cross-entropy) return a loss, but no entropy and no divergence between two policies. They
-also need a newer torch or Triton. Any of them can replace the product below.
+The backward pass recomputes the logits of each chunk instead of storing them. Fused cross-entropy kernels (torch's
+`linear_cross_entropy`, Liger, cut-cross-entropy) return a loss, but neither entropy nor a divergence between two policies.
+They also need a newer torch or Triton. Any of them can replace the matrix product below.
 """
 
 # N tokens, n tokens of a chunk, D hidden dimension, V vocabulary, K quantities per token
@@ -29,8 +29,10 @@ def token_logprobs(head: Head, hidden_ND: Tensor, targets_N: Tensor, temperature
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With x = scale * logits / temperature, Z = sum exp x and p = exp(x - log Z):
-    log-prob of y = x_y - log Z, entropy = log Z - sum p x, and their gradients to x are 1[y] - p and -p (log p + entropy).
+    """Autograd function for log-probs and entropies.
+
+    With x = scale * logits / temperature, Z = sum exp x and p = exp(x - log Z): the log-prob of y is x_y - log Z and the
+    entropy is log Z - sum p x. Their gradients with respect to x are 1[y] - p and -p (log p + entropy).
     """
 
     @staticmethod
@@ -59,7 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _of_chunk(function: Callable[..., Any], logits_nV: Tensor, *per_token: Tensor) -> Any:
     def plain(logits_nV: Tensor, *per_token: Tensor) -> Any:
-        """Compute in smaller chunks, if this one was sized for a compiler that then failed."""
+        """Compute in smaller chunks, because this chunk was sized for a compiled kernel and compilation failed."""
         parts = [
             function(*(each[rows] for each in (logits_nV, *per_token))) for rows in _cut(CHUNK_ELEMENTS, *logits_nV.shape)
         ]
@@ -95,7 +97,7 @@ def chunk_gradient(
     grad_logprobs_n: Tensor,
     grad_entropy_n: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits, in their dtype."""
+    """Return the gradient with respect to the logits, in the dtype of the logits."""
     logprobs_nV = _full(logits_nV) * factors_n[:, None] - log_Z_n[:, None]
     p_nV = logprobs_nV.exp()
     is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device) == targets_n[:, None]
@@ -107,16 +109,16 @@ def chunk_gradient(
 def divergence(
     head: Head, student_ND: Tensor, teacher_ND: Tensor, temperatures_N: Tensor, *, kind: str = "kl", top: int | None = None
 ) -> Tensor:
-    """Return KL(student || teacher) per token, [N], or for kind `jsd` the mean KL of both to their midpoint.
+    """Return KL(student || teacher) per token, [N]. For kind `jsd`, return the mean KL of both distributions to their mixture.
 
-    The gradient flows through the student alone. `top` compares only the teacher's most likely tokens one by one and sums all
-    others into one: a lower bound that tightens as `top` grows.
+    The gradient flows only through the student. `top` compares only the teacher's `top` most likely tokens and merges all
+    others into one. The result is then a lower bound that gets tighter as `top` grows.
     """
 
     def of_chunk(logits_nV: Tensor, teacher_nD: Tensor, temperatures_n: Tensor) -> Tensor:
         student = (logits_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         with torch.no_grad():
-            teacher_nV = _logits(teacher_nD, head.weight_VD, head.bias_V, head.scale)  # rounded like the student's
+            teacher_nV = _logits(teacher_nD, head.weight_VD, head.bias_V, head.scale)  # same rounding as for the student
             teacher = (teacher_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         if top is not None and top < student.shape[-1]:
             best = teacher.topk(top, dim=-1).indices
@@ -136,8 +138,8 @@ def _lump_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
 
 
 def in_chunks(of_chunk: Callable[..., Tensor], head: Head, hidden_ND: Tensor, *per_token: Tensor) -> Tensor:
-    """Return `of_chunk(logits_nV, *per_token_n) -> [K, n]` for all tokens, [K, N], differentiable in hidden states and
-    head."""
+    """Apply `of_chunk(logits_nV, *per_token_n) -> [K, n]` to all tokens in chunks and return [K, N]. The result is
+    differentiable with respect to the hidden states and the LM head."""
     return _InChunks.apply(of_chunk, head.scale, hidden_ND, head.weight_VD, head.bias_V, *per_token)
 
 
@@ -166,7 +168,7 @@ class _InChunks(torch.autograd.Function):
 
 
 class _HeadGradients:
-    """Gradients of hidden states, weight and bias, collected chunk by chunk. Sums over chunks are not rounded in between."""
+    """Gradients of the hidden states, weight and bias, accumulated chunk by chunk in float32 and rounded once at the end."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, bool, bool]):
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
@@ -199,7 +201,7 @@ def _chunks(hidden_ND: Tensor, weight_VD: Tensor, *, fusible: bool = True) -> li
 def _cut(elements: int, tokens: int, vocab: int) -> list[slice]:
     size = max(1, elements // vocab)
     if size > 128:
-        size -= size % 128  # tile size of matrix products
+        size -= size % 128  # multiple of the tile size of matrix products
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
@@ -208,5 +210,5 @@ def _logits(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: 
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Cast to at least float32."""
+    """Cast to float32, unless the dtype is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,6 +1,6 @@
-"""AdamW over float32 master weights, whatever dtype the model computes in, with its schedule and gradient clipping.
+"""AdamW over float32 master weights for a model of any dtype, with a learning rate schedule and gradient clipping.
 
-Gradients of half-precision weights are summed in float32 as they arrive, so nothing depends on how a batch was cut.
+Gradients of half-precision weights are accumulated in float32, so the result does not depend on how a batch is split.
 """
 
 import math
@@ -30,7 +30,8 @@ class Optimizer:
         self.adamw = self._adamw([group for group in groups if group["params"]])
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the float32 weight that AdamW owns: the model's own if it is one, else a copy that collects its gradients."""
+        """Return the float32 master weight of a parameter: the parameter itself if it is float32, else a copy that accumulates
+        its gradients."""
         device = torch.device("cpu") if self.settings.state == "offload" else param.device
         if param.dtype in (torch.float32, torch.float64) and device == param.device:
             return param
@@ -41,7 +42,7 @@ class Optimizer:
             if master.grad is None:
                 master.grad = param.grad.to(master.device, torch.float32)
             else:
-                master.grad.add_(param.grad.to(master.device))  # a sum in float32, whatever the gradient's dtype
+                master.grad.add_(param.grad.to(master.device))  # accumulate in float32, whatever the dtype of the gradient
             param.grad = None
 
         param.register_post_accumulate_grad_hook(collect)
@@ -62,7 +63,7 @@ class Optimizer:
         return AdamW8bit(groups, **how)
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0. Cosine ends at 0 after the last step."""
+        """Return the learning rate of a step, counted from 0. The cosine schedule ends at 0 after the last step."""
         settings = self.settings
         if step < settings.warmup_steps:
             return settings.lr * (step + 1) / settings.warmup_steps
@@ -72,8 +73,10 @@ class Optimizer:
         return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, past)))
 
     def update(self, step: int) -> float | None:
-        """Run one AdamW update from the collected gradients. Return their norm, or None without an update if it is not
-        finite."""
+        """Run one AdamW update with the accumulated gradients and return the gradient norm.
+
+        If the norm is not finite, skip the update and return None.
+        """
         grads = [master.grad for master in self.masters if master.grad is not None]
         total = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
@@ -83,7 +86,7 @@ class Optimizer:
         if norm > self.settings.clip_norm:
             nn.utils.clip_grads_with_norm_(self.masters, self.settings.clip_norm, torch.tensor(norm))
         for group in self.adamw.param_groups:
-            if isinstance(group["lr"], Tensor):  # torchao keeps it on the device
+            if isinstance(group["lr"], Tensor):  # torchao keeps the learning rate on the device
                 group["lr"].fill_(self.lr_at(step))
             else:
                 group["lr"] = self.lr_at(step)
@@ -93,8 +96,9 @@ class Optimizer:
         return norm
 
     def allocate(self) -> None:
-        """Allocate the moments now instead of in the first update. The step count stays 0."""
-        missing = [master for master in self.masters if not self.adamw.state.get(master)]  # some may never have a gradient
+        """Allocate the optimizer moments now instead of in the first update. The step count stays 0."""
+        # some weights may never get a gradient
+        missing = [master for master in self.masters if not self.adamw.state.get(master)]
         if not missing:
             return
         self.clear()
@@ -102,7 +106,7 @@ class Optimizer:
             master.grad = torch.zeros_like(master)
         for group in self.adamw.param_groups:
             group["lr"] = group["lr"] * 0
-        self.adamw.step()  # a gradient and a learning rate of zero change only the step count
+        self.adamw.step()  # with zero gradients and a zero learning rate, only the step count changes
         for master in missing:
             self.adamw.state[master]["step"].zero_()
         self.clear()
@@ -120,24 +124,26 @@ class Optimizer:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Master weights by name, not copied."""
+        """Master weights by parameter name, not copied."""
         return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
     @property
     def moments(self) -> dict[str, Any]:
-        """AdamW state of each weight by name, not copied."""
+        """AdamW state of each weight by parameter name, not copied."""
         self.allocate()
         return {name: self.adamw.state[master] for name, master in zip(self.names, self.masters, strict=True)}
 
     def after_load(self) -> None:
-        """Copy the master weights to the model after they were loaded in place."""
+        """Copy the master weights to the model after a checkpoint was loaded into them."""
         self._write_back()
 
 
 @contextmanager
 def checkpointed(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Turn gradient checkpointing on inside the block. Only the layers that checkpoint are put into training mode: dropout
-    stays off, so that log-probs are the sampler's."""
+    """Enable gradient checkpointing inside the block.
+
+    Only the checkpointed layers are set to training mode. Dropout stays off, so that the log-probs match the sampler's.
+    """
     if not enabled:
         yield
         return

@@ -1,4 +1,4 @@
-"""Replay: compute log-probs of rollouts in one parallel pass, under the dense or the sampler's view."""
+"""Replay: compute log-probs of rollouts in one parallel pass, under the dense or the sparse view."""
 
 # N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, n response tokens, D hidden dimension
 
@@ -37,9 +37,9 @@ def replay(
 ) -> list[Tensor]:
     """Return the float32 log-probs of each rollout's response tokens, differentiable.
 
-    `view="sparse"` rebuilds the sampler's view from `evicted_at`; `view="dense"` sees every key. `temperature` defaults to
-    the rollouts' own; 0 means log-probs at 1. Rollouts are packed without padding, up to `tokens_per_pass` tokens per pass
-    and at least one rollout. The model runs in eval mode: no dropout, no gradient checkpointing.
+    `view="sparse"` reconstructs the sampler's view from `evicted_at`; `view="dense"` sees every key. `temperature` defaults to
+    that of each rollout; 0 gives log-probs at temperature 1. Rollouts are packed without padding, with up to `tokens_per_pass`
+    tokens and at least one rollout per pass. The model runs in eval mode, without dropout and gradient checkpointing.
     """
     if view not in ("sparse", "dense"):
         raise UserError(f"view = {view!r} is unknown: use 'sparse' or 'dense'.")
@@ -59,7 +59,8 @@ def replay(
 
 def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
     limits = prepare(model)
-    longest = max((len(rollout.prompt) + len(rollout.response) - 1 for rollout in rollouts), default=0)  # the last is not fed
+    # the last token is not fed
+    longest = max((len(rollout.prompt) + len(rollout.response) - 1 for rollout in rollouts), default=0)
     if limits.hard and limits.context is not None and longest > limits.context:
         raise UserError(
             f"A rollout feeds {longest} tokens, and the model has positions for {limits.context}: replay shorter rollouts."
@@ -67,7 +68,7 @@ def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) ->
 
 
 def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[int]]:
-    """Yield indices of the rollouts in order, up to `tokens_per_pass` tokens at a time and at least one rollout."""
+    """Yield the indices of the rollouts of each pass, in order: up to `tokens_per_pass` tokens and at least one rollout."""
     pack: list[int] = []
     tokens = 0
     for index, rollout in enumerate(rollouts):
@@ -82,7 +83,7 @@ def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[in
 
 
 def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World) -> list[list[int]]:
-    """Return the passes of this rank. With one rank they follow the order of the rollouts."""
+    """Return the passes of this rank. With one rank they keep the order of the rollouts."""
     if world.size == 1:
         return list(packs(rollouts, tokens_per_pass))
     return world.passes([len(rollout.prompt) + len(rollout.response) for rollout in rollouts], tokens_per_pass)
@@ -90,8 +91,8 @@ def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World) -
 
 @dataclass(frozen=True)
 class PassOutput:
-    """Result of one pass over packed rollouts: the head's inputs at tokens that predict a response token, and their
-    targets."""
+    """Result of one pass over packed rollouts: the inputs of the LM head at the tokens that predict a response token, and the
+    target tokens."""
 
     hidden_nD: Tensor
     targets_n: Tensor
@@ -106,7 +107,7 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
     predicting: list[int] = []
     spans = []
     for rollout in pack:
-        fed = rollout.prompt + rollout.response[:-1]  # the last token was sampled and never fed
+        fed = rollout.prompt + rollout.response[:-1]  # the last token was sampled but never fed
         start = len(tokens)
         predicting += range(start + len(rollout.prompt) - 1, start + len(fed))
         tokens += fed
@@ -119,7 +120,8 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
         ReplayView(spans),
         upload(torch.tensor(predicting), device),
     )
-    temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]  # greedy: at 1
+    # greedy rollouts use temperature 1
+    temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]
     lengths = torch.tensor([len(rollout.response) for rollout in pack])
     temperatures_b = torch.tensor(temperatures, dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
     return PassOutput(
@@ -130,14 +132,14 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for the work queued there."""
+    """Copy the tensor to the device without synchronizing."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def logprobs_of(
     model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probs, entropies) of all response tokens of these rollouts, [n] each, in one pass."""
+    """Run one pass and return (log-probs, entropies) of all response tokens of these rollouts, [n] each."""
     return response_logprobs(model, forward(model, pack, view, temperature))
 
 
@@ -147,8 +149,8 @@ def response_logprobs(model: PreTrainedModel, seen: PassOutput) -> tuple[Tensor,
 
 
 def _evictions(rollout: Rollout, tokens: int) -> Tensor | None:
-    """Return eviction times [L, H, tokens], or None if nothing was evicted."""
-    if rollout.trace is None:  # sampled by a policy that never evicts
+    """Return the eviction times [L, H, tokens], or None if no key was evicted."""
+    if rollout.trace is None:  # sampled with a policy that never evicts
         return None
     evicted_at_LHT = rollout.trace.evicted_at[:, :, :tokens]
     return evicted_at_LHT if bool((evicted_at_LHT != NEVER).any()) else None
@@ -156,7 +158,7 @@ def _evictions(rollout: Rollout, tokens: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Span:
-    """One rollout among the packed tokens."""
+    """Position of one rollout among the packed tokens."""
 
     start: int
     stop: int
@@ -164,11 +166,11 @@ class Span:
 
 
 class ReplayView:
-    """View of packed rollouts, each over itself. Evicted keys are hidden as they were from the sampler.
+    """Attention view of packed rollouts, each attending only to itself. Evicted keys are hidden as they were from the sampler.
 
-    If no rollout of a pack lost a key, the sampler's view takes the dense path and is bitwise equal to it. A rollout that lost
-    none may be packed with others that did. On a CPU, where rollouts are attended one by one, it is bitwise equal to its dense
-    view. On a GPU, where the row is one call, it is equal up to rounding.
+    If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. A rollout
+    without evictions may also be packed with others that have some. Its result then equals its dense result bitwise on a CPU,
+    which attends rollouts one by one. On a GPU, which attends the whole row in one call, it is equal up to rounding.
     """
 
     def __init__(self, spans: list[Span]):
@@ -212,7 +214,7 @@ class Pack:
 
     bounds: Tensor
     until_LHN: Tensor | None
-    """First packed query that does not see a key; None if nothing was evicted."""
+    """First packed query that does not see the key; None if no key was evicted."""
 
     @cached_property
     def shadow(self) -> Shadow:

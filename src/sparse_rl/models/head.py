@@ -1,4 +1,4 @@
-"""The head that turns hidden states into logits, and the pass that stops before it. The learner never holds all logits."""
+"""The LM head, and a forward pass that stops before it. The learner never stores the logits of all tokens."""
 
 # n kept tokens, D hidden dimension, V vocabulary
 
@@ -13,7 +13,7 @@ from .attention import AttentionView, inputs
 
 @dataclass(frozen=True)
 class Head:
-    """logits = scale * (hidden @ weight.T + bias)."""
+    """LM head: logits = scale * (hidden @ weight.T + bias)."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
@@ -27,6 +27,6 @@ class Head:
 def hidden_states(
     model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: AttentionView, keep_n: Tensor
 ) -> Tensor:
-    """Return the inputs of the head at the tokens in `keep`, [n, D], with attention computed by the view."""
+    """Return the inputs of the LM head at the tokens in `keep`, [n, D], with attention computed by the view."""
     decoder = model.base_model if model.base_model is not model else model.model  # some models have no base_model_prefix
     return decoder(**inputs(tokens_1N, positions_1N, view)).last_hidden_state[0, keep_n]

@@ -1,6 +1,6 @@
-"""Load a model and its tokenizer: by hub id, from a folder or a GGUF file, or `tiny`, which is part of the package.
+"""Load a model and its tokenizer from a hub id, a folder, a GGUF file or the embedded model `tiny`.
 
-Weights are read from safetensors alone: a pickle may run code.
+Weights are read only from safetensors, because a pickle may run code.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def load_model(
             )
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # values of config.json can fail anywhere in a model's code
+    except Exception as error:  # values of config.json can cause errors anywhere in the model code
         raise UserError(_sentence("model", path, error)) from error
     _refuse_incomplete(path, info)
     try:
@@ -64,8 +64,7 @@ def load_model(
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
-    """Raise if weights are missing or have another shape. transformers would draw them at random, which gives another
-    model."""
+    """Raise if weights are missing or have another shape. transformers would initialize them at random."""
     for key, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
         names = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
         if names:
@@ -85,7 +84,7 @@ def _refuse_broken(path: str, model: PreTrainedModel) -> None:
 
 
 def place(dtype: str | None, device: str | None) -> tuple[str, str]:
-    """Return (dtype, device), chosen for this machine if not given. Prints a notice if a GPU lacks bfloat16."""
+    """Return (dtype, device), chosen for this machine if not given. Prints a notice if the GPU lacks bfloat16."""
     device = device or ("cuda" if _cuda_works() else "cpu")
     if dtype is None and device.startswith("cuda") and _cuda_works() and not _has_bfloat16():
         notice(f"{torch.cuda.get_device_name()} has no bfloat16: the model runs in float32, twice as large and slower.")
@@ -117,7 +116,7 @@ def _cuda_works() -> bool:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, by the same paths as `load_model`."""
+    """Load the tokenizer of a model. `path` has the same forms as in `load_model`."""
     folder = str(gguf.tokenizer_folder(path)) if gguf.is_gguf(path) else resolve(path)
     check_tokenizer_folder(folder)
     try:
@@ -128,7 +127,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise
     except Exception as error:  # tokenizers raises its own errors
         raise UserError(_sentence("tokenizer of", path, error)) from error
-    if words < 1:  # transformers makes an empty one if it finds no files
+    if words < 1:  # transformers creates an empty tokenizer if it finds no files
         raise UserError(
             f"The model {quoted(path, 200)} has no tokenizer files (tokenizer.json, or tokenizer.model): copy them into its folder."
         )
@@ -137,7 +136,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bars inside the block: for fast loads such as the embedded model, or beside another bar."""
+    """Hide transformers' progress bars inside the block, e.g. for fast loads or while another bar is shown."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -148,8 +147,10 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def resolve(path: str) -> str:
-    """Return the folder of `tiny`, unless a folder of that name exists here; else the path itself. A misspelt name raises
-    and is not looked up on the hub."""
+    """Return the folder of `tiny`, unless a local folder has that name. Return any other path unchanged.
+
+    A misspelt name raises and is not looked up on the hub.
+    """
     if path == "tiny" and not Path("tiny").is_dir():
         return str(TINY)
     close = difflib.get_close_matches(path, ["tiny", *gguf.PACKAGED], n=1, cutoff=0.8)
@@ -161,7 +162,7 @@ def resolve(path: str) -> str:
 
 @contextlib.contextmanager
 def _hub_asked_once(path: str) -> Iterator[None]:
-    """Use the copy on disk if the hub does not answer, or raise. transformers would retry for most of a minute."""
+    """Use the local copy if the hub does not answer, or raise. transformers would retry for most of a minute."""
     if Path(path).exists() or path.count("/") > 1:
         yield
         return

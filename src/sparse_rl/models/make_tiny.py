@@ -1,13 +1,13 @@
 """Train the embedded model `tiny`: `python -m sparse_rl.models.make_tiny --out DIR`.
 
-A Qwen2 of under a million parameters with grouped-query attention and one token per character, warm-started on worked
-solutions of the embedded arithmetic task. One sum in twenty-five of them is wrong on purpose: the model learns to add and to
-make mistakes, which reinforcement learning then removes. Runs on a GPU if there is one. Knows nothing of the rest of the
-package.
+The model is a Qwen2 with under a million parameters, grouped-query attention and one token per character. It is warm-started
+with supervised training on worked solutions of the embedded arithmetic task. One sum in twenty-five is wrong on purpose: the
+model learns to add and to make mistakes, which reinforcement learning then removes. Training uses a GPU if there is one. The
+module imports only the task.
 
-The seed fixes the first weights and every problem, and sums are taken in a fixed order. So the same machine and versions
-reproduce the weights. Another machine rounds differently, so the two runs drift apart and its weights have a score of their
-own. The score.json beside the shipped weights records their score and versions.
+The seed determines the initial weights and every problem, and sums are computed in a fixed order. The same machine and
+versions therefore reproduce the weights. Another machine rounds differently, so its weights and score differ. The file
+score.json next to the shipped weights records their score and versions.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from sparse_rl.data.arithmetic import SUMS, Problem, grade, make_problems, write
 
 STEPS = 1500
 SLIPS = 0.04
-"""Share of the sums in the training solutions that are wrong."""
+"""Share of sums in the training solutions that are wrong on purpose."""
 BATCH = 128
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 100
@@ -36,17 +36,17 @@ DECAY_STEPS = 400
 HELD_OUT_PROBLEMS = 500
 HELD_OUT_SEED = 0
 MAX_NEW_TOKENS = 192
-"""Maximum response tokens, more than any worked solution has."""
+"""Maximum response tokens. No worked solution is longer."""
 IGNORED = -100
-"""Label that transformers leaves out of the loss."""
+"""Label that transformers excludes from the loss."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per byte, so one per character here. A prompt starts with <bos>, which is also the
-    attention sink.
+    """Build a tokenizer with one token per byte, which is one per character here. A prompt starts with <bos>, which is also
+    the attention sink.
 
-    It is byte-level BPE without merges, because transformers gives any Qwen2 folder the pre-tokenizer and decoder of Qwen2.
-    Only a vocabulary of bytes survives that. It also encodes any other text without loss.
+    The tokenizer is byte-level BPE without merges, because transformers gives every Qwen2 folder the pre-tokenizer and decoder
+    of Qwen2. Only a byte vocabulary works with them. It also encodes any other text without loss.
     """
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokens = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -85,7 +85,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def training_problems(seed: int) -> Iterator[Problem]:
-    """Yield problems, most of them of the task's length. The others vary, so that the model does not learn to count."""
+    """Yield problems, most of them with the task's length. The other lengths vary, so that the model does not learn to
+    count."""
     rng = random.Random(seed)
     while True:
         sums = SUMS if rng.random() < 0.6 else rng.randint(1, SUMS + 3)
@@ -96,17 +97,18 @@ def training_problems(seed: int) -> Iterator[Problem]:
 
 
 def collate(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, padded on the right, so that causal attention needs no mask. Prompts have no loss."""
+    """Return token ids and labels. They are padded on the right, so that causal attention needs no mask. Prompts are excluded
+    from the loss."""
     texts = [p.prompt + p.solution + tokenizer.eos_token for p in problems]
     rows = [torch.tensor(encoding.ids) for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
     input_ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-    prompt_tokens = torch.tensor([[1 + len(p.prompt)] for p in problems])  # 1 + : <bos>
+    prompt_tokens = torch.tensor([[1 + len(p.prompt)] for p in problems])  # the 1 counts <bos>
     in_prompt = torch.arange(input_ids.shape[1]) < prompt_tokens
     return input_ids, input_ids.masked_fill(in_prompt | (input_ids == tokenizer.pad_token_id), IGNORED)
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> Iterator[int]:
-    """Train supervised, with a learning rate that warms up and decays to zero. Yields the number of finished steps."""
+    """Train with supervision; the learning rate warms up and decays to zero. Yields the number of finished steps."""
     problems = training_problems(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -129,7 +131,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, step
 
 @torch.no_grad()
 def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **how) -> list[str]:
-    """Return the model's responses without special tokens. Prompts must have one length."""
+    """Return the model's responses without special tokens. All prompts must have the same length."""
     model.eval()
     inputs = tokenizer(prompts, return_tensors="pt").to(model.device)
     output = model.generate(
@@ -139,7 +141,7 @@ def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts:
 
 
 def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> dict[str, object]:
-    """Return the held-out score, with everything needed to reproduce it."""
+    """Return the held-out score together with all information needed to reproduce it."""
     problems = make_problems(HELD_OUT_PROBLEMS, seed=HELD_OUT_SEED, split="test")
     prompts = [p.prompt for p in problems]
     torch.manual_seed(seed)
@@ -155,7 +157,7 @@ def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
         "problems": len(problems),
         "problems_seed": HELD_OUT_SEED,
         "sums": SUMS,
-        "mean_response_tokens": sum(len(text) + 1 for text in sampled) / len(sampled),  # + 1: <eos>
+        "mean_response_tokens": sum(len(text) + 1 for text in sampled) / len(sampled),  # the 1 counts <eos>
         "seed": seed,
         "steps": steps,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -177,7 +179,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of training, {BATCH} problems each")
     args = parser.parse_args()
 
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it for sums in a fixed order
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs this for deterministic sums
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()

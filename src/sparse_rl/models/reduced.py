@@ -1,6 +1,7 @@
 """Build a small float32 stand-in for a model: one decoder layer of each kind and the first rows of the vocabulary.
 
-Its layers compute the same as the model's. It takes less memory than one more layer of each kind, and shares float32 weights.
+Its layers compute the same as the model's. It takes less memory than one additional layer of each kind, and shares float32
+weights with the model.
 """
 
 import copy
@@ -13,11 +14,11 @@ from transformers import PreTrainedModel
 from .compile import layer_list
 
 ROWS = 1024
-"""Maximum rows of the vocabulary."""
+"""Maximum number of vocabulary rows."""
 
 
 def reduced(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the stand-in. Raises any error if the model's modules cannot be taken apart."""
+    """Return the stand-in. Raises an arbitrary exception if the model's modules cannot be separated."""
     layers = layer_list(model)
     if layers is None:
         raise ValueError("the decoder's layers were not found")
@@ -26,15 +27,15 @@ def reduced(model: PreTrainedModel) -> PreTrainedModel:
     memo: dict[int, Any] = {id(layers): nn.ModuleList()}
     _share_in_float32(model, layers, [layers[index] for index in kept], memo)
     small = copy.deepcopy(model, memo)
-    small.get_input_embeddings().padding_idx = None  # it may lie beyond the rows; only gradients use it
+    small.get_input_embeddings().padding_idx = None  # it may exceed the number of rows, and only gradients use it
     memo[id(layers)].extend(copy.deepcopy(layers[index], memo) for index in kept)
     _renumber(small, memo[id(layers)], kept, len(layers), numbered)
     return small.requires_grad_(False).eval()
 
 
 def _one_of_each_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[str, str]]) -> list[int]:
-    """Return the first layer of every kind. Layers are of one kind if modules, shapes and settings agree, except layer
-    numbers."""
+    """Return the indices of the first layer of every kind. Layers are of one kind if their modules, shapes and settings agree,
+    apart from layer indices."""
     first: dict[Any, int] = {}
     per_layer = [values for _, values in _lists(config, len(layers))]
     for index, layer in enumerate(layers):
@@ -48,7 +49,7 @@ def _one_of_each_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[st
 
 
 def _numbered(layers: nn.ModuleList) -> set[tuple[str, str]]:
-    """Return (module, attribute) pairs that hold the layer's number in every layer, such as layer_idx."""
+    """Return the (module, attribute) pairs that hold the layer index in every layer, e.g. layer_idx."""
     found: set[tuple[str, str]] | None = None
     for index, layer in enumerate(layers):
         here = {
@@ -62,14 +63,14 @@ def _numbered(layers: nn.ModuleList) -> set[tuple[str, str]]:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, bool | int | str | None]]:
-    """Yield the settings of a module, without floats: those may differ by depth and change no structure."""
+    """Yield the settings of a module except floats, which may vary with depth and do not change the structure."""
     for name, value in vars(module).items():
         if value is None or type(value) in (bool, int, str):
             yield name, value
 
 
 def _lists(config: Any, layers: int) -> list[tuple[str, list]]:
-    """Return the configuration's values that have one entry per layer, such as layer_types."""
+    """Return the configuration values that have one entry per layer, e.g. layer_types."""
     return [
         (name, list(value)) for name, value in vars(config).items() if type(value) in (list, tuple) and len(value) == layers
     ]

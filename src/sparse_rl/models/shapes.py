@@ -1,4 +1,4 @@
-"""Models by shape, with random weights: speed and memory do not depend on the values of the weights. Imports no torch."""
+"""Random-weight models by shape. Speed and memory do not depend on the values of the weights. Imports no torch."""
 
 from typing import Any
 
@@ -106,7 +106,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(shape: str, *, dtype, device: str, seed: int):
-    """Return a causal language model of that shape, with weights drawn from `seed`."""
+    """Return a causal language model of this shape, with random weights from `seed`."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 

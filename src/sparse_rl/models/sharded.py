@@ -1,7 +1,7 @@
-"""A learner sharded over ranks with FSDP2, beside the whole model that each rank samples from.
+"""A learner sharded over ranks with FSDP2, next to the full model from which each rank samples.
 
-Weights are float32, a part of each on every rank, and gathered layer by layer in the dtype of the model. Passes go through
-`with_weights`, so that the weights outside of layers (embedding, last norm, head) are gathered too.
+Weights are float32 and sharded over all ranks. They are gathered layer by layer in the model's dtype. Forward passes go
+through `with_weights`, which also gathers the weights outside the layers (embedding, last norm, LM head).
 """
 
 import copy
@@ -36,9 +36,10 @@ def _root_of(model: nn.Module) -> _Root | None:
 
 
 def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool = True) -> PreTrainedModel:
-    """Return a sharded model with the weights of this one. This one stays whole and is only sampled from.
+    """Return a sharded copy of the model. The original stays whole and is only used for sampling.
 
-    `hold_gradients` keeps the gradients of micro-batches whole on each rank until the last one, and sums them once there.
+    With `hold_gradients`, each rank accumulates unsharded gradients over micro-batches, and they are summed over ranks once,
+    at the last micro-batch.
     """
     half = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -59,7 +60,7 @@ def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool =
             part = weight.to_local()
             if part.numel():
                 part.copy_(whole[name].chunk(dist.get_world_size())[dist.get_rank()])
-    spread.__dict__["sharded_root"] = root  # not an attribute: nn.Module would register it as a submodule of itself
+    spread.__dict__["sharded_root"] = root  # set in __dict__: nn.Module would register it as a submodule of itself
     copy_support(spread, model)
     return spread
 
@@ -73,23 +74,25 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def with_weights(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(model, *args)`, with the weights outside of layers gathered."""
+    """Return `function(model, *args)`, called with the weights outside the layers gathered."""
     root = _root_of(model)
     return function(model, *args) if root is None else root(function, *args)
 
 
 def release_weights(model: PreTrainedModel) -> None:
-    """Free the gathered weights outside of layers after passes without a backward. They are gathered again when needed."""
+    """Free the gathered weights outside the layers after passes without backward. They are gathered again when needed."""
     root = _root_of(model)
     if isinstance(root, FSDPModule):
         root.reshard()
-        if hasattr(root, "reset_iter_state"):  # torch 2.13: state that forwards keep for a backward that does not follow
+        if hasattr(root, "reset_iter_state"):  # torch 2.13: state kept for a backward pass that does not follow
             root.reset_iter_state()
 
 
 def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:
-    """Set whether the next backward sums gradients over ranks or collects them for a later one. Return the factor for the
-    loss, because FSDP takes the mean."""
+    """Set whether the next backward sums gradients over ranks or accumulates them for a later sum.
+
+    Return the factor by which to multiply the loss, because FSDP averages over ranks.
+    """
     root = _root_of(model)
     if root is None:
         return 1
@@ -99,7 +102,7 @@ def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:
 
 @torch.no_grad()
 def copy_whole(spread: PreTrainedModel, into: PreTrainedModel) -> None:
-    """Copy the sharded weights into a whole model, layer by layer and in place, so that no second whole model is in memory."""
+    """Copy the sharded weights into a full model in place and layer by layer, so that no second full model is in memory."""
     target = dict(into.named_parameters())
     for prefix, module in _gathered(spread):
         for name, weight in module.named_parameters():

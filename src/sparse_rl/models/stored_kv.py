@@ -1,4 +1,4 @@
-"""Read sparse_rl.json: the KV settings a model was trained with, stored beside its weights. Imports no torch."""
+"""Read sparse_rl.json: the KV settings a model was trained with, stored next to its weights. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,10 @@ FILE = "sparse_rl.json"
 
 
 def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
-    """Return the `kv` options beside the model in a folder or on the hub; empty if there are none.
+    """Return the `kv` options stored with a model in a folder or on the hub; an empty dict if there are none.
 
-    A policy that would import a module is refused, unless the user has chosen a policy: a downloaded model runs no code.
+    A stored policy that would import a module raises UserError, unless the user has set a policy. A downloaded model therefore
+    runs no code.
     """
     file: Path | None = Path(path) / FILE
     if file is None or not file.is_file():
@@ -34,7 +35,7 @@ def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
 
 
 def _is_hub_id(path: str) -> bool:
-    """Return whether the path is a hub id: not a folder, nor a misspelt one inside an existing folder."""
+    """Return whether the path is a hub id, and neither a folder nor a misspelt path inside an existing folder."""
     return path.count("/") == 1 and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
@@ -43,7 +44,8 @@ def _from_hub(path: str) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        only_here = why_unreachable(HfApi().model_info, path) is not None  # else the hub is retried for half a minute
+        # otherwise the library would retry the hub for half a minute
+        only_here = why_unreachable(HfApi().model_info, path) is not None
         return Path(hf_hub_download(path, FILE, local_files_only=only_here))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
-        return None  # not trained with sparse-rl, or the hub is not reachable
+        return None  # the model was not trained with sparse-rl, or the hub is unreachable

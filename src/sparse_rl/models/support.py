@@ -1,11 +1,11 @@
-"""Model support: can we run this model, and is it right? Three checks answer, each once per model.
+"""Model support: check whether a model can run and gives correct results. There are three checks, each run once per model.
 
-1. `prepare` sends one token through the model. It refuses attention that a slot cache cannot hold and returns the limits.
-2. `head_of` compares the model's logits with the product of hidden states and head, and returns the head with its scale.
-3. `rollout/selfcheck.py` compares log-probs of whole sequences. It runs the sampler's prefill and decode, so it lives there;
-   `reduced.py` builds the small float32 model that it checks.
+1. `prepare` runs one token through the model. It raises if a slot cache cannot hold the model's attention, and returns limits.
+2. `head_of` compares the model's logits with hidden states times LM head, and returns the head with its scale.
+3. `rollout/selfcheck.py` compares log-probs of whole sequences. It is in `rollout` because it runs the sampler's prefill and
+   decode. `reduced.py` builds the small float32 model that it checks.
 
-Every refusal is a UserError that names the model and the reason.
+A failed check raises a UserError that names the model and the reason.
 """
 
 # B rows, Q query heads, H kv heads, T tokens, D head dimension (hidden dimension in the head), V vocabulary
@@ -27,27 +27,28 @@ from .attention import NAME, AttentionProbe, attend_to_itself, eval_mode, run
 from .head import Head, hidden_states
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Supported entries of layer_types: attention over all keys of a sequence, as long as it fits the window."""
+"""Supported entries of layer_types: attention over all keys of a sequence that fits the window."""
 SPARE_ROWS = 8
-"""Extra rows that a position table may have. OPT's has 2."""
+"""Maximum extra rows of a position table. OPT's table has 2."""
 LARGE_LOGIT = 256.0
-"""Size of the logits in the second check of the head. Soft caps are 15 to 50."""
+"""Magnitude of the logits in the second check of the LM head. Soft caps are 15 to 50."""
 
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """Cache shape and limits of a prepared model's attention."""
+    """Cache shape and limits of the attention of a prepared model."""
 
     shape: CacheShape
     context: int | None
-    """Positions the model was made for; None if its configuration does not say."""
+    """Context length of the model; None if its configuration does not state it."""
     hard: bool
-    """True if no position beyond the context exists, because positions come from a table."""
+    """True if positions come from a table, so that no position beyond the context exists."""
     sliding_window: int | None
-    """Shortest sliding window of any layer. It has no effect on sequences within it."""
+    """Shortest sliding window of any layer. It has no effect on sequences that fit the window."""
     vocab: int
     any_dtype: bool = False
-    """True if the limits hold for any dtype of the weights. The weights of a sharded model change theirs between passes."""
+    """True if the limits hold for any dtype of the weights. A sharded model changes the dtype of its weights between
+    passes."""
 
 
 _prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
@@ -55,9 +56,9 @@ _scales: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
 
 def prepare(model: PreTrainedModel) -> AttentionLimits:
-    """Switch the model to our attention and check with one token whether its attention is supported.
+    """Switch the model to our attention, and check with one token whether its attention is supported.
 
-    Runs once per model, and again if its attention, dtype or device has changed.
+    Runs once per model, and again if its attention implementation, dtype or device has changed.
     """
     known = _prepared.get(model)
     place = (model.dtype, model.device)
@@ -92,7 +93,10 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """Return the model's head. It is checked once, on one token: some models do more to their logits than a product."""
+    """Return the model's LM head.
+
+    The head is checked once, on one token, because some models post-process their logits (e.g. soft-capping).
+    """
     layer = model.get_output_embeddings()
     if hasattr(layer, "get_delta_weight"):
         raise UserError("model.lora.targets names the output head, whose adapter the learner would not train: leave it out.")
@@ -105,13 +109,14 @@ def head_of(model: PreTrainedModel) -> Head:
 
 
 def copy_support(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Give this model the limits and head scale of another that computes the same. They hold for any dtype of its weights."""
+    """Copy the limits and head scale of another model that computes the same function. They then hold for any dtype of the
+    weights."""
     model.set_attn_implementation(NAME)
     _prepared[model] = replace(prepare(other), any_dtype=True)
     _scales[model] = head_of(other).scale
 
 
-# Checks of the attention
+# Attention checks
 
 
 def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
@@ -138,7 +143,7 @@ def _refuse_by_layers(config, kind: str) -> None:
 
 
 def _context(config) -> int | None:
-    """Return the number of positions in the configuration. YaRN multiplies those of the original training."""
+    """Return the context length in the configuration. YaRN multiplies that of the original training."""
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if positions is None or rope.get("rope_type") != "yarn" or not rope.get("factor"):
@@ -147,8 +152,8 @@ def _context(config) -> int | None:
 
 
 def _has_table(model: PreTrainedModel, context: int) -> bool:
-    """Return whether positions are looked up: in an embedding other than the tokens', or in a buffer, with a few spare
-    rows."""
+    """Return whether positions come from a lookup table: an embedding other than the token embedding, or a buffer, with at
+    most `SPARE_ROWS` extra rows."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = [table for table in tables if table is not model.get_input_embeddings().weight]
     tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
@@ -156,7 +161,7 @@ def _has_table(model: PreTrainedModel, context: int) -> bool:
 
 
 def _windows_of_the_mask(config) -> list[int]:
-    """Return the windows that some models apply only through the mask, which our views do not use."""
+    """Return the windows that some models apply only through the mask, which our views ignore."""
     layer_types = getattr(config, "layer_types", None)
     local = layer_types is None or any(kind != "full_attention" for kind in layer_types)
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
@@ -165,7 +170,7 @@ def _windows_of_the_mask(config) -> list[int]:
 
 @dataclass
 class _Probe(AttentionProbe):
-    """View that records shapes and windows: one token through every layer."""
+    """View that records attention shapes and windows while one token passes through every layer."""
 
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple] = field(default_factory=set)
@@ -209,14 +214,14 @@ class _Probe(AttentionProbe):
         return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
 
 
-# Checks of the head
+# LM head checks
 
 
 @torch.no_grad()
 def _scale(model: PreTrainedModel, head: Head) -> float:
-    """Return the factor between the model's logits and the product with its head.
+    """Return the factor between the model's logits and hidden states times LM head.
 
-    A second check uses hidden states so large that a soft cap on the logits would show.
+    A second check uses hidden states so large that a soft cap on the logits would change them.
     """
     prepare(model)
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
@@ -253,7 +258,7 @@ def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
 
 
 class _OneToken:
-    """View of one token, which attends to itself."""
+    """View for a single token, which attends only to itself."""
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
         return attend_to_itself(queries_BQTD, values_BHTD)

@@ -1,10 +1,10 @@
-"""Check that a model gives the same log-probs through our views as by itself. Runs once, when an engine is built.
+"""Check that a model gives the same log-probs through our attention views as on its own. Runs once, when an engine is built.
 
-The shapes of attention do not tell everything: a model may mix tokens beside attention, mask in its own way, or derive
-positions from the row instead of the position ids. A float32 stand-in with one layer of each kind is checked in its place:
-packed sequences as in the learner, prompts and decode steps as in the sampler, and a token far into a sequence.
+Attention shapes do not reveal every difference: a model may mix tokens outside attention, apply its own mask, or derive
+positions from the row index instead of the position ids. The check therefore runs a small float32 stand-in with one layer of
+each kind: packed sequences as in the learner, prompts and decode steps as in the sampler, and a token far into a sequence.
 
-This is the last of the three checks that `models/support.py` lists. It lives here because it runs the sampler's own steps.
+This is the last of the three checks listed in `models/support.py`. It is in this package because it runs the sampler's steps.
 """
 
 # N packed tokens, V vocabulary
@@ -31,22 +31,23 @@ from .decode import DecodeView
 from .prefill import PromptInSlots, prefill
 
 LENGTHS = (256, 37, 13)
-"""Tokens of each sequence that is packed."""
+"""Lengths of the packed sequences in tokens."""
 DECODED = 4
-"""Tokens at the end of each sequence that are fed one by one."""
+"""Number of final tokens of each sequence that are fed one at a time."""
 DEEP = 8256
-"""Tokens of the long sequence whose last token is checked. Llama-4 changes its attention at 8192."""
+"""Length of the long sequence whose last token is checked. Llama-4 changes its attention at 8192 tokens."""
 MAX_GAP_FLOAT32 = 1e-4
-"""Largest gap of log-probs in float32, in standard deviations of the logits. Rounding gives 1e-6 in a layer."""
+"""Largest allowed difference of log-probs in float32, in standard deviations of the logits. Rounding in one layer gives
+1e-6."""
 MAX_GAP_HALF = 0.25
-"""The same limit in half precision, for a model that has no stand-in and is checked whole."""
+"""The same limit in half precision, for a model without a stand-in, which is checked as a whole."""
 ROUNDING = 10
-"""Multiple of the model's own rounding that is tolerated: the gap between one pass and steps with its own cache. Large
-activations (Qwen2.5) magnify rounding a hundredfold."""
+"""Tolerated multiple of the model's own rounding error, which is the difference between one pass and single steps with the
+model's own cache. Large activations (Qwen2.5) amplify rounding a hundredfold."""
 MAX_TOLERANCE = 3e-3
-"""Upper limit on that tolerance. A model that contradicts itself by more cannot be checked."""
+"""Upper limit of that tolerance. A model whose own rounding error is larger cannot be checked."""
 SEEDS = 2
-"""Draws of tokens, one of which must pass. Rounding may send a token to another expert."""
+"""Number of random token draws, of which one must pass. Rounding may route a token to another expert."""
 
 _passed: WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, torch.device]] = WeakKeyDictionary()
 
@@ -61,9 +62,9 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
         prepare(stand_in)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # modules that cannot be taken apart, or do not run apart
+    except Exception as error:  # the model's modules cannot be separated, or do not run separately
         if isinstance(error, UserError) and error.__cause__ is None:
-            raise  # the layers break a rule, and so does the model
+            raise  # the layers break a rule, so the whole model does too
         stand_in, max_gap = model, MAX_GAP_FLOAT32 if limits.shape.dtype == torch.float32 else MAX_GAP_HALF
     with torch.no_grad(), _exact_products(), eval_mode(stand_in):
         try:
@@ -85,7 +86,7 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
 
 
 def _smallest_gap(model: PreTrainedModel, limits: AttentionLimits, max_gap: float) -> float | None:
-    """Return None if the model agrees with itself, else the smallest gap of log-probs over the seeds."""
+    """Return None if the two log-probs agree, else the smallest difference of log-probs over the seeds."""
     gaps = []
     for seed in range(SEEDS):
         gap, spread, rounding = _compare(model, limits, seed, max_gap)
@@ -97,7 +98,8 @@ def _smallest_gap(model: PreTrainedModel, limits: AttentionLimits, max_gap: floa
 
 
 def _compare(model: PreTrainedModel, limits: AttentionLimits, seed: int, max_gap: float) -> tuple[float, float, float]:
-    """Return (largest gap of log-probs, standard deviation of the logits, the model's own rounding in units of the latter)."""
+    """Return (largest difference of log-probs, standard deviation of the logits, the model's own rounding error in units of
+    that standard deviation)."""
     config = model.config.get_text_config()
     shape = replace(limits.shape, layers=config.num_hidden_layers, dtype=model.dtype)
     room = min(limit for limit in (limits.context, limits.sliding_window, DEEP) if limit)
@@ -123,7 +125,7 @@ def _gap(left_NV: Tensor, right_NV: Tensor) -> float:
 
 
 def _prompt(tokens) -> int:
-    """Return the number of prompt tokens of a sequence."""
+    """Return the number of tokens of a sequence that belong to the prompt."""
     return max(1, len(tokens) - DECODED)
 
 
@@ -132,7 +134,7 @@ def _row(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 class _Packed:
-    """Attention view of a dense replay: sequences in one row, each over itself."""
+    """Attention view of a dense replay: sequences packed in one row, each attending only to itself."""
 
     def __init__(self, lengths: list[int], device: torch.device):
         self.bounds = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
@@ -143,13 +145,13 @@ class _Packed:
 
 
 def _packed(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
-    """Return the logits of all tokens as the learner computes them: hidden states, then the head."""
+    """Return the logits of all tokens, computed as in the learner: hidden states times LM head."""
     lengths = [len(tokens) for tokens in sequences]
     tokens_1N = _row(model, [token for tokens in sequences for token in tokens])
     positions_1N = _row(model, [position for length in lengths for position in range(length)])
     view = _Packed(lengths, model.device)
     head = model.get_output_embeddings()
-    if hasattr(head, "get_delta_weight"):  # an adapter, which the learner refuses
+    if hasattr(head, "get_delta_weight"):  # an adapter on the head, which the learner does not support
         return list(run(model, tokens_1N, positions_1N, view, keep=0)[0].split(lengths))
     every_N = torch.arange(sum(lengths), device=model.device)
     hidden_ND = hidden_states(model, tokens_1N, positions_1N, view, every_N)
@@ -157,7 +159,7 @@ def _packed(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
 
 
 def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int]]) -> list[Tensor]:
-    """Return the logits from the last prompt token on as the sampler computes them: packed prompts, then one token of each
+    """Return the logits from the last prompt token on, computed as in the sampler: packed prompts, then one token of each
     sequence per step."""
     cache = SlotCache(shape, len(sequences), max(map(len, sequences)))
     prompts = [PromptInSlots(tokens[: _prompt(tokens)], [slot], [0]) for slot, tokens in enumerate(sequences)]
@@ -179,14 +181,14 @@ def _decode(model: PreTrainedModel, cache: SlotCache, tokens_S: Tensor, position
 
 
 def _caches_plain_keys(model: PreTrainedModel, shape: CacheShape) -> bool:
-    """Return whether the model caches its keys. Some models cache something smaller and compute keys from it."""
+    """Return whether the model caches its keys. Some models cache a compressed form and compute keys from it."""
     cache = DynamicCache()
     model(_row(model, [0]), past_key_values=cache, use_cache=True)
     return {tuple(layer.keys.shape) for layer in cache.layers} == {(1, shape.kv_heads, 1, shape.head_dim)}
 
 
 def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the logits of the last token of a long sequence with random keys: the model's own and ours."""
+    """Return the logits of the last token of a long sequence with random keys, from the model itself and through our view."""
     cache, own = SlotCache(shape, 1, tokens), DynamicCache()
     for layer in range(shape.layers):
         keys, values = (
@@ -202,7 +204,7 @@ def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Ge
 
 
 def _step_by_step(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Return the logits of `_sampled` for one sequence, with the cache that the model makes for itself."""
+    """Return the same logits as `_sampled` for one sequence, computed with the model's own cache."""
     out = model(_row(model, tokens[: _prompt(tokens)]), use_cache=True)
     rows = [out.logits[0, -1]]
     for token in tokens[_prompt(tokens) :]:
@@ -213,7 +215,7 @@ def _step_by_step(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """Turn TF32 off, which would hide differences that float32 shows."""
+    """Disable TF32, which would hide differences that float32 shows."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

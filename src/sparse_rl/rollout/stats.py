@@ -1,4 +1,4 @@
-"""Statistics of one call of `generate`, and its progress while it runs."""
+"""Statistics and progress of one `generate` call."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ import numpy as np
 
 @dataclass
 class Stats:
-    """Counts, times and memory of the engine's last `generate`."""
+    """Counts, times and memory of the engine's last `generate` call."""
 
     tokens: int = 0
-    """Response tokens in the rollouts, without those sampled after a stop."""
+    """Response tokens in the rollouts, excluding those sampled after a stop token."""
     prompt_tokens: int = 0
     """Prefilled prompt tokens. A prompt counts once per group, unless its samples evict different keys and wait for a slot."""
     seconds: float = 0.0
@@ -18,32 +18,34 @@ class Stats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compaction_s: float = 0.0
-    """Device time by part: decode from the first step of a chunk to its last, prefill and compaction with their launches."""
+    """Device time of each phase in seconds. Decode counts from the first to the last step of a chunk; prefill and compaction
+    include their launches."""
     compactions: int = 0
-    """Compactions, counted per sequence, including the compression of long prompts."""
+    """Number of compactions, counted per sequence and including the compression of long prompts."""
     steps: int = 0
     peak_kv_bytes: int = 0
-    """Allocated bytes of keys and values. They never grow."""
+    """Allocated bytes of keys and values, which are constant during a call."""
     side_bytes: int = 0
-    """Bytes of positions, lengths and the ring of queries."""
+    """Bytes of positions, lengths and the ring buffer of queries."""
     scratch_bytes: int = 0
-    """Peak bytes of keys and values of the packed prompts in one layer, or of a prompt whose samples wait for slots."""
+    """Peak bytes of one layer's keys and values of the packed prompts, or of a prompt whose samples wait for slots."""
     slot_steps: int = 0
     kept_tokens: int = 0
-    """Tokens held, summed over decode steps and sequences."""
+    """Cached tokens, summed over decode steps and sequences."""
     dense_tokens: int = 0
-    """Tokens a dense cache would have held at the same steps."""
+    """Tokens that a dense cache would have held, summed over the same steps."""
     dense_peak_tokens: int = 0
-    """Most tokens that a dense cache would have held at one moment, over all sequences."""
+    """Maximum number of tokens that a dense cache would have held at one time, over all sequences."""
 
     def merged_with(self, other: "Stats") -> "Stats":
-        """Combine the statistics of two engines that ran at the same time: counts add up, times and memory take the larger."""
+        """Combine the statistics of two engines that ran concurrently. Counts are added; for times and memory the maximum is
+        used."""
         mine, theirs = vars(self), vars(other)
         return Stats(**{name: max(mine[name], theirs[name]) if name in LARGER else mine[name] + theirs[name] for name in mine})
 
     @property
     def host_s(self) -> float:
-        """Seconds in which the device waited for the host or the host did its own work."""
+        """Seconds of host work, including the time in which the device waited for the host."""
         return max(0.0, self.seconds - self.prefill_s - self.decode_s - self.compaction_s)
 
     @property
@@ -63,8 +65,8 @@ class Stats:
     _useful_steps: int = field(default=0, repr=False)
 
     def count_steps(self, taken: np.ndarray, held: np.ndarray, dense: np.ndarray) -> None:
-        """Count `taken` steps of each sequence, which held `held` tokens before the first; a dense cache would have held
-        `dense`."""
+        """Count `taken` steps of each sequence. `held` is the number of tokens it held before the first step, and `dense` is
+        the number that a dense cache would have held."""
         grown = taken * (taken + 1) // 2
         self._useful_steps += int(taken.sum())
         self.kept_tokens += int((taken * held + grown).sum())
@@ -82,10 +84,10 @@ class Progress:
 
     finished: int
     total: int
-    """Number of rollouts."""
+    """Total number of rollouts."""
     tokens: int
     seconds: float
     new: dict[int, list[np.ndarray]]
-    """Response tokens sampled since the last call, by the rollout's index in the result."""
+    """Response tokens sampled since the last callback, by the rollout's index in the result."""
     ended: list[int]
-    """Indices of the rollouts that ended since the last call."""
+    """Indices of the rollouts that ended since the last callback."""

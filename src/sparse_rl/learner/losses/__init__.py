@@ -1,4 +1,4 @@
-"""Policy losses, one per file; `get` finds one by name. Pure functions on tensors."""
+"""Policy losses, one per file. `get` returns one by name. Pure functions on tensors."""
 
 import difflib
 
@@ -16,7 +16,7 @@ LOSSES: dict[str, PolicyLoss] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "dapo": DAPO,
 
 
 def get(name: str) -> PolicyLoss:
-    """Return the loss of that name."""
+    """Return the policy loss with this name."""
     if name not in LOSSES:
         close = difflib.get_close_matches(name, LOSSES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(LOSSES)}."

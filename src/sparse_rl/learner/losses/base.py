@@ -1,8 +1,8 @@
-"""Shared parts of policy losses: inputs, the ratio of learner to old policy, the clipped surrogate.
+"""Shared parts of policy losses: inputs, the ratio of the learner to the old policy, and the clipped surrogate.
 
-An objective is a sum over tokens. Each token's SHARE of it (1/(B |o_i|) for GRPO) is computed once for all sequences of an
-optimizer update. The loss of a micro-batch is then a plain sum, and so are its metrics: nothing depends on how the update is
-cut into micro-batches or distributed over ranks.
+An objective is a sum over tokens. Each token's share of it (1/(B |o_i|) for GRPO) is computed once for all sequences of an
+optimizer update. The loss and the metrics of a micro-batch are then plain sums. They do not depend on how the update is split
+into micro-batches or distributed over ranks.
 """
 
 # B sequences, T response tokens
@@ -19,40 +19,42 @@ LIMIT = 20.0  # a larger |log ratio| would overflow in exp or in a product with 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a micro-batch: some rows of the update. Log-probs are at the sampling temperature."""
+    """Inputs of one micro-batch, which is a subset of the update's rows. Log-probs are at the sampling temperature."""
 
     logprobs: Tensor
     """[B, T], with gradient: log pi_theta."""
     old_logprobs: Tensor
-    """[B, T]: log pi_old, the weights at rollout time."""
+    """[B, T]: log pi_old, under the weights at rollout time."""
     advantages: Tensor
     """[B], one per sequence."""
     weights: Tensor
-    """[B, T], from the correction: 0 for tokens that are not in the loss."""
+    """[B, T]: weights from the correction, 0 for tokens that are not in the loss."""
     mask: Tensor
-    """Bool [B, T]: response tokens. Elsewhere the log-probs are undefined."""
+    """Bool [B, T]: True for response tokens. Log-probs of other tokens are undefined."""
     shares: Tensor
-    """[B, T], from the loss's `shares` over the whole update."""
+    """[B, T]: shares of the tokens, computed by the loss's `shares` over the whole update."""
     clip_low: float
     clip_high: float
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and its averaging."""
+    """A policy loss and its averaging rule."""
 
     loss: Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
-    """Function that returns (loss of the micro-batch, sums: `clipped_tokens`, `tokens`)."""
+    """Return (loss of the micro-batch, sums `clipped_tokens` and `tokens`)."""
     shares: Callable[[Tensor, Tensor, int], Tensor]
-    """Function from (mask [B, T], divisors [B], max_tokens) of the whole update to [B, T]."""
+    """Return the shares [B, T] from (mask [B, T], divisors [B], max_tokens) of the whole update."""
     std: bool = True
-    """True if its paper divides the advantage by the group's standard deviation."""
+    """True if the loss's paper divides the advantage by the standard deviation of the group."""
 
 
 def log_ratios(inputs: LossInputs) -> Tensor:
-    """Return log w_t = log pi_theta - log pi_old, [B, T]; 0, without gradient, off the mask and where it is not finite.
+    """Return log w_t = log pi_theta - log pi_old, [B, T]. It is 0 without gradient outside the mask and where it is not
+    finite.
 
-    The correction rejects sequences with a ratio that is not finite. Their weights are 0, but 0 * inf is not 0.
+    The correction rejects sequences with a non-finite ratio and sets their weights to 0. The ratio must be 0 too, because 0 *
+    inf is NaN.
     """
     delta_BT = inputs.logprobs - inputs.old_logprobs
     return delta_BT.masked_fill(~(inputs.mask & delta_BT.isfinite()), 0)
@@ -68,5 +70,5 @@ def clipped_surrogate(ratio_BT: Tensor, inputs: LossInputs) -> tuple[Tensor, dic
 
 
 def sums(clipped_BT: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
-    """Return counts over all response tokens, kept or not. The counts of micro-batches add up."""
+    """Return counts over all response tokens, including rejected ones. The counts of micro-batches can be added."""
     return {"clipped_tokens": (clipped_BT & inputs.mask).sum(), "tokens": inputs.mask.sum()}

@@ -1,7 +1,7 @@
-"""CISPO: clip the weight and keep every token's gradient (MiniMax-M1, arXiv 2506.13585).
+"""CISPO: clip the importance weight and keep the gradient of every token (MiniMax-M1, arXiv 2506.13585).
 
-The paper sets no lower bound (epsilon_low so large that it never binds: 1 here, as w > 0). It tunes epsilon_high without
-printing it. The default is a weight of at most 5, epsilon_high = 4, as in ScaleRL (arXiv 2510.13786) and TRL.
+The paper sets no effective lower bound: epsilon_low is 1 here, which never binds because w > 0. It tunes epsilon_high but does
+not state the value. The default here is epsilon_high = 4, a weight of at most 5, as in ScaleRL (arXiv 2510.13786) and TRL.
 """
 
 # B sequences, T response tokens

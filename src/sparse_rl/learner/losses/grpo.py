@@ -1,4 +1,4 @@
-"""GRPO: the mean over sequences of their mean clipped surrogate (arXiv 2402.03300), with Sparse-RL's weights."""
+"""GRPO: mean over sequences of the mean clipped surrogate over tokens (arXiv 2402.03300), with the weights of Sparse-RL."""
 
 # B sequences, T response tokens
 
@@ -10,8 +10,8 @@ from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
 
 
 def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/(B d_i), d_i = |o_i|. B counts every sequence that has a token, including rejected ones. Empty rows do not
-    count."""
+    """Return 1/(B d_i), d_i = |o_i|. B counts every sequence with at least one token, including rejected ones. Empty rows do
+    not count."""
     mask_BT = mask.bool()
     sequences = mask_BT.any(dim=1).sum().clamp(min=1)
     return mask_BT / (sequences * divisors[:, None])

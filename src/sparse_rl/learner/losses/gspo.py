@@ -1,4 +1,4 @@
-"""GSPO: one ratio per sequence, its likelihood ratio to the power 1/|y|, clipped as a whole (arXiv 2507.18071)."""
+"""GSPO: one ratio per sequence, the likelihood ratio to the power 1/|y|, clipped per sequence (arXiv 2507.18071)."""
 
 # B sequences, T response tokens
 
@@ -11,11 +11,11 @@ from .grpo import shares
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of GSPO-token and its counts.
+    """Return the GSPO-token loss and its counts.
 
-    s_{i,t} = sg[s_i] pi_theta(y_t)/sg[pi_theta(y_t)], s_i = (pi_theta(y)/pi_old(y))^(1/|y|). Its value is s_i for every token,
-    so the clip applies to a whole sequence, and each token may have its own weight xi_t. If all weights are 1, value and
-    gradient are GSPO's.
+    s_{i,t} = sg[s_i] pi_theta(y_t)/sg[pi_theta(y_t)], s_i = (pi_theta(y)/pi_old(y))^(1/|y|). The value is s_i for every token,
+    so clipping applies to whole sequences, while each token may have its own weight xi_t. If all weights are 1, value and
+    gradient are those of GSPO.
     """
     delta_BT = log_ratios(inputs)
     log_s_B1 = delta_BT.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Regularizers beside the policy loss: the per-token distance to a reference policy, and the sum by shares."""
+"""Regularizers that are added to the policy loss: the per-token KL to a reference policy, and the weighted sum by shares."""
 
 # B sequences, T response tokens
 
@@ -14,12 +14,12 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimator = "k3") -> Tensor:
-    """Return estimates of KL(pi_theta || pi_ref) at each sampled token, [B, T], 0 off the mask; log r = log pi_ref - log
-    pi_theta.
+    """Return estimates of KL(pi_theta || pi_ref) at each sampled token, [B, T], 0 outside the mask.
 
-    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r. As losses on samples of pi_theta they differ. The gradient of k1 has
-    mean 0, so k1 is only a metric. k2 has the gradient of this KL. k3, GRPO's and the default, has that of KL(pi_ref ||
-    pi_theta), the same to first order. On other samples none is exact.
+    With log r = log pi_ref - log pi_theta: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r. As losses on samples of
+    pi_theta they differ. The gradient of k1 has mean 0, so k1 is only a metric. k2 has the gradient of this KL. k3, the
+    default as in GRPO, has the gradient of KL(pi_ref || pi_theta), which is the same to first order. On samples of another
+    policy none is exact.
     """
     log_r_BT = (ref_logprobs - logprobs).masked_fill(~mask.bool(), 0).clamp(-LIMIT, LIMIT)
     if estimator == "k1":
@@ -31,5 +31,5 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimato
 
 
 def weighted_sum(values: Tensor, mask: Tensor, shares: Tensor) -> Tensor:
-    """Return the sum of share * value over the mask: the term of a per-token value (KL, entropy) in a micro-batch's loss."""
+    """Return the sum of share * value over the mask, e.g. the KL or entropy term in the loss of a micro-batch."""
     return (values.masked_fill(~mask.bool(), 0) * shares).sum()
