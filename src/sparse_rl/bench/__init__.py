@@ -1,1 +1,1 @@
-"""Benchmarks that ship with the package: each against a named peer in the same process."""
+"""Benchmarks that ship with the package. Each compares with a named peer in the same process."""

@@ -1,5 +1,5 @@
-"""`sparse-rl bench learner`: measure an update, the pass before it and the shadow pass over synthetic rollouts, against
-peak."""
+"""`sparse-rl bench learner`: measure an update, the pass before it and the shadow pass on synthetic rollouts, relative to peak
+FLOP/s."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ from .rollout import bench_model
 
 BUDGET, INTERVAL = 512, 128
 PEAK_FLOPS = 989e12
-"""Peak FLOP/s of dense bfloat16 products on an H100 or H200."""
+"""Peak dense bfloat16 FLOP/s of an H100 or H200."""
 PARTS = {
     "attention": ("flash", "flex", "fmha", "attention"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
@@ -41,12 +41,12 @@ PARTS = {
 class LearnerArm:
     name: str
     tokens: int
-    """Number of tokens, prompts included."""
+    """Number of tokens, including prompts."""
     seconds: float
     flops: float
     peak_bytes: int
     parts: dict[str, float] = field(default_factory=dict)
-    """Share of the GPU's time, by kernel name."""
+    """Share of GPU time by kernel name."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -147,8 +147,7 @@ def random_trace(
 ) -> Trace:
     """Return a random trace: at each full interval, random keys are evicted until `budget` are left.
 
-    Each key has one random rank for its whole life. After a compaction the kept keys are those with the `budget` highest ranks
-    of all keys before it.
+    Each key keeps one random rank. A compaction keeps the `budget` keys with the highest ranks.
     """
     total = prompt_tokens + tokens
     ranks_LHT = torch.rand(layers, kv_heads, total, generator=generator)
@@ -172,10 +171,10 @@ def _batch(model: PreTrainedModel, rollouts: list[Rollout]) -> Batch:
 
 
 def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:
-    """Return the FLOPs of one forward pass; a backward pass takes twice as many.
+    """Return the FLOPs of one forward pass. A backward pass takes twice as many.
 
-    Each weight and token counts 2. The head counts only at tokens that predict a response, and embedding lookups count 0.
-    Attention is causal over whole sequences; a shadow pass needs no more. Recomputation is not counted.
+    Each weight counts 2 per token. The LM head counts only at tokens that predict a response token, and embedding lookups
+    count 0. Attention is counted as causal over whole sequences; a shadow pass needs no more. Recomputation is not counted.
     """
     shape = prepare(model).shape
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -187,13 +186,13 @@ def pass_flops(model: PreTrainedModel, rollouts: list[Rollout]) -> float:
     for rollout in rollouts:
         fed, predicted = len(rollout.prompt) + len(rollout.response) - 1, len(rollout.response)
         flops += 2 * layer_weights * fed + 2 * head_weights * predicted
-        # Scores and values take 4 x fed^2; the causal mask halves it.
+        # Scores and values take 4 x fed^2; the causal mask halves this.
         flops += shape.layers * shape.q_heads * shape.head_dim * 2 * fed * fed
     return flops
 
 
 def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Rollout], device: torch.device) -> LearnerArm:
-    """Return the median of three runs after a warm-up that compiles; then profile one more run."""
+    """Return the median of three runs after a warm-up run that compiles. One more run is profiled."""
     cuda = device.type == "cuda"
     run()
     if cuda:

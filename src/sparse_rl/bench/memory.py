@@ -1,4 +1,5 @@
-"""`sparse-rl bench memory`: compare the memory that `plan` predicts for each phase with a GPU's, on random weights."""
+"""`sparse-rl bench memory`: compare the memory that `plan` predicts for each phase with the GPU memory used, on random
+weights."""
 
 import argparse
 import json
@@ -44,9 +45,9 @@ def bench(args: argparse.Namespace, config: Config) -> None:
 
 
 def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, Any]:
-    """Return the peak bytes of each phase, measured and predicted.
+    """Return the measured and the predicted peak bytes of each phase.
 
-    Responses run just past a compaction; the size of the cache does not depend on their length.
+    Responses run just past one compaction, because the cache size does not depend on their length.
     """
     rows: dict[str, dict[str, Any]] = {}
     with synthetic_trainer(config, console, prompt_tokens, uniform_lengths=False) as trainer:
@@ -76,7 +77,7 @@ def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, A
 
 
 def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
-    """Return the phases in the order of a step; the update runs as in the preflight."""
+    """Return the phases in the order of a step. The update runs as in the preflight."""
     config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
     prompt = trainer.longest_prompt
     rollouts = [

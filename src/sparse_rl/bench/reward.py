@@ -1,4 +1,5 @@
-"""A reward for random weights, in a module that workers import quickly. It tells texts apart and means nothing."""
+"""Reward for benchmarks with random weights, in a module that workers import quickly. It distinguishes texts but has no
+meaning."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """`sparse-rl bench rollout`: compare transformers `generate`, our dense engine and our sparse engine on the same work.
 
 Decode is timed from the step after which every slot has been compacted. It includes sampling, log-probs, eviction records and
-compactions, but not prefill. The whole call is reported beside it: sampled tokens over wall time. Prompts come in groups of 8
-samples, as in training. The roofline and the profile of a decode step use each arm's mean held length.
+compactions, but not prefill. The whole call is reported next to it: sampled tokens divided by wall time. Prompts come in
+groups of 8 samples, as in training. The roofline and the profile of a decode step use each arm's mean number of held tokens.
 """
 
 import argparse
@@ -45,17 +45,18 @@ class RolloutArm:
     kv_bytes: int
     """Allocated bytes of keys and values."""
     side_bytes: int = 0
-    """Allocated bytes of positions, lengths and the ring of queries."""
+    """Allocated bytes of positions, lengths and the ring buffer of queries."""
     held_tokens: float | None = None
-    """Mean tokens that a running sequence holds in decode steps; the roofline and the profile use it."""
+    """Mean number of tokens that a running sequence holds during decode. The roofline and the profile use it."""
     decode_tokens_per_s: float | None = None
     roofline_share: float | None = None
-    """Share of the speed that matrix products and one read of weights and held keys and values allow."""
+    """Measured speed as a share of the roofline, which counts the matrix products and one read of the weights and of the held
+    keys and values."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
-    """Seconds of the whole call by part: prefill, decode, compaction, host."""
+    """Seconds of the whole call by phase: prefill, decode, compaction, host."""
     decode_by_part: dict[str, float] = field(default_factory=dict)
-    """Shares of the device's time in decode steps at `held_tokens`, by kernel: attention, matrix products, sampling, the
-    rest."""
+    """Shares of device time in decode steps at `held_tokens`, by kind of kernel: attention, matrix products, sampling,
+    other."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,7 +70,7 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
         raise UserError(
             "kv.policy = full is the dense engine, which always runs: name a sparse policy, such as --kv.policy rkv."
         )
-    from_settings(kv)  # report a typo before minutes of work
+    from_settings(kv)  # report a misspelt policy before minutes of work
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
     console = wide_console()
@@ -102,9 +103,9 @@ def bench_model(args: argparse.Namespace) -> PreTrainedModel:
 
 
 def same_memory_slots(args: argparse.Namespace, kv: KV, model: PreTrainedModel) -> int:
-    """Return the sequences that a paged dense cache with shared prompts runs in the memory of the sparse one.
+    """Return how many sequences a paged dense cache with shared prompts runs in the memory of the sparse cache.
 
-    The sparse side is charged its side tables. The dense side is charged the tokens that are live at a moment, and no waste.
+    The sparse cache is charged for its side tables. The dense cache is charged only for live tokens, without any waste.
     """
     engine = Engine(model, kv, slots=1)
     assert engine.cache is not None
@@ -126,7 +127,7 @@ def _prompts(model: PreTrainedModel, groups: int, args: argparse.Namespace) -> t
 
 
 def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> RolloutArm:
-    """Measure transformers `generate`: every row runs to the same length, which suits it best."""
+    """Measure transformers `generate`. All rows have the same length, which is its best case."""
     groups = -(-args.batch // GROUP)
     prompts = _prompts(model, groups, args).repeat_interleave(GROUP, 0)[: args.batch].to(model.device)
     tokens = min(args.generate_tokens, args.max_tokens)
@@ -146,7 +147,8 @@ def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> RolloutArm
 
     torch.manual_seed(args.seed)
     attention = model.config._attn_implementation
-    stop, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None  # every row runs to the end
+    # every row runs to the maximum length
+    stop, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
     try:
         model.set_attn_implementation("sdpa")
         run(WARM_UP_TOKENS)
@@ -161,7 +163,7 @@ def generate_arm(model: PreTrainedModel, args: argparse.Namespace) -> RolloutArm
 
 
 class Meter:
-    """Timer of the decode of a call, from the moment every slot has been compacted, over whole intervals."""
+    """Measures decode speed from the time when every slot has been compacted, over whole intervals."""
 
     def __init__(self, engine: Engine, slots: int):
         self.engine, self.slots = engine, slots
@@ -209,7 +211,8 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
 
 
 def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, uniform: bool) -> None:
-    """Compile and capture everything that a call of such lengths needs, including steps of fewer slots as slots fall idle."""
+    """Compile and capture everything that a call with such lengths needs, including steps with fewer slots as slots become
+    idle."""
     tokens = tokens if engine.use_graphs else WARM_UP_TOKENS
     limits = drawn_lengths(range(len(prompts)), tokens) if uniform else None
     engine.generate(prompts, sampling=Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)
@@ -222,7 +225,7 @@ def share_of_roofline(model: PreTrainedModel, slots: int, held: float, tokens_pe
         gpu = find_gpu(torch.cuda.get_device_name(model.device))
         dims = from_config(model.config.get_text_config().to_dict(), "the model")
     except UserError:
-        return None  # the plan does not know the GPU or the model
+        return None  # the plan does not support this GPU or model
     return tokens_per_s * decode_s(dims, slots, held, model.dtype.itemsize, gpu) / slots
 
 
@@ -234,7 +237,7 @@ PARTS = {
 
 
 def decode_chunks(engine: Engine, held: int) -> Callable[[], None]:
-    """Return a function that runs one chunk of decode steps in which every slot starts with `held` tokens."""
+    """Return a function that runs one chunk of decode steps. Every slot starts with `held` tokens."""
     graphs, clock = engine._graphs(), Clock(engine.model.device)
     assert graphs is not None and engine.cache is not None
     slots = engine.cache.slots
@@ -250,7 +253,7 @@ def decode_chunks(engine: Engine, held: int) -> Callable[[], None]:
 
 
 def decode_step_s(engine: Engine, held: int) -> float:
-    """Measure the seconds of a decode step in which every slot holds `held` tokens; no compaction is in it."""
+    """Return the seconds of a decode step in which every slot holds `held` tokens, without compaction."""
     run, seconds = decode_chunks(engine, held), []
     for _ in range(TIMED_CHUNKS):
         started = device_time(engine.model.device)

@@ -1,4 +1,4 @@
-"""`sparse-rl bench step`: measure whole training steps on random weights, by phase, with a sparse and with a dense sampler."""
+"""`sparse-rl bench step`: measure whole training steps on random weights by phase, with a sparse and with a dense sampler."""
 
 import argparse
 import gc
@@ -55,7 +55,7 @@ def bench(args: argparse.Namespace, config: Config) -> None:
 
 
 def measure(config: Config, console: Console, prompt_tokens: int, steps: int, uniform: bool) -> dict[str, Any]:
-    """Return the seconds of each phase, step by step; `fits` is false if memory ran out."""
+    """Return the seconds of each phase for every step. `fits` is False if memory ran out."""
     try:
         with synthetic_trainer(config, console, prompt_tokens, uniform_lengths=uniform) as trainer:
             trainer.preflight()
@@ -84,8 +84,8 @@ def measure(config: Config, console: Console, prompt_tokens: int, steps: int, un
 
 
 def phases(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the seconds of each phase of one step. `host` is sampling outside the device's work, `sync` the rest of the
-    learner."""
+    """Return the seconds of each phase of one step. `host` is sampling time outside device work, `sync` is the rest of the
+    learner's time."""
     at = {name: metrics[f"perf/{name}_s"] for name in ("prefill", "decode", "compaction", "grade", "rollout", "learner")}
     old, update = metrics["perf/old_logprobs_s"], metrics["perf/update_s"]
     tokens = metrics["perf/rollout_tokens_per_s"] * at["rollout"]

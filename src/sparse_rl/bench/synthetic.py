@@ -1,4 +1,5 @@
-"""A training run on random weights: synthetic prompts, lengths from a stated distribution, a reward without meaning."""
+"""A training run on random weights, with synthetic prompts, lengths from a stated distribution and a reward without
+meaning."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,9 @@ from ..train.trainer import Trainer
 from .lengths import drawn_lengths
 
 BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
-"""Defaults: 256 rollouts of up to 4,096 tokens, unless a recipe or flags say otherwise."""
+"""Defaults: 256 rollouts of up to 4,096 tokens. A recipe or flags override them."""
 FIXED: dict[str, Any] = {
-    "reward": {"function": "sparse_rl.bench.reward:parity", "truncated": "grade"},  # no rollout ends by itself
+    "reward": {"function": "sparse_rl.bench.reward:parity", "truncated": "grade"},  # every rollout ends at its maximum length
     "data": {"train": "arithmetic"},
     "eval": {"problems": 0},
     "log": {"rollouts_per_step": 0, "traces_per_step": 0},
@@ -35,12 +36,12 @@ FIXED: dict[str, Any] = {
 
 
 def synthetic_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe with the defaults and fixed settings of a synthetic run."""
+    """Return the values of a recipe, completed with the defaults and fixed settings of a synthetic run."""
     return merged_tables(merged_tables(BASE, values), FIXED)
 
 
 class AnyIds:
-    """The embedded model's tokenizer for any vocabulary: each id is taken modulo the tokenizer's size."""
+    """Tokenizer of the embedded model for any vocabulary: each id is taken modulo the tokenizer's size."""
 
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer("tiny")
@@ -60,7 +61,7 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
     else:
         model = load_model(path, dtype=dtype, device=device, trust_remote_code=config.model.trust_remote_code)
     model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = (
-        None  # every rollout runs to its limit
+        None  # every rollout runs to its maximum length
     )
     count = config.rollout.prompts_per_step
     vocab = model.config.get_text_config().vocab_size
@@ -77,7 +78,7 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
 
 @contextmanager
 def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[Trainer]:
-    """Yield the trainer of a run in a folder that is deleted afterwards."""
+    """Yield the trainer of a run whose folder is deleted afterwards."""
     with TemporaryDirectory() as folder, RunTerminal(config, console) as view:
         run = RunFolder(Path(folder) / "run")
         workers = min(config.reward.workers, os.cpu_count() or 1)
@@ -92,7 +93,7 @@ def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, u
 
 
 def cap_memory(size: str | None) -> None:
-    """Limit this process to `size` of the GPU's memory."""
+    """Limit this process to `size` of GPU memory."""
     if size is None:
         return
     if not torch.cuda.is_available():

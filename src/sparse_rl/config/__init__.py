@@ -1,4 +1,4 @@
-"""Every option of sparse-rl. One schema for TOML and flags; nothing here imports torch."""
+"""All options of sparse-rl: one schema for TOML files and command-line flags. Imports no torch."""
 
 from .advantage import AdvantageConfig as AdvantageConfig
 from .alerts import AlertsConfig as AlertsConfig

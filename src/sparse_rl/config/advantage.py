@@ -1,4 +1,4 @@
-"""`advantage`: options for the advantages of a group."""
+"""`advantage`: options of group advantages."""
 
 from typing import ClassVar
 

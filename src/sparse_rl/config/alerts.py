@@ -10,7 +10,7 @@ Share = Annotated[float, Field(ge=0, le=1)] | Literal["none"]
 
 
 class AlertsConfig(Section):
-    """Limits of the alerts; none disables one."""
+    """Limits of the alerts. `none` disables an alert."""
 
     section: ClassVar[str] = "alerts"
 
@@ -36,5 +36,5 @@ class AlertsConfig(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _null_is_a_word(cls, value: Any) -> Any:
-        """Convert None to the word `none`: TOML has no null, and an alert that is off must come back from config.toml."""
+        """Convert None to the string `none`, because TOML has no null and config.toml must store disabled alerts."""
         return "none" if value is None or value in ("null", "None") else value

@@ -1,4 +1,4 @@
-"""`correction`: presets and options that correct for the sampler's policy."""
+"""`correction`: presets and options that correct for the mismatch between sampler and learner."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from ..errors import UserError
 from .section import Section
 
 LOG_RATIO_LIMIT = 20.0
-"""Limit of |log xi|: larger values are clamped. exp(20) squared still fits float32."""
+"""Limit of |log xi|; larger values are clamped. exp(20) squared still fits float32."""
 
 Weight = Literal["one", "token", "sequence", "mean"]
 Drop = Literal["none", "token", "sequence", "mean"]
@@ -22,7 +22,10 @@ Preset = Literal[
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """One correction in full. The levels: `token` is xi_t, `sequence` exp(sum_t log xi_t), `mean` exp(mean_t log xi_t)."""
+    """A fully specified correction.
+
+    The levels are `token` (xi_t), `sequence` (exp(sum_t log xi_t)) and `mean` (exp(mean_t log xi_t)).
+    """
 
     weight: Weight = "one"
     cap: float = math.inf
@@ -69,7 +72,7 @@ PRESETS: dict[str, CorrectionSpec] = {
 
 
 class CorrectionConfig(Section):
-    """Correction of the mismatch between sampler and learner: a preset, and values that replace its own."""
+    """Correction of the mismatch between sampler and learner: a preset, and options that override it."""
 
     section: ClassVar[str] = "correction"
 
@@ -101,6 +104,6 @@ class CorrectionConfig(Section):
     )
 
     def spec(self, default: str) -> CorrectionSpec:
-        """Return the correction in full; `default` is the preset if none is set."""
+        """Return the fully specified correction. `default` is the preset to use if none is set."""
         options = self.model_dump(exclude={"preset", "opsm"}, exclude_none=True)
         return replace(PRESETS[self.preset or default], **options)

@@ -1,4 +1,4 @@
-"""`data`: the source of the problems and how they become prompts."""
+"""`data`: the source of the problems, and how they are turned into prompts."""
 
 from typing import Any, ClassVar
 
@@ -8,17 +8,17 @@ from .section import Section
 from .tasks import TASKS
 
 PLACEHOLDER = "{prompt}"
-"""Placeholder of the problem in `data.template`."""
+"""Placeholder for the problem in `data.template`."""
 
 OURS = {
     "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
     "padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template",
 }  # fmt: skip
-"""Arguments of apply_chat_template that are not variables of a template."""
+"""Arguments of apply_chat_template that are not template variables."""
 
 
 class DataConfig(Section):
-    """Problems and how they become prompts."""
+    """Problems, and how they are turned into prompts."""
 
     section: ClassVar[str] = "data"
 
@@ -72,12 +72,11 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> str | None:
-        """Source of the held-out problems. Some tasks hold problems out by themselves, a file of training problems does
-        not."""
+        """Source of the held-out problems. Some tasks define a held-out split; a file of training problems does not."""
         task = TASKS.get(self.train)
         return self.test or (self.train if task and task.test else None)
 
     @property
     def reading(self) -> dict[str, str | None]:
-        """Arguments of `load` beside source, split, number and seed."""
+        """Arguments of `load` besides source, split, number and seed."""
         return {"dir": self.dir, "prompt_column": self.prompt_column, "answer_column": self.answer_column}

@@ -1,4 +1,4 @@
-"""Define and read command-line flags: every field of a section is `--section.field`."""
+"""Define and parse command-line flags: every field of a section becomes `--section.field`."""
 
 import argparse
 import json
@@ -18,7 +18,8 @@ S = TypeVar("S", bound=Section)
 def add_flags(
     parser: argparse.ArgumentParser, section: type[Section], *, prefix: str | None = None, without: Collection[str] = ()
 ) -> None:
-    """Add `--kv.budget 512` for each field; `prefix=""` gives plain `--max-tokens`. Dashes and underscores are the same."""
+    """Add one flag per field, e.g. `--kv.budget 512`. `prefix=""` gives plain flags, e.g. `--max-tokens`. Dashes and
+    underscores are interchangeable."""
     prefix = _dotted(section) if prefix is None else prefix
     group = parser.add_argument_group(section.section or "the run", (section.__doc__ or "").splitlines()[0])
     for name, key, field in _fields(section):
@@ -39,7 +40,7 @@ def add_flags(
 
 
 def from_flags(args: argparse.Namespace, section: type[S], base: dict[str, Any] | None = None) -> S:
-    """Return the section set by `base` and then by the flags. Other options keep their defaults."""
+    """Return the section with the values of `base`, overridden by the flags. Other options keep their defaults."""
     return section(**merged_tables(base or {}, flag_values(args, section)))
 
 
@@ -61,7 +62,7 @@ def _dotted(section: type[Section]) -> str:
 
 
 def _fields(section: type[Section]):
-    """Yield (Python's name, the key in TOML and flags, the field). The names differ if the key is a Python keyword."""
+    """Yield (Python name, key in TOML and flags, field). The names differ if the key is a Python keyword."""
     for name, field in section.model_fields.items():
         yield name, field.alias or name, field
 
@@ -75,11 +76,11 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 
 def _parsed(text: str, key: str, annotation: Any) -> Any:
-    """Parse a flag: a list is written with commas (`2,50256`) or as JSON, a table as JSON (`{"mix": 0.2}`). The section
-    converts and checks the rest."""
+    """Parse the text of a flag. A list is written with commas (`2,50256`) or as JSON, a table as JSON (`{"mix": 0.2}`). The
+    section converts and checks all other types."""
     kinds = get_args(annotation)
     if type(None) in kinds and text.lower() in ("none", "null") and not any(text in get_args(kind) for kind in kinds):
-        return None  # but `--correction.preset none` is a preset
+        return None  # `--correction.preset none` is excluded because it is a preset
     if not _is_container(annotation):
         return text
     is_list = _is_container(annotation, tuple)
@@ -90,7 +91,7 @@ def _parsed(text: str, key: str, annotation: Any) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{key} = {printable(text)} is not JSON ({error.msg}): write it like {example}.") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or thousands of brackets
         raise UserError(f"{key} = {printable(text)} cannot be read ({first_line(error)}): write it like {example}.") from error
 
 

@@ -1,4 +1,4 @@
-"""`kv`: the options of the cache. All sizes count tokens per layer and kv head of one sequence."""
+"""`kv`: options of the KV cache. All sizes are tokens per layer and kv head of one sequence."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -40,7 +40,7 @@ class KV(Section):
         return self
 
     def protection_error(self, prompt_tokens: int) -> PromptError | None:
-        """Return the error of a prompt that is too long to be protected, or None."""
+        """Return the error for a prompt that is too long to be protected, or None."""
         least = prompt_tokens + self.window + 1
         if self.policy == "full" or not self.protect_prompt or self.budget >= least:
             return None
@@ -51,7 +51,7 @@ class KV(Section):
         )
 
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
-        """Return a sentence on a budget that these prompts and responses never fill, or that prompts alone exceed, else
+        """Return a message if the budget is never filled by these prompts and responses, or if prompts alone exceed it; else
         None."""
         if self.policy == "full":
             return None
@@ -70,5 +70,5 @@ class KV(Section):
 
     @property
     def capacity(self) -> int:
-        """Maximum tokens that a layer and head holds between prefill and the end."""
+        """Maximum number of tokens that a layer and head holds after prefill."""
         return self.budget + self.interval

@@ -1,4 +1,4 @@
-"""`loss` and `smd`: options of the objective."""
+"""`loss` and `smd`: options of the training objective."""
 
 from typing import ClassVar, Literal
 
@@ -13,11 +13,11 @@ CLIP_RANGES = {
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
 }
-"""(clip_low, clip_high) of each policy loss as published."""
+"""Published (clip_low, clip_high) of each policy loss."""
 
 
 class SMDConfig(Section):
-    """Shadow Mask Distillation (method smd)."""
+    """Options of Shadow Mask Distillation (method smd)."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -54,6 +54,6 @@ class LossConfig(Section):
 
     @property
     def clips(self) -> tuple[float, float]:
-        """Return (clip_low, clip_high); the published values of the loss where not set."""
+        """Return (clip_low, clip_high). Values that are not set default to those published for the loss."""
         low, high = CLIP_RANGES[self.name]
         return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high

@@ -1,4 +1,5 @@
-"""Read options of earlier versions: drop removed keys whose value changed nothing, convert renamed ones, refuse the rest."""
+"""Migrate options of earlier versions: drop removed options that had no effect, convert renamed ones, and raise for all
+others."""
 
 from typing import Any
 
@@ -10,16 +11,16 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "rollout.approximate": (False, "it allowed rollout.top_p and top_k, which are gone: leave it out"),
     "log.project": ("sparse-rl", "set WANDB_PROJECT or TRACKIO_PROJECT in the environment"),
 }
-"""Removed options: (the value that may stay in a stored config.toml, the remedy for any other)."""
+"""Removed options: (value that is accepted in a stored config.toml, fix for any other value)."""
 CHANGED = ("loss.smd.estimator", "loss.kl_estimator")
 
 
 FREE_TABLES = ("kv.options", "data.chat_template_kwargs")
-"""Options whose value is a table of the user's own keys."""
+"""Options whose value is a table with user-defined keys."""
 
 
 def migrated(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options by dotted key without those that were removed."""
+    """Return the options by dotted key, with removed options dropped and renamed options converted."""
     kept: dict[str, Any] = {}
     for key, value in options.items():
         if key in REMOVED:
@@ -32,14 +33,14 @@ def migrated(options: dict[str, Any]) -> dict[str, Any]:
         elif key == "loss.kl_estimator" and value == "k1":
             raise UserError("loss.kl_estimator = 'k1' is no longer an option: its gradient is zero on average. Use k2 or k3.")
         elif free := next((table for table in FREE_TABLES if key.startswith(f"{table}.")), None):
-            kept.setdefault(free, {})[key.removeprefix(f"{free}.")] = value  # checkpoints held these one by one
+            kept.setdefault(free, {})[key.removeprefix(f"{free}.")] = value  # old checkpoints stored these keys separately
         else:
             kept[key] = value
     return kept
 
 
 def migrated_tables(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of a TOML file, migrated like `migrated` does for dotted keys."""
+    """Return the tables of a TOML file, migrated in the same way as `migrated`."""
     for key in (*REMOVED, *CHANGED):
         values = _migrated_in(values, key.split("."), key)
     return values
@@ -57,7 +58,7 @@ def _migrated_in(table: dict[str, Any], path: list[str], key: str) -> dict[str, 
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted key. A free table is one value."""
+    """Return the values of nested tables by dotted key. A table with user-defined keys is one value."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         is_section = isinstance(value, dict) and prefix + key not in FREE_TABLES

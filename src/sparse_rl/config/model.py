@@ -1,4 +1,4 @@
-"""`model`: the weights to train, their dtype, and whether they train whole or through adapters."""
+"""`model`: the weights to train, their dtype, and full or adapter training."""
 
 from typing import ClassVar, Literal
 
@@ -7,12 +7,12 @@ from pydantic import Field
 from .section import Section
 
 WORTH_COMPILING = 50_000_000
-"""Parameters from which on compilation pays off. A smaller model is done before its layers are compiled, in sampler and
-learner."""
+"""Number of parameters from which compilation pays off. A smaller model finishes before its layers are compiled, in sampler
+and learner."""
 
 
 class LoraConfig(Section):
-    """LoRA adapters (peft) instead of full training."""
+    """LoRA adapters (peft) instead of full-parameter training."""
 
     section: ClassVar[str] = "model.lora"
 
@@ -40,7 +40,7 @@ class ModelConfig(Section):
 
 
 class RanksConfig(Section):
-    """Several processes as one run, started by torchrun or Ray."""
+    """Several processes that form one run, started by torchrun or Ray."""
 
     section: ClassVar[str] = "ranks"
 

@@ -1,4 +1,4 @@
-"""`optimizer`: AdamW, its schedule, and the split of rollouts into updates."""
+"""`optimizer`: AdamW, its schedule, and the number of updates per step."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -10,7 +10,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW, its schedule, and the split of a step into updates."""
+    """AdamW, its schedule, and the number of updates per step."""
 
     section: ClassVar[str] = "optimizer"
 

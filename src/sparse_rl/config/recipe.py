@@ -1,4 +1,4 @@
-"""Read and write recipes: TOML files with the keys of `Config`, shipped by name or given by path."""
+"""Read and write recipes: TOML files with the keys of `Config`, selected by shipped name or path."""
 
 import difflib
 import os
@@ -14,11 +14,11 @@ from .migrate import migrated_tables
 from .section import Section
 
 LARGEST_RECIPE = 2**20
-"""Maximum bytes of a recipe file."""
+"""Maximum size of a recipe file in bytes."""
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """Return a shipped recipe by name, or a TOML file by path, merged over the one it `extends`."""
+    """Return a shipped recipe by name or a TOML file by path, merged over the recipe that it `extends`."""
     return migrated_tables(_recipe(name if name in recipe_names() else os.path.normpath(name), ()))
 
 
@@ -37,18 +37,18 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
         return values
     if not isinstance(parent, str):
         raise UserError(f"extends = {quoted(parent)} in {name} must be the name of a recipe or a path.")
-    if parent not in recipe_names():  # a path is relative to the file that names it
+    if parent not in recipe_names():  # a path is relative to the file that contains it
         parent = os.path.normpath(Path(name).parent / parent)
     return merged_tables(_recipe(parent, (*via, name)), values)
 
 
 def recipe_text(name: str) -> str:
-    """Return the text of a shipped recipe, with its comments."""
+    """Return the text of a shipped recipe, including its comments."""
     return (_shipped() / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def _find_beside(data: dict[str, Any]) -> None:
-    """Replace paths of files shipped beside a recipe by full paths. Other paths are relative to the user's folder."""
+    """Replace the paths of files shipped with a recipe by absolute paths. Other paths are relative to the current folder."""
     for key in ("train", "test"):
         beside = Path(str(_shipped())) / str(data.get(key))
         if beside.is_file():
@@ -66,7 +66,7 @@ def _read_toml(name: str) -> dict[str, Any]:
         raise UserError(f"There is no recipe {quoted(name)}: {hint}") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"The recipe {name} is not TOML: {error}.") from error
-    except (OSError, ValueError, RecursionError) as error:  # not text, a NUL in its name, too many digits or brackets
+    except (OSError, ValueError, RecursionError) as error:  # not text, a NUL in the path, or too many digits or brackets
         why = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"The recipe {printable(name)} cannot be read ({why}): give a TOML file.") from error
 
@@ -76,7 +76,7 @@ def _shipped():
 
 
 def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `over` replaced. Only the tables of sections are merged; `kv.options` is one value."""
+    """Return `base` with the keys of `over` replaced. Only section tables are merged; `kv.options` is replaced as a whole."""
     merged = dict(base)
     for key, value in over.items():
         both_tables = (
@@ -87,7 +87,7 @@ def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_toml(section: Section) -> str:
-    """Return the resolved values as TOML. None is left out, as TOML has no word for it."""
+    """Return the resolved values as TOML. Options with the value None are omitted, because TOML has no null."""
     import tomli_w
 
     return tomli_w.dumps(_without_none(section.model_dump(mode="json", by_alias=True)))

@@ -1,4 +1,4 @@
-"""`reward`: the function that grades a response, and its time limit."""
+"""`reward`: the function that grades responses, and its time limit."""
 
 from typing import ClassVar, Literal
 
@@ -10,7 +10,7 @@ from .tasks import TASKS
 
 KIND_REWARDS = {"math": "math_answer", "integer": "integer_answer", "arithmetic": "arithmetic"}
 TASK_REWARDS = {task.name: KIND_REWARDS[task.kind] for task in TASKS.values()}
-"""Built-in function that grades each task."""
+"""Built-in reward function of each task."""
 
 Truncated = Literal["zero", "none", "grade"]
 Timeout = Literal["zero", "none"]
@@ -40,7 +40,7 @@ class RewardConfig(Section):
     )
 
     def function_for(self, source: str) -> str:
-        """Return the function that grades problems from `source`: the one set here, else the task's own."""
+        """Return the function that grades problems from `source`: the configured one, or else the task's default."""
         function = self.function or TASK_REWARDS.get(source)
         if function is None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""`rollout`: the number of rollouts per step, and their sampling."""
+"""`rollout`: the number of rollouts per step, and how they are sampled."""
 
 from typing import ClassVar, Literal
 
@@ -8,7 +8,7 @@ from .sampling import Sampling, check_repetition
 from .section import Section
 
 MAX_DRAWS = 4
-"""Rounds of prompts a step of dapo may sample until it has enough groups with a signal."""
+"""Maximum rounds of prompts that a dapo step samples to get enough groups with signal."""
 
 
 class RolloutConfig(Section):

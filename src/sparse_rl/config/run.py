@@ -1,4 +1,4 @@
-"""`Config`: every option of a training run, and the sections that only training has."""
+"""`Config`: all options of a training run, and the sections used only in training."""
 
 from typing import ClassVar, Literal
 
@@ -18,11 +18,11 @@ from .section import Section
 
 Method = Literal["dense", "naive", "sparse_rl", "smd", "on_policy_sparse"]
 SHADOW_METHODS = ("smd", "on_policy_sparse")
-"""Methods whose policy gradient uses the sampler's own view."""
+"""Methods whose policy gradient is computed under the sampler's own view."""
 
 
 class EvalConfig(Section):
-    """Held-out evaluation before the first step, after the last, and in between."""
+    """Held-out evaluation before the first step, during training and after the last step."""
 
     section: ClassVar[str] = "eval"
 
@@ -41,7 +41,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: how often, how many."""
+    """Interval and number of checkpoints."""
 
     section: ClassVar[str] = "checkpoint"
 
@@ -66,7 +66,7 @@ class LogConfig(Section):
 
 
 class RayConfig(Section):
-    """Ranks as workers of a Ray cluster."""
+    """Run the ranks as workers of a Ray cluster."""
 
     section: ClassVar[str] = "ray"
 
@@ -78,7 +78,7 @@ class RayConfig(Section):
 
 
 class Config(Section):
-    """A training run."""
+    """All options of a training run."""
 
     section: ClassVar[str] = ""
 
@@ -122,7 +122,7 @@ class Config(Section):
                 f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}: every "
                 f"answer would be too long. Try --advantage.overlong {self.rollout.max_tokens // 4}."
             )
-        self.correction.spec(self.default_preset)  # raises if the options do not fit together
+        self.correction.spec(self.default_preset)  # raises if the options are inconsistent
         options = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
         if self.method in SHADOW_METHODS and options not in ({}, {"preset": "none"}):
             key, value = next(iter(options.items()))
@@ -138,7 +138,8 @@ class Config(Section):
 
     @property
     def defaults_comment(self) -> str:
-        """Return the values in force for options left to the method, the loss or the task: a comment of the stored recipe."""
+        """Return a TOML comment with the effective values of options that the method, the loss or the task determines. It is
+        added to the stored recipe."""
         low, high = self.loss.clips
         parts = [f"loss.clip_low = {low:g}, loss.clip_high = {high:g}"]
         if self.method in SHADOW_METHODS:
@@ -151,12 +152,12 @@ class Config(Section):
 
     @property
     def sampler_kv(self) -> KV:
-        """KV options of the sampler; `dense` keeps everything."""
+        """KV options of the sampler. Method `dense` uses the policy `full`."""
         return KV(policy="full") if self.method == "dense" else self.kv
 
     @property
     def batch_summary(self) -> str:
-        """The batch in one sentence."""
+        """Summary of the batch in one sentence."""
         rollout, updates = self.rollout, self.optimizer.updates_per_step
         per_update = rollout.rollouts_per_step // updates
         again = (

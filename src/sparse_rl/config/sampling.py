@@ -1,4 +1,4 @@
-"""`sampling`: token sampling and stopping rules of a rollout."""
+"""`sampling`: token sampling and stopping rules of rollouts."""
 
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ def check_repetition(option: str, value: tuple[int, int] | None) -> None:
 
 
 class Sampling(Section):
-    """Token sampling and stopping rules of a rollout."""
+    """Token sampling and stopping rules of rollouts."""
 
     section: ClassVar[str] = "sampling"
 

@@ -1,4 +1,4 @@
-"""Base class of all config sections: typed and bounded fields, one-sentence errors. Imports no torch."""
+"""Base class of all config sections: typed fields with bounds, and one-sentence errors. Imports no torch."""
 
 import difflib
 import math
@@ -10,19 +10,19 @@ from ..errors import UserError
 from ..text import quoted
 
 LARGEST_FLOAT = 3.4e38
-"""Largest absolute value of a float option. Larger ones are not finite in float32, the dtype of weights and losses."""
+"""Maximum absolute value of a float option. Larger values are not finite in float32, the dtype of weights and losses."""
 LARGEST_INT = 2**63 - 1
 DEEPEST = 8
-"""Maximum nesting of lists and tables."""
+"""Maximum nesting depth of lists and tables."""
 
 
 class Section(BaseModel):
-    """Options that belong together. Unknown keys and values out of bounds raise `UserError` with the remedy."""
+    """A group of related options. Unknown keys and values out of bounds raise `UserError` with a fix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     section: ClassVar[str] = ""
-    """Name of the section in TOML and flags."""
+    """Name of the section in TOML files and flags."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -45,7 +45,7 @@ class Section(BaseModel):
     @classmethod
     def _sentence(cls, error: ValidationError) -> str:
         first = error.errors()[0]
-        # inside a field only an index helps: the other parts are pydantic's names of the types it tried
+        # Within a field, only an index is informative: the other parts are pydantic's names of the types that it tried.
         place = [str(part) for index, part in enumerate(first["loc"]) if index == 0 or isinstance(part, int)]
         key = cls._key(".".join(place))
         if first["type"] == "extra_forbidden":
@@ -53,19 +53,20 @@ class Section(BaseModel):
             close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
             return f"Unknown option {key}: {hint}"
-        if first["type"] == "value_error":  # raised by our own validators: already a whole sentence
+        if first["type"] == "value_error":  # raised by our own validators, whose message is already complete
             return str(first["ctx"]["error"])
         return f"{key} = {quoted(first['input'])} is refused: {first['msg'][0].lower()}{first['msg'][1:]}."
 
 
 def _unusable(value: Any, depth: int = 0) -> str | None:
-    """Return the reason why no option can have this value, or None."""
+    """Return why a value is invalid for any option, or None if it is valid."""
     if isinstance(value, str) and "\0" in value:
         return "a text must not hold a NUL character"
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return "a whole number must fit into 64 bits"
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT and not (depth == 0 and math.isinf(value)):
-        return f"a number must be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}"  # infinite only if the option allows it
+        # infinity is valid only if the option allows it
+        return f"a number must be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}"
     if isinstance(value, list | tuple | dict):
         if depth == DEEPEST:
             return f"lists and tables must not be deeper than {DEEPEST}"

@@ -1,6 +1,6 @@
-"""Tasks known by name: the source of their problems, their instruction, and the papers' evaluation settings.
+"""Tasks by name: the source of their problems, their instruction, and the evaluation settings of the papers.
 
-Imports neither torch nor datasets, so that help and dry runs are quick.
+Imports neither torch nor datasets, so that help and dry runs are fast.
 """
 
 from dataclasses import dataclass, replace
@@ -13,22 +13,22 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 
 @dataclass(frozen=True)
 class HubData:
-    """A data set on the hub and how its rows are read."""
+    """A data set on the hub, and how its rows are read."""
 
     id: str
     config: str | None = None
     split: str = "test"
     file: str | None = None
-    """One file of the repository, if it holds several data sets."""
+    """One file of the repository, if the repository holds several data sets."""
     prompt_column: str = "problem"
     answer_column: str = "answer"
     answer_after: str | None = None
-    """Mark in the answer column; the answer is the text after its last occurrence."""
+    """Marker in the answer column. The answer is the text after its last occurrence."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Source of the problems of one split. With neither file nor hub the package generates them."""
+    """Source of the problems of one split. If neither file nor hub is set, the package generates them."""
 
     file: str | None = None
     """File name in `data.dir`."""
@@ -39,19 +39,19 @@ class Origin:
 class Task:
     name: str
     title: str
-    """Name as papers write it."""
+    """Name of the task as used in papers."""
     kind: Kind
-    """Comparison of answers: as mathematics, as integers, or as in the embedded task."""
+    """How answers are compared: as mathematics, as integers, or by the rule of the embedded task."""
     max_tokens: int
     """Maximum response tokens in the papers' evaluation."""
     samples: int
     """Responses per problem in the papers' evaluation: 1 is Pass@1, 32 is Avg@32."""
     train: Origin | None
-    """Source of the training problems; None if there are none."""
+    """Source of the training problems; None if the task has none."""
     test: Origin | None
-    """Source of the held-out problems; None if there are none."""
+    """Source of the held-out problems; None if the task has none."""
     instruction: str = BOXED
-    """Text after the problem unless `data.template` is set."""
+    """Text appended to the problem if `data.template` is not set."""
 
     def origin(self, split: Split) -> Origin | None:
         return self.train if split == "train" else self.test
@@ -84,7 +84,7 @@ def _benchmark(name: str, title: str, file: str, hub: HubData) -> Task:
 
 
 def _contest(name: str, title: str, file: str, hub: HubData) -> Task:
-    """Return a benchmark of few problems with integer answers: sampled 32 times each, with longer responses."""
+    """Return a benchmark with few problems and integer answers. Each problem is sampled 32 times, with longer responses."""
     return replace(_benchmark(name, title, file, hub), kind="integer", max_tokens=16384, samples=32)
 
 
@@ -110,4 +110,5 @@ TASKS: dict[str, Task] = {
         _contest("amc23", "AMC23", "amc23.jsonl.gz", _AMC23),
     )
 }
-"""Every task by name; evaluation settings are those of Sparse-RL (8,192 tokens and Pass@1, contests 16,384 and Avg@32)."""
+"""All tasks by name. Evaluation settings are those of Sparse-RL: 8,192 tokens and Pass@1, for contests 16,384 tokens and
+Avg@32."""

@@ -1,1 +1,1 @@
-"""Bounded KV caches in other training and generation loops. No other part of sparse-rl imports this package."""
+"""Bounded KV caches for other training and generation loops. No other part of sparse-rl imports this package."""

@@ -1,7 +1,7 @@
 """Run `sparse-rl train RECIPE --ray.workers N` on Ray Train, which places the ranks and restarts them.
 
-The driver checks the run folder once. The first start of the workers creates, replaces or continues the run. Every later start
-continues it, if it has begun.
+The driver checks the run folder once. The first start of the workers creates, replaces or resumes the run. Every later start
+resumes it, if the run has started.
 """
 
 import json
@@ -92,7 +92,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def check_resources(nodes: list[dict[str, float]], workers: int, needs: dict[str, float]) -> None:
-    """Raise if the cluster has too few resources. Ray would wait for them forever."""
+    """Raise if the cluster has too few resources in total, because Ray would wait forever."""
     required = {name: count for name, count in needs.items() if count}
     places = sum(int(min(node.get(name, 0) // count for name, count in required.items())) for node in nodes)
     if places < workers:
@@ -105,7 +105,7 @@ def check_resources(nodes: list[dict[str, float]], workers: int, needs: dict[str
 
 
 def busy_notice(free: dict[str, float], workers: int, needs: dict[str, float]) -> str | None:
-    """Return a sentence on resources that others use at the moment, which Ray waits for in silence, or None."""
+    """Return a message if resources are in use by others, for which Ray waits silently; else None."""
     short = [
         f"{free.get(name, 0):g} of {workers * count:g} {name}"
         for name, count in needs.items()
@@ -121,11 +121,11 @@ def _rank(values: dict[str, Any]) -> None:
     from ..train import run
 
     without_torchaos_warnings()
-    if Path(values["cwd"]).is_dir():  # paths of data and models are relative to it
+    if Path(values["cwd"]).is_dir():  # paths of data and models are relative to this folder
         os.chdir(values["cwd"])
     config = Config(**values["config"])
     fs, _ = opened(RunFolder(config.run_dir, writes=False).name)
-    if fs.exists(values["refusal"]):  # written by an earlier start, which could not end its workers otherwise
+    if fs.exists(values["refusal"]):  # written by an earlier start that could not end its workers otherwise
         return
     try:
         run.train(config, **values["start"])
@@ -133,14 +133,15 @@ def _rank(values: dict[str, Any]) -> None:
         if not is_final(error):
             raise
         rank = error.rank if isinstance(error, Refused) else ray.train.get_context().get_world_rank()
-        fs.pipe_file(values["refusal"], json.dumps({"rank": rank, "sentence": str(error)}).encode())  # not a failure for Ray
+        # not reported to Ray as a failure
+        fs.pipe_file(values["refusal"], json.dumps({"rank": rank, "sentence": str(error)}).encode())
 
 
 def _sentence(error: BaseException) -> UserError:
-    """Return the error of the first worker that failed, other than one that lost another rank."""
+    """Return the error of the first worker that failed for a reason other than a lost rank."""
     failures = getattr(error, "worker_failures", {})
     for rank, failure in sorted(failures.items()):
         cause = getattr(failure, "cause", None) or failure.__cause__ or failure
-        if not isinstance(cause, RankLost):  # report the cause, not a rank that noticed it
+        if not isinstance(cause, RankLost):  # report the cause, not a rank that only noticed it
             return UserError(f"Rank {rank} failed on Ray ({first_line(cause)}): see the logs of the run and of Ray.")
     return UserError(f"The ranks failed on Ray ({str(error).strip().splitlines()[-1]}): see the logs of the run and of Ray.")

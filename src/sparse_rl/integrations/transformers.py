@@ -1,12 +1,12 @@
-"""`BoundedCache`: the same policies for `model.generate` of transformers.
+"""`BoundedCache`: the eviction policies of sparse-rl for `model.generate` in transformers.
 
     model.set_attn_implementation("sparse_rl")
     model.generate(**inputs, past_key_values=BoundedCache(policy="rkv", budget=512))
 
-`BoundedCache.from_pretrained(path)` has the settings with which sparse-rl trained a model.
+`BoundedCache.from_pretrained(path)` uses the settings with which sparse-rl trained the model.
 
-The schedule is the engine's: a prompt is compressed to the budget, and so is the cache after every `interval` new tokens. In a
-left-padded batch the padding never enters the cache, so the sinks are the first real tokens.
+The schedule is that of the engine: a prompt is compressed to the budget, and the cache is compressed to the budget after every
+`interval` new tokens. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
@@ -33,7 +33,7 @@ from ..models.stored_kv import stored_kv
 
 
 class BoundedCache(Cache):
-    """A transformers cache that never holds more than budget + interval tokens per layer, head and row after prefill."""
+    """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class BoundedCache(Cache):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
-        """Build the cache with the settings in the sparse_rl.json beside a model's weights, in a folder or on the hub."""
+        """Return a cache with the settings in sparse_rl.json, which is stored next to a model's weights in a folder or on the
+        hub."""
         stored, remedy = stored_kv(str(path)), "give them yourself, as in BoundedCache('rkv', budget=512)"
         if not stored:
             raise UserError(f"{path} has no KV settings (no sparse_rl.json): {remedy}.")
@@ -90,7 +91,8 @@ class BoundedCache(Cache):
 
 
 class BoundedLayer(CacheLayerMixin):
-    """One layer of a `BoundedCache`. It is the view of its own keys: our attention function passes them back with queries."""
+    """One layer of a `BoundedCache`. It is also the attention view of its own keys: our attention function passes them back
+    together with the queries."""
 
     is_sliding = False
 
@@ -102,11 +104,11 @@ class BoundedLayer(CacheLayerMixin):
         self.schedule = Schedule.of(kv, policy.evicts)
         self.cache: SlotCache | None = None
         self.seen = 0
-        """Columns of the batch so far, including padding."""
+        """Number of batch columns so far, including padding."""
         self.entered = 0
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         self.prompts: list[int] = []
-        """Real tokens of each row's prompt."""
+        """Number of real tokens in each row's prompt."""
         self.held: list[int] = []
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):

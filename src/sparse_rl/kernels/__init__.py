@@ -1,1 +1,1 @@
-"""Small tensor operations, each with a plain torch reference. They know nothing of models or policies."""
+"""Small tensor operations, each with a plain torch reference. They do not depend on models or policies."""

@@ -1,7 +1,7 @@
-"""Attention for the sampler and the learner: one query over a slot, causal sequences, and the shadow of one sequence.
+"""Attention for sampler and learner: one query over a slot, causal sequences, and shadow attention over one sequence.
 
-Sequences that share one row are `packed`: they follow each other without padding. `cu_seqlens` are their boundaries, from 0 to
-N. `shadow.py` has the shadow of a whole packed row on a GPU.
+Sequences that share one row are packed: they follow each other without padding. `cu_seqlens` holds their boundaries, from 0 to
+N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
 # B rows, S slots, Q query heads, H kv heads, G query heads of a kv head, T tokens, N packed tokens, C capacity, D head dimension
@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-SHADOW_TILE = 512  # queries at a time: the mask of a tile is [H, tile, T]
+SHADOW_TILE = 512  # queries per tile; the mask of a tile is [H, tile, T]
 
 
 def decode_attention(
     queries_SQD: Tensor, keys_SHCD: Tensor, values_SHCD: Tensor, lengths_S: Tensor, *, longest: int, even: bool, scale: float
 ) -> Tensor:
-    """Return the attention [S, Q, D] of each slot's query over the first `lengths` keys of its row.
+    """Return the attention output [S, Q, D] of each slot's query over the first `lengths` keys of its row.
 
-    The query heads of a kv head take the place of a sequence's queries, so keys are never repeated. `longest` and `even` (all
-    lengths are equal) come from the host, so that nothing beyond them is read or masked.
+    The query heads of a kv head are treated as a sequence of queries, so keys are never repeated. The host provides `longest`
+    and `even` (True if all lengths are equal), so that no key beyond them is read or masked.
     """
     slots, q_heads, dim = queries_SQD.shape
     kv_heads = keys_SHCD.shape[1]
@@ -40,10 +40,10 @@ def decode_attention(
 
 
 def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:
-    """Return the causal attention [B, Q, T, D] of whole sequences over themselves."""
+    """Return the causal attention output [B, Q, T, D] of whole sequences."""
     groups = queries_BQTD.shape[1] // keys_BHTD.shape[1]
     if groups > 1 and queries_BQTD.is_cuda and queries_BQTD.dtype not in HALF:
-        # torch's only float32 kernel for shared heads stores all T x T scores; repeated keys are far smaller
+        # torch's only float32 kernel for grouped-query attention stores all T x T scores. Repeated keys are far smaller.
         keys_BHTD, values_BHTD = (each.repeat_interleave(groups, dim=1) for each in (keys_BHTD, values_BHTD))
         groups = 1
     return F.scaled_dot_product_attention(
@@ -54,11 +54,12 @@ def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tenso
 def packed_causal_attention(
     queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, cu_seqlens: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Return the causal attention [1, Q, N, D] of each packed sequence over itself, differentiable.
+    """Return the causal attention output [1, Q, N, D] of packed sequences, each attending only to itself. It is
+    differentiable.
 
     `cu_seqlens` is int32, has one entry more than there are sequences, and is on the device of the queries. `longest` is the
-    length of the longest sequence. One kernel computes all sequences in half precision on a GPU. It copies nothing if the
-    tensors are transposed views of [1, N, heads, D], as in transformers. Elsewhere each sequence is one call.
+    length of the longest sequence. In half precision on a GPU, one kernel computes all sequences. It copies nothing if the
+    tensors are transposed views of [1, N, heads, D], as in transformers. Otherwise each sequence is a separate call.
     """
     if _has_varlen(queries_1QND):
         q, k, v = (each[0].transpose(0, 1) for each in (queries_1QND, keys_1HND, values_1HND))
@@ -90,7 +91,7 @@ def _varlen(
     options: dict[str, Any] = {"scale": scale}
     known = _varlen_options()
     options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:  # without this argument the kernel always shares heads
+    if "enable_gqa" in known:  # without this argument, the kernel always supports grouped-query attention
         options["enable_gqa"] = queries_NQD.shape[1] != keys_NHD.shape[1]
     out_NQD = varlen_attn(queries_NQD, keys_NHD, values_NHD, cu_seqlens, cu_seqlens, longest, longest, **options)
     assert isinstance(out_NQD, Tensor)
@@ -99,7 +100,7 @@ def _varlen(
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    """Return the supported arguments of the varlen function. It is new and its arguments change with torch's releases."""
+    """Return the argument names of torch's varlen function, which change between torch releases."""
     from torch.nn.attention.varlen import varlen_attn
 
     return frozenset(inspect.signature(varlen_attn).parameters)
@@ -108,8 +109,10 @@ def _varlen_options() -> frozenset[str]:
 def shadow_attention(
     queries_1QTD: Tensor, keys_1HTD: Tensor, values_1HTD: Tensor, evicted_at_HT: Tensor, *, scale: float
 ) -> Tensor:
-    """Return the attention [1, Q, T, D] of a whole sequence as the sampler saw it. The query at t sees the key at j iff j
-    <= t < evicted_at[j]."""
+    """Return the attention output [1, Q, T, D] of a whole sequence as the sampler saw it.
+
+    The query at t sees the key at j iff j <= t < evicted_at[j].
+    """
     _, q_heads, total, dim = queries_1QTD.shape
     kv_heads = keys_1HTD.shape[1]
     queries_HGTD = queries_1QTD.view(kv_heads, q_heads // kv_heads, total, dim)

@@ -1,4 +1,4 @@
-"""Choose the tokens to keep: the best scores of each row, in time order, in one launch instead of three sorts."""
+"""Select the tokens to keep, the best scores of each row in time order, in one launch instead of three sorts."""
 
 # B rows, H kv heads, n scored tokens
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from .jit import jit, next_power_of_2, tl
 
 MOST = 8192
-"""Maximum number of scored tokens that one program ranks."""
+"""Maximum number of scored tokens that one program can rank."""
 
 
 def fused_choose(
     scores_BHn: Tensor, total: int, budget: int, sinks: int, protected_B: Tensor | None, rounding: float
 ) -> Tensor:
-    """Return indices [B, H, budget], ascending, as `Policy.select` does: the first `sinks` and `protected` tokens, the
-    tokens after the scored ones, and the best of the rest.
+    """Return indices [B, H, budget], ascending, as `Policy.select` does: the first `sinks` and `protected` tokens, the tokens
+    after the scored ones, and the best of the rest.
 
-    The score at the cut is found bit by bit. Scores equal to it up to rounding are ties, and so are scores equal to those.
-    Among ties the lower positions stay.
+    The score at the cut is found bit by bit. Scores that are equal to it up to rounding are ties, and ties are transitive.
+    Among ties, lower positions are kept.
     """
     rows, heads, scored = scores_BHn.shape
     scores = scores_BHn.contiguous()
@@ -36,7 +36,7 @@ def fused_choose(
 
 @jit
 def _ordered(scores):
-    """Map floats to integers of the same order."""
+    """Map floats to integers with the same order."""
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000
 
@@ -58,7 +58,7 @@ def _choose(
     ordered = tl.where(real, _ordered(scores), -1)
     places = budget - (total - scored)
 
-    cut = tl.zeros([], tl.int64)  # the largest value that at least `places` scores reach
+    cut = tl.zeros([], tl.int64)  # largest value that at least `places` scores reach
     bit = tl.full([], 0x80000000, tl.int64)
     for _ in range(32):
         tried = cut | bit

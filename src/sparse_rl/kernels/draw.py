@@ -1,9 +1,9 @@
-"""Draw one token per slot in one pass over its logits, return its exact log-prob, and advance the slot.
+"""Draw one token per slot in one pass over its logits, compute its exact log-prob, and advance the slot.
 
 The torch reference is `rollout.sampling.sample` with `counter_rng.uniform`: the draw inverts the cumulative distribution in
-vocabulary order. A first launch sums the weights of each block of the vocabulary. A second finds the block of the draw and
-reads only that block again. top_k and top_p add two launches between them: `nucleus` finds the kept tokens, and their weights
-are summed.
+vocabulary order. The first launch sums the weights of each block of the vocabulary. The second launch finds the block of the
+draw and reads only that block again. top_k and top_p add two launches in between: `nucleus` finds the kept tokens, and then
+their weights are summed.
 """
 
 # S slots, V vocabulary, B blocks and G groups of it; n steps of a chunk
@@ -34,10 +34,11 @@ def draw_and_advance(
     greedy: bool,
     truncation: Truncation | None = None,
 ) -> None:
-    """Write the next token of each slot and its log-prob into row `steps` of the chunk, and make it the slot's token.
+    """Write the next token of each slot and its log-prob into row `steps` of the chunk, and set it as the slot's current
+    token.
 
-    All state is int64 and on the device. A slot's position never passes `last`: one that has ended idles there.
-    The log-prob is that of the untruncated softmax.
+    All state is int64 and on the device. The position of a slot never exceeds `last`; a finished slot stays there. The
+    log-prob is that of the untruncated softmax.
     """
     truncated = truncation is not None
     assert not (greedy and truncated)
@@ -97,7 +98,7 @@ def _sum_blocks(
 def _sum_kept(
     logits_ptr, row_stride, temperature_ptr, tops_ptr, thresholds_ptr, last_ids_ptr, kept_sums_ptr, vocab, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum the weights of each block like `_sum_blocks`, but only of kept tokens. A block without kept tokens is not read."""
+    """Sum the weights of the kept tokens in each block. Blocks without kept tokens are not read."""
     slot, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = slot * tl.num_programs(1) + block
     temperature, top = tl.load(temperature_ptr), tl.load(tops_ptr + place)
@@ -138,7 +139,7 @@ def _draw(
     v = tl.arange(0, BLOCK)
     if GREEDY:
         block = tl.min(tl.where(tops == top, b, BLOCKS_PAD), axis=0)
-        block = tl.minimum(block, blocks - 1)  # out of range only if all are NaN; the log-prob below shows it
+        block = tl.minimum(block, blocks - 1)  # out of range only if all logits are NaN; the log-prob below is then NaN
         inside = (
             tl.load(
                 logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
@@ -157,7 +158,7 @@ def _draw(
         target = uniform * tl.sum(weights, axis=0)
         cumulative = tl.cumsum(weights, axis=0)
         block = tl.sum((cumulative <= target).to(tl.int32), axis=0)
-        block = tl.minimum(block, tl.max(tl.where(weights > 0, b, 0), axis=0))  # the last block with any weight
+        block = tl.minimum(block, tl.max(tl.where(weights > 0, b, 0), axis=0))  # last block with a positive weight
         before = tl.sum(tl.where(b < block, weights, 0.0), axis=0)
         inside = tl.load(
             logits_ptr + slot * row_stride + block * BLOCK + v, mask=block * BLOCK + v < vocab, other=float("-inf")
@@ -167,10 +168,11 @@ def _draw(
             inside = tl.where(stay, inside, float("-inf"))
         inside = inside / temperature
         inner = tl.cumsum(tl.exp(inside - top).to(tl.float64), axis=0)
-        # The block's sum was rounded differently from the sum of its terms, so the target keeps its share of the block.
+        # The block's sum was rounded differently from the sum of its terms, so the target is rescaled to its share of the
+        # block.
         weight = tl.sum(tl.where(b == block, weights, 0.0), axis=0)
         within = (target - before) / weight * tl.max(inner, axis=0)
-        heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)  # an index beyond it is possible only if all are NaN
+        heavy = tl.max(tl.where(inside > float("-inf"), v, 0), axis=0)  # a larger index is possible only if all logits are NaN
         place = tl.minimum(tl.sum((inner <= within).to(tl.int32), axis=0), heavy)
     chosen = tl.sum(tl.where(v == place, inside, 0.0), axis=0)
     logprob = chosen - top - tl.log(total).to(tl.float32)

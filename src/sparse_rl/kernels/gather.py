@@ -1,4 +1,4 @@
-"""Compact cached rows in place: kept tokens move to the front, in order, without a copy of the row."""
+"""Compact cached rows in place: move kept tokens to the front, in order, without copying the row."""
 
 # N rows of the cache, R of them that are compacted, H kv heads, C capacity, K kept, D head dimension
 
@@ -11,7 +11,8 @@ from .jit import jit, next_power_of_2, tl, usable
 
 
 def keep_in_place(keys_NHCD: Tensor, values_NHCD: Tensor, positions_NHC: Tensor, rows_R: Tensor, kept_RHK: Tensor) -> None:
-    """Move token `kept[r, h, i]` of row `rows[r]` to index i. `kept` ascends, so nothing is overwritten before it is read."""
+    """Move token `kept[r, h, i]` of row `rows[r]` to index i. `kept` is ascending, so no token is overwritten before it is
+    read."""
     if usable(keys_NHCD.device):
         fused_keep(keys_NHCD, values_NHCD, positions_NHC, rows_R, kept_RHK)
         return
@@ -50,7 +51,7 @@ def _keep(
         keys = tl.load(keys_ptr + (row + source)[:, None] * DIM + d[None, :], mask=mask)
         values = tl.load(values_ptr + (row + source)[:, None] * DIM + d[None, :], mask=mask)
         positions = tl.load(positions_ptr + row + source, mask=to < kept)
-        tl.debug_barrier()  # read the whole block before writing any of it; later blocks read further on
+        tl.debug_barrier()  # read the whole block before writing any of it; later blocks read at larger indices
         tl.store(keys_ptr + (row + to)[:, None] * DIM + d[None, :], keys, mask=mask)
         tl.store(values_ptr + (row + to)[:, None] * DIM + d[None, :], values, mask=mask)
         tl.store(positions_ptr + row + to, positions, mask=to < kept)

@@ -1,4 +1,4 @@
-"""Attention importance of keys for the window's queries, shared by R-KV and SnapKV."""
+"""Attention importance of keys for the queries of the window, used by R-KV and SnapKV."""
 
 # B rows, Q query heads, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens, n = T - W
 
@@ -11,7 +11,8 @@ from .jit import jit, next_power_of_2, precision, product, tl, usable
 from .rows import Rows
 
 QUERY_ROWS = 128
-"""Queries of 128 half-precision numbers that a program holds in 100 KB of shared memory, beside the keys it reads."""
+"""Number of queries of 128 half-precision elements that a program holds in 100 KB of shared memory, next to the keys it
+reads."""
 
 
 def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ def window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
 
 
 def causal_window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
-    """Return `window_logits` over all T keys, with the keys after each query of the window masked."""
+    """Return `window_logits` over all T keys. Keys after a query of the window are masked."""
     logits_BHGWT = window_logits(queries_BQWD, keys_BHTD)
     window, total = logits_BHGWT.shape[-2:]
     key_T = torch.arange(total, device=keys_BHTD.device)
@@ -34,8 +35,8 @@ def causal_window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
 def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor | Rows) -> Tensor:
     """Return R-KV's attention score before pooling, [B, H, T - W].
 
-    It is the maximum of the logits over the group, the softmax over the keys before the window, and the mean over the window's
-    queries.
+    It is the maximum of the logits over the query heads of a group, then the softmax over the keys before the window, then the
+    mean over the queries of the window.
     """
     if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
         return fused_importance(queries_BQWD, keys_BHTD if isinstance(keys_BHTD, Rows) else Rows.of(keys_BHTD))
@@ -46,8 +47,8 @@ def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor | Rows) -> Tensor:
 
 
 def fused_importance(queries_BQWD: Tensor, keys: Rows) -> Tensor:
-    """Compute `decode_importance` in one launch that reads a row's keys twice. A long window is cut into parts of as many
-    queries as shared memory holds."""
+    """Compute `decode_importance` in one launch that reads a row's keys twice. A long window is split into parts whose queries
+    fit in shared memory."""
     rows, q_heads, window, dim = queries_BQWD.shape
     heads, scored = keys.shape[1], keys.held - window
     group = q_heads // heads
@@ -78,7 +79,7 @@ def _window_block(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WINDOW_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of a block of keys, the largest over the group, as [WINDOW_PAD, BLOCK]."""
+    """Return the logits of a block of keys, maximized over the group, as [WINDOW_PAD, BLOCK]."""
     n, d = start + tl.arange(0, BLOCK), tl.arange(0, DIM_PAD)
     keys = tl.load(row + n[:, None] * token_stride + d[None, :], mask=(n < scored)[:, None] & (d < DIM)[None, :], other=0.0)
     logits = product(query, tl.trans(keys), PRECISION) * scale

@@ -1,4 +1,4 @@
-"""Triton, if it is installed. Without it the other kernel modules still import and use their torch references."""
+"""Import Triton if it is installed. Without Triton, the kernel modules still import and use their torch references."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ except ImportError:
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Return the reason why kernels do not run on this CUDA device, or None if they do. Launches an empty kernel once."""
+    """Return why kernels do not run on this CUDA device, or None if they do. Launches an empty kernel once."""
     if triton is None:
         return "Triton is not installed; try pip install triton"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -43,7 +43,7 @@ def usable(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make this the current device, on which kernels launch."""
+    """Make this the current device, on which kernels are launched."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -52,7 +52,8 @@ def next_power_of_2(count: int) -> int:
 
 
 def precision(tensor: torch.Tensor) -> str:
-    """Return the precision of products: exact for float32, never TF32. Triton's interpreter needs bfloat16 widened first."""
+    """Return the precision of matrix products: exact for float32, never TF32. Triton's interpreter requires bfloat16 to be
+    widened first."""
     if tensor.device.type == "cpu":
         return "wide"
     return "ieee" if tensor.dtype == torch.float32 else "tf32"

@@ -1,7 +1,8 @@
 """Multiply a few rows by a large weight on a CPU whose BLAS repacks the weight for every product.
 
-OpenBLAS (the ARM builds of torch) computes y = x W^T with few rows at about two thirds of its speed for W x^T (16 rows). W x^T
-is the same product with the operands swapped. MKL does not need this detour, and one row is already a matrix-vector product.
+With few rows, OpenBLAS (the ARM builds of torch) computes y = x W^T at about two thirds of its speed for W x^T (16 rows). W
+x^T is the same product with the operands swapped. MKL does not need this workaround, and a single row is already a
+matrix-vector product.
 """
 
 import contextlib
@@ -11,11 +12,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 ROWS = range(2, 49)
-LARGE_WEIGHT = 2**16  # elements; below it the detour costs more than it saves
+LARGE_WEIGHT = 2**16  # elements; for smaller weights the workaround costs more than it saves
 
 
 class SkinnyLinear(TorchFunctionMode):
-    """Context in which `linear` of few float32 rows with a large weight computes W x^T. Models need no change."""
+    """Context in which `linear` computes W x^T for few float32 rows and a large weight. Models need no change."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.linear and not kwargs and _skinny(*args[:2]):
@@ -34,7 +35,7 @@ def _skinny(x, weight) -> bool:
 
 
 def decode_context(model: torch.nn.Module) -> contextlib.AbstractContextManager:
-    """Return the context in which decode steps of this model run."""
+    """Return the context in which this model's decode steps run."""
     weights = [weight for weight in model.parameters() if weight.device.type == "cpu" and weight.numel() >= LARGE_WEIGHT]
     if weights and not torch.backends.mkl.is_available():
         return SkinnyLinear()

@@ -1,13 +1,14 @@
-"""Find the cut of top_k and top_p in a row of logits without sorting it.
+"""Find the top_k and top_p cut in a row of logits without sorting the row.
 
-The torch reference is `rollout.sampling.truncate`: keep the top_k largest (0: all), and of those the smallest set with a share
-of top_p. Ties go to the lower ids. A cut is the smallest kept logit and the last kept id among its equals.
+The torch reference is `rollout.sampling.truncate`: keep the top_k largest (0: all), and of those the smallest set whose
+probability reaches top_p. Ties go to lower ids. A cut consists of the smallest kept logit and the last kept id among equal
+logits.
 
-A nucleus usually has few tokens, so most of the row is never read again. The largest logits of small groups of the vocabulary
-bound the cut from below. The search then reads only the groups that reach this bound.
+A nucleus usually has few tokens, so most of the row is read only once. The largest logits of small groups of the vocabulary
+give a lower bound of the cut. The search then reads only the groups that reach this bound.
 """
 
-# S slots, V vocabulary, G groups of it, B blocks of it
+# S slots, V vocabulary, G groups and B blocks of the vocabulary
 
 from __future__ import annotations
 
@@ -20,28 +21,28 @@ from .jit import jit, next_power_of_2, tl
 
 GROUP = 128
 TILE, WARPS = 4096, 16
-"""Logits of groups that a program reads at a time, and its number of warps."""
+"""Number of logits that a program reads at a time, and its number of warps."""
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Low bits that are always 0 in a float32 widened from this dtype. The search skips them."""
+"""Low bits that are always 0 in a float32 converted from this dtype. The search skips them."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """top_k and top_p on the device, so that one graph serves all values."""
+    """top_k and top_p as device tensors, so that one CUDA graph works for all values."""
 
     top_k_1: Tensor
-    """int64; 0 keeps all."""
+    """int64; 0 keeps all tokens."""
     top_p_1: Tensor
-    """float64; 1 keeps all."""
+    """float64; 1 keeps all tokens."""
 
 
 def find_cuts(
     logits_SV: Tensor, temperature_1: Tensor, truncation: Truncation, tops_SB: Tensor, sums_SB: Tensor, group_tops_SG: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the smallest kept logit [S] and the last kept id [S] among its equals.
+    """Return the smallest kept logit [S], and the last kept id [S] among the logits equal to it.
 
-    `tops_SB` is each block's largest logit divided by the temperature; `sums_SB` is the sum of its weights relative to it.
-    `group_tops_SG` is each group's largest logit, not divided.
+    `tops_SB` is each block's largest logit divided by the temperature. `sums_SB` is the sum of the block's weights relative to
+    that logit. `group_tops_SG` is each group's largest logit, not divided by the temperature.
     """
     slots, vocab = logits_SV.shape
     blocks, groups = tops_SB.shape[1], group_tops_SG.shape[1]
@@ -63,7 +64,7 @@ def find_cuts(
 
 @jit
 def block_weights(tops, sums):
-    """Return the blocks' sums relative to the largest logit of the row."""
+    """Return the sums of the blocks relative to the largest logit of the row."""
     return sums * tl.exp(tl.maximum(tops, -1e30) - tl.max(tops, axis=0)).to(tl.float64)
 
 
@@ -74,7 +75,7 @@ def stays(logits, ids, threshold, last_id):
 
 @jit
 def _ordered(logits, UNUSED: tl.constexpr):
-    """Map floats to integers of the same order; 0.0 and -0.0 are equal."""
+    """Map floats to integers with the same order; 0.0 and -0.0 are equal."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> UNUSED
 
@@ -118,10 +119,10 @@ def _cut(
 
 @jit
 def _lower_bound(group_tops, top, total, temperature, top_k, top_p, vocab):
-    """Return a logit that is not above the cut: one from which on the groups' largest logits suffice by themselves.
+    """Return a logit that is not above the cut: the groups' largest logits from it upwards already satisfy top_k and top_p.
 
-    If there is none, tokens below (1 - top_p) / V cannot hold the share that top_p leaves out. Half of that allows for
-    rounding.
+    If there is no such logit, use a bound: tokens with a probability below (1 - top_p) / V together hold less than 1 - top_p.
+    The bound is halved to allow for rounding.
     """
     counted = top_k > 0
     weights = tl.exp(group_tops / temperature - top / temperature).to(tl.float64)
@@ -140,7 +141,8 @@ def _lower_bound(group_tops, top, total, temperature, top_k, top_p, vocab):
 
 @jit
 def _tile(row, start, threshold, last_id, COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return ids, logits and weights (ones for a count) of some listed groups. Tokens removed by an earlier cut weigh 0."""
+    """Return ids, logits and weights of some listed groups; for a count the weights are 1. Tokens removed by an earlier cut
+    have weight 0."""
     row_ptr, listed_ptr, listed, vocab, temperature, top = row
     i = tl.arange(0, TILE)
     place = start + i // GROUP
@@ -167,12 +169,12 @@ def _search(
     row, lowest, threshold, last_id, target,
     COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, UNUSED: tl.constexpr,
 ):  # fmt: skip
-    """Return the cut at which the weights, summed from the largest logit down, reach `target`. Tokens removed by an earlier
-    cut do not count."""
+    """Return the cut at which the weights, summed from the largest logit downwards, reach `target`. Tokens removed by an
+    earlier cut do not count."""
     top, listed = row[5], row[2]
     low, high = _ordered(lowest, UNUSED).to(tl.int64), _ordered(top, UNUSED).to(tl.int64) + 1
-    above = tl.zeros([], tl.float64)  # the weight from `high` on, which is below the target
-    while high - low > 1:  # each pass keeps a quarter of the range
+    above = tl.zeros([], tl.float64)  # total weight from `high` upwards, which is below the target
+    while high - low > 1:  # each iteration keeps a quarter of the range
         first = low + tl.maximum((high - low) // 4, 1)
         second, third = low + (high - low) // 2, low + (high - low) * 3 // 4
         sum_1, sum_2, sum_3 = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)

@@ -1,4 +1,4 @@
-"""R-KV's redundancy: the similarity of each key to the other keys of its row, without a [T, T] matrix in memory."""
+"""R-KV's redundancy: the similarity of each key to the other keys of its row, without storing a [T, T] matrix."""
 
 # B rows, H kv heads, T cached tokens, R rows of a tile of the similarity matrix, D head dimension
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from .jit import jit, next_power_of_2, precision, product, tl, usable
 from .rows import Rows
 
-TILE_ROWS = 256  # rows of a tile of the similarity matrix, in the reference
+TILE_ROWS = 256  # rows of a tile of the similarity matrix, in the torch reference
 
 
 def redundancy(keys_BHTD: Tensor | Rows, threshold: float) -> Tensor:
     """Return the softmax over the T keys of each key's mean cosine similarity to all keys, [B, H, T].
 
-    In each row of the similarity matrix the diagonal counts 0, and so does the LAST column above the threshold (column 0 if
-    there is none). So the newest of several similar keys does not count as redundant.
+    In each row of the similarity matrix, two entries are set to 0: the diagonal, and the LAST column above the threshold
+    (column 0 if there is none). The newest of several similar keys therefore does not count as redundant.
     """
     if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
         rows = keys_BHTD if isinstance(keys_BHTD, Rows) else Rows.of(keys_BHTD)
@@ -28,10 +28,10 @@ def redundancy(keys_BHTD: Tensor | Rows, threshold: float) -> Tensor:
 
 
 def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
-    """Return the column sums of the similarity matrix, tile by tile. This is the torch reference."""
+    """Return the column sums of the similarity matrix, computed tile by tile. This is the torch reference."""
     keys = keys_BHTD.float()
     unit_BHTD = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
-    unit_BHDT = unit_BHTD.transpose(-1, -2).contiguous()  # contiguous: many small products on a CPU run faster
+    unit_BHDT = unit_BHTD.transpose(-1, -2).contiguous()  # contiguous, because many small products then run faster on a CPU
     total = keys.shape[2]
     column_T = torch.arange(total, device=keys.device)
     sums_BHT = keys.new_zeros(keys.shape[:3])
@@ -48,8 +48,8 @@ def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
 
 
 def fused_sums(keys: Rows, threshold: float) -> Tensor:
-    """Compute `tiled_sums` in three launches. The matrix is symmetric: a row's sum is its column's, less the entries set to
-    0."""
+    """Compute `tiled_sums` in three launches. The matrix is symmetric, so a column's sum equals the row's sum minus the
+    entries set to 0."""
     rows, heads, total, dim = keys.shape
     sums = torch.empty(rows, heads, total, dtype=torch.float32, device=keys.device)
     norms, amounts, result = (torch.empty_like(sums) for _ in range(3))
@@ -104,7 +104,7 @@ def _similarities(
         j = start + tl.arange(0, COLUMNS)
         other = tl.load(row + j[:, None] * token_stride + d[None, :], mask=(j < total)[:, None] & in_dim, other=0.0)
         scale = 1.0 / tl.load(norms_ptr + j, mask=j < total, other=1.0)
-        similar = product(mine, tl.trans(other), PRECISION) * scale[None, :]  # times my_norm
+        similar = product(mine, tl.trans(other), PRECISION) * scale[None, :]  # still to be multiplied by my_norm
         if (start < first + ROWS) & (start + COLUMNS > first):
             similar = tl.where(i[:, None] == j[None, :], 0.0, similar)
         sums += tl.sum(similar, axis=1)
@@ -114,7 +114,7 @@ def _similarities(
     zeroed = tl.maximum(zeroed, 0)
     lost = tl.load(row + zeroed[:, None] * token_stride + d[None, :], mask=in_dim, other=0.0).to(tl.float32)
     amount = tl.sum(mine.to(tl.float32) * lost, axis=1) / tl.load(norms_ptr + zeroed)
-    amount = tl.where(zeroed == i, 0.0, amount)  # the diagonal is 0 already
+    amount = tl.where(zeroed == i, 0.0, amount)  # the diagonal is already 0
     place = pair * total + i
     tl.store(sums_ptr + place, sums / my_norm, mask=i < total)
     tl.store(zeroed_ptr + place, zeroed, mask=i < total)
@@ -123,7 +123,8 @@ def _similarities(
 
 @jit
 def _subtract(sums_ptr, zeroed_ptr, amounts_ptr, result_ptr, total, BLOCK: tl.constexpr):
-    """Subtract from column j the entries that rows set to 0 in it, in a fixed order: no atomics, the same bits every time."""
+    """Subtract from column j the entries that rows set to 0 in it. The order is fixed and no atomics are used, so that results
+    are bitwise reproducible."""
     pair = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lost = tl.zeros([BLOCK], tl.float32)

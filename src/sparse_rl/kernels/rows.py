@@ -1,4 +1,4 @@
-"""References to rows of the cache: kernels read them in place, all other code takes a copy."""
+"""References to rows of the cache. Kernels read the rows in place; all other code uses a copy."""
 
 # N rows of the cache, R of them, H kv heads, C capacity, T tokens held, D head dimension
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """The first `held` tokens of some rows: [R, H, T, D]."""
+    """The first `held` tokens of selected rows, with shape [R, H, T, D]."""
 
     stored_NHCD: Tensor
     rows_R: Tensor
@@ -18,7 +18,7 @@ class Rows:
 
     @classmethod
     def of(cls, tensor_RHTD: Tensor) -> "Rows":
-        """Reference all rows of a tensor."""
+        """Return a reference to all rows of a tensor."""
         stored = tensor_RHTD if tensor_RHTD.stride(-1) == 1 else tensor_RHTD.contiguous()
         return cls(stored, torch.arange(len(stored), device=stored.device), stored.shape[2])
 
@@ -40,5 +40,5 @@ class Rows:
         return self.stored_NHCD.stride()[:3]  # type: ignore[return-value]
 
     def take(self) -> Tensor:
-        """Return a copy."""
+        """Return a copy of the referenced rows."""
         return self.stored_NHCD[self.rows_R, :, : self.held]

@@ -1,10 +1,9 @@
-"""Shadow attention of a whole packed row in one FlexAttention call per layer: each query sees the keys that the sampler
-saw.
+"""Shadow attention of a whole packed row in one FlexAttention call per layer: each query sees the keys that the sampler saw.
 
-The evictions of a pack are one number per key: `until`, the first packed query that does not see it. It is never beyond the
-end of the key's own sequence. A query at t sees the key at j iff j <= t < until[j]. So sequences do not see each other, and no
-T x T tensor is stored. FlexAttention skips blocks of 128 queries by 128 keys that see nothing of each other. The smallest and
-the largest `until` of a block of keys determine these blocks.
+The evictions of a pack are one number per key: `until`, the first packed query that does not see the key. It never exceeds the
+end of the key's own sequence. A query at t sees the key at j iff j <= t < until[j]. Sequences therefore do not see each other,
+and no T x T tensor is stored. FlexAttention skips blocks of 128 queries by 128 keys in which no query sees any key. The
+smallest and the largest `until` of a block of keys determine which blocks are skipped.
 """
 
 # L layers, Q query heads, H kv heads, G query heads of a kv head, N packed tokens, P of them with padding, B blocks of P
@@ -24,19 +23,20 @@ from ..sizes import SHADOW_BLOCK, padded_length
 
 SMALLEST_HEAD = 16  # FlexAttention's limit
 COMPILATIONS = 64
-"""Maximum number of compilations. Lengths are rounded up to powers of two to need few: each takes seconds."""
+"""Maximum number of compilations. Lengths are rounded up to powers of two to limit their number, because each takes
+seconds."""
 
 
 class Shadow:
-    """Visibility of the keys of a pack to its queries, in all layers."""
+    """Visibility of the keys of a pack to its queries, for all layers."""
 
     def __init__(self, until_LHN: Tensor):
         self.tokens = until_LHN.shape[-1]
         self.padded = padded_length(self.tokens)
-        self.until_LHP = F.pad(until_LHN, (0, self.padded - self.tokens))  # no query sees padding, and padding sees nothing
+        self.until_LHP = F.pad(until_LHN, (0, self.padded - self.tokens))  # no query sees padding, and padding sees no key
         some_LHBB, all_LHBB = block_relations(self.until_LHP)
         partial_LHBB = some_LHBB & ~all_LHBB
-        self.lists: dict[str, Any] = {}  # keys are BlockMask's names
+        self.lists: dict[str, Any] = {}  # the keys are BlockMask's argument names
         for prefix, chosen in (("", partial_LHBB), ("full_", all_LHBB)):
             for side, rows in (("kv", chosen), ("q", chosen.transpose(-1, -2))):
                 counts, indices = _listed(rows)
@@ -53,8 +53,10 @@ class Shadow:
         return BlockMask((self.padded, self.padded), **lists, BLOCK_SIZE=(SHADOW_BLOCK, SHADOW_BLOCK), mask_mod=sees)
 
     def attend(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float) -> Tensor:
-        """Return the attention [1, Q, N, D]. The memory for backward grows with N. Only the lists of blocks grow with N^2,
-        16384 times slower."""
+        """Return the attention output [1, Q, N, D].
+
+        The memory for backward grows linearly with N. Only the block lists grow with N^2, divided by 16384.
+        """
         padding = self.padded - self.tokens
         q, k, v = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (queries_1QND, keys_1HND, values_1HND))
         mask = self.block_mask(layer, q.shape[1])
@@ -63,8 +65,10 @@ class Shadow:
 
 
 def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (some, all), both bool [L, H, query block, key block]. `some` is False if no query of the block sees any key
-    of the other. `all` is True if every query sees every key."""
+    """Return (some, all), both bool [L, H, query block, key block].
+
+    `some` is False if no query of the query block sees any key of the key block. `all` is True if every query sees every key.
+    """
     blocks_LHBK = until_LHP.unflatten(-1, (-1, SHADOW_BLOCK))
     first_B = torch.arange(0, until_LHP.shape[-1], SHADOW_BLOCK, device=until_LHP.device, dtype=until_LHP.dtype)
     last_B = first_B + (SHADOW_BLOCK - 1)
@@ -75,8 +79,8 @@ def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen_LHBB: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row of blocks, the number of chosen ones and all indices with the chosen ones first, as
-    FlexAttention expects them."""
+    """Return the number of chosen blocks in each row, and all block indices with the chosen ones first, as FlexAttention
+    expects."""
     order = chosen_LHBB.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen_LHBB.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -89,7 +93,7 @@ _broken: list[Exception] = []
 
 
 def give_up(error: Exception) -> None:
-    """Record that FlexAttention cannot be compiled here. `usable` returns False from then on."""
+    """Record that FlexAttention cannot be compiled here. `usable` returns False afterwards."""
     warnings.warn(
         "FlexAttention does not run here, so shadow passes hold a mask of T x T and take longer "
         f"({type(error).__name__}: {first_line(error)}).",

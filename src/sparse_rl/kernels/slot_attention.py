@@ -1,8 +1,8 @@
-"""One decode step of one layer in one launch: store the new key, value and query in their slot and attend over it.
+"""One decode step of one layer in one launch: store the new key, value and query in their slot, and attend over the slot.
 
-The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program takes one slot and one
-kv head, and reads the slot's keys once for all query heads of that head. If slots are few, several programs share a row and a
-second launch combines them.
+The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
+one kv head, and reads the slot's keys once for all query heads of that kv head. If there are few slots, several programs share
+a row and a second launch combines their results.
 """
 
 # S slots, Q query heads, H kv heads, G query heads of a kv head, C capacity, D head dimension, W window
@@ -15,9 +15,9 @@ from torch import Tensor
 from .jit import jit, next_power_of_2, precision, product, tl
 
 BLOCK = 64
-"""Keys a program reads at a time."""
+"""Number of keys that a program reads at a time."""
 PROGRAMS_PER_SM = 4
-"""Programs per multiprocessor below which bandwidth stays unused. Rows are then split."""
+"""Programs per multiprocessor below which memory bandwidth is not saturated. Rows are then split."""
 
 
 def attend_and_append(
@@ -34,10 +34,10 @@ def attend_and_append(
     scale: float,
     splits: int = 1,
 ) -> Tensor:
-    """Return the attention [S, Q, D] of each slot's query over its first `lengths` keys and the new key, stored at index
-    `lengths`.
+    """Return the attention output [S, Q, D] of each slot's query over its first `lengths` keys and the new key.
 
-    Writes the caches, the positions and the ring in place. The caller increases the lengths at the end of the step.
+    The new key is stored at index `lengths`. The function writes the caches, the positions and the ring buffer in place. The
+    caller increments the lengths at the end of the step.
     """
     slots, q_heads, dim = queries_SQD.shape
     kv_heads, capacity = cached_keys_SHCD.shape[1:3]
@@ -80,8 +80,8 @@ def attend_and_append(
 
 
 def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int:
-    """Return the number of programs that share a row, so that few slots also fill the device. Each gets at least two blocks
-    of a full row."""
+    """Return the number of programs that share a row, so that few slots also occupy the whole device. Each program gets at
+    least two blocks of a full row."""
     wanted = PROGRAMS_PER_SM * processors // (slots * kv_heads)
     return max(1, min(wanted, capacity // (2 * BLOCK), 64))
 
@@ -120,7 +120,7 @@ def _attend(
             place = ring_ptr + ((slot * HEADS * GROUP + q_head_of[:, None]) * WINDOW + position % WINDOW) * DIM + d[None, :]
             tl.store(place, query, mask=in_group[:, None] & in_dim[None, :])
 
-    # The new token is the first term of split 0's sums; the other splits start from nothing.
+    # The new token initializes the sums of split 0. The other splits start empty.
     mine = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
     top = tl.where(split == 0, mine, float("-inf"))
     weight = tl.where(split == 0, tl.full([GROUP_PAD], 1.0, tl.float32), 0.0)

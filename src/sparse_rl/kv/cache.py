@@ -1,7 +1,7 @@
-"""The slot cache: one tensor of keys and one of values over all layers and slots, of fixed size.
+"""The slot cache: one tensor of keys and one of values for all layers and slots, with a fixed size.
 
-A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order, at the front
-of its row. The host knows every length (the schedule is fixed), so nothing here asks the device.
+A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order, at the start
+of its row. The host computes every length from the fixed schedule, so this module never synchronizes with the device.
 """
 
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window; T tokens held, K kept
@@ -27,7 +27,7 @@ from .prompt_layout import NthSamples, PackedPrompts
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Shape, dtype and device of the cache that a model's attention needs."""
+    """Shape, dtype and device of the cache for a model's attention."""
 
     layers: int
     q_heads: int
@@ -38,7 +38,7 @@ class CacheShape:
 
 
 def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
-    """Raise if the cache is larger than the total memory. For a smaller one that does not fit, the allocator raises."""
+    """Raise if the cache exceeds the total memory. If a smaller cache does not fit, the allocator raises."""
     needed = slots * capacity * token_bytes(shape, shape.dtype.itemsize)
     if shape.device.type == "cuda":
         total, whose = torch.cuda.mem_get_info(shape.device)[1], "the GPU"
@@ -58,7 +58,7 @@ class SlotCache:
         _refuse_too_large(shape, slots, capacity)
         rows = (shape.layers, slots, shape.kv_heads, capacity)
         ring_rows = (shape.layers, slots, shape.q_heads, ring)
-        # Zeros, not empty: a masked key has weight 0, and 0 times a NaN of fresh memory would be NaN.
+        # Zeros instead of uninitialized memory: a masked key has weight 0, and 0 times an uninitialized NaN is NaN.
         self.keys_LSHCD = torch.zeros(*rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
         self.values_LSHCD = torch.zeros_like(self.keys_LSHCD)
         self.positions_LSHC = torch.zeros(rows, dtype=torch.int32, device=shape.device)
@@ -72,7 +72,7 @@ class SlotCache:
 
     @property
     def side_bytes(self) -> int:
-        """Allocated bytes of positions, lengths and the ring of queries."""
+        """Allocated bytes of positions, lengths and the ring buffer of queries."""
         beside = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
         return sum(tensor.untyped_storage().nbytes() for tensor in beside)
 
@@ -92,10 +92,10 @@ class SlotCache:
         budget: int,
         policy: Policy,
     ) -> list[Tensor]:
-        """Write prompts of one length into the slots of their samples, compressed to `budget` if they are longer.
+        """Write prompts of one length into the slots of their samples. Prompts longer than `budget` are compressed to it.
 
-        Returns the dropped positions [P, H, T - budget]. The list is empty if the prompts fit. It has one tensor if all
-        samples of a prompt drop the same keys, and one per number of the sample if the policy draws by the rollout's own seed.
+        Return the dropped positions [P, H, T - budget]. The list is empty if the prompts fit. It has one tensor if all samples
+        of a prompt drop the same keys, and one tensor per sample number if the policy uses the rollout's seed.
         """
         total = keys_PHTD.shape[2]
         places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)
@@ -127,7 +127,7 @@ class SlotCache:
     def fill_packed(
         self, layer: int, packed: PackedPrompts, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor
     ) -> None:
-        """Write prompts that need no compression into the slots of their samples, in one layer."""
+        """Write prompts that need no compression into the slots of their samples, for one layer."""
         for stored, new in ((self.keys_LSHCD, keys_1HND), (self.values_LSHCD, values_1HND)):
             stored[layer, packed.slots_M, :, packed.places_M] = new[0, :, packed.source_M].transpose(0, 1)
         if self.ring:
@@ -136,14 +136,14 @@ class SlotCache:
             self.queries_LSQWD[layer, slots_m, :, places_m % self.ring] = last_mQD
 
     def place_packed(self, packed: PackedPrompts) -> None:
-        """Write the positions and lengths of packed prompts, after all layers are filled."""
+        """Write the positions and lengths of packed prompts. Call it after all layers are filled."""
         self.positions_LSHC[:, packed.slots_M, :, packed.places_M] = packed.places_M[:, None, None].to(torch.int32)
         slots, tokens = zip(*packed.lengths, strict=True)
         device = self.lengths_S.device
         self.lengths_S[torch.tensor(slots, device=device)] = torch.tensor(tokens, device=device)
 
     def append(self, layer: int, rows: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:
-        """Write one more token of each slot in one layer. `advance` counts it after all layers have it."""
+        """Write one new token of each slot, for one layer. Call `advance` after all layers have stored the token."""
         lengths = self.lengths_S[rows]
         self.keys_LSHCD[layer, rows, :, lengths] = keys_SHD
         self.values_LSHCD[layer, rows, :, lengths] = values_SHD
@@ -157,7 +157,7 @@ class SlotCache:
         self.lengths_S[rows] += 1
 
     def copy_slot(self, source: "SlotCache", source_slot: int, slot: int, held: int) -> None:
-        """Copy a sequence from another slot of this or another cache."""
+        """Copy a sequence from another slot, of this cache or another one."""
         for mine, theirs in ((self.keys_LSHCD, source.keys_LSHCD), (self.values_LSHCD, source.values_LSHCD)):
             mine[:, slot, :, :held] = theirs[:, source_slot, :, :held]
         self.positions_LSHC[:, slot, :, :held] = source.positions_LSHC[:, source_slot, :, :held]
@@ -165,7 +165,7 @@ class SlotCache:
         self.lengths_S[slot] = held
 
     def reorder(self, slots: Tensor) -> None:
-        """Move the contents of slot `slots[i]` to slot i (beam search)."""
+        """Move the content of slot `slots[i]` to slot i, for beam search."""
         for tensor in (self.keys_LSHCD, self.values_LSHCD, self.positions_LSHC, self.queries_LSQWD):
             tensor.copy_(tensor[:, slots])
         self.lengths_S.copy_(self.lengths_S[slots])
@@ -183,12 +183,11 @@ class SlotCache:
         seeds: list[int],
         protected: list[int] | None = None,
     ) -> Tensor:
-        """Keep `budget` of the `held` tokens of these slots, in place. Return the dropped positions
-        [L, n, H, held - budget].
+        """Keep `budget` of the `held` tokens of these slots, in place. Return the dropped positions [L, n, H, held - budget].
 
-        `ends` are the positions of the slots' next tokens, from which the start of each ring follows. `seeds` and `protected`
-        (leading tokens that stay) have one entry per slot. Rows are compacted in tiles, so the scratch memory does not grow
-        with the number of slots.
+        `ends` are the positions of the slots' next tokens, which give the start of each ring buffer. `seeds` and `protected`
+        (leading tokens that are always kept) have one entry per slot. Rows are compacted in tiles, so that scratch memory does
+        not grow with the number of slots.
         """
         device = self.keys_LSHCD.device
         slots_n = torch.tensor(slots, device=device)
@@ -219,16 +218,20 @@ class SlotCache:
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
     def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (layer, index of the slot) of each row, layer by layer, as many rows at a time as fit the scratch memory."""
+        """Yield (layer, slot index) of the rows of each tile, layer by layer. A tile has as many rows as scratch memory
+        allows."""
         rows = max(1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots
 
     def _row_scratch_bytes(self, held: int, copies: int) -> int:
-        """Return the bytes that compacting one row takes beside the cache. With kernels: copies of keys and values if the
-        policy needs them, and about ten numbers per token to rank them. Without: copies of the kept tokens, three float32
-        forms of the keys, and a tile of R-KV's similarities with its comparisons. R-KV needs the most of all policies."""
+        """Return the scratch bytes that compacting one row needs.
+
+        With kernels, these are copies of keys and values if the policy needs them, and about ten numbers per token for
+        ranking. Without kernels, these are copies of the kept tokens, three float32 forms of the keys, and a tile of R-KV's
+        similarities with its comparisons. R-KV needs the most memory of all policies.
+        """
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
         ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
@@ -238,7 +241,7 @@ class SlotCache:
         return ring_bytes + self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
 
     def _ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
-        """Return the window's queries [R, Q, W, D], oldest first."""
+        """Return the queries of the window [R, Q, W, D], oldest first."""
         step_W = torch.arange(self.ring, device=ends_R.device)
         places_RW = (ends_R[:, None] + step_W) % self.ring
         return self.queries_LSQWD[layer_R[:, None], slot_R[:, None], :, places_RW].transpose(1, 2)
@@ -256,8 +259,8 @@ def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:
 def _dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
     """Return the positions that are not kept, ascending, as int32 [B, H, T - K].
 
-    There are kept[k] - k dropped tokens before kept token k. So the number of kept tokens before the d-th dropped one is the
-    number of k for which that count is at most d.
+    Before kept token k there are kept[k] - k dropped tokens. The number of kept tokens before the d-th dropped token is
+    therefore the number of k whose count is at most d.
     """
     kept = kept_BHK.shape[2]
     before_BHK = kept_BHK - torch.arange(kept, device=kept_BHK.device)

@@ -1,4 +1,4 @@
-"""Where prefilled prompts go: the slots of their samples, and the place of each token in its slot."""
+"""Layout of prefilled prompts: the slots of their samples, and the index of each token in its slot."""
 
 # P prompts, m of them that have an n-th sample, M copied tokens
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NthSamples:
-    """The n-th sample of each of several prompts, and the slots they enter."""
+    """The n-th samples of several prompts, and the slots that they enter."""
 
     rows_m: Tensor
-    """Indices of the P prompts that have an n-th sample."""
+    """Indices of those of the P prompts that have an n-th sample."""
     slots_m: Tensor
     seeds_P: Tensor
-    """Seed of each prompt's sample. A prompt with fewer samples has its last sample's seed."""
+    """Seed of each prompt's n-th sample. A prompt with fewer samples uses the seed of its last sample."""
 
 
 def nth_samples(slots: list[list[int]], seeds: list[list[int]], device: torch.device) -> list[NthSamples]:
-    """Group the slots and seeds of each prompt's samples: the first samples, the second ones, and so on."""
+    """Group the slots and seeds by sample number: all first samples, all second samples, and so on."""
     found = []
     for number in range(max(map(len, slots))):
         rows = [row for row, of_prompt in enumerate(slots) if len(of_prompt) > number]
@@ -36,19 +36,20 @@ def nth_samples(slots: list[list[int]], seeds: list[list[int]], device: torch.de
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """Prompts that fit their slots, one sample of each: the source token, slot and place of every copied token."""
+    """Prompts that fit their slots, one sample of each: the source index, slot and index within the slot of every copied
+    token."""
 
     source_M: Tensor
     slots_M: Tensor
     places_M: Tensor
     recent_m: Tensor
-    """Indices of the copied tokens that enter the ring of queries: the last ones of each prompt."""
+    """Indices of the copied tokens that enter the ring buffer of queries: the last tokens of each prompt."""
     lengths: list[tuple[int, int]]
-    """(slot, tokens) of each sample."""
+    """(slot, number of tokens) of each sample."""
 
     @classmethod
     def of(cls, copies: list[tuple[int, int, int]], ring: int, device: torch.device) -> "PackedPrompts":
-        """Build from (start among the packed tokens, tokens, slot) of each sample."""
+        """Build from (start among the packed tokens, number of tokens, slot) of each sample."""
         starts, counts, slots = (torch.tensor(each, device=device) for each in zip(*copies, strict=True))
         total = sum(tokens for _, tokens, _ in copies)
         which_M = torch.repeat_interleave(torch.arange(len(copies), device=device), counts, output_size=total)

@@ -1,8 +1,8 @@
-"""The compaction schedule: when a sequence is compacted, and to how many tokens. Nothing else decides that.
+"""The compaction schedule: when a sequence is compacted, and to how many tokens. Only this module decides that.
 
-A prompt longer than the budget is compressed to it at the end of prefill. After n response tokens have entered the cache, n a
-multiple of the interval, a sequence that holds more than the budget is compacted to it. So no layer and head of a sequence
-ever holds more than budget + interval tokens, and the schedule of a sequence depends on that sequence alone.
+A prompt longer than the budget is compressed to the budget at the end of prefill. Whenever the number of response tokens that
+have entered the cache is a multiple of the interval, a sequence that holds more than the budget is compacted to it. No layer
+and head of a sequence ever holds more than budget + interval tokens, and the schedule of a sequence does not depend on other sequences.
 """
 
 from collections.abc import Iterable
@@ -30,22 +30,24 @@ class Schedule:
         return self.budget if self.compresses_prompt(prompt_tokens) else prompt_tokens
 
     def is_due(self, entered: int, held: int) -> bool:
-        """Return whether a sequence is due for compaction with so many response tokens entered and tokens held."""
+        """Return whether a sequence is due for compaction after `entered` response tokens have entered the cache, if it now holds
+        `held` tokens."""
         return self.evicts and entered % self.interval == 0 and held > self.budget
 
     def steps_between_checks(self, longest: int) -> int:
-        """Return the largest number of decode steps, at most `longest`, after which every compaction falls on a boundary."""
+        """Return the largest divisor of the interval that is at most `longest`, so that no compaction is due between two
+        checks. Without evictions, return `longest`."""
         if not self.evicts:
             return longest
         return max(steps for steps in range(1, longest + 1) if self.interval % steps == 0)
 
 
 DENSE = Schedule(budget=0, interval=1, evicts=False)
-"""The schedule of a cache that is never compacted."""
+"""Schedule of a cache that is never compacted."""
 
 
 def by_length(held_of_slots: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Group (slot, tokens held) by the tokens held. Slots of one length are compacted together."""
+    """Group slots by the number of tokens they hold. Slots of equal length are compacted together."""
     found: dict[int, list[int]] = {}
     for slot, held in held_of_slots:
         found.setdefault(held, []).append(slot)

@@ -1,4 +1,4 @@
-"""The trace of evictions: enough to rebuild the keys that the sampler saw at every token."""
+"""Trace of evictions: the data needed to reconstruct which keys the sampler saw at every token."""
 
 # L layers, H kv heads, T tokens of a sequence (prompt and response), N tokens dropped in one compaction of n sequences
 
@@ -12,10 +12,12 @@ NEVER = 2**31 - 1
 
 
 class Trace:
-    """Evictions of one sequence, in one or two bytes per key. They happen only at the end of the prompt and of an interval.
+    """Evictions of one sequence, in one or two bytes per key. Evictions occur only at the end of the prompt and of an
+    interval.
 
-    `codes_LHT` is 0 for a key that was never evicted; c > 0 means after (c - 1) * interval response tokens entered the cache.
-    It may be a function, which is called when the codes are first read: most rollouts are never replayed.
+    `codes_LHT` is 0 for a key that was never evicted. A code c > 0 means that the key was evicted after (c - 1) * interval
+    response tokens had entered the cache. `codes_LHT` may be a function, which is called when the codes are first read,
+    because most rollouts are never replayed.
     """
 
     def __init__(self, codes_LHT: Tensor | Callable[[], Tensor], prompt_tokens: int, interval: int):
@@ -32,14 +34,14 @@ class Trace:
 
     @property
     def evicted_at(self) -> Tensor:
-        """Return int32 [L, H, T]: the position of the first query that does not see the key, `NEVER` if it was kept."""
+        """Return int32 [L, H, T]: the position of the first query that does not see the key, or `NEVER` if it was kept."""
         codes = self.codes_LHT.to(torch.int32)
         times = self.prompt_tokens + (codes - 1) * self.interval
         return torch.where(codes == 0, torch.tensor(NEVER, dtype=torch.int32), times.to(torch.int32))
 
 
 class TraceRecorder:
-    """Collect the compactions of one running sequence."""
+    """Collects the compactions of one running sequence."""
 
     def __init__(self, prompt_tokens: int, interval: int):
         self.prompt_tokens = prompt_tokens
@@ -47,8 +49,11 @@ class TraceRecorder:
         self._events: list[tuple[int, Tensor, int]] = []
 
     def record(self, entered: int, dropped_LnHN: Tensor, index: int = 0) -> None:
-        """Record positions dropped after `entered` response tokens had entered; 0 is the compression of the prompt. `index`
-        is the place of this sequence among those that were compacted with it."""
+        """Record positions that were dropped after `entered` response tokens had entered the cache; 0 means prompt
+        compression.
+
+        `index` is the index of this sequence among those compacted with it.
+        """
         self._events.append((entered // self.interval + 1, dropped_LnHN, index))
 
     def finish(self, layers: int, kv_heads: int, tokens: int) -> Trace:

@@ -168,7 +168,7 @@ class _InChunks(torch.autograd.Function):
 
 
 class _HeadGradients:
-    """Gradients of the hidden states, weight and bias, accumulated chunk by chunk in float32 and rounded once at the end."""
+    """Gradients of hidden states, weight and bias, computed chunk by chunk. Sums over chunks are in float32 or wider."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, bool, bool]):
         wide = torch.promote_types(weight_VD.dtype, torch.float32)

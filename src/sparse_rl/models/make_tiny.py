@@ -3,7 +3,7 @@
 The model is a Qwen2 with under a million parameters, grouped-query attention and one token per character. It is warm-started
 with supervised training on worked solutions of the embedded arithmetic task. One sum in twenty-five is wrong on purpose: the
 model learns to add and to make mistakes, which reinforcement learning then removes. Training uses a GPU if there is one. The
-module imports only the task.
+only sparse-rl module that it imports is the task.
 
 The seed determines the initial weights and every problem, and sums are computed in a fixed order. The same machine and
 versions therefore reproduce the weights. Another machine rounds differently, so its weights and score differ. The file

@@ -1,1 +1,1 @@
-"""Judge the metrics of a run: one table of limits for alerts, the report and the trainer."""
+"""Evaluate the metrics of a run against one table of limits, used by alerts, the report and the trainer."""

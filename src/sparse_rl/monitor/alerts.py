@@ -1,7 +1,7 @@
 """Alerts of a run: which metrics need attention, since which step, and what to try.
 
-Alerts are computed from the rows of metrics.jsonl and stored nowhere. A resumed run, or one inspected a year later, therefore
-has the same alerts. Knows rows of numbers and nothing of training; imports no torch.
+Alerts are computed from the rows of metrics.jsonl and are not stored. A resumed run, or one inspected a year later, therefore
+has the same alerts. This module depends only on rows of numbers, not on training code. Imports no torch.
 """
 
 import math
@@ -19,19 +19,19 @@ Row = Mapping[str, float]
 @dataclass(frozen=True)
 class Alert:
     step: int
-    """Step at which the alert began."""
+    """Step at which the alert started."""
     name: str
-    """Name of the alert; equals the option that holds its limit, if it has one."""
+    """Name of the alert. It equals the option that holds the limit, if there is one."""
     sentence: str
-    """Observation, with the number and the limit."""
+    """Description of the observation, with the value and the limit."""
     remedy: str
-    """Remedy to try."""
+    """Suggested fix."""
     ended: int | None = None
-    """Step at which the alert ended; None if it still held at the last row."""
+    """Step at which the alert ended; None if it is active at the last row."""
 
 
 def check(rows: Sequence[Row], settings: AlertsConfig) -> list[Alert]:
-    """Return all alerts of a run, in the order they began."""
+    """Return all alerts of a run, in the order in which they started."""
     watch = AlertMonitor(settings)
     for row in rows:
         watch.update(row)
@@ -40,18 +40,18 @@ def check(rows: Sequence[Row], settings: AlertsConfig) -> list[Alert]:
 
 @dataclass
 class History:
-    """Earlier values of a run that a step is compared with."""
+    """Earlier values of a run, with which a step is compared."""
 
     recent: deque[float]
-    """The latest rewards."""
+    """Most recent rewards."""
     best: float = -math.inf
-    """The first reward, or the highest mean over as many rewards as `recent` holds."""
+    """First reward, or the highest mean over as many rewards as `recent` holds, if that is higher."""
     first: dict[str, float] = field(default_factory=dict)
     """First value of every metric."""
     spread: float = 0.0
-    """Largest reward/std so far. The spread of a step in which all rollouts fail is 0 and says nothing about chance."""
+    """Largest reward/std so far. If all rollouts of a step fail, its reward/std is 0 and does not measure noise."""
     early: list[float] = field(default_factory=list)
-    """Norms of the first gradients, at most `EARLY` of them."""
+    """Gradient norms of the first steps, at most `EARLY` of them."""
 
     def add(self, now: Row) -> None:
         self.first = {**now, **self.first}
@@ -65,18 +65,18 @@ class History:
 
 
 EARLY = 10
-"""Number of first steps that define the usual gradient norm of a run."""
+"""Number of initial steps that define the usual gradient norm of a run."""
 
 
 class AlertMonitor:
-    """Row-by-row check of a run. A missing or non-finite value counts neither for an alert nor against it."""
+    """Checks a run row by row. A missing or non-finite value neither starts nor ends an alert."""
 
     def __init__(self, settings: AlertsConfig):
         self.settings = settings
         self.alerts: list[Alert] = []
-        """All alerts that began, in order."""
+        """All alerts so far, in the order in which they started."""
         self._past = History(deque(maxlen=settings.steps))
-        self._open: dict[str, int] = {}  # index in `alerts` of each alert that holds, by name
+        self._open: dict[str, int] = {}  # index in `alerts` of each active alert, by name
         self._against = dict.fromkeys(RULES, 0)  # consecutive steps that contradict the current state
 
     @property
@@ -84,7 +84,7 @@ class AlertMonitor:
         return [alert for alert in self.alerts if alert.ended is None]
 
     def update(self, row: Row) -> list[Alert]:
-        """Add a row and return the alerts that begin with it."""
+        """Add a row and return the alerts that start with it."""
         now = {key: value for key, value in row.items() if isinstance(value, int | float) and abs(value) < 1e300}
         if "step" not in now:
             return []
@@ -109,19 +109,19 @@ class AlertMonitor:
         return self.alerts[began:]
 
 
-# Judges: (this step, the steps before, limit) -> a sentence if the limit is exceeded
+# Rule functions: (this step, earlier steps, limit) -> a message if the limit is exceeded
 
 
 def _rollouts(now: Row) -> int:
-    """Return the number of rollouts of a step: its tokens divided by their mean number per rollout."""
+    """Return the number of rollouts of a step: its tokens divided by the mean response length."""
     tokens = now["perf/rollout_tokens_per_s"] * now["perf/rollout_s"]
     return max(1, round(min(tokens / max(now["response/mean_tokens"], 1), 1e15)))  # a damaged row may hold any number
 
 
 def _reward(now: Row, past: History, limit: float) -> str | None:
-    """Return a sentence if the reward fell by more than the limit and by more than three standard errors of a step's mean.
+    """Return a message if the reward fell by more than the limit and by more than three standard errors of a step's mean.
 
-    Rewards may have any scale and a mean near 0, so a relative limit alone is not enough.
+    Rewards may have any scale and a mean near 0, so a relative limit alone is not sufficient.
     """
     value, best = now["reward/mean"], past.best
     chance = 3 * past.spread / math.sqrt(_rollouts(now))
@@ -222,13 +222,13 @@ class Rule:
     judge: Callable[[Row, History, float], str | None]
     remedy: str
     after_fall: str = ""
-    """Remedy to try instead if the reward has fallen."""
+    """Suggested fix if the reward has also fallen."""
 
 
 MOST = 0.5
-"""Rise of the truncated share of rollouts that raises an alert even if the reward has not fallen."""
+"""Increase of the share of truncated rollouts that raises an alert even if the reward has not fallen."""
 LOST = float(DEFAULTS.reward)
-"""Share of its best value that a reward must lose to count as fallen."""
+"""Share of its best value that the reward must lose to count as fallen."""
 COUNTED = ("response/mean_tokens", "perf/rollout_s", "perf/rollout_tokens_per_s")
 """Metrics from which the number of rollouts is computed."""
 
@@ -291,4 +291,4 @@ RULES = {
         "a larger kv.budget where all are rejected, else a lower optimizer.lr or float32",
     ),
 }
-"""Rules by the option that holds the limit; `no_update` has none."""
+"""Rules by the option that holds their limit. `no_update` has no limit."""

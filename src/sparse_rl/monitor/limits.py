@@ -1,4 +1,4 @@
-"""The limits that alerts, the report and the trainer judge a run by: one table, `AlertsConfig`."""
+"""Limits used by alerts, the report and the trainer. They are defined in one table, `AlertsConfig`."""
 
 from ..config import AlertsConfig
 
@@ -6,6 +6,6 @@ DEFAULTS = AlertsConfig()
 
 
 def limit(alerts: AlertsConfig | None, name: str) -> float:
-    """Return the limit of a run, or the default where the run has none or turned the alert off."""
+    """Return the run's limit, or the default if the run has none or disabled the alert."""
     value = getattr(alerts or DEFAULTS, name)
     return float(getattr(DEFAULTS, name) if value == "none" else value)

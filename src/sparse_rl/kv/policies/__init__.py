@@ -1,4 +1,4 @@
-"""Eviction policies, one per file. `get` finds one by name, entry point or dotted path."""
+"""Eviction policies, one per file. `get` returns one by name, entry point or dotted path."""
 
 import difflib
 import importlib
@@ -36,7 +36,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def from_settings(kv: KV) -> Policy:
-    """Return the policy that the section names, with its window, sinks and options."""
+    """Return the policy named in the `kv` section, with its window, sinks and options."""
     for name in ("window", "sinks"):
         if name in kv.options:
             raise UserError(f"kv.options has {name}, which is an option of its own: set kv.{name} = {kv.options[name]}.")
@@ -52,8 +52,8 @@ def from_settings(kv: KV) -> Policy:
 def get(name: str, **options) -> Policy:
     """Return a policy with its options: `get("rkv", window=8, sinks=4, mix=0.1)`.
 
-    `name` is a built-in policy, one that a package registers in the entry point group `sparse_rl.policies`, or the
-    dotted path of a class, `my_package.my_module:MyPolicy`.
+    `name` is a built-in policy, a policy that a package registers in the entry point group `sparse_rl.policies`, or the dotted
+    path of a class, e.g. `my_package.my_module:MyPolicy`.
     """
     make = find(name)
     if is_dataclass(make):

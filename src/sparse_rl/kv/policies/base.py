@@ -1,7 +1,8 @@
-"""Base class of policies: score the keys that compete, force the rest to stay, keep the best in time order.
+"""Base class of policies: score the competing keys, always keep the window and the sinks, and return the kept keys in time
+order.
 
-A policy is a frozen dataclass with one method, `scores`. It sees rotated queries and keys as stored in the cache. It knows no
-model, no slots and no schedule.
+A policy is a frozen dataclass with one method, `scores`. It gets rotated queries and keys as they are stored in the cache. It
+does not depend on a model, on slots or on the schedule.
 """
 
 # queries [B, Q, W, D], keys and values [B, H, T, D], already rotated: B rows, Q query heads, H kv heads, W window,
@@ -16,31 +17,32 @@ from torch import LongTensor, Tensor
 from ...kernels.choose import MOST, fused_choose
 from ...kernels.jit import usable
 
-ROUNDING = 2e-6  # relative; scores closer than this differ only by the order of summation
+ROUNDING = 2e-6  # relative; scores closer than this differ only by summation order
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Keep `budget` of T keys in every row and kv head: the last `window`, the first `sinks`, the best of the rest."""
+    """Keep `budget` of T keys in every row and kv head: the last `window`, the first `sinks`, and the highest-scoring of the
+    rest."""
 
     window: int = 8
-    """Tokens at the end that always stay. Their queries compute the scores, if the policy uses queries."""
+    """Number of final tokens that are always kept. If the policy uses queries, the scores are computed from theirs."""
     sinks: int = 0
-    """Tokens at the start that always stay. They are scored like any other token."""
+    """Number of initial tokens that are always kept. They are scored like all other tokens."""
 
     uses_queries: ClassVar[bool] = False
-    """True if `scores` reads the queries of the window. The cache then keeps a ring of them."""
+    """True if `scores` reads the queries of the window. The cache then keeps them in a ring buffer."""
     uses_values: ClassVar[bool] = True
-    """True if `scores` reads the values. If False, a compaction does not copy them and passes None."""
+    """True if `scores` reads the values. If False, compaction does not copy them and passes None."""
     reads_rows: ClassVar[bool] = False
-    """True if `scores` also accepts keys as `kernels.rows.Rows`. A compaction on a GPU then copies no keys."""
+    """True if `scores` also accepts keys as `kernels.rows.Rows`. Compaction on a GPU then does not copy keys."""
     uses_seeds: ClassVar[bool] = False
-    """True if `scores` reads the row's seed. The samples of a prompt then drop different keys."""
+    """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
     evicts: ClassVar[bool] = True
-    """False only for `full`. The cache then grows to the length of the sequence."""
+    """True for all policies except `full`, whose cache grows with the sequence."""
 
     def __init_subclass__(cls) -> None:
-        """Reset `reads_rows` and `uses_values` for a class with its own `scores`, unless the class sets them."""
+        """Reset `reads_rows` and `uses_values` to their defaults for a class that defines `scores` without setting them."""
         super().__init_subclass__()
         if "scores" in cls.__dict__:
             cls.reads_rows = cls.__dict__.get("reads_rows", False)
@@ -61,7 +63,7 @@ class Policy:
         seeds: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return float scores [B, H, n] of the first n >= T - window keys. The highest stay."""
+        """Return float scores [B, H, n] of the first n >= T - window keys. The keys with the highest scores are kept."""
         raise TypeError(f"{type(self).__name__} defines no scores().")
 
     def select(
@@ -75,10 +77,10 @@ class Policy:
         positions: Tensor | None = None,
         protected: Tensor | None = None,
     ) -> LongTensor:
-        """Return the indices [B, H, budget] of the keys to keep, ascending; all keys if T <= budget.
+        """Return the indices [B, H, budget] of the keys to keep, ascending. If T <= budget, return all indices.
 
-        `seeds` [B] has one seed per row, `positions` [B, H, T] are absolute, and `protected` [B] counts leading keys
-        that stay beside the sinks. Ties go to the lower position (see `rank`).
+        `seeds` [B] are the seeds of the rows, `positions` [B, H, T] are absolute, and `protected` [B] is the number of leading
+        keys that are kept in addition to the sinks. Ties go to the lower position (see `rank`).
         """
         rows, heads, total, _ = keys.shape
         index_T = torch.arange(total, device=keys.device)
@@ -99,11 +101,11 @@ class Policy:
 
 
 def rank(scores_BHn: Tensor) -> LongTensor:
-    """Return indices [B, H, n] from best to worst; ties go to the lower position.
+    """Return indices [B, H, n] from best to worst. Ties go to the lower position.
 
-    Neighbours in score that are equal up to rounding are ties, and so are ties of ties. They are common: in the first layer
-    the keys of one token have the same norm at every position, and max pooling repeats its maximum. If the last bit decided,
-    the choice would depend on the batch in which a sequence happens to run.
+    Adjacent scores that are equal up to rounding are ties, and ties are transitive. Ties are common: in the first layer, the
+    keys of one token have the same norm at every position, and max pooling repeats its maximum. If the last bit decided, the
+    selection would depend on the batch in which a sequence runs.
     """
     total = scores_BHn.shape[-1]
     scores_BHn = scores_BHn.clamp(min=torch.finfo(torch.float32).min)

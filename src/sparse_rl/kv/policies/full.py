@@ -1,4 +1,4 @@
-"""Full: keep everything. The dense run uses the same code as the sparse ones."""
+"""Full: keep every key. Dense runs use this policy, so they share all code with sparse runs."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""KNorm: keys of small norm draw attention, so drop the large ones (arXiv 2406.11430)."""
+"""KNorm: keys with a small norm attract attention, so drop the large ones (arXiv 2406.11430)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -12,7 +12,7 @@ def check_kernel(kernel: int) -> None:
 
 
 def pool(scores_BHn: Tensor, kernel: int, kind: str) -> Tensor:
-    """Pool along time by maximum or average, with stride 1 and same length."""
+    """Pool along time by maximum or average, with stride 1 and unchanged length."""
     pooling = F.max_pool1d if kind == "max" else F.avg_pool1d
     rows, heads, total = scores_BHn.shape
     flat = scores_BHn.reshape(rows * heads, 1, total)

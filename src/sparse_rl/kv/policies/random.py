@@ -1,7 +1,7 @@
-"""Random: draw a key's priority once, by (row seed, head, position), so that the kept tokens are a uniform sample.
+"""Random: give each key a fixed random priority from (row seed, head, position), so that the kept tokens are a uniform sample.
 
-The row seed is the rollout's, mixed with the layer. This is the control: a task on which it does not fall behind says nothing
-about the other policies.
+The row seed is the rollout's seed mixed with the layer. This policy is the control: if it is not worse on a task, the task
+says nothing about the other policies.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""R-KV: keep the keys that the window attends to and drop keys similar to others (arXiv 2505.24133)."""
+"""R-KV: keep the keys that the window attends to, and drop keys that are similar to others (arXiv 2505.24133)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +11,12 @@ from .pooling import check_kernel, pool
 
 @dataclass(frozen=True)
 class RKV(Policy):
-    """score = mix * importance - (1 - mix) * redundancy."""
+    """R-KV policy: score = mix * importance - (1 - mix) * redundancy."""
 
     kernel: int = 7
-    """Width of the max pooling of the importance, in tokens; odd."""
+    """Width of the max pooling of the importance, in tokens; must be odd."""
     mix: float = 0.1
-    """Weight of importance against redundancy: lambda of the paper, 0 to 1."""
+    """Weight of importance relative to redundancy, 0 to 1: lambda in the paper."""
     threshold: float = 0.5
     """Cosine similarity above which two keys count as similar."""
 

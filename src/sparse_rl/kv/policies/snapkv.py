@@ -1,4 +1,5 @@
-"""SnapKV: keep the keys that the last queries attend to (arXiv 2404.14469), in R-KV's decode form or the original one."""
+"""SnapKV: keep the keys that the last queries attend to (arXiv 2404.14469), in the decode form used by R-KV or the original
+form."""
 
 # B rows, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens
 
@@ -14,11 +15,11 @@ from .pooling import check_kernel, pool
 @dataclass(frozen=True)
 class SnapKV(Policy):
     kernel: int = 7
-    """Width of the pooling, in tokens; odd."""
+    """Width of the pooling, in tokens; must be odd."""
     form: Literal["decode", "prefill"] = "decode"
-    """`decode` is R-KV's importance alone. `prefill` is the original: softmax over all keys, summed over the window."""
+    """`decode` uses only R-KV's importance. `prefill` is the original form: softmax over all keys, summed over the window."""
     pool: Literal["max", "avg"] = "max"
-    """Pooling along time."""
+    """Kind of pooling along time."""
 
     uses_queries: ClassVar[bool] = True
     uses_values: ClassVar[bool] = False

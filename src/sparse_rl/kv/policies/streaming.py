@@ -1,4 +1,4 @@
-"""StreamingLLM: the sinks and the most recent tokens (arXiv 2309.17453)."""
+"""StreamingLLM: keep the sinks and the most recent tokens (arXiv 2309.17453)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,5 @@
-"""TOVA: keep the keys that the last query attends to, averaged over all heads: one set for every head (arXiv 2401.06104)."""
+"""TOVA: keep the keys that the last query attends to, averaged over all heads. All heads keep the same keys (arXiv
+2401.06104)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
