@@ -1,12 +1,12 @@
 """Replace the content of a folder without losing data if the process is killed.
 
 The old entries are deleted only after the new run has started. All steps happen inside the folder, because it may be a
-symbolic link or a mount point. The state of the folder decides what the next command does:
+symbolic link or a mount point. The next command continues from the state of the folder:
 
 | found in the folder | meaning | the next command |
 |---|---|---|
 | `.replaced.partial/` | the old entries are being moved out or back | moves the old entries back |
-| `.replaced/` | holds all old entries; the others belong to a new run that has not started | deletes the others, moves the old back |
+| `.replaced/` | contains all old entries; the new run has not started | deletes the new entries, moves the old ones back |
 | `.replaced.removed-…/` | the new run has started | deletes this folder |
 
 A run that starts in an empty folder follows the same steps with an empty `.replaced/`.

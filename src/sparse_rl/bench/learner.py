@@ -147,7 +147,7 @@ def random_trace(
 ) -> Trace:
     """Return a random trace: at each full interval, random keys are evicted until `budget` are left.
 
-    Each key keeps one random rank. A compaction keeps the `budget` keys with the highest ranks.
+    Each key has one fixed random rank. A compaction keeps the `budget` keys with the highest ranks.
     """
     total = prompt_tokens + tokens
     ranks_LHT = torch.rand(layers, kv_heads, total, generator=generator)

@@ -54,7 +54,8 @@ def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, A
         plan = trainer.plan
         assert plan is not None
         predicted = {phase.name: phase.total for phase in plan.phases}
-        predicted["sampling"] = max(predicted["sampling"], predicted.pop("prefill"))  # measured together
+        # the benchmark measures both phases together
+        predicted["sampling"] = max(predicted["sampling"], predicted.pop("prefill"))
         for name, run in parts(trainer).items():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -4,7 +4,8 @@ Sequences that share one row are packed: they follow each other without padding.
 N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
-# B rows, S slots, Q query heads, H kv heads, G query heads of a kv head, T tokens, N packed tokens, C capacity, D head dimension
+# B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, C capacity, D head
+# dimension
 
 import inspect
 import itertools

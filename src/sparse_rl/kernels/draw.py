@@ -6,7 +6,7 @@ draw and reads only that block again. top_k and top_p add two launches in betwee
 their weights are summed.
 """
 
-# S slots, V vocabulary, B blocks and G groups of it; n steps of a chunk
+# S slots, V vocabulary, B blocks and G groups of the vocabulary, n steps of a chunk
 
 from __future__ import annotations
 

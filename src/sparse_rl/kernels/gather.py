@@ -1,6 +1,6 @@
 """Compact cached rows in place: move kept tokens to the front, in order, without copying the row."""
 
-# N rows of the cache, R of them that are compacted, H kv heads, C capacity, K kept, D head dimension
+# N cached rows, R compacted rows, H kv heads, C capacity, K kept tokens, D head dimension
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention importance of keys for the queries of the window, used by R-KV and SnapKV."""
 
-# B rows, Q query heads, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens, n = T - W
+# B rows, Q query heads, H kv heads, G query heads per kv head, W queries of the window, T cached tokens, n = T - W
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Multiply a few rows by a large weight on a CPU whose BLAS repacks the weight for every product.
 
-With few rows, OpenBLAS (the ARM builds of torch) computes y = x W^T at about two thirds of its speed for W x^T (16 rows). W
-x^T is the same product with the operands swapped. MKL does not need this workaround, and a single row is already a
-matrix-vector product.
+OpenBLAS (the ARM builds of torch) computes y = x W^T for 16 rows at about two thirds of its speed for W x^T, which is the same
+product with the operands swapped. MKL does not need this workaround, and a single row is already a matrix-vector product.
 """
 
 import contextlib

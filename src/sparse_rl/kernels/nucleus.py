@@ -119,10 +119,11 @@ def _cut(
 
 @jit
 def _lower_bound(group_tops, top, total, temperature, top_k, top_p, vocab):
-    """Return a logit that is not above the cut: the groups' largest logits from it upwards already satisfy top_k and top_p.
+    """Return a logit that is not above the cut. The largest logits of the groups at or above this logit already reach top_k or
+    top_p.
 
-    If there is no such logit, use a bound: tokens with a probability below (1 - top_p) / V together hold less than 1 - top_p.
-    The bound is halved to allow for rounding.
+    If there is no such logit, return a bound: tokens with a probability below (1 - top_p) / V together hold less than 1 -
+    top_p. The bound is halved to allow for rounding.
     """
     counted = top_k > 0
     weights = tl.exp(group_tops / temperature - top / temperature).to(tl.float64)

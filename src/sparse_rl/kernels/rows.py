@@ -1,6 +1,6 @@
 """References to rows of the cache. Kernels read the rows in place; all other code uses a copy."""
 
-# N rows of the cache, R of them, H kv heads, C capacity, T tokens held, D head dimension
+# N cached rows, R referenced rows, H kv heads, C capacity, T tokens held, D head dimension
 
 from dataclasses import dataclass
 

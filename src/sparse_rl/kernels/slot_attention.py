@@ -5,7 +5,7 @@ one kv head, and reads the slot's keys once for all query heads of that kv head.
 a row and a second launch combines their results.
 """
 
-# S slots, Q query heads, H kv heads, G query heads of a kv head, C capacity, D head dimension, W window
+# S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window
 
 from __future__ import annotations
 

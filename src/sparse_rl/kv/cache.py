@@ -4,8 +4,8 @@ A slot holds one running sequence. Every layer and head of a slot holds the same
 of its row. The host computes every length from the fixed schedule, so this module never synchronizes with the device.
 """
 
-# L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window; T tokens held, K kept
-# R rows of a tile: (layer, slot) pairs that are compacted together; P prompts, m of them that have an n-th sample
+# L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window, T tokens held, K tokens kept, R rows of
+# a tile ((layer, slot) pairs that are compacted together), P prompts, m prompts with an n-th sample
 
 import os
 from collections.abc import Iterator

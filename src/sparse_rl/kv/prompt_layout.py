@@ -1,6 +1,6 @@
 """Layout of prefilled prompts: the slots of their samples, and the index of each token in its slot."""
 
-# P prompts, m of them that have an n-th sample, M copied tokens
+# P prompts, m prompts with an n-th sample, M copied tokens
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class NthSamples:
     """The n-th samples of several prompts, and the slots that they enter."""
 
     rows_m: Tensor
-    """Indices of those of the P prompts that have an n-th sample."""
+    """Indices, among the P prompts, of the prompts that have an n-th sample."""
     slots_m: Tensor
     seeds_P: Tensor
     """Seed of each prompt's n-th sample. A prompt with fewer samples uses the seed of its last sample."""

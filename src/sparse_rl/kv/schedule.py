@@ -2,7 +2,8 @@
 
 A prompt longer than the budget is compressed to the budget at the end of prefill. Whenever the number of response tokens that
 have entered the cache is a multiple of the interval, a sequence that holds more than the budget is compacted to it. No layer
-and head of a sequence ever holds more than budget + interval tokens, and the schedule of a sequence does not depend on other sequences.
+and head of a sequence ever holds more than budget + interval tokens, and the schedule of a sequence does not depend on other
+sequences.
 """
 
 from collections.abc import Iterable
@@ -30,8 +31,8 @@ class Schedule:
         return self.budget if self.compresses_prompt(prompt_tokens) else prompt_tokens
 
     def is_due(self, entered: int, held: int) -> bool:
-        """Return whether a sequence is due for compaction after `entered` response tokens have entered the cache, if it now holds
-        `held` tokens."""
+        """Return whether a sequence that holds `held` tokens is due for compaction, after `entered` response tokens have
+        entered the cache."""
         return self.evicts and entered % self.interval == 0 and held > self.budget
 
     def steps_between_checks(self, longest: int) -> int:

@@ -1,6 +1,6 @@
 """Group advantages: compare the rewards of the samples of one prompt. Pure functions on tensors."""
 
-# P prompts, G samples of each, N responses
+# P prompts, G samples per prompt, N responses
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Advantages:
     """Advantages of a batch, and masks of samples and groups."""
 
     advantages: Tensor
-    """Float [P, G]; 0 for samples that are not in the loss and in groups without signal."""
+    """Float [P, G]: advantages. They are 0 for samples that are not in the loss and for groups without signal."""
     in_loss: Tensor
     """Bool [P, G]: True if the sample has a verdict and its group has at least two verdicts."""
     dropped: Tensor
-    """Bool [P]: groups with fewer than two verdicts."""
+    """Bool [P]: True for groups with fewer than two verdicts."""
     no_signal: Tensor
-    """Bool [P]: groups with two or more verdicts that are all equal."""
+    """Bool [P]: True for groups with two or more verdicts that are all equal."""
 
 
 def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:

@@ -56,7 +56,7 @@ def load_model(
     try:
         model = model.to(device).eval()
     except torch.OutOfMemoryError:
-        raise  # the device works: the caller knows what would fit
+        raise  # the device works, so the caller reports settings that would fit
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"Device {device!r} cannot be used ({first_line(error)}): name another, such as cpu.") from error
     _refuse_broken(path, model)

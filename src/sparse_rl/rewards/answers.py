@@ -27,9 +27,10 @@ MAX_DIGITS = 1000
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 INTEGER = re.compile(
-    rf"(?:\\?[$£€¥]\s*)?(?P<sign>[-+]?)\s*(?:\\?[$£€¥])?\s*(?P<digits>{DIGITS})(?:\.0*)?"  # $-1,234.00
+    rf"(?:\\?[$£€¥]\s*)?(?P<sign>[-+]?)\s*(?:\\?[$£€¥])?\s*(?P<digits>{DIGITS})(?:\.0*)?"  # e.g. $-1,234.00
     r"\s*(?:\\?[%°]|\^\s*\{?\s*\\circ\s*\}?)?"
-    r"(?:\s*(?:\\?[$£€]|(?![abefi-kn-rt-z]\Z|(?:and|or)\b)[A-Za-z°][A-Za-z°'\-/. ]*(?:\^\s*\{?[23]\}?)?))?\s*\.?"  # cm^2, not x
+    # a unit such as cm^2 is accepted, a variable such as x is not
+    r"(?:\s*(?:\\?[$£€]|(?![abefi-kn-rt-z]\Z|(?:and|or)\b)[A-Za-z°][A-Za-z°'\-/. ]*(?:\^\s*\{?[23]\}?)?))?\s*\.?"
 )
 DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(

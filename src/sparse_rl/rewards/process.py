@@ -139,7 +139,7 @@ class Worker:
             status = self.process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the worker dies with its supervisor
+                os.killpg(self.process.pid, signal.SIGKILL)  # the worker is killed together with its supervisor
             try:
                 status = self.process.wait(timeout=1)
             except subprocess.TimeoutExpired:  # the process is in an uninterruptible system call and is left behind

@@ -59,7 +59,7 @@ class Stats:
 
     @property
     def token_savings(self) -> float:
-        """1 - kept / dense over all decode steps and sequences."""
+        """Share of cached tokens saved, 1 - kept / dense, over all decode steps and sequences."""
         return 1 - self.kept_tokens / self.dense_tokens if self.dense_tokens else 0.0
 
     _useful_steps: int = field(default=0, repr=False)

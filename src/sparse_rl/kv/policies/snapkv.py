@@ -1,7 +1,7 @@
 """SnapKV: keep the keys that the last queries attend to (arXiv 2404.14469), in the decode form used by R-KV or the original
 form."""
 
-# B rows, H kv heads, G query heads of a kv head, W queries of the window, T cached tokens
+# B rows, H kv heads, G query heads per kv head, W queries of the window, T cached tokens
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
