@@ -1,1 +1,1 @@
-"""Evaluate a model on held-out problems, with a dense and with a compressed cache."""
+"""Evaluate a model on benchmarks, with a dense cache and with bounded caches."""

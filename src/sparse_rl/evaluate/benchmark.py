@@ -1,6 +1,6 @@
-"""Run one benchmark under one cache: sample its problems, grade them and compute the score.
+"""Run one benchmark with one cache: sample responses to its problems, grade them and compute the score.
 
-`train` and `eval` both use this module. Seeds are the same under every cache, so scores are compared problem by problem.
+`train` and `eval` both use this module. Every cache uses the same seeds, so scores can be compared problem by problem.
 """
 
 import math
@@ -21,7 +21,7 @@ from ..rollout.stats import Progress, Stats
 from .statistics import NOTHING, Estimate, mean_interval, pass_at_k, t_interval
 
 PERIOD, SPAN = 64, 256
-"""A truncated response repeats itself if its last SPAN tokens have a period of at most PERIOD."""
+"""A truncated response counts as repeating if its last SPAN tokens have a period of at most PERIOD tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Benchmark:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest prompt plus the longest response."""
+        """Return the maximum sequence length: the longest prompt plus `max_tokens`."""
         return max(map(len, self.prompts)) + self.sampling.max_tokens
 
 
@@ -53,17 +53,17 @@ class EvalSample:
     kv_peak: int
     text: str
     id: Any = None
-    """Id of the problem in the data, if it has one."""
+    """Value of the column `id` of the problem; None if the data has no such column."""
     rejected: bool | None = None
-    """True if Sparse-RL would have rejected the sample; set only with --mismatch, like `noise`."""
+    """True if the method `sparse_rl` would have rejected the sample. None without --mismatch."""
     noise: float | None = None
-    """Mean |log pi_sampler - log pi_replayed| over the tokens of the sample."""
+    """Mean |log pi_sampler - log pi_replayed| over the tokens of the sample. None without --mismatch."""
     prompt_tokens: int = 0
 
 
 @dataclass
 class Cost:
-    """Cost and failures of sampling and grading some problems; costs can be added."""
+    """Cost and failure counts of sampling and grading some problems. `+` combines two costs."""
 
     no_verdict: int = 0
     timeouts: int = 0
@@ -71,7 +71,7 @@ class Cost:
     first_error: str | None = None
     tokens: int = 0
     seconds: float = 0.0
-    """Seconds of sampling alone."""
+    """Seconds of sampling, without grading."""
     kept_tokens: int = 0
     dense_tokens: int = 0
     peak_kv_bytes: int = 0
@@ -90,7 +90,7 @@ PEAKS = ("peak_kv_bytes", "dense_kv_bytes")
 
 @dataclass
 class EvalChunk:
-    """Some problems of a benchmark, sampled and graded."""
+    """The graded samples of some problems of a benchmark, with their cost."""
 
     samples: list[EvalSample]
     cost: Cost
@@ -107,10 +107,10 @@ def run(
     record: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> EvalChunk:
-    """Sample and grade all problems, or those with the indices `problems`.
+    """Sample and grade all problems, or only the problems with the indices `problems`.
 
-    The seed of a rollout depends only on its problem and sample, so the parts add up to the whole. `record` keeps the
-    evictions with the rollouts.
+    The seed of a rollout depends only on the problem index and the sample index. Running a benchmark in chunks therefore gives
+    the same samples as running it at once. `record` stores the evictions in the rollouts.
     """
     numbers = range(len(benchmark.examples)) if problems is None else problems
     samples, sampling = benchmark.samples, benchmark.sampling
@@ -171,16 +171,16 @@ def ends_in_repetition(tokens: Sequence[int], period: int = PERIOD, span: int = 
 
 @dataclass(frozen=True)
 class BenchmarkScore:
-    """The score of a benchmark under one cache."""
+    """The score of a benchmark with one cache."""
 
     problems: int
-    """Number of problems with a verdict; the others are in no mean."""
+    """Number of problems with at least one reward. Problems without a reward are excluded from all means."""
     samples: int
     """Samples per problem."""
     mean: Estimate
-    """Mean reward. For rewards of 0 and 1 it is Pass@1 with one sample and Avg@k with several."""
+    """Mean reward. If all rewards are 0 or 1, this is Pass@1 (one sample per problem) or Avg@k (k samples)."""
     pass_at: dict[int, Estimate]
-    """Unbiased pass@k over the problems with at least k verdicts; empty if a reward is neither 0 nor 1."""
+    """Unbiased pass@k over the problems with at least k rewards. Empty if a reward is neither 0 nor 1."""
     mean_tokens: float
     truncated: float
     repetition: float
@@ -189,11 +189,11 @@ class BenchmarkScore:
     tokens_per_s: float
     cost: Cost
     ungraded: int
-    """Number of rollouts without a verdict, for any reason."""
+    """Number of rollouts without a reward, for any reason."""
 
     @property
     def graded(self) -> bool:
-        """Return whether a reward was neither 0 nor 1. The mean is then no share of right answers."""
+        """Return whether any reward was neither 0 nor 1. The mean is then a mean reward, not a share of correct answers."""
         return self.problems > 0 and not self.pass_at
 
 
@@ -218,7 +218,7 @@ def score(samples: Sequence[EvalSample], cost: Cost, per_problem: int, ks: Itera
 
 
 def by_problem(samples: Sequence[EvalSample]) -> dict[int, list[float]]:
-    """Return the verdicts of each problem that has any."""
+    """Return the rewards of each problem, by problem index. Problems without a reward are left out."""
     found: dict[int, list[float]] = {}
     for sample in samples:
         if sample.reward is not None:
@@ -227,7 +227,7 @@ def by_problem(samples: Sequence[EvalSample]) -> dict[int, list[float]]:
 
 
 def is_binary(verdicts: dict[int, list[float]]) -> bool:
-    """Return whether all rewards are 0 or 1, so that a sample either succeeds or fails."""
+    """Return whether all rewards are 0 or 1."""
     return all(reward in (0.0, 1.0) for rewards in verdicts.values() for reward in rewards)
 
 

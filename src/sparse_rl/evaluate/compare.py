@@ -1,4 +1,4 @@
-"""Parse `--compare full,rkv@512,snapkv@512+64`: the caches to compare. Imports no torch."""
+"""Parse the caches of `--compare`, such as `full,rkv@512,snapkv@512+64`. Does not import torch."""
 
 import re
 from collections.abc import Mapping
@@ -14,14 +14,15 @@ FORM = "full or POLICY@BUDGET[+INTERVAL], as in full,rkv@512,snapkv@512+64"
 @dataclass(frozen=True)
 class Setting:
     name: str
-    """Name in tables: full, rkv@512, rkv@512+64."""
+    """Name of the cache in tables, such as full, rkv@512 or rkv@512+64."""
     kv: KV
 
 
 def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Setting]:
-    """Return the caches that --compare names; `given` holds the --kv flags, which apply to all sparse ones.
+    """Return the caches to evaluate. `given` holds the --kv flags, which apply to every cache that evicts.
 
-    Without --compare these are `full` and the cache of the --kv flags, or else of the model's own settings (`stored`).
+    Without --compare, return `full` and one more cache: the one of the --kv flags, or else the one stored with the model
+    (`stored`). If neither is set, return only `full`.
     """
     if compare is None:
         found = [full()]
@@ -52,7 +53,7 @@ def name_of(kv: KV) -> str:
 
 
 def quarter(budget: int) -> int:
-    """Return the default interval of a budget."""
+    """Return the default interval for a budget: a quarter of it, at least 1."""
     return max(1, budget // 4)
 
 

@@ -1,5 +1,4 @@
-"""`sparse-rl eval`: run benchmarks under several caches, side by side. The same command continues an interrupted
-evaluation."""
+"""`sparse-rl eval`: run benchmarks with several caches. Running the same command again continues an interrupted evaluation."""
 
 import argparse
 import gc
@@ -40,14 +39,14 @@ from .watch import EvalProgress
 from .work import Work
 
 PLAIN_WIDTH = 240
-"""Width in columns of the table of all benchmarks in a file; a terminal breaks the cells instead."""
+"""Width of the output in columns if it is not a terminal. On a terminal, cells wrap instead."""
 FILLS = {"cpu": 1, "cuda": 4}
-"""Rollouts of a chunk as a multiple of the slots. Slots run empty at the end of a chunk, which costs a GPU more."""
+"""Rollouts per chunk as a multiple of the slots. Slots idle at the end of a chunk, so a GPU uses larger chunks."""
 
 
 @dataclass(frozen=True)
 class BenchmarkSource:
-    """A requested benchmark, before the tokenizer is loaded."""
+    """A benchmark named in --benchmarks, with its examples and settings, before tokenization."""
 
     name: str
     title: str
@@ -58,7 +57,7 @@ class BenchmarkSource:
     ks: tuple[int, ...]
     reward: str
     note: str | None
-    """Sentence about the data for the user."""
+    """Sentence about the data that is shown to the user."""
 
 
 def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
@@ -66,7 +65,7 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
     console = Terminal(highlight=False)
     if not console.is_terminal:
         console = Terminal(highlight=False, width=PLAIN_WIDTH)
-    if args.json and not args.json.parent.is_dir():  # fail now: the file is written last
+    if args.json and not args.json.parent.is_dir():  # fail early, because the file is written at the end
         raise UserError(f"The folder of {args.json} does not exist: make it first.")
     for setting in settings:  # report a misspelt policy before anything is loaded
         from_settings(setting.kv)
@@ -109,7 +108,7 @@ def asked_sources(args: argparse.Namespace, data: DataConfig, reward: RewardConf
 
 
 def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
-    """Return the k of pass@k; by default the number of samples and all powers of two up to it."""
+    """Return the values k of pass@k. The default is `samples` and all powers of two below it."""
     if text is None:
         return tuple(sorted({*(2**power for power in range(samples.bit_length())), samples}))
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
@@ -126,7 +125,7 @@ def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
 def identity(
     args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource], data: DataConfig, reward: RewardConfig, dtype: str
 ) -> dict[str, Any]:
-    """Return everything that the results depend on. Settings that only affect speed are left out."""
+    """Return all settings that the results depend on, for asked.json. Settings that affect only speed are left out."""
     return {
         "model": args.model,
         "weights": weights_hash(args.model),
@@ -156,15 +155,18 @@ def identity(
 
 
 def weights_hash(model: str) -> str | None:
-    """Return a hash of the names, sizes and times of the model's files: new weights under an old name are another model."""
+    """Return a hash of the names, sizes and modification times of the model's files, to detect changed weights.
+
+    Return None if `model` is not on disk.
+    """
     path = Path(model)
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    files = [file for file in found if file.is_file()]  # skips links to themselves, which loading refuses
+    files = [file for file in found if file.is_file()]  # skip links to themselves; loading raises an error for them
     return _hash([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) if files else None
 
 
 def reward_hash(function: str) -> str | None:
-    """Return a hash of the files that the reward names: a changed reward under an old name is another question."""
+    """Return a hash of the Python files that the reward uses, to detect changed code. None for built-in rewards."""
     files = [Path(term.function.rpartition(":")[0]) for term in terms(function) if ".py:" in term.function]
     return _hash([file.read_text() for file in files if file.is_file()]) if files else None
 
@@ -178,13 +180,13 @@ def _hash(values: Any) -> str:
 
 
 def default_folder(model: str, asked: dict[str, Any]) -> Path:
-    """Return the default folder; the same question maps to the same folder."""
+    """Return the default of --out. The same model and settings always give the same folder."""
     name = re.sub(r"[^\w.-]+", "-", model).strip("-.")
     return Path("runs/eval") / f"{name}-{_hash(asked)[:8]}"
 
 
 class Runner:
-    """Runner of the unfinished work, setting by setting, so that only one cache is allocated at a time."""
+    """Runs the unfinished problems, one setting after the other, so that only one cache is allocated at a time."""
 
     def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, console: Console):
         self.args, self.settings, self.sources, self.data = args, settings, sources, data
@@ -237,7 +239,7 @@ class Runner:
             self._check(setting, source)
 
     def _check(self, setting: Setting, source: BenchmarkSource) -> None:
-        """Raise UserError now for a prompt that the engine would refuse later."""
+        """Raise PromptError if the longest prompt does not fit the engine, before any sampling."""
         self.probe = Engine(self.model, setting.kv, slots=1)
         benchmark = self.benchmarks[source.name]
         number, longest = max(enumerate(benchmark.prompts, 1), key=lambda pair: len(pair[1]))
@@ -266,12 +268,14 @@ class Runner:
             watch.doing(what)
 
     def _engine(self, setting: Setting, source: BenchmarkSource) -> Engine:
-        """Return the engine of a setting. A sparse cache shares one for all benchmarks, a dense cache one per response
-        length."""
+        """Return the engine of a setting. A bounded cache uses one engine for all benchmarks.
+
+        A dense cache uses one engine per response length.
+        """
         dense = not from_settings(setting.kv).evicts
         key = (setting.name, source.sampling.max_tokens if dense else 0)
         if self.engine is None or self.engine_key != key:
-            self.engine = None  # frees its cache before the next one is allocated
+            self.engine = None  # free its cache before the next engine allocates one
             gc.collect()
             alike = [
                 (self.benchmarks[other.name], missing)
@@ -287,7 +291,7 @@ class Runner:
 
 
 def parts(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Split the numbers, in order, into `count` parts as evenly as possible."""
+    """Split the numbers, in order, into `count` parts of nearly equal size."""
     count = min(count, len(numbers))
     edges = [round(part * len(numbers) / count) for part in range(count + 1)]
     return [numbers[start:stop] for start, stop in pairwise(edges)]

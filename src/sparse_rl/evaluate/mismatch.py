@@ -1,8 +1,8 @@
-"""Measure the mismatch between a sampler with this cache and the dense model, as Sparse-RL would see it before training.
+"""Measure the mismatch between the sampler with a bounded cache and the dense model, before any training.
 
-Every rollout is replayed with a dense cache, which gives xi = pi_dense / pi_sampler of each token. A second replay under the
-recorded evictions gives the engine noise. Log-probs are of the untruncated softmax at the sampling temperature, so xi is also
-defined under top_p and top_k. There it measures the distance of the two softmaxes at the sampled tokens.
+Replaying every rollout with a dense cache gives xi = pi_dense / pi_sampler for each token. A second replay under the recorded
+evictions gives the engine noise. Log-probs come from the untruncated softmax at the sampling temperature, so xi is also
+defined with top_p and top_k. In that case, xi compares the two full softmaxes at the sampled tokens.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .benchmark import EvalSample
 
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
 PRESET = "paper"
-"""Preset whose rejections are counted: sequences with any xi < 1e-4."""
+"""Correction preset that decides rejections. It rejects a sequence if any token has xi < 1e-4."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Mismatch:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[EvalSample]) -> np.ndarray:
-    """Return log xi of all tokens of all rollouts, concatenated, in float32. Sets `rejected` and `noise` of each sample."""
+    """Return log xi of all tokens of all rollouts, concatenated, in float32. Set `rejected` and `noise` of each sample."""
     per_pass = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
     dense = [logprobs.cpu() for logprobs in replay(model, rollouts, "dense", tokens_per_pass=per_pass)]
     evicts = all(rollout.trace is not None for rollout in rollouts)
@@ -52,7 +52,7 @@ def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[E
 
 
 def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample]) -> Mismatch:
-    """Return the metrics over all measured tokens, in however many parts they come."""
+    """Return the mismatch metrics over all tokens. `log_xi` holds one array per chunk."""
     log_xi_1N = torch.from_numpy(np.concatenate(log_xi))[None]
     metrics = correct(log_xi_1N, torch.ones_like(log_xi_1N), PRESET).metrics
     names = ("mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess")

@@ -1,4 +1,4 @@
-"""Turn graded samples into results: scores, differences to the first cache and the mismatch, also as JSON."""
+"""Compute results from graded samples: scores, differences to the first cache, and mismatch metrics. Also convert to JSON."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,16 +19,16 @@ class Result:
     setting: str
     score: BenchmarkScore
     against: str | None
-    """Setting that the result is compared with; None for the first setting."""
+    """Name of the first setting, which `difference` refers to; None for the first setting itself."""
     difference: Estimate | None
-    """Paired difference of the mean rewards over the problems."""
+    """Paired difference of mean rewards, per problem, to the first setting; None for the first setting itself."""
     mismatch: Mismatch | None
 
 
 def results(
     benchmark: str, settings: Sequence[str], done: Sequence[FinishedPart], samples: int, ks: Iterable[int]
 ) -> list[Result]:
-    """Return the results of one benchmark under all settings; differences are against the first."""
+    """Return the results of one benchmark for all settings. Differences are relative to the first setting."""
     found: list[Result] = []
     for setting, each in zip(settings, done, strict=True):
         first = not found
@@ -47,7 +47,7 @@ def results(
 
 
 def difference(done: FinishedPart, first: FinishedPart, samples: int) -> Estimate:
-    """Return the difference over the problems that have a verdict under both settings."""
+    """Return the paired difference `done` - `first` of mean rewards, over the problems that have rewards in both."""
     ours, theirs = by_problem(done.samples), by_problem(first.samples)
     both = sorted(ours.keys() & theirs.keys())
     values, others = means(ours, both), means(theirs, both)
@@ -61,7 +61,7 @@ def means(verdicts: dict[int, list[float]], problems: Sequence[int]) -> list[flo
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Return the result as a flat table of plain numbers; a value that is not finite becomes null."""
+    """Return the result as a JSON-serializable dict. A non-finite value of a score or of the mismatch becomes null."""
     score = result.score
     values: dict[str, Any] = {"benchmark": result.benchmark, "setting": result.setting, "problems": score.problems}
     values |= {"samples_per_prompt": score.samples, "pass@1": _estimate(score.mean)}

@@ -1,4 +1,4 @@
-"""Choose how many rollouts an evaluation runs at a time: on a GPU by its free memory, on a CPU a handful."""
+"""Choose the number of concurrent rollouts of an evaluation: by free memory on a GPU, 64 on a CPU."""
 
 from ..config import KV
 from ..gpu_memory import free_bytes
@@ -7,11 +7,11 @@ from ..sizes import MAX_AUTO_SLOTS, STEP_LOGIT_BYTES, slot_bytes
 
 CPU_SLOTS = 64
 SHARE = 0.8
-"""Share of the free memory for keys, values and logits; side tables, prefill, graphs and replays use the rest."""
+"""Share of the free memory used for keys, values and logits. Side tables, prefill, graphs and replays use the rest."""
 
 
 def auto_slots(probe: Engine, kv: KV, longest: int) -> int:
-    """Return the slots for sequences of at most `longest` tokens; `probe` is any engine on the model."""
+    """Return the number of slots for sequences of at most `longest` tokens. `probe` is any engine of the same model."""
     shape = probe.limits.shape
     if shape.device.type != "cuda":
         return CPU_SLOTS

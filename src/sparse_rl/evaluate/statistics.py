@@ -1,6 +1,6 @@
-"""Unbiased pass@k and 95 % intervals of scores. Pure functions on plain numbers, no torch.
+"""Unbiased pass@k and 95 % confidence intervals of scores. Pure functions on plain numbers, without torch.
 
-Samples of one problem are correlated, so every interval is over problems.
+Samples of one problem are correlated, so intervals treat problems, not samples, as independent.
 """
 
 import math
@@ -10,24 +10,24 @@ from typing import NamedTuple
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 T = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764}
-"""The 97.5 % quantile of Student's t for few degrees of freedom, where the series in `quantile` is not accurate enough."""
+"""The 97.5 % quantile of Student's t for 1 to 4 degrees of freedom, where the series in `quantile` is too inaccurate."""
 
 
 class Estimate(NamedTuple):
     mean: float
     low: float
     high: float
-    """Upper end of the 95 % interval, which starts at `low`; NaN if there is nothing to estimate from."""
+    """Upper end of the 95 % confidence interval from `low` to `high`. NaN if there are too few values for an interval."""
 
 
 NOTHING = Estimate(math.nan, math.nan, math.nan)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return pass@k: the chance that k of these samples, drawn without replacement, hold a right one.
+    """Return pass@k: the probability that k of the `samples`, drawn without replacement, include a correct one.
 
-    Chen et al. 2021, arXiv 2107.03374: 1 - C(n - c, k) / C(n, k). Unbiased for the chance that k fresh samples hold a right
-    one.
+    Chen et al. 2021, arXiv 2107.03374: 1 - C(n - c, k) / C(n, k). This is an unbiased estimate of the probability that k new
+    samples include a correct one.
     """
     if not 0 <= right <= samples or k < 1:
         raise ValueError(f"{right} of {samples} right and k = {k} make no sense.")
@@ -37,12 +37,12 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def mean_interval(values: Sequence[float], samples: float = 1) -> Estimate:
-    """Return the mean over problems with its interval; each value is the mean of about `samples` samples.
+    """Return the mean over problems and its interval. Each value is the mean of about `samples` samples of one problem.
 
-    Values from 0 to 1 get Wilson's interval. Its number of trials follows from the spread between problems: n = p (1 - p) /
-    se^2, at least the problems and at most all samples (Korn and Graubard 1998; Franco et al. 2019). With one sample per
-    problem it is Wilson's own. It stays in [0, 1] and has a positive width even if all answers are right or all are wrong.
-    Other values get mean +- t standard errors.
+    If all values are in [0, 1], use Wilson's interval with an effective number of trials n = p (1 - p) / se^2, where se is the
+    standard error over problems. n is at least the number of problems and at most the number of all samples (Korn and Graubard
+    1998; Franco et al. 2019). With one sample per problem, this is the ordinary Wilson interval. The interval stays in [0, 1]
+    and has a positive width even if all answers are correct or all are wrong. For other values, use mean +- t standard errors.
     """
     problems = len(values)
     if problems == 0:
@@ -59,7 +59,7 @@ def mean_interval(values: Sequence[float], samples: float = 1) -> Estimate:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Return mean +- t standard errors; the interval of a single value is NaN."""
+    """Return mean +- t standard errors. For a single value, the interval is NaN."""
     n = len(values)
     mean = math.fsum(values) / n
     if n == 1:
@@ -69,18 +69,18 @@ def t_interval(values: Sequence[float]) -> Estimate:
 
 
 def wilson(mean: float, trials: float, z: float) -> Estimate:
-    """Return Wilson's interval (1927): all p for which a z-test does not reject the observed share."""
+    """Return Wilson's interval (1927): all p that a z-test does not reject given the observed share `mean`."""
     middle = (mean + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(mean * (1 - mean) / trials + z * z / (4 * trials * trials))
     return Estimate(mean, min(mean, max(0.0, middle - half)), max(mean, min(1.0, middle + half)))
 
 
 def paired_difference(values: Sequence[float], others: Sequence[float], samples: float = 1) -> Estimate:
-    """Return the paired difference values - others over problems.
+    """Return the paired difference `values` - `others` over problems, with its interval.
 
-    For values from 0 to 1 two artificial problems are added, one better and one worse by 1 / sqrt(samples). With one sample
-    per problem that is Bonett and Price 2012, which keeps its coverage when few problems differ, or none. Other values get
-    mean +- t standard errors.
+    If all values are in [0, 1], add two artificial problems with differences of +1 / sqrt(samples) and -1 / sqrt(samples).
+    With one sample per problem, this is the interval of Bonett and Price 2012, which keeps its coverage when few or no
+    problems differ. For other values, use mean +- t standard errors.
     """
     gaps = [value - other for value, other in zip(values, others, strict=True)]
     problems = len(gaps)
@@ -98,8 +98,10 @@ def paired_difference(values: Sequence[float], others: Sequence[float], samples:
 
 
 def average(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the plain mean of independent scores. Distances to the interval ends add like standard errors (Zou and Donner
-    2008)."""
+    """Return the unweighted mean of independent scores, with its interval.
+
+    The distances from the means to the interval ends are combined like standard errors (Zou and Donner 2008).
+    """
     n = len(estimates)
     mean = math.fsum(each.mean for each in estimates) / n
     below = math.sqrt(math.fsum((each.mean - each.low) ** 2 for each in estimates)) / n

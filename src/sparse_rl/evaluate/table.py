@@ -1,4 +1,4 @@
-"""Format results for people: a table per benchmark, one of all benchmarks, and rows for a paper."""
+"""Format results: one table per benchmark, one table of all benchmarks, and LaTeX rows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
     ("ESS", lambda each: f"{each.ess:.3f}"),
     ("engine noise", lambda each: f"{each.engine_noise:.1e}"),
 ]
-"""Heading and format of each column."""
+"""Heading and formatter of each column of the mismatch table."""
 
 
 def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
-    """Return the estimate with its interval; a share in percent."""
+    """Return the estimate with its interval as text. If `share` is true, the numbers are percentages."""
     if math.isnan(estimate.mean):
         return "-"
     form = f"{{:{'+' if signed else ''}{'.1%' if share else '.3g'}}}"
@@ -34,7 +34,7 @@ def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
 
 
 def are_shares(results: Sequence[Result]) -> bool:
-    """Return whether every reward is 0 or 1. One answer holds for a whole benchmark, so units do not change between rows."""
+    """Return whether every reward of a benchmark is 0 or 1, so that all rows are percentages."""
     return not any(each.score.graded for each in results)
 
 
@@ -47,9 +47,9 @@ def _named(results: Sequence[Result]) -> str:
 
 
 def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
-    """Return the tables of one benchmark under all settings: scores and costs, pass@k for several samples, and the mismatch.
+    """Return the tables of one benchmark for all settings: scores and costs, pass@k, and the mismatch.
 
-    The mismatch is shown only if it was measured.
+    The pass@k table needs several samples per problem. The mismatch table needs --mismatch.
     """
     first, name, share = results[0].score, _named(results), are_shares(results)
     title = f"{escape(title)}: {first.problems:,} problems, {name}, 95 % intervals"
@@ -83,7 +83,7 @@ def mismatch_table(results: Sequence[Result]) -> Table:
 
 
 def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
-    """Return a table of settings by benchmarks with their plain average."""
+    """Return a table with one row per setting and one column per benchmark, plus their unweighted average."""
     headings = [f"{escape(title)} {_named(results)}" for title, results in columns]
     shares = [are_shares(results) for _, results in columns]
     found = table("All benchmarks, 95 % intervals", ["cache", *headings, "average", "KV saved"])
@@ -96,7 +96,10 @@ def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:
 
 
 def latex_rows(columns: Sequence[tuple[str, Sequence[Result]]]) -> list[str]:
-    """Return rows like `name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, shares in percent; several benchmarks add their average."""
+    """Return rows like `name & $45.1^{+2.3}_{-2.2}$ & … \\\\`, with shares in percent.
+
+    With several benchmarks, the last column is their average.
+    """
     several, shares = len(columns) > 1, [are_shares(results) for _, results in columns]
     titles = [
         *(f"{title} {_named(results)}" for title, results in columns),

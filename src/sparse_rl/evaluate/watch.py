@@ -1,4 +1,4 @@
-"""Show the progress of an evaluation: a bar on a terminal, a line per chunk of problems elsewhere."""
+"""Display the progress of an evaluation: a progress bar on a terminal, otherwise one line per chunk of problems."""
 
 import time
 
@@ -11,7 +11,7 @@ from ..rollout.stats import Progress as Sampled
 
 class EvalProgress:
     def __init__(self, console: Console, rollouts: int):
-        """Start the display; `rollouts` is the number still to sample."""
+        """Create the display. `rollouts` is the number of rollouts still to sample."""
         self.console, self.total, self.done = console, rollouts, 0
         self.started = time.monotonic()
         columns = ("{task.description}", "{task.fields[speed]}", "{task.fields[left]}")
@@ -28,19 +28,19 @@ class EvalProgress:
         self.bar.stop()
 
     def restart(self) -> None:
-        """Restart the clock after loading."""
+        """Restart the clock, so that the estimate of the time left excludes loading."""
         self.started = time.monotonic()
 
     def doing(self, what: str) -> None:
         self.bar.update(self.task, description=what)
 
     def sampled(self, progress: Sampled) -> None:
-        """Update the bar between chunks of decode steps."""
+        """Update the progress bar; called between chunks of decode steps."""
         speed = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
         self.bar.update(self.task, completed=self.done + progress.finished, speed=speed, left=self.left(progress.finished))
 
     def chunk(self, what: str, rollouts: int, tokens_per_s: float) -> None:
-        """Report a chunk that was sampled, graded and written."""
+        """Count a chunk of problems as done, after it was sampled, graded and written."""
         self.done += rollouts
         self.bar.update(self.task, completed=self.done, left=self.left())
         if not self.console.is_terminal:
@@ -48,8 +48,7 @@ class EvalProgress:
             self.console.print(Text(line), soft_wrap=True)
 
     def left(self, more: int = 0) -> str:
-        """Return the estimated time left, from the rollouts that have ended. Long rollouts end last, so early estimates are
-        too low."""
+        """Return the estimated time left, based on finished rollouts. Long rollouts finish last, so early values are low."""
         done = self.done + more
         if not done:
             return ""

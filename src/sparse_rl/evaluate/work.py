@@ -1,7 +1,7 @@
-"""The folder of an evaluation, in which a chunk is written whole or not at all, so that a killed evaluation continues.
+"""The folder of an evaluation. Chunks of problems are written atomically, so that a killed evaluation can continue.
 
-It holds the question (asked.json), every graded sample (samples.jsonl), the cost of each chunk of problems (chunks.jsonl) and
-log xi of all tokens (log_xi/).
+The folder holds the settings of the evaluation (asked.json), every graded sample (samples.jsonl), the cost of each chunk of
+problems (chunks.jsonl) and log xi of all tokens (log_xi/).
 """
 
 import fcntl
@@ -24,12 +24,12 @@ from .benchmark import Cost, EvalChunk, EvalSample
 FILES = ("asked.json", "samples.jsonl", "chunks.jsonl", "log_xi", "results.json")
 PARTIAL = ".asked.json.partial"
 GROWS = ("benchmarks", "settings")
-"""Keys of the question that a later run may extend; all others must stay the same."""
+"""Keys of asked.json that a later run may extend. All other keys must stay the same."""
 
 
 @dataclass
 class FinishedPart:
-    """The finished problems of one benchmark under one cache."""
+    """The finished problems of one benchmark with one cache."""
 
     samples: list[EvalSample] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
@@ -49,7 +49,7 @@ class Work:
 
     @contextmanager
     def opened(self, asked: dict[str, Any], *, overwrite: bool) -> Iterator[None]:
-        """Lock the folder for this process; raise UserError if it holds an evaluation of something else."""
+        """Lock the folder for this process. Raise UserError if it holds other files or an evaluation with other settings."""
         if self.path.exists() and not (self.path.is_dir() and (self._is_evaluation() or self._is_empty())):
             raise UserError(f"{self.path} exists and is not an evaluation: name another folder with --out.")
         was_there = self.path.exists()
@@ -69,7 +69,7 @@ class Work:
                     self._read()
                 yield
             finally:
-                if not self.written and not was_there:  # a failed start leaves nothing behind
+                if not self.written and not was_there:  # remove the new folder after a failed start
                     shutil.rmtree(self.path, ignore_errors=True)
                 elif overwrite and not self.written:
                     backup.restore(self.path, FILES)
@@ -124,7 +124,7 @@ class Work:
             raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
 
     def _is_empty(self) -> bool:
-        """Return whether the folder holds only the remains of a start that was killed before it wrote asked.json."""
+        """Return whether the folder is empty or holds only files of a start that was killed before writing asked.json."""
         names = {file.name for file in self.path.iterdir()}
         return all(backup.is_own(name) or name == PARTIAL for name in names)
 
@@ -133,7 +133,7 @@ class Work:
 
     def _refuse_another(self, asked: dict[str, Any]) -> None:
         before = json.loads(self.asked.read_text()) if self.asked.exists() else {}
-        asked = json.loads(json.dumps(asked))  # the form in which it is read back
+        asked = json.loads(json.dumps(asked))  # convert to the types that JSON returns, for the comparison
         for key in (asked.keys() | before.keys()) - set(GROWS) if before else ():
             self._refuse_if_changed(key, before.get(key), asked.get(key))
         for group in GROWS:
@@ -153,7 +153,7 @@ class Work:
             )
 
     def _read(self) -> None:
-        """Read the complete chunks, and truncate the incomplete rest of a killed run."""
+        """Read the complete chunks. Truncate incomplete lines that a killed run left."""
         with self.chunks.open("ab+") as file:  # truncate, never rewrite: a kill during a rewrite would lose everything
             file.seek(0)
             lines = [line for line in file.readlines() if line.endswith(b"\n")]

@@ -1,4 +1,4 @@
-"""Plan a run: what fits on a GPU and what a step costs, from a model's config.json. Imports neither torch nor transformers."""
+"""Plan a run from a model's config.json: GPU memory and step time. Imports neither torch nor transformers."""
 
 from .dimensions import Dimensions, dimensions
 from .memory import Phase, Plan, make_plan

@@ -1,4 +1,4 @@
-"""Read the dimensions of a model that memory and time depend on, from its config.json. Loads no weights."""
+"""Read a model's dimensions from its config.json, without loading weights. Memory and time are computed from them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ HUB_SHAPES = {
     **{f"meta-llama/Llama-3.2-1B{kind}": "1B" for kind in ("", "-Instruct")},
     "smollm2-135m": "135M",
 }
-"""Models whose shape ships with the package, so that they can be planned without the hub."""
+"""Models whose shape ships with the package, so that planning them needs no download."""
 PLANNED = ("llama", "mistral", "qwen2", "qwen3")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -27,7 +27,7 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Dimensions of a decoder built like Llama, Mistral, Qwen2 and Qwen3."""
+    """Dimensions of a decoder of the Llama, Mistral, Qwen2 or Qwen3 architecture."""
 
     layers: int
     hidden: int
@@ -37,7 +37,7 @@ class Dimensions:
     head_dim: int
     vocab: int
     tied: bool = False
-    """True if the head shares the weights of the embedding."""
+    """True if the LM head shares the weights of the embedding."""
     biases: tuple[str, ...] = ()
     """Names of the linear layers with a bias."""
     qk_norm: bool = False
@@ -53,7 +53,7 @@ class Dimensions:
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return (inputs, outputs) of each linear layer of a block."""
+        """Return (input width, output width) of each linear layer of a block, by name."""
         return {
             "q_proj": (self.hidden, self.q_width),
             "k_proj": (self.hidden, self.kv_width),
@@ -81,18 +81,18 @@ class Dimensions:
 
     @property
     def active_params(self) -> int:
-        """Return the parameters that a token is multiplied with: all but an embedding that is only looked up."""
+        """Return the number of parameters used in matrix products per token: all, except an untied input embedding."""
         return self.params - (0 if self.tied else self.embedding_params)
 
     def adapted(self, targets: str) -> list[str]:
-        """Return the linear layers of a block that `model.lora.targets` names."""
+        """Return the names of the linear layers of a block that `model.lora.targets` selects."""
         if targets == "all-linear":
             return list(self.linears)
         names = {name.strip() for name in targets.split(",")}
         return [name for name in self.linears if name in names]
 
     def adapted_params(self, targets: str) -> int:
-        """Return the number of weights that have adapters."""
+        """Return the number of base weights in the layers that have adapters."""
         return self.layers * sum(self.linears[name][0] * self.linears[name][1] for name in self.adapted(targets))
 
     def adapter_params(self, targets: str, rank: int) -> int:
@@ -100,7 +100,7 @@ class Dimensions:
 
 
 def dimensions(path: str) -> Dimensions:
-    """Return the dimensions of a shape's name, a folder, `tiny` or a hub id."""
+    """Return the dimensions of a model. `path` is the name of a shape, a folder, `tiny` or a hub id."""
     return from_config(read_config(path), path)
 
 
@@ -136,7 +136,7 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return the config.json of a model, or the values of a named shape."""
+    """Return the config.json of a model as a dict, or the equivalent values of a named shape."""
     folder = TINY if path == "tiny" and not Path(path).is_dir() else Path(path)
     shape = path if path in SHAPES else HUB_SHAPES.get(path, "")
     if shape in SHAPES and not folder.is_dir():

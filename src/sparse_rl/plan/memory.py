@@ -1,10 +1,10 @@
-"""Compute the bytes of a training run on a GPU, by part and by phase. The peak is the fullest phase.
+"""Compute the GPU memory of a training run, by part and by phase. The peak is the phase with the most bytes.
 
-Sizes of weights, optimizer and cache are exact. Activations follow from what autograd keeps of a layer with compiled norms and
-MLP. `sizes.py` holds the constants that the plan shares with the code.
+The sizes of weights, optimizer state and cache are exact. Activation sizes are derived from the tensors that autograd saves in
+a layer with compiled norms and MLP. `sizes.py` holds the constants that the plan shares with the engine and the learner.
 """
 
-# N tokens of a micro-batch, n response tokens of it, S slots; D hidden, F intermediate, V vocabulary are `dims`' own
+# N tokens of a micro-batch, n response tokens among them, S slots, D hidden size, F intermediate size, V vocabulary size
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,26 +27,26 @@ from ..sizes import (
 )
 from .dimensions import Dimensions
 
-# Constants of the plan alone. `sparse-rl bench memory` compares the whole plan with a measured peak (docs/plan.md).
+# Constants that only the plan uses. `sparse-rl bench memory` compares the plan with a measured peak (docs/plan.md).
 PLAIN_CHUNK_BYTES = 28
-"""Bytes per element of a logits chunk that autograd differentiates (float32 logits, log-probs, exponentials, gradients)."""
+"""Bytes per element of a logits chunk with autograd: float32 logits, log-probs, exponentials and gradients."""
 FIRST_TOKEN_BYTES = 26
-"""Bytes per logit of a first token, which plain torch samples: half precision, three float32 and two float64 copies."""
+"""Bytes per logit of a first token, sampled with plain torch: one half-precision, three float32 and two float64 copies."""
 MLP_BACKWARD = 3
-"""Tensors of [N, F] that the backward pass of an MLP holds besides saved ones: gradients of the product and its factors."""
+"""Number of [N, F] tensors that MLP backward holds in addition to saved ones: gradients of the product and its factors."""
 MLP_FORWARD = 3
 LORA_MLP_BYTES = 8
-"""Bytes per element of the temporary float32 copies of an [N, F] tensor that adapters make, which compute in float32."""
+"""Bytes per element of the temporary float32 copies of an [N, F] tensor. Adapters compute in float32 and make them."""
 STATE_8BIT_BYTES = 2.04
-"""Bytes of both moments of a weight: a byte each, and a float32 scale per 256 of them."""
+"""Bytes per weight of both 8-bit moments: one byte each, plus one float32 scale per 256 values."""
 STEP_8BIT_BYTES = 12
-"""Bytes per element of the largest weight during its update: both moments and the step in float32."""
+"""Bytes per element of the largest weight during its 8-bit update: both moments and the step in float32."""
 BATCH_TENSORS = 12
-"""Float32 tensors of [rollouts, tokens] that an update reads."""
+"""Number of float32 [rollouts, tokens] tensors that an update reads."""
 CONTEXT_BYTES = int(0.55 * GIB)
-"""Bytes that CUDA and its libraries hold outside torch's allocator."""
+"""Bytes that CUDA and its libraries allocate outside torch's allocator."""
 RESERVED_SHARE = 0.05
-"""Share of the peak that the allocator holds and cannot use."""
+"""Memory that torch's allocator reserves but cannot use (fragmentation), as a share of the peak."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory plan of a run of `config` with `slots` on a GPU that leaves torch `memory_bytes`."""
+    """The memory plan of a run. `memory_bytes` is the GPU memory available to torch; None if it is not limited."""
 
     config: Config
     dims: Dimensions
@@ -70,7 +70,7 @@ class Plan:
     memory_bytes: int | None = None
     phases: list[Phase] = field(default_factory=list)
     evaluation_slots: int = 0
-    """Slots of the dense cache for held-out problems; 0 if the sampler's own cache is used."""
+    """Slots of the dense evaluation cache; 0 if the evaluation uses the sampler's cache or is off."""
 
     @property
     def fullest(self) -> Phase:
@@ -83,7 +83,7 @@ class Plan:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """Return the bytes that torch must be able to reserve: the peak, the pool of the decode graphs, and fragmentation."""
+        """Return the bytes that torch must reserve: the peak, the memory pool of the decode graphs, and fragmentation."""
         return int(peak_held(self.phases, self.pool_bytes) * (1 + RESERVED_SHARE))
 
     @property
@@ -100,14 +100,14 @@ class Plan:
 
 
 def peak_held(phases: list[Phase], pool_bytes: int) -> int:
-    """Return the largest number of bytes held at one time, with the graph pool, which the sampling phase already counts."""
+    """Return the maximum over phases of the allocated bytes plus the graph pool. Sampling already includes the pool."""
     return max(phase.total + (0 if phase.name == "sampling" else pool_bytes) for phase in phases)
 
 
 def make_plan(
     config: Config, dims: Dimensions, *, memory_bytes: int | None = None, prompt_tokens: int = 256, slots: int | None = None
 ) -> Plan:
-    """Return the plan of a run. If `rollout.slots` is auto, use as many slots as fit, or those of one group if none fit."""
+    """Return the plan of a run. If `rollout.slots` is "auto", use as many slots as fit, or `samples_per_prompt` if none do."""
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
@@ -123,7 +123,7 @@ def auto_limit(config: Config) -> int:
 
 
 def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, prompt_tokens: int, limit: int) -> int:
-    """Return the most slots that fit, up to `limit`; 0 if not even one fits."""
+    """Return the largest number of slots that fits, at most `limit`; 0 if not even one slot fits."""
 
     def fit(slots: int) -> bool:
         return make_plan(config, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots).fits
@@ -132,7 +132,7 @@ def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, promp
 
 
 def largest(fits, limit: int) -> int:
-    """Return the largest number from 1 to `limit` that fits, 0 if none does. `fits` must be monotonic."""
+    """Return the largest number from 1 to `limit` for which `fits` is true; 0 if there is none. `fits` must be monotonic."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -148,16 +148,16 @@ def itemsize(config: Config) -> int:
 
 
 def resident(config: Config, dims: Dimensions) -> dict[str, int]:
-    """Return the bytes of the weights and of the optimizer state between steps, by part."""
+    """Return the bytes of weights and optimizer state that stay allocated between steps, by part."""
     size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
     parts, shards = {"weights": dims.params * size}, config.ranks.count
     moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
     if lora.rank:
         adapters = dims.adapter_params(lora.targets, lora.rank)
-        parts["adapters"] = 4 * adapters  # peft keeps them in float32, so they are their own masters
+        parts["adapters"] = 4 * adapters  # peft stores adapters in float32, so they need no master copy
         parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merge else 0
         trained = adapters
-    elif shards > 1:  # a whole model for sampling, and float32 shards of the trained weights
+    elif shards > 1:  # the full model for sampling, and float32 shards of the trained weights
         parts["reference copy"] = 4 * dims.params // shards if config.loss.kl_coef > 0 else 0
         parts["float32 masters"] = 4 * dims.params // shards
         trained = dims.params // shards
@@ -170,9 +170,9 @@ def resident(config: Config, dims: Dimensions) -> dict[str, int]:
 
 
 def gradient_bytes(config: Config, dims: Dimensions) -> int:
-    """Return the bytes of the gradients, summed in float32 over the micro-batches of an update.
+    """Return the bytes of the gradients, which are accumulated in float32 over the micro-batches of an update.
 
-    Offloaded gradients leave the GPU as they arrive, one weight at a time.
+    With optimizer.state = "offload", each weight's gradient is moved to host memory as soon as it is computed.
     """
     lora = config.model.lora
     trained = dims.adapter_params(lora.targets, lora.rank) if lora.rank else dims.params
@@ -193,7 +193,7 @@ def outside_layers(dims: Dimensions) -> int:
 
 
 def gathered_bytes(config: Config, dims: Dimensions) -> int:
-    """Return the bytes of gathered weights in a pass: those outside of layers, the current layer and the next one."""
+    """Return the bytes of the weights that FSDP2 gathers in a pass: non-layer weights, the current and the next layer."""
     return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
 
 
@@ -214,46 +214,46 @@ def fuses(dims: Dimensions) -> bool:
 
 
 def kept_per_token(config: Config, dims: Dimensions) -> int:
-    """Return the bytes per token of one layer that backward needs."""
+    """Return the bytes per token that autograd saves in one layer for backward."""
     size, lora = itemsize(config), config.model.lora
     adapted = dims.adapted(lora.targets) if lora.rank else []
     widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
     fused = fuses(dims)
-    # norms: their inputs; uncompiled, in float32, and the normalised values too if their weight is trained
+    # norms save their input; uncompiled, in float32, plus the normalised values if the norm's weight is trained
     norm = size if fused else 4 if adapted else 4 + size
     kept = 2 * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.qk_norm else 0)
-    # inputs of the linear layers: the norms' outputs, or copies of them
+    # linear layers save their input: the output of the norm, or a float32 copy of it for adapters
     if adapted:
         kept += widen * dims.hidden * sum(name in adapted for name in ("q_proj", "k_proj", "v_proj"))
-        kept += widen * ((1 if fused else 2) * dims.hidden + dims.intermediate)  # compiled, gate and up share a copy
+        kept += widen * ((1 if fused else 2) * dims.hidden + dims.intermediate)  # if compiled, gate and up share one copy
     else:
         kept += 2 * dims.hidden * size
-    # attention: queries, keys, values, output and a sum per head; plain float32 repeats keys and copies outputs
+    # attention saves queries, keys, values, output and one sum per head; float32 attention also repeats keys, copies outputs
     kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
     kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
-    # MLP: gate, up, and their product if its layer is trained; uncompiled, also the gate's activation
+    # the MLP saves gate, up, and their product if the down projection is trained; uncompiled, also the gate's activation
     kept += (2 + (0 if adapted else 1) + (0 if fused else 1)) * dims.intermediate * size
     return kept + 4 * lora.rank * len(adapted)
 
 
 def transient_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
-    """Return the bytes per token that the current layer holds temporarily."""
+    """Return the bytes per token of temporary tensors in the layer that is being computed."""
     size = itemsize(config)
     wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 else 0
     return (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate * size + 4 * dims.hidden * size + wide
 
 
 def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> int:
-    """Return the bytes of the current chunk of logits.
+    """Return the bytes of one chunk of logits and its hidden states.
 
-    Backward adds the head's gradient, summed in float32, and that of one chunk.
+    In backward this includes the LM head's gradient, accumulated in float32, and the gradient of one chunk.
     """
     size = itemsize(config)
     if dims.vocab >= LARGE_VOCABULARY:
         chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * size * (2 if backward else 1)
     else:
         chunk = min(CHUNK_ELEMENTS, n * dims.vocab) * (size + (20 if backward else 12))
-    if backward and config.method == "smd":  # autograd differentiates the distance of two distributions
+    if backward and config.method == "smd":  # autograd computes the gradient of the divergence
         chunk = max(chunk, min(CHUNK_ELEMENTS, n * dims.vocab) * PLAIN_CHUNK_BYTES)
     if backward and not config.model.lora.rank:
         chunk += dims.embedding_params * (4 + size)
@@ -261,7 +261,7 @@ def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> i
 
 
 def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
-    """Return the response lengths of the fullest micro-batch: as many of the longest as fit, and one that fills the rest."""
+    """Return the response lengths of the largest micro-batch: as many of `max_tokens` as fit, plus one that fills the rest."""
     longest = prompt_tokens + config.rollout.max_tokens
     count, left = divmod(config.optimizer.tokens_per_microbatch, longest)
     lengths = [config.rollout.max_tokens] * max(1, count)
@@ -271,9 +271,9 @@ def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
 
 
 def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[str, int]:
-    """Return the bytes of backward for the fullest micro-batch, by part.
+    """Return the bytes of the backward pass of the largest micro-batch, by part.
 
-    The peak is in the head while all activations are kept, or in the last layer, whichever is more.
+    The peak occurs either in the LM head, while all activations are saved, or in the last layer. The larger one counts.
     """
     size, checkpointed = itemsize(config), config.optimizer.gradient_checkpointing
     lengths = response_lengths(prompt_tokens, config)
@@ -281,7 +281,7 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
     tokens = n + prompt_tokens * len(lengths)
     shadow = config.method in SHADOW_METHODS
     layer = kept_per_token(config, dims) * tokens
-    if shadow:  # FlexAttention pads to a power of two, and reads the eviction time of each key
+    if shadow:  # FlexAttention pads the sequence to a power of two
         layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens
     kept = (dims.hidden * size * tokens if checkpointed else layer) * dims.layers + ends
@@ -307,9 +307,9 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
 
 
 def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
-    """Return the bytes of the block lists: four lists of [heads, B, B] with their lengths.
+    """Return the bytes of FlexAttention's block lists: four lists of [heads, B, B] and their lengths, for B blocks.
 
-    They exist once for the kv heads of all layers, and once more, for all heads, per layer that backward still needs.
+    The lists exist once for the kv heads of all layers, and again for all query heads of each layer that backward still needs.
     """
     blocks = padded // SHADOW_BLOCK
     heads = dims.layers * dims.kv_heads + kept_layers * dims.q_heads
@@ -317,7 +317,10 @@ def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
 
 
 def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, prompt_tokens: int) -> dict[str, int]:
-    """Return the bytes of prompts in a layer and of the logits of their samples, a few of which are sampled at a time."""
+    """Return the bytes of prefill: prompt activations in one layer, and first-token logits.
+
+    First tokens are sampled in batches of at most `FIRST_TOKENS`.
+    """
     packed = min(max(PREFILL_TOKENS, prompt_tokens), prompts * prompt_tokens)
     logits = slots * itemsize(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
@@ -327,7 +330,7 @@ def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, pr
 
 
 def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
-    """Return the bytes of one decode step: its logits and the widest of its layers."""
+    """Return the bytes of one decode step: the logits and the activations of the widest layer."""
     return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.intermediate + 6 * dims.hidden) * size)
 
 
@@ -371,10 +374,10 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
 
 
 def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
-    """Return the slots of the dense evaluation cache; 0 if the sampler's own cache is used.
+    """Return the slots of the dense evaluation cache; 0 if the evaluation uses the sampler's cache or is off.
 
-    This is `eval.slots`. Auto means as many as stay below the fullest phase of a step, and at least one. The memory of the
-    sampler and the learner thus does not depend on the evaluation.
+    The number is `eval.slots`. With "auto", use as many slots as keep the evaluation below the peak of a training step, and at
+    least one. The evaluation thus does not reduce the memory of the sampler and the learner.
     """
     problems, wanted = config.eval.problems if config.data.held_out is not None else 0, config.eval.slots
     if not problems or (config.sampler_kv.policy == "full" and wanted == "auto"):
@@ -391,8 +394,7 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
 
 
 def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int) -> Phase:
-    """Return the phase of a dense cache of `count` slots beside the sampler's cache, with the graphs of its own decode
-    step."""
+    """Return the evaluation phase: a dense cache of `count` slots and its decode graphs, plus the sampler's cache."""
     longest, size = prompt_tokens + config.rollout.max_tokens, itemsize(config)
     cache = count * sum(slot_bytes(dims, KV(policy="full"), longest, size))
     parts = prefill_parts(config, dims, count, config.eval.problems, prompt_tokens)
@@ -401,7 +403,7 @@ def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, p
 
 
 def largest_budget(plan: Plan) -> int:
-    """Return the largest `kv.budget` that fits with the plan's slots, 0 if none does."""
+    """Return the largest `kv.budget` that fits with the plan's slots; 0 if none fits."""
     config, window = plan.config, plan.config.kv.window + plan.config.kv.sinks + 1
 
     def fit(budget: int) -> bool:

@@ -1,4 +1,4 @@
-"""`sparse-rl plan`: format the plan as tables and as JSON, and as the few lines that `train` prints before its first step."""
+"""`sparse-rl plan`: format a plan as tables, as JSON, and as the two lines that `train` prints before its first step."""
 
 import json
 import re
@@ -39,11 +39,11 @@ from .roofline import (
 
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
 PLAIN_WIDTH = 140
-"""Columns of a table in a file; a terminal has its own width."""
+"""Width of tables in columns if the output is not a terminal."""
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `24GiB`, `24GB` or `24 GiB`."""
+    """Parse a size such as `24GiB`, `24GB` or `24 GiB`, and return it in bytes."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
     if not found or found[2].lower() not in UNITS:
         raise UserError(f"{text!r} is not a size: write it with its unit, such as 24GiB or 24GB.")
@@ -109,7 +109,7 @@ def phase_table(plan: Plan) -> Table:
 
 
 def activations(plan: Plan) -> str:
-    """Return a sentence with the activations with and without gradient checkpointing."""
+    """Return a sentence with the size of the activations, with and without gradient checkpointing."""
     config = plan.config
     found = []
     for enabled in (False, True):
@@ -120,7 +120,7 @@ def activations(plan: Plan) -> str:
 
 
 def arms(plan: Plan) -> list[tuple[str, Plan]]:
-    """Return plans of the same run with a sparse and a dense sampler, each with the given slots or as many as fit."""
+    """Return (name, plan) of the run with a sparse and with a dense sampler, each with `rollout.slots`."""
     config = plan.config
     sparse = config if config.method != "dense" else config.model_copy(update={"method": "sparse_rl"})
     dense = config.model_copy(update={"method": "dense"})
@@ -212,7 +212,7 @@ def verdict(plan: Plan, total: int) -> str:
 
 
 def compact(plan: Plan) -> list[str]:
-    """Return the plan in two lines for the output of a run."""
+    """Return the plan as the two lines that `train` prints."""
     parts = ", ".join(f"{name} {gib(count)}" for name, count in plan.fullest.parts.items() if count >= GIB // 100)
     slots = f"{plan.slots} slots{' (auto)' if plan.config.rollout.slots == 'auto' else ''}"
     room = f" of {gib(plan.memory_bytes)}" if plan.memory_bytes else ""

@@ -1,4 +1,4 @@
-"""`sparse-rl recipes`: list the shipped recipes with the GPU they need and their duration, from the plan and the roofline."""
+"""`sparse-rl recipes`: list the shipped recipes. The plan gives the GPU each needs, and the roofline model its duration."""
 
 import re
 
@@ -14,9 +14,9 @@ from .roofline import GPU, GPUS, step_time
 CARDS = ("RTX 4090", "A6000", "H100", "H200")
 """One GPU of each memory size, smallest first."""
 ENOUGH_SLOTS = 64
-"""Slots below which a card decodes slowly; the next larger card is then named."""
+"""Minimum number of slots for fast decoding. If a GPU holds fewer, the table names the next larger GPU."""
 SMALL = 200_000_000
-"""Number of parameters up to which a recipe also suits a CPU."""
+"""Number of parameters below which a recipe can also run on a CPU."""
 
 
 def print_recipes() -> None:
@@ -62,7 +62,7 @@ def _row(name: str) -> tuple[str, ...]:
 
 
 def smallest_card(config: Config) -> tuple[GPU, Plan]:
-    """Return the first of `CARDS` that holds the run with enough slots, else the last, and the plan on it."""
+    """Return (the smallest of `CARDS` that fits the run with enough slots, its plan). If none does, return the largest."""
     dims = dimensions(config.model.path)
     enough = min(ENOUGH_SLOTS, config.rollout.rollouts_per_step)
     for card in CARDS:
@@ -74,5 +74,5 @@ def smallest_card(config: Config) -> tuple[GPU, Plan]:
 
 
 def run_s(plan: Plan, gpu: GPU) -> float:
-    """Return the seconds of all steps of all compared methods, each counted like the planned one."""
+    """Return the seconds of all steps. In a comparison, every method counts as long as the planned one."""
     return step_time(plan, gpu).total_s * plan.config.steps * max(1, len(plan.config.compare))

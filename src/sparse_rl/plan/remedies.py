@@ -1,4 +1,4 @@
-"""Suggest changes for a run that does not fit. Each remedy is checked with the plan before it is named."""
+"""Suggest options for a run that does not fit in memory. Every suggestion is first checked with the plan."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from ..config import Config
 from .memory import Plan, auto_limit, itemsize, make_plan, most_slots, sharded
 
 NAMED = 4
-"""Largest number of remedies to name."""
+"""Maximum number of suggestions."""
 SAFETY_SHARE = 0.9
-"""Share to which a remedy must reduce the planned need if memory ran out although the plan fitted."""
+"""If memory ran out although the plan fits, a suggestion must reduce the planned memory to this share."""
 
 TOO_LARGE = (
     "the model is too large for one GPU, and every rank samples from a whole copy: take a smaller model or a larger GPU"
@@ -18,7 +18,10 @@ Edit = tuple[str, dict[str, Any]]
 
 
 def remedies(plan: Plan, *, ran_out: bool = False) -> list[str]:
-    """Return flags with each of which the run fits; if none does alone, several that do together; empty if nothing helps."""
+    """Return alternative flags, each of which alone makes the run fit.
+
+    If no single change suffices, return one combination of flags. Return an empty list if no combination suffices either.
+    """
     limit = plan.memory_bytes
     assert limit is not None
     if ran_out:
@@ -44,7 +47,7 @@ def sentence(plan: Plan, *, ran_out: bool = False) -> str:
 
 
 def _together(plan: Plan, edits: list[list[Edit]], limit: int) -> list[str]:
-    """Apply the strongest edit of each kind, one after the other, until the run fits."""
+    """Apply the strongest edit of each kind, one after the other, until the run fits. Return the flags in one string."""
     config, flags = plan.config, []
     for variants in edits:
         flag, change = variants[-1]
@@ -57,7 +60,7 @@ def _together(plan: Plan, edits: list[list[Edit]], limit: int) -> list[str]:
 
 
 def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
-    """Return the kinds of remedy, from cheapest to costliest, each from mild to strong."""
+    """Return the possible edits by kind, from the cheapest kind to the costliest. Each kind lists its edits mildest first."""
     optimizer, lora = config.optimizer, config.model.lora
     found: list[list[Edit]] = []
     if not optimizer.gradient_checkpointing:

@@ -1,5 +1,7 @@
-"""Compute the shortest time of a step from FLOPs and bytes, at the share of its peak that a GPU reaches. Nothing is
-measured."""
+"""Compute the best-case time of a step from FLOPs, bytes and the attainable share of a GPU's peak.
+
+Nothing is measured.
+"""
 
 import difflib
 import re
@@ -13,11 +15,12 @@ from .dimensions import Dimensions
 from .memory import Plan, itemsize, rollouts_of_rank, sharded
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
-"""Shares of the peaks that large products and plain reads reach on an H200 (780 of 989 TFLOP/s, 4.3 of 4.8 TB/s)."""
+"""Attainable shares of peak FLOP/s and bandwidth, from an H200 (780 of 989 TFLOP/s in large matrix products, 4.3 of 4.8 TB/s
+in plain reads)."""
 LEARNER_MFU = 0.4
-"""Assumed share of the peak FLOP/s in the learner."""
+"""Assumed share of the peak FLOP/s that the learner reaches."""
 HOST_BYTES_PER_S = 20e9
-"""Assumed bytes per second to and from host memory, for an offloaded optimizer."""
+"""Assumed bandwidth between GPU and host memory in bytes per second, for an offloaded optimizer."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,9 @@ class GPU:
     name: str
     memory_bytes: int
     flops: float
-    """Peak FLOP/s of dense bfloat16 products."""
+    """Peak FLOP/s of dense bfloat16 matrix products."""
     bandwidth: float
-    """Peak bytes per second."""
+    """Peak memory bandwidth in bytes per second."""
 
 
 GPUS = {
@@ -50,7 +53,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """Return a GPU by its short name, or by a driver's name with all its words (`NVIDIA H200`, `NVIDIA A100-SXM4-40GB`)."""
+    """Return a GPU by its short name (`H200`) or by the name the driver reports (`NVIDIA A100-SXM4-40GB`)."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     named = [gpu for key, gpu in GPUS.items() if words.issuperset(key.split())]
     if named:
@@ -62,7 +65,7 @@ def find_gpu(name: str) -> GPU:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step in which every response has `max_tokens`, by phase, and tokens per second of its decode steps."""
+    """Seconds of a step by phase, if every response has `max_tokens` tokens, and the decode speed."""
 
     decode_step_s: float
     prefill_s: float
@@ -72,9 +75,9 @@ class StepTime:
     tokens_per_s: float
     """Decoded tokens per second of one GPU."""
     sync_s: float = 0.0
-    """Seconds to copy the new weights to the samplers of several ranks."""
+    """Seconds to copy the new weights to the samplers of all ranks; 0 on one rank."""
     exposed_s: float = 0.0
-    """Seconds of old log-probs and update in which several ranks wait for weights and gradients."""
+    """Seconds in old log-probs and update during which the GPUs wait for weights and gradients of other ranks."""
 
     @property
     def total_s(self) -> float:
@@ -82,9 +85,9 @@ class StepTime:
 
 
 def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> float:
-    """Return the seconds of a decode step.
+    """Return the seconds of a decode step with `held` cached tokens per slot.
 
-    The products of all slots or one read of the weights count, whichever is slower. One read of the cache is added.
+    The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache.
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)
@@ -92,10 +95,11 @@ def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> 
 
 
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:
-    """Return the mean tokens a slot of ours holds in decode steps, its own copy of the prompt included.
+    """Return the mean number of tokens that a slot holds during decode steps, including its copy of the prompt.
 
-    A sparse slot that has been compacted goes from budget + 1 to budget + interval and back. A dense one, or one that never
-    fills, holds its prompt and on average `response_held` tokens of responses of at most `longest`.
+    A bounded slot that is compacted cycles between budget + 1 and budget + interval tokens. A dense slot, or a bounded slot
+    that never fills, holds its prompt and on average `response_held` response tokens. `longest` is the maximum response
+    length.
     """
     if kv.policy != "full" and prompt_tokens + longest > kv.capacity:
         return kv.budget + (kv.interval + 1) / 2
@@ -103,7 +107,7 @@ def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) ->
 
 
 def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None) -> float:
-    """Return the seconds of a decode step of all slots, or of `slots`, at their mean held length."""
+    """Return the seconds of a decode step of the plan's slots, or of `slots`, at the mean number of cached tokens."""
     longest = plan.config.rollout.max_tokens
     held = mean_held(plan.config.sampler_kv, plan.prompt_tokens, longest, longest / 2)
     return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu)
@@ -118,10 +122,10 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     decode = rollout.max_tokens * (waves * step + (decode_step_s(plan, gpu, rest) if rest else 0.0))
     length = plan.prompt_tokens + rollout.max_tokens
     tokens = rollouts * length
-    forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of the pairs
+    forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of all pairs
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
     passes = 1 + backward + (1 if optimizer.gradient_checkpointing else 0)
-    if config.method == "smd":  # a second, dense pass; the teacher's needs no gradient
+    if config.method == "smd":  # smd adds a dense pass; without gradient if the dense model is the teacher
         passes += 1 if config.loss.smd.direction == "shadow_to_dense" else passes
     learner = gpu.flops * LEARNER_MFU
     update = passes * forward / learner
@@ -144,21 +148,20 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
 
 
 def passes_before_update(config: Config) -> int:
-    """Return the forward passes over a step's rollouts before its first update.
+    """Return the number of forward passes over a step's rollouts before its first update.
 
-    There is one dense pass, one in the sampler's view for shadow methods, and one of a reference if the loss has a KL term.
+    There is one dense pass. Shadow methods add a replay under the sampler's evictions. A KL term adds a reference pass.
     """
     return 1 + (config.method in SHADOW_METHODS) + (config.loss.kl_coef > 0)
 
 
 NODE_GPUS, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S = 8, 350e9, 40e9
-"""Assumed GPUs per machine, and bytes per second that each receives from the others within it and between machines."""
+"""Assumed number of GPUs per machine, and bytes per second that each GPU receives within a machine and between machines."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that FSDP2 moves to each GPU in a step, and their seconds. Transfers during passes may overlap with the
-    products."""
+    """Bytes that FSDP2 sends to each GPU in a step, and the transfer times. Transfers may overlap with computation."""
 
     gathered_bytes: float = 0.0
     reduced_bytes: float = 0.0

@@ -1,1 +1,1 @@
-"""Write a page from run folders, after a run or during it. Reads files, and knows neither torch nor models."""
+"""Write an HTML report from run folders, during or after training. Reads only files; needs neither torch nor a model."""

@@ -1,4 +1,4 @@
-"""Build the document of the page as plain values: everything a browser shows is computed or copied here."""
+"""Build the report's document: a dict of plain values with everything that the page shows."""
 
 import datetime
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ PHASES = [
     ("old log-probs", "perf/old_logprobs_s"),
     ("updates", "perf/update_s"),
 ]
-"""Phases of a step, in order; the rest of `perf/step_s` is the host's."""
+"""Phases of a step, in order, as (label, metric). The rest of `perf/step_s` is host time."""
 MOST_NAMED = 6
-"""Number of runs named in the first line."""
+"""Maximum number of runs named in the summary."""
 LONGEST_VALUE = 400
-"""Largest number of characters of one value of a configuration."""
+"""Maximum number of characters shown for one configuration value."""
 
 
 class ReportSource:
-    """Run folders that may be read repeatedly; unchanged files are not packed twice."""
+    """Reads run folders into a document. Repeated calls reuse the packed rollouts of unchanged files."""
 
     def __init__(self, paths: Sequence[Path], pieces: "pieces.Pieces | None" = None, budget_bytes: int = BUDGET_BYTES):
         self.paths, self.own_pieces, self.budget_bytes = list(paths), pieces, budget_bytes
@@ -53,7 +53,7 @@ class ReportSource:
         return packer
 
     def document(self, *, live: bool = False) -> tuple[dict[str, Any], list[dict[int, RolloutChunk]]]:
-        """Return (the values that the page shows, the chunks of each run by step)."""
+        """Return (the document, the rollout chunks of each run by step)."""
         runs, notes = self.runs()
         chunks: list[dict[int, RolloutChunk]] = []
         for run in runs:
@@ -119,7 +119,7 @@ def shown_key(key: str) -> str:
 
 
 def _short(value: float | None) -> float | None:
-    """Return the value rounded to six digits, which is more than a curve shows."""
+    """Return the value rounded to six significant digits, to keep the page small."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -128,7 +128,7 @@ def _text(value: Any) -> str:
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """Return a summary of all runs, failed ones first, each with its most telling sign."""
+    """Return one sentence per run, collapsed runs first: its name, its verdict and the most important sign of failure."""
     order = list(LABELS.values())
     judged = sorted(((run.name, verdict(run)) for run in runs), key=lambda pair: order.index(pair[1].label))
     sentences = [f"{name}: {', '.join([each.label, *each.signs[:1]])}." for name, each in judged]
@@ -137,7 +137,7 @@ def summary(runs: Sequence[Run]) -> str:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Return the options that differ between runs; runs without a configuration do not count."""
+    """Return the options whose values differ between runs. Runs without a configuration are ignored."""
     known = [run.config for run in runs if run.config]
     keys = dict.fromkeys(key for config in known for key in config)
     return [printable(key, 80) for key in keys if len({str(config.get(key)) for config in known}) > 1]

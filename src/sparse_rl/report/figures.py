@@ -1,4 +1,4 @@
-"""Draw the main plots as SVG and PNG for papers with matplotlib, an optional dependency."""
+"""Draw the main plots as SVG and PNG with matplotlib, an optional dependency."""
 
 import math
 import re
@@ -24,7 +24,7 @@ CURVES = {
     "length": ("response/mean_tokens", "response tokens"),
     "savings": ("kv/token_savings", "tokens not held"),
 }
-"""Metric and axis label by file name."""
+"""(metric, axis label) of each figure, by file name."""
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -91,7 +91,11 @@ def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, Callable[[Any], None]]]:
 
 
 def _curve(axes: Any, runs: Sequence[Run], key: str, label: str) -> None:
-    """Draw a line per group: a run with its interval if it has one, or the mean over seeds with the range of values."""
+    """Draw one line per group of runs, with a band.
+
+    A single run has its 95 % interval as the band, if there is one. Several seeds have their mean as the line and their range
+    as the band.
+    """
     for number, (name, places) in enumerate(grouped(runs)):
         rows = [{int(row["step"]): row for row in runs[place].rows if key in row} for place in places]
         steps = sorted(set().union(*rows))
@@ -131,12 +135,12 @@ def _ratio(axes: Any, run: Run) -> None:
     if run.veto > 0:
         axes.axhline(run.veto, color="#c22f2f", linestyle="--", linewidth=1, label=f"veto {run.veto:g}")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")  # by default powers of ten are rendered as formulas
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")  # matplotlib's default renders powers of ten as formulas
     _finish(axes, _label(f"ξ, {run.name}"))
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """Return the ratio below which that share of the tokens lies, from counts in bins of log10 xi."""
+    """Return the quantile of xi at `share`, estimated from token counts in bins of log10 xi."""
     left, width = share * sum(counts), (HIGH - LOW) / BINS
     for place, count in enumerate(counts):
         if count and left <= count:
@@ -155,7 +159,7 @@ def _time(axes: Any, run: Run) -> None:
 
 
 def _label(text: str) -> str:
-    """Return the label without leading underscores, because matplotlib leaves names with them out of a legend."""
+    """Return the label without leading underscores, because matplotlib omits such labels from the legend."""
     return printable(text, 60).lstrip("_") or "run"
 
 

@@ -1,5 +1,4 @@
-"""The caption of each metric's chart in one plain sentence. docs/metrics.md has the same sections and keys, with more
-detail."""
+"""The one-sentence caption of each metric's chart. docs/metrics.md describes the same metrics in more detail."""
 
 import re
 from collections.abc import Iterable
@@ -7,7 +6,7 @@ from collections.abc import Iterable
 ANY_BENCHMARK = re.compile(r"^eval/.+/(?=pass@1|no_verdict|graded)")
 ANY_PART = re.compile(r"^reward/.+/(?=mean$)")
 OTHER = "Other"
-"""Section of keys that no other section has: from another version, or from a logger of your own."""
+"""Section of unknown keys, written by another version or by user code."""
 UNKNOWN = "This key is not among the metrics of this version: another one wrote it, or code of your own."
 INTERVAL = "This is a bound of the 95 % interval of the score."
 
@@ -83,7 +82,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 
 
 def placed(keys: Iterable[str]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (section title, (key, sentence) of each key in it), in the order of the sections; unknown keys come last."""
+    """Return (section title, [(key, caption), …]) for the given keys, in section order. Unknown keys come last."""
     left = sorted(keys)
     titled: list[tuple[str, list[tuple[str, str]]]] = []
     for title, sentences in SECTIONS.items():

@@ -1,4 +1,4 @@
-"""Write the report of a run in progress. A failure to write it is one warning and never ends the run."""
+"""Refresh the report during training. If writing the report fails, the run logs one warning and continues."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from .document import ReportSource
 from .pieces import Pieces
 
 SHARE = 0.02
-"""Share of the run's time that refreshing may take."""
+"""Maximum share of the run time spent on refreshing the report."""
 
 
 class LiveReport:
@@ -22,7 +22,7 @@ class LiveReport:
         self.warned = False
 
     def refresh(self) -> None:
-        """Write the page, unless the last write took so long that it is too early."""
+        """Write the report if it is due. The wait after a write is proportional to its duration, by `SHARE`."""
         if time.monotonic() >= self.due:
             self.write()
 
@@ -39,6 +39,6 @@ class LiveReport:
 
 
 def _pieces(tokenizer: Any) -> Pieces | None:
-    """Return the pieces of a fast tokenizer; None for a slow one, whose texts are then looked up on disk."""
+    """Return the token texts of a fast tokenizer. Return None for a slow tokenizer; `pieces.find` then searches the disk."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return Pieces(fast) if fast is not None else None

@@ -1,4 +1,4 @@
-"""Build one self-contained HTML file: data, charts and styles are in it, and it may not use the network."""
+"""Build one self-contained HTML file with data, charts and styles. Its content security policy blocks the network."""
 
 import base64
 import functools
@@ -24,7 +24,7 @@ FILE = "report.html"
 
 
 def write(source: ReportSource, file: Path) -> dict[str, Any]:
-    """Write the page to `file` atomically, even with concurrent writers; return its document."""
+    """Write the page to `file` atomically, also with concurrent writers. Return the page's document."""
     document, chunks = source.document()
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -40,7 +40,7 @@ def write(source: ReportSource, file: Path) -> dict[str, Any]:
 
 
 def html(document: dict[str, Any], chunks: Sequence[dict[int, RolloutChunk]] = ()) -> bytes:
-    """Return the page with the rollouts in it; without `chunks` the page requests them from its server."""
+    """Return the HTML page with embedded rollouts. Without `chunks`, the page requests rollouts from its server."""
     script = "\n".join(map(_asset, SCRIPTS))
     values = {
         "policy": policy(script, live=document["live"]),
@@ -51,15 +51,15 @@ def html(document: dict[str, Any], chunks: Sequence[dict[int, RolloutChunk]] = (
         "rollouts": "\n".join(_blocks(chunks)),
         "script": script,
     }
-    parts = re.split(r"\{\{(\w+)\}\}", _asset("page.html"))  # alternates text and names; values are not scanned again
+    parts = re.split(r"\{\{(\w+)\}\}", _asset("page.html"))  # alternates text and names; inserted values are not expanded
     filled = (values[part] if place % 2 else part for place, part in enumerate(parts))
     return "".join(filled).encode("utf-8", "replace")
 
 
 def policy(script: str, *, live: bool) -> str:
-    """Return the content security policy: only our script, identified by its hash, runs, and nothing is loaded.
+    """Return the content security policy. It allows only `script`, identified by its hash, and loads nothing else.
 
-    A live page may connect to its own server.
+    A live page may also connect to its own server.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = [
@@ -75,7 +75,7 @@ def policy(script: str, *, live: bool) -> str:
 
 
 def _blocks(chunks: Sequence[dict[int, RolloutChunk]]) -> Iterable[str]:
-    """Yield the chunks as script elements. Base64 has no character with a meaning in HTML."""
+    """Yield each chunk as a script element. Base64 text needs no HTML escaping."""
     for place, by_step in enumerate(chunks):
         for step, chunk in by_step.items():
             packed = base64.b64encode(chunk.data).decode()
@@ -83,7 +83,7 @@ def _blocks(chunks: Sequence[dict[int, RolloutChunk]]) -> Iterable[str]:
 
 
 def script_json(value: Any) -> str:
-    """Return JSON for a script element: no `<` can end or comment it, and it is ASCII, lone surrogates included."""
+    """Return JSON that is safe inside a script element: ASCII only, and every `<` is escaped."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""Look up the text of each token id. A tokenizer's own `decode` joins and trims, and turns halves of a character into `�`."""
+"""Look up the text of each token id. `Tokenizer.decode` is unsuitable: it trims spaces and maps partial characters to `�`."""
 
 import functools
 import re
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 Piece = str | list[int]
-"""Text, or bytes that are only part of a character."""
+"""The text of a token, or its bytes if they are not valid UTF-8 on their own."""
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Pieces:
-    """The texts of one `tokenizers.Tokenizer`."""
+    """Maps token ids to texts for one `tokenizers.Tokenizer`."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         decoder = tokenizer.decoder
         try:
-            state = decoder.__getstate__() if decoder is not None else b""  # the decoder as JSON, without the vocabulary
-        except Exception:  # a decoder written in Python has no JSON; tokenizers raises a bare Exception
+            state = decoder.__getstate__() if decoder is not None else b""  # JSON of the decoder, without the vocabulary
+        except Exception:  # tokenizers raises a bare Exception for a decoder written in Python
             state = b""
         self.byte_level = b"ByteLevel" in state
         self.metaspace = b"Metaspace" in state or "\u2581".encode() in state or b"\\u2581" in state
@@ -61,7 +61,10 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def find(run: Path, model: str | None) -> Pieces | None:
-    """Load the tokenizer from the run's model folder, or from the base model if it is on disk. Downloads nothing."""
+    """Return the token texts from the run's model folder, or from the base model on disk. None if neither is found.
+
+    Nothing is downloaded.
+    """
     for file in _candidates(run, model):
         try:
             from tokenizers import Tokenizer
@@ -87,6 +90,6 @@ def _on_disk_from_hub(model: str) -> list[Path]:
 
     try:
         found = try_to_load_from_cache(model, "tokenizer.json")
-    except ValueError:  # a path, not the name of a model
+    except ValueError:  # `model` is a path, not a hub id
         return []
     return [Path(found)] if isinstance(found, str) else []

@@ -1,7 +1,7 @@
-"""Pack stored rollouts for a browser: one compressed chunk per step, opened on request.
+"""Pack stored rollouts for the browser: one compressed chunk per step, which the page opens on request.
 
-A chunk is gzip over: the length of its header (4 bytes, little endian), the header as JSON, then arrays. The header holds, for
-each rollout, the place of its arrays: [type, first byte after the header, number of items].
+A gzip-compressed chunk holds the header length (4 bytes, little endian), the header as JSON, and the arrays. For each rollout,
+the header locates its arrays as [type, byte offset after the header, number of items].
 """
 
 import gzip
@@ -18,15 +18,15 @@ from ..text import printable
 from .pieces import Pieces
 
 PER_NAT = 1000
-"""Units per nat: log-probs are stored to a thousandth, in two bytes."""
+"""Units per nat. Log-probs are stored as int16 in thousandths of a nat."""
 UNKNOWN = -(2**15)
-"""Code of a log-prob that was not stored or is not a number."""
+"""Value that represents a missing or NaN log-prob."""
 LONGEST_TEXT = 20_000
-"""Largest number of characters of a prompt, an answer or a token in a page; the page says what was cut."""
+"""Maximum number of characters of a prompt, an answer or a token in a page. The page marks truncated texts."""
 LEVEL = 4
-"""Compression level of gzip. Higher levels save a fiftieth of the bytes and take twice the time."""
+"""Compression level of gzip. Higher levels save 2 % of the bytes and take twice the time."""
 BUDGET_BYTES = 48 * 2**20
-"""Compressed bytes of rollouts in one page. Steps spread over the run are kept; the rest stays in the run folder."""
+"""Maximum compressed bytes of rollouts in one page. If they exceed it, the page has only some steps, spread over the run."""
 
 
 class RolloutChunk(NamedTuple):
@@ -35,11 +35,11 @@ class RolloutChunk(NamedTuple):
     rejected: int
     traced: int
     note: str = ""
-    """Reason why the chunk is empty."""
+    """Error message if the file could not be read; the chunk is then empty."""
 
 
 class Packer:
-    """Packer of the files of one run, each once. A page that is made again reuses unchanged chunks."""
+    """Packs the rollout files of one run. Repeated calls reuse the chunks of unchanged files."""
 
     def __init__(self, pieces: Pieces | None, veto: float):
         self.pieces, self.veto = pieces, veto
@@ -52,12 +52,14 @@ class Packer:
             if file not in self._packed or self._packed[file][0] != stamp:
                 self._packed[file] = stamp, pack(file, self.pieces, self.veto)
             return self._packed[file][1]
-        except Exception as error:  # an error of pyarrow, or a column of another version: skip this file only
+        except Exception as error:  # pyarrow errors or unexpected columns: skip only this file
             return RolloutChunk(b"", 0, 0, 0, f"{file.name} cannot be read ({printable(first_line(error), 120)})")
 
     def all(self, files: dict[int, Path], budget_bytes: int = BUDGET_BYTES) -> tuple[dict[int, RolloutChunk], list[str]]:
-        """Return (chunks by step, sentences about what was left out). If not all fit, the kept steps are spread over the
-        run."""
+        """Return (chunks by step, notes about omitted steps).
+
+        If the chunks exceed `budget_bytes`, return only some steps, spread over the run.
+        """
         taken: dict[int, RolloutChunk] = {}
         bad: list[str] = []
         room = budget_bytes
@@ -75,13 +77,13 @@ class Packer:
                 )
                 break
             taken[step] = chunk
-        shown = {files[step] for step in taken}  # the shown steps change as a run grows; drop the others
+        shown = {files[step] for step in taken}  # drop cached chunks of steps that are no longer shown
         self._packed = {file: packed for file, packed in self._packed.items() if file in shown}
         return dict(sorted(taken.items())), [f"{note}." for note in sorted(bad)[:5]]
 
 
 def spread(steps: Sequence[int]) -> Iterable[int]:
-    """Return the last step, the first, and then repeatedly the middle of the widest gap."""
+    """Return all steps, ordered so that any prefix is spread over the run: last, first, then the middles of the gaps."""
     if len(steps) < 3:
         return reversed(steps)
     gaps = [(0, len(steps) - 1)]
@@ -136,8 +138,7 @@ def pack(file: Path, pieces: Pieces | None, veto: float) -> RolloutChunk:
 
 
 def cause(log_xi: np.ndarray, veto: float) -> int | None:
-    """Return the token that rejected the rollout: the first whose ratio lies below the veto. The tokens after it went
-    astray."""
+    """Return the index of the token that caused the rejection: the first with xi below `veto`. None if there is none."""
     if veto <= 0:
         return None
     below = np.flatnonzero(log_xi < math.log(veto))
@@ -145,12 +146,15 @@ def cause(log_xi: np.ndarray, veto: float) -> int | None:
 
 
 def _trace(row: dict[str, Any], arrays: "_Arrays") -> dict[str, Any]:
-    """Return eviction times as indices into a short list of times, because evictions happen only at compactions."""
+    """Return the eviction times as indices into a list of distinct times. The list is short: only compactions evict.
+
+    Return an empty dict if the rollout has no valid trace.
+    """
     evicted, shape = row["evicted_at"], row["evicted_at_shape"]
     tokens = len(row["prompt_tokens"]) + len(row["tokens"])
     if evicted is None or shape is None or len(shape) != 3 or int(np.prod(shape)) != len(evicted) or shape[2] != tokens:
         return {}
-    places = np.where((evicted < 0) | (evicted > tokens), tokens + 1, evicted)  # NEVER, or after the end of the rollout
+    places = np.where((evicted < 0) | (evicted > tokens), tokens + 1, evicted)  # evicted never or after the end
     times = np.flatnonzero(np.bincount(places, minlength=tokens + 2))
     kind = np.uint8 if len(times) < 2**8 else np.uint16 if len(times) < 2**16 else np.uint32
     codes = np.zeros(tokens + 2, kind)
@@ -182,7 +186,7 @@ class _Arrays:
         self.bytes = 0
 
     def add(self, values: np.ndarray) -> list:
-        """Append an array; return [type, first byte, number of items]."""
+        """Append an array. Return its location: [type, byte offset, number of items]."""
         start, data = self.bytes, np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes()
         self.parts.append(data)
         self.bytes += len(data)
@@ -193,7 +197,7 @@ class _Arrays:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return rows with every column; a column that the file lacks is empty."""
+    """Return the rows of a rollout file. Columns that the file does not have are None or empty."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:

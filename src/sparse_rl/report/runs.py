@@ -1,4 +1,4 @@
-"""Read run folders in any state: incomplete, truncated, of another version. Unreadable parts are noted, the rest is shown."""
+"""Read run folders, also incomplete or damaged ones and those of other versions. `Run.notes` lists unreadable parts."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from ..train.rows import MOST_STEPS
 from ..train.storage import read_plain
 
 OWN = ("seed", "run_dir", "compare")
-"""Options that may differ within a group of runs: the same experiment with another seed."""
+"""Options that may differ between the runs of one group, which repeat an experiment with different seeds."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Run:
     """The validated configuration; None if this version cannot parse it."""
     rows: list[dict[str, float]] = field(default_factory=list)
     xi: list[tuple[int, list[int]]] = field(default_factory=list)
-    """(step, tokens in each bin of log10 xi)."""
+    """(step, number of tokens in each bin of log10 xi), from xi.jsonl."""
     rollout_files: dict[int, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """Sentences about missing or unreadable parts."""
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        """Return the rows of training steps; the row of step 0 is only an evaluation."""
+        """Return the rows of training steps. The row of step 0 is left out: it holds only an evaluation."""
         return [row for row in self.rows if row["step"] > 0]
 
     @property
     def veto(self) -> float:
-        """Return the ratio below which a token rejects its rollout; 0 if no single token rejects one."""
+        """Return the threshold `correction.veto`: a token with xi below it rejects its rollout. 0 disables the veto."""
         if self.settings is not None:
             return self.settings.correction.spec(self.settings.default_preset).veto
         preset = self.config.get("correction.preset", "paper" if self.method in ("sparse_rl", "?") else "none")
@@ -74,7 +74,7 @@ class Run:
 
 
 def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Return (run folders, a sentence about each path without a run). A folder of runs stands for the runs in it."""
+    """Return (run folders, a note about each path without a run). A folder that contains runs is replaced by those runs."""
     runs: list[Path] = []
     notes: list[str] = []
     for path in paths:
@@ -88,7 +88,7 @@ def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _runs_in(path: Path) -> tuple[list[Path], str]:
-    """Return (runs of the path, reason if there are none)."""
+    """Return (the run folders at or directly in `path`, the reason if there are none)."""
     try:
         if is_run(path):
             return [path], ""
@@ -107,7 +107,7 @@ def is_run(path: Path) -> bool:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """Return names that tell the folders apart: their paths from where they differ."""
+    """Return a distinct name for each folder: its path relative to the common parent of all folders."""
     whole = [Path(os.path.abspath(path)) for path in paths]
     if len(whole) == 1:
         return [printable(f"{whole[0].parent.name}/{whole[0].name}".strip("/"), 80)]
@@ -125,7 +125,7 @@ def read(path: Path, name: str) -> Run:
     _read_xi(run)
     for file in (path / "rollouts").glob("step-*.parquet"):
         number = file.stem.removeprefix("step-")
-        if number.isdigit() and file.is_file():  # reading a pipe would never end
+        if number.isdigit() and file.is_file():  # reading a named pipe would block forever
             run.rollout_files[int(number)] = file
     run.rollout_files = dict(sorted(run.rollout_files.items()))
     if not run.rollout_files:
@@ -196,7 +196,10 @@ def _read_xi(run: Run) -> None:
 
 
 def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:
-    """Yield (number, value or None, True if it is the last line and has no line end) of each non-empty line."""
+    """Yield (line number, parsed JSON, is_unterminated) for each non-empty line of the file `name`.
+
+    The value is None if the line is not valid JSON. `is_unterminated` is true for a last line without a newline.
+    """
     try:
         text = read_plain(run.path / name).decode("utf-8", "replace")
     except FileNotFoundError:
@@ -222,9 +225,9 @@ def _is_number(value: Any) -> bool:
 
 
 def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
-    """Return (name, indices in `runs`) of groups of runs that differ only in the seed.
+    """Return (name, indices in `runs`) for each group of runs that differ only in the seed.
 
-    A run without a configuration is a group of its own. A second run with the same seed starts another group.
+    A run without a configuration forms a separate group. A second run with the same seed starts another group.
     """
     groups: dict[tuple[str, int], list[int]] = {}
     drawn: Counter[tuple[str, str]] = Counter()
@@ -242,7 +245,7 @@ def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
 
 
 def _common(runs: Sequence[Run], places: Sequence[int]) -> str:
-    """Return the common start of the names, up to a whole word."""
+    """Return the common prefix of the run names, without trailing digits, separators or the word `seed`."""
     letters = zip(*(runs[place].name for place in places), strict=False)
     start = "".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, letters))
     return start.rstrip("0123456789-_/. ").removesuffix("seed").rstrip("-_/. ")

@@ -1,4 +1,4 @@
-"""Serve a live run to a browser on the same machine. Loopback only; nothing but the page and its rollouts is served."""
+"""Serve the report of a live run on the loopback interface. The server serves only the page and its rollouts."""
 
 import json
 import re
@@ -18,7 +18,7 @@ WATCHED = ("config.toml", "metrics.jsonl", "xi.jsonl", "rollouts")
 
 
 class Watcher:
-    """The document, rebuilt when a file has changed."""
+    """Holds the document of the report, and rebuilds it when a file of a run has changed."""
 
     def __init__(self, source: ReportSource):
         self.source = source
@@ -57,7 +57,7 @@ def _when(path: Path) -> tuple[int, int]:
 
 def make_server(source: ReportSource, port: int) -> ThreadingHTTPServer:
     watcher = Watcher(source)
-    watcher.refresh()  # report a folder that is no run before a browser opens
+    watcher.refresh()  # raise an error now if a folder is not a run
     try:
         server = ThreadingHTTPServer((HOST, port), type("Handler", (Handler,), {"watcher": watcher}))
     except (OSError, OverflowError) as error:
@@ -81,14 +81,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
-        if host not in (HOST, "localhost"):  # blocks DNS rebinding: another site's name that points here could read a run
+        if host not in (HOST, "localhost"):  # prevents DNS rebinding
             self._answer(403, "text/plain", b"This page answers to 127.0.0.1 and localhost only.")
             return
         try:
             self._route()
         except (BrokenPipeError, ConnectionResetError):
             pass
-        except Exception as error:  # such as a run deleted while it is watched; the page keeps asking
+        except Exception as error:  # e.g. the run was deleted; the page keeps polling
             self._answer(503, "text/plain", first_line(error).encode("utf-8", "replace"))
 
     def _route(self) -> None:
@@ -117,4 +117,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Suppress the log of requests."""
+        """Disable request logging."""

@@ -1,4 +1,4 @@
-"""Describe a run in words: gains, savings, mismatch of sampler and learner, and whether it collapsed."""
+"""Describe a run in sentences: whether it collapsed, its gains, its KV savings, and the mismatch of sampler and learner."""
 
 import math
 import statistics
@@ -25,15 +25,17 @@ LABELS: dict[str, str] = {
     "empty": "no data",
 }
 FEWEST = 6
-"""Number of steps below which no verdict is given."""
+"""Minimum number of steps for a verdict."""
 SURE = 3.0
-"""Standard errors that a difference needs to count."""
+"""Number of standard errors above which a trend counts as real."""
 SURE_OF_BEST = 4.0
-"""Standard errors for a fall from the best of many windows, which is also the luckiest one."""
+"""Number of standard errors above which a fall from the best window counts. It is higher, because the best window is also
+the luckiest of many."""
 FAR_BELOW = 0.75
-"""Share of the dense score below which, with separate intervals, the sampler's cache counts as crippled."""
+"""The sampler's cache counts as crippled if its score is below this share of the dense score and the intervals do not
+overlap."""
 MOST_REJECTED = 0.5
-"""Share of rejected rollouts in the first step above which the sampler's cache counts as crippled."""
+"""The sampler's cache counts as crippled if the share of rejected rollouts in the first step exceeds this value."""
 NOISE = "answers became noise"
 
 
@@ -42,7 +44,7 @@ class Verdict:
     state: State
     sentences: list[str] = field(default_factory=list)
     signs: list[str] = field(default_factory=list)
-    """Other signs of failure, the most telling first."""
+    """Signs of failure, most important first; see `signs`."""
 
     @property
     def label(self) -> str:
@@ -50,7 +52,7 @@ class Verdict:
 
 
 class Curve:
-    """A metric over steps, with its means over windows at the start and the end."""
+    """One metric over the training steps, with its mean over windows of steps."""
 
     def __init__(self, run: Run, key: str):
         points = [(int(row["step"]), row[key]) for row in run.steps if key in row]
@@ -66,7 +68,7 @@ class Curve:
 
     @property
     def start(self) -> float:
-        """Return the mean before much was learned; the window is short because a run may break at its first update."""
+        """Return the mean over the first tenth of the steps. The window is short, because a run may break at once."""
         return statistics.fmean(self.values[: max(1, len(self.values) // 10)])
 
     @property
@@ -79,7 +81,7 @@ class Curve:
 
     @property
     def best(self) -> tuple[int, float]:
-        """Return (step in the middle of the best window, mean of that window)."""
+        """Return (middle step of the window with the highest mean, that mean)."""
         sums = list(accumulate(self.values, initial=0.0))
         starts = range(max(1, len(self.values) - self.window + 1))
         start = max(starts, key=lambda place: sums[min(place + self.window, len(self.values))] - sums[place])
@@ -88,7 +90,7 @@ class Curve:
 
     @property
     def error(self) -> float:
-        """Return the standard error of the difference of two windows, from the differences of successive steps."""
+        """Return the standard error of the difference between two window means, estimated from successive steps."""
         if len(self.values) < 3:
             return math.inf
         jumps = [later - earlier for earlier, later in zip(self.values, self.values[1:], strict=False)]
@@ -96,7 +98,7 @@ class Curve:
 
     @property
     def trend(self) -> float:
-        """Return the slope of a straight line through all steps, in its own standard errors."""
+        """Return the slope of a linear fit over all steps, divided by its standard error."""
         line = statistics.linear_regression(self.steps, self.values)
         misses = [value - line.slope * step - line.intercept for step, value in zip(self.steps, self.values, strict=True)]
         spread = statistics.pvariance(self.steps) * len(self.steps)
@@ -109,7 +111,7 @@ def verdict(run: Run) -> Verdict:
     if not run.rows:
         return Verdict("empty", ["There is nothing to say yet: metrics.jsonl has no lines."])
     state, why = _state(run, reward, entropy)
-    # A run that learns also explores, so noise is no sign of failure there.
+    # A rise of entropy is not a sign of failure in a run that learned.
     found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]
     sentences = [f"Signs: {_and(found)}."] if found else []
     sentences += [*_crippled(run), *_skipped(run), *_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
@@ -128,7 +130,7 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
     if fall > sure and fall > _limit(run, "reward") * (best - floor):
         return "collapsed", f"Collapse: yes. The mean reward fell from {best:.3g} around step {step} to {reward.last:.3g}."
     crashed = bool(entropy) and entropy.first > 0 and entropy.last < _limit(run, "entropy") * entropy.first
-    if crashed and not _gained(run, reward):  # a solved task leaves nothing to explore
+    if crashed and not _gained(run, reward):  # low entropy is expected once a task is solved
         return "collapsed", (
             f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers become all "
             "alike, and nothing new is tried."
@@ -158,7 +160,7 @@ def _gained(run: Run, reward: Curve) -> bool:
 
 
 def signs(run: Run) -> list[str]:
-    """Return the usual signs of failure, the most telling first."""
+    """Return the signs of failure found in the metrics, most important first."""
     found = ["the sampler's cache was crippled from the start"] if _crippled(run) else []
     entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
     if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
@@ -177,7 +179,7 @@ def signs(run: Run) -> list[str]:
     if length and length.last < _limit(run, "length") * length.start:
         found.append(f"answers shrank ({length.start:.0f} → {length.last:.0f} tokens)")
     same = Curve(run, "reward/zero_std_groups")
-    if same and same.last > _limit(run, "zero_std_groups") and not _skipped(run):  # skipped updates say more
+    if same and same.last > _limit(run, "zero_std_groups") and not _skipped(run):  # `_skipped` already reports this
         found.append(f"{same.last:.0%} of the groups taught nothing, their rewards being equal")
     failed = [Curve(run, f"reward/{name}") for name in ("timeouts", "errors")]
     if any(curve and curve.last > 0 for curve in failed):
@@ -212,7 +214,7 @@ class HeldOutScore:
 
 
 def scores(run: Run) -> dict[str, list[HeldOutScore]]:
-    """Return the evaluations of each `eval/<benchmark>/pass@1…`, by key."""
+    """Return the held-out scores of all evaluated steps, by key (`eval/<benchmark>/pass@1` or `…/pass@1_sparse`)."""
     found: dict[str, list[HeldOutScore]] = {}
     share = are_shares(run.rows)
     for row in run.rows:
@@ -223,7 +225,7 @@ def scores(run: Run) -> dict[str, list[HeldOutScore]]:
 
 
 def apart(before: HeldOutScore, after: HeldOutScore) -> int:
-    """Return 1 if the later interval lies above the earlier, -1 if below, 0 if they overlap."""
+    """Return 1 if the interval of `after` lies above that of `before`, -1 if below, 0 if they overlap or one is missing."""
     if None in (before.low, before.high, after.low, after.high):
         return 0
     return int(after.low > before.high) - int(after.high < before.low)  # type: ignore[operator]
@@ -241,7 +243,7 @@ def _held_out_rose(run: Run) -> list[HeldOutScore]:
 
 
 def _crippled(run: Run) -> list[str]:
-    """Return sentences about the cost of the sampler's cache before training."""
+    """Return a sentence if the sampler's cache already failed before training: a far lower score, or many rejections."""
     found, cost = scores(run), []
     for key, (sparse, *_) in found.items():
         dense = found.get(key.removesuffix("_sparse"), [sparse])[0]
@@ -333,5 +335,5 @@ def _drifts(k3: Curve) -> bool:
 
 
 def _below(ratio: float) -> str:
-    """Return the ratio rounded down, so that nearly 1 is not shown as 1."""
+    """Return the ratio as text, rounded down so that 0.9999 is not shown as 1."""
     return f"{math.floor(ratio * 1000) / 1000:g}" if ratio > 0.1 else f"{ratio:.2g}"

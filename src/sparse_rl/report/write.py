@@ -1,4 +1,4 @@
-"""`sparse-rl report`: write a page from run folders, once or while they grow, and figures for papers."""
+"""`sparse-rl report`: write the HTML report of run folders, serve it live, or write its figures."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from . import page
 from .document import ReportSource
 
 SERVED_BYTES = 2**30
-"""Compressed bytes of rollouts that a server holds in memory; a browser does not download them all."""
+"""Maximum compressed bytes of rollouts that the server holds in memory. A browser requests them step by step."""
 
 
 def write_report(args: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def write_report(args: argparse.Namespace) -> None:
 
 
 def local(run: str, args: argparse.Namespace) -> Path:
-    """Return the folder to read; for a run on shared storage, a current local copy."""
+    """Return the local folder of a run. For a run on shared storage, copy it to a local folder first."""
     if not is_address(run):
         RunFolder(run, writes=False).recover_if_abandoned()
         return Path(run)
@@ -50,12 +50,12 @@ def local(run: str, args: argparse.Namespace) -> Path:
 
 
 def default_file(runs: list[Path]) -> Path:
-    """Return the default file, in the folder that was named first."""
+    """Return the default of --out: report.html in the first run folder."""
     return runs[0] / page.FILE
 
 
 def headline_lines(document: dict) -> list[str]:
-    """Return lines for a terminal: each run in a line or two, and what is missing."""
+    """Return the lines to print: general notes, then for each run its verdict and its notes."""
     lines = [*document["notes"]]
     for run in document["runs"]:
         lines.append(f"{run['name']}: {run['sentences'][0]}")
