@@ -35,8 +35,8 @@ def causal_window_logits(queries_BQWD: Tensor, keys_BHTD: Tensor) -> Tensor:
 def decode_importance(queries_BQWD: Tensor, keys_BHTD: Tensor | Rows) -> Tensor:
     """Return R-KV's attention score before pooling, [B, H, T - W].
 
-    It is the maximum of the logits over the query heads of a group, then the softmax over the keys before the window, then the
-    mean over the queries of the window.
+    The function takes the maximum of the logits over the query heads of a group, then the softmax over the keys before the
+    window, and then the mean over the queries of the window.
     """
     if usable(keys_BHTD.device) and keys_BHTD.dtype != torch.float64:
         return fused_importance(queries_BQWD, keys_BHTD if isinstance(keys_BHTD, Rows) else Rows.of(keys_BHTD))

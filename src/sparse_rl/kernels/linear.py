@@ -1,6 +1,6 @@
 """Multiply a few rows by a large weight on a CPU whose BLAS repacks the weight for every product.
 
-OpenBLAS (the ARM builds of torch) computes y = x W^T for 16 rows at about two thirds of its speed for W x^T, which is the same
+OpenBLAS (the ARM builds of torch) computes y = x W^T for 16 rows at about two thirds of its speed for W x^T. Both are the same
 product with the operands swapped. MKL does not need this workaround, and a single row is already a matrix-vector product.
 """
 

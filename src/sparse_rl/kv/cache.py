@@ -95,7 +95,7 @@ class SlotCache:
         """Write prompts of one length into the slots of their samples. Prompts longer than `budget` are compressed to it.
 
         Return the dropped positions [P, H, T - budget]. The list is empty if the prompts fit. It has one tensor if all samples
-        of a prompt drop the same keys, and one tensor per sample number if the policy uses the rollout's seed.
+        of a prompt drop the same keys. If the policy uses the rollout's seed, it has one tensor per sample number.
         """
         total = keys_PHTD.shape[2]
         places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)

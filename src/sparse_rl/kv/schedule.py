@@ -1,9 +1,8 @@
 """The compaction schedule: when a sequence is compacted, and to how many tokens. Only this module decides that.
 
-A prompt longer than the budget is compressed to the budget at the end of prefill. Whenever the number of response tokens that
-have entered the cache is a multiple of the interval, a sequence that holds more than the budget is compacted to it. No layer
-and head of a sequence ever holds more than budget + interval tokens, and the schedule of a sequence does not depend on other
-sequences.
+A prompt longer than the budget is compressed to the budget at the end of prefill. After every `interval` response tokens, a
+sequence that holds more than the budget is compacted to it. No layer and head of a sequence ever holds more than budget +
+interval tokens. The schedule of a sequence does not depend on other sequences.
 """
 
 from collections.abc import Iterable

@@ -134,7 +134,7 @@ def divergence(
 def _lump_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
     chosen = logprobs_nV.gather(-1, chosen_nk)
     rest = logprobs_nV.scatter(-1, chosen_nk, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    return torch.cat([chosen, rest.clamp(min=-80)], dim=-1)  # an empty rest has no weight
+    return torch.cat([chosen, rest.clamp(min=-80)], dim=-1)  # if no token is left, the merged rest has no weight
 
 
 def in_chunks(of_chunk: Callable[..., Tensor], head: Head, hidden_ND: Tensor, *per_token: Tensor) -> Tensor:

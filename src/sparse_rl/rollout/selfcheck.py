@@ -1,8 +1,8 @@
 """Check that a model gives the same log-probs through our attention views as on its own. Runs once, when an engine is built.
 
-Attention shapes do not reveal every difference: a model may mix tokens outside attention, apply its own mask, or derive
-positions from the row index instead of the position ids. The check therefore runs a small float32 stand-in with one layer of
-each kind: packed sequences as in the learner, prompts and decode steps as in the sampler, and a token far into a sequence.
+Attention shapes do not reveal every difference. A model may mix tokens outside attention, apply its own mask, or derive
+positions from the row index instead of the position ids. The check runs a small float32 stand-in with one layer of each kind.
+It compares packed sequences as in the learner, prompts and decode steps as in the sampler, and a token far into a sequence.
 
 This is the last of the three checks listed in `models/support.py`. It is in this package because it runs the sampler's steps.
 """
