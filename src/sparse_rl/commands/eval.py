@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
     flags = flag_values(args, KV)
     caches = settings(args.compare, flags, {} if args.compare else stored_kv(args.model, flags.get("policy")))
-    workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # the GPU idles while a chunk is graded
+    workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # more workers: the GPU idles while a chunk is graded
     data, reward = from_flags(args, DataConfig), from_flags(args, RewardConfig, {"workers": workers})
     from ..evaluate.evaluation import evaluate
 

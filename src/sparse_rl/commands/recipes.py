@@ -1,4 +1,4 @@
-"""`sparse-rl recipes`: list the shipped recipes, or show one."""
+"""`sparse-rl recipes`: list the shipped recipes, or show all values of one recipe."""
 
 import argparse
 

@@ -98,7 +98,7 @@ class Work:
                 "log_xi": file,
                 "samples_end": self.samples.stat().st_size,
             }
-            with self.chunks.open("a") as out:  # last: this line completes the chunk
+            with self.chunks.open("a") as out:  # written last: this line marks the chunk as complete
                 out.write(json.dumps(line) + "\n")
             backup.commit(self.path)
         self.written += 1
@@ -154,7 +154,7 @@ class Work:
 
     def _read(self) -> None:
         """Read the complete chunks. Truncate incomplete lines that a killed run left."""
-        with self.chunks.open("ab+") as file:  # truncate, never rewrite: a kill during a rewrite would lose everything
+        with self.chunks.open("ab+") as file:  # truncate in place: a kill during a rewrite would lose all chunks
             file.seek(0)
             lines = [line for line in file.readlines() if line.endswith(b"\n")]
             file.truncate(sum(map(len, lines)))

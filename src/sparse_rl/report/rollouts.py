@@ -88,7 +88,7 @@ def spread(steps: Sequence[int]) -> Iterable[int]:
         return reversed(steps)
     gaps = [(0, len(steps) - 1)]
     order = [len(steps) - 1, 0]
-    for low, high in gaps:  # `gaps` grows during the loop: breadth first
+    for low, high in gaps:  # breadth first: the loop appends to `gaps`
         if high - low > 1:
             middle = (low + high) // 2
             order.append(middle)

@@ -200,7 +200,7 @@ def _and(parts: list[str]) -> str:
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """The held-out score of one step."""
+    """The held-out score of one step, with its 95 % interval."""
 
     step: int
     mean: float

@@ -49,7 +49,7 @@ class State:
     step: int = 0
     """Number of finished steps."""
     cursor: int = 0
-    """Number of prompts drawn so far."""
+    """Number of prompts sampled so far."""
     best_step: int = -1
     best_value: float = float("-inf")
     skipped_updates: int = 0
@@ -74,7 +74,7 @@ class State:
     """
 
     def check(self, step: int) -> None:
-        """Raise ValueError if a value is impossible for a run after `step`."""
+        """Raise ValueError if a value is invalid for a checkpoint of `step`."""
         lowest = {"best_step": -1, "ranks": 1}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -141,7 +141,7 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
 
 
 def bytes_of(optimizer: Optimizer) -> int:
-    """Return the size of one checkpoint in bytes: every master weight and its two moments, each in float32 or 8 bits."""
+    """Return the size of one checkpoint in bytes: the master weights, and two moments per weight in float32 or 8 bits."""
     moments = 2 if optimizer.settings.state == "8bit" else 8
     return sum(master.numel() * (master.element_size() + moments) for master in optimizer.masters)
 
@@ -354,7 +354,7 @@ def read_index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
 def _quiet_dcp() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        warnings.filterwarnings("ignore", "Detected pickle protocol")  # for a file that torch did not write
+        warnings.filterwarnings("ignore", "Detected pickle protocol")  # warned for files that torch did not write
         yield
 
 

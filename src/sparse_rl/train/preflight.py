@@ -28,7 +28,7 @@ def preflight(
     config: Config,
     plan: Plan | None = None,
 ) -> None:
-    """Run the sampler, then the learner, on a GPU; raise UserError if memory runs out. Do nothing on a CPU, which swaps.
+    """Run the sampler, then the learner, on a GPU; raise UserError if memory runs out. On a CPU, do nothing.
 
     The sampler runs first, so that its CUDA graphs already hold their memory when the learner runs.
     """

@@ -32,7 +32,7 @@ class Interrupted(BaseException):
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a restart would fail with the same error: True for a UserError that is not a lost rank or storage."""
+    """Return whether a restart would fail again: True for every UserError except RankLost and StorageUnavailable."""
     return isinstance(error, UserError) and not isinstance(error, RankLost | StorageUnavailable)
 
 
@@ -69,7 +69,7 @@ class RefusalWatcher(threading.Thread):
                 time.sleep(0.02)
                 left = self.store.add("left", 0)
         if self.rank == 0:
-            time.sleep(0.2)  # time for the others to see the count
+            time.sleep(0.2)  # give the other ranks time to read the count
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ def refuse_again(known: Any) -> None:
 
 @contextmanager
 def refused_for_good() -> Iterator[None]:
-    """Store a UserError of the block in torchrun's store, for restarts and for ranks that have not joined yet."""
+    """Store a final error of the block (see `is_final`) in torchrun's store, for restarts and ranks that join later."""
     try:
         yield
     except UserError as error:

@@ -22,7 +22,7 @@ from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
 
 FAILURES = ("no_verdict", "timeouts", "errors")
-"""Reasons why a rollout has no reward. `reward/<name>` is the metric of each."""
+"""Reasons why the reward did not grade a rollout. `reward/<name>` is the metric of each reason."""
 COUNTED = (*FAILURES, "truncated", "strays")
 KNOWN_LENGTHS = 2**14
 """Maximum number of problems whose mean response length is stored. state.json holds them and is limited to 1 MiB."""
@@ -62,8 +62,8 @@ class RolloutBatch:
     counts: Counter = field(default_factory=Counter)
     """Counts by the names in `COUNTED`.
 
-    `FAILURES` count rollouts without a reward, `truncated` counts rollouts not sent to the reward, and `strays` counts lines
-    that reward code wrote to its worker's channel.
+    `FAILURES` count rollouts that the reward did not grade, `truncated` counts rollouts not sent to the reward, and `strays`
+    counts lines that reward code wrote to its worker's channel.
     """
     first_error: str | None = None
     parts: dict[str, list[float]] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class RolloutBatch:
 
     @property
     def failures(self) -> int:
-        """Number of rollouts that were sent to the reward and got no value."""
+        """Number of rollouts that were sent to the reward but not graded."""
         return sum(self.counts[name] for name in FAILURES)
 
 

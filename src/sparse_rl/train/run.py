@@ -153,7 +153,7 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
         refuse_folders(configs, config.run_dir, resume=resume, overwrite=overwrite)
     from ..kv.policies import from_settings
 
-    for each in configs:  # report a misspelt policy early too
+    for each in configs:  # report a misspelt policy before any other work
         from_settings(each.sampler_kv)
     with ExitStack() as locks:
         folders = [RunFolder(each.run_dir, writes=world.is_main) for each in configs]
@@ -289,5 +289,5 @@ def rank_log(folder: RunFolder, world: "World") -> TextIO:
     (folder.path / "logs").mkdir(exist_ok=True)
     name = f"logs/rank-{world.rank}.log"
     if folder.remote:
-        folder.remote.fetch(name)  # the log of an earlier start
+        folder.remote.fetch(name)  # append to the log of an earlier start
     return (folder.path / name).open("a", buffering=1)

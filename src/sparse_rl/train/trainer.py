@@ -176,7 +176,10 @@ class Trainer:
             self.terminal.warn(warning)
 
     def _try_reward(self) -> None:
-        """Grade one reference answer before sampling. If it fails, raise UserError in a new run and warn in a resumed run."""
+        """Grade the reference answer of the first problem before sampling. Raise UserError if the reward fails.
+
+        Only warn in a resumed run, or if the problem has no reference answer.
+        """
         tried = self.world.gather(try_on_gold(self.pool, self.rollout_sampler.examples[0], self.tokenizer))
         if failed := next((each for each in tried if each.fault), None):
             if self.state.step == 0 and failed.gold is not None:
