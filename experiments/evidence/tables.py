@@ -70,7 +70,7 @@ def kept(question: str, arms: Sequence[str], dense: Sequence[str]) -> str:
             interval([own - theirs for own, theirs in pairs], sign="+"),
         ]
         lines.append(cells)
-    heads = ["arm", "seeds", "of dense accuracy kept, %", "of its gain kept, %", "difference, points", "mean"]
+    heads = ["arm", "seeds", "share of dense accuracy, %", "share of dense gain, %", "difference, points", "mean"]
     return table(heads, lines)
 
 
@@ -92,7 +92,7 @@ def gaps(question: str, arms: Sequence[str]) -> str:
         gap = [100 * (rows[-1][DENSE] - rows[-1][SPARSE]) for rows in runs.values() if SPARSE in rows[-1]]
         cells = [arm, ", ".join(map(str, runs)), *(points(gap) if gap else ["", ""])]
         lines.append([*cells, ", ".join(f"{value:.1f} (seed {seed})" for seed, value in again.items())])
-    return table(["arm", "seeds", "costs at the end, points", "mean", "drawn again"], lines)
+    return table(["arm", "seeds", "loss at the end, points", "mean", "second sample"], lines)
 
 
 def collapsed_runs(question: str) -> dict[str, list[list[str]]]:
@@ -146,9 +146,9 @@ COLUMNS: dict[str, Callable[[Rows], float]] = {
     "ξ p05": over_steps("sparse/xi_p05"),
     "k3": over_steps("sparse/mismatch_k3"),
     "ESS": over_steps("sparse/ess"),
-    "its lowest": lambda rows: min((row["sparse/ess"] for row in rows if "sparse/ess" in row), default=math.nan),
+    "lowest ESS": lambda rows: min((row["sparse/ess"] for row in rows if "sparse/ess" in row), default=math.nan),
     "grad norm": lambda rows: statistics.median(gradient(rows)),
-    "its variance": lambda rows: statistics.variance(gradient(rows)),
+    "grad norm variance": lambda rows: statistics.variance(gradient(rows)),
     "entropy": over_steps("policy/entropy", last=10),
     "tokens": over_steps("response/mean_tokens", last=10),
     "cut off, %": over_steps("response/truncated", 100, last=10),
@@ -223,7 +223,7 @@ def memory(questions: Sequence[str]) -> str:
         allocated, dense, peak, planned = most.values()
         cells = [arm, f"{allocated / 2**20:,.0f}", f"{dense / 2**20:,.0f}", f"{peak:.2f}", f"{planned:.2f}"]
         lines.append([*cells, f"{100 * (peak / planned - 1):+.1f}"])
-    return table(["arm", "cache, MiB", "held if dense, MiB", "peak, GiB", "planned, GiB", "off by, %"], lines)
+    return table(["arm", "cache, MiB", "dense would hold, MiB", "peak, GiB", "planned, GiB", "peak above plan, %"], lines)
 
 
 def warned(question: str) -> str:
@@ -299,7 +299,7 @@ def times(trained: Sequence[str], timed: str) -> str:
             cells.append("" if math.isnan(sum(seconds)) else interval(seconds, 0))
         lines.append(cells)
     heads = [f"{what} {level:g}" for level in LEVELS for what in ("steps to a reward of", "seconds to")]
-    return table(["arm", "a step alone, s", *heads], lines)
+    return table(["arm", "step time alone, s", *heads], lines)
 
 
 def robust(question: str, runs: Sequence[str]) -> str:
@@ -314,11 +314,11 @@ def robust(question: str, runs: Sequence[str]) -> str:
             cells += [f"{100 * row[key]:.1f}" for key in ("truncated", "repetition")]
             lines.append(cells)
     heads = [
-        "trained",
+        "model",
         "cache",
         "tokens",
         "Pass@1, %",
-        "from its dense, points",
+        "difference from full, points",
         "rejected, %",
         "saved, %",
         "cut off, %",
@@ -344,7 +344,7 @@ def narrowed(question: str, pairs: Sequence[tuple[str, str]]) -> str:
         less = statistics.mean(row["mean"] for row in second) - statistics.mean(row["mean"] for row in first)
         cells = [setting, *(", ".join(f"{-100 * row['mean']:.1f}" for row in part) for part in (first, second))]
         lines.append([*cells, f"{100 * less:+.1f} ± {100 * half:.1f}"])
-    return table(["cache", "costs dense-trained", "costs sparse-trained", "narrower by, points"], lines)
+    return table(["cache", "loss, dense-trained", "loss, sparse-trained", "reduction, points"], lines)
 
 
 FEWEST = 5000
@@ -369,7 +369,7 @@ def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str
             if weights[key] >= FEWEST
         })  # fmt: skip
     keys = sorted(set().union(*values))
-    heads = {"xi": "tokens from", "noise": "responses from, tokens", "compactions": "compactions"}
+    heads = {"xi": "position from", "noise": "response tokens from", "compactions": "compactions"}
     return table([heads[by], *columns], [[f"{key:.0f}", *(of.get(key, "") for of in values)] for key in keys])
 
 
@@ -387,7 +387,7 @@ FOUR = (
 )
 BUDGETS = (*(f"rkv-{size}" for size in (96, 128, 160, 192, 256)), "rkv-256-protected", "snapkv-128", "snapkv-192")
 BOTH = {"dense-trained": DENSE_TRAINED, "sparse-trained": PAPER_TRAINED}
-UNDER_VETO = {f"{name}, ‰ under the veto at 160": (runs, "rkv@160", 4) for name, runs in BOTH.items()}
+UNDER_VETO = {f"{name}, ‰ below the veto at 160": (runs, "rkv@160", 4) for name, runs in BOTH.items()}
 
 
 def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
