@@ -152,18 +152,18 @@ def tables(record):
     far = {(row["case"], row["length"]): row for row in record["mismatch"]}
     head = ["| correction | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|"]
     number = "{median:.3f} [{q25:.3f}, {q75:.3f}]".format_map
-    lines = ["Distance of the expected gradient from the true one, relative to the true one's length:", "", *head]
+    lines = ["Distance between the expected and the true gradient, divided by the norm of the true gradient:", "", *head]
     for name in [*PRESETS, PRODUCT]:
         lines.append(f"| `{name}` | " + " | ".join(number(by[case, name]["distance"]) for case in CASES) + " |")
-    lines += ["", "Cosine with the true gradient, and in brackets the share of tokens kept:", "", *head]
+    lines += ["", "Cosine similarity with the true gradient; the share of kept tokens is in parentheses:", "", *head]
     for name in [*PRESETS, PRODUCT]:
         cells = [f"{by[c, name]['cosine']['median']:.3f} ({100 * by[c, name]['kept']['median']:.0f} %)" for c in CASES]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    lines += ["", f"Root mean square error of one update of {SAMPLES} samples, bias and variance together:", "", *head]
+    lines += ["", f"Root mean square error of one update of {SAMPLES} samples, including bias and variance:", "", *head]
     for name in ["dense", *PRESETS, PRODUCT]:
         label = "dense sampling" if name == "dense" else f"`{name}`"
         lines.append(f"| {label} | " + " | ".join(f"{by[case, name]['error']['median']:.3f}" for case in CASES) + " |")
-    lines += ["", "The mismatch, and the effective share of samples that the sequence product leaves, by length:", ""]
+    lines += ["", "KL per token, and the relative effective sample size of the sequence product, by length:", ""]
     lines += ["| | KL per token | 1 token | 2 | 4 | 8 | 1,000, extrapolated |", "|---" * 7 + "|"]
     for case in CASES:
         shares = [far[case, length]["product_ess"]["median"] for length in LENGTHS]
