@@ -65,7 +65,7 @@ def test_the_overlong_penalty_grows_linearly_to_minus_one_at_the_limit():
     ("make", "sentence"),
     [
         (lambda: overlong_penalty(torch.tensor([1]), 100, 101), "Try --advantage.overlong 25"),
-        (lambda: AdvantageConfig(overlong=-1), "advantage.overlong = -1 is refused"),
+        (lambda: AdvantageConfig(overlong=-1), "advantage.overlong = -1 is invalid"),
         (lambda: AdvantageConfig(sdt=False), "did you mean std"),
     ],
 )

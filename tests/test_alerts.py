@@ -89,7 +89,7 @@ def test_what_is_turned_off_stays_off_in_the_stored_configuration():
 
 
 def test_a_limit_that_makes_no_sense_is_refused(capsys):
-    assert "alerts.xi_p05 = '2' is refused: input should be less" in refused(
+    assert "alerts.xi_p05 = '2' is invalid: input should be less" in refused(
         capsys, "train", "--alerts.xi-p05", "2", "--dry-run"
     )
     assert "did you mean --alerts.xi-p05?" in refused(capsys, "train", "--alerts.xi-p5", "1", "--dry-run")
@@ -97,9 +97,10 @@ def test_a_limit_that_makes_no_sense_is_refused(capsys):
 
 def test_the_numbers_and_the_limit_are_in_the_sentence():
     told = {name: check(rows((10, {}), (3, change)), AlertsConfig())[0].sentence for name, change in TROUBLE.items()}
-    assert "0.50, at first 1.00 (limit 0.6)" in told["xi_p05"]
+    assert "0.50, initially 1.00 (limit 0.6)" in told["xi_p05"]
     assert (
-        "policy/grad_norm is 30, " in told["grad_norm"] and "times that of the first 10 steps (limit 2.5)" in told["grad_norm"]
+        "policy/grad_norm is 30, " in told["grad_norm"]
+        and "times the median of the first 10 steps (limit 2.5)" in told["grad_norm"]
     )
     assert "from 0% to 60% (limit 50% more): answers no longer end within rollout.max_tokens" in told["truncated"]
     assert "6 of 48 rollouts" in told["no_verdict"] and "2 None, 2 timeouts, 2 errors" in told["no_verdict"]
@@ -115,7 +116,10 @@ def test_answers_that_are_cut_off_count_sooner_after_a_fall():
 
     assert told(0.4, 0.9, 0.8) == []
     ((step, sentence),) = told(0.4, 0.9, 0.15)  # which is more than at first
-    assert step == 13 and "to 40% (limit 20% more) while reward/mean fell from 0.9 at its best to 0.15: loops" in sentence
+    assert (
+        step == 13
+        and "to 40% (limit 20% more) while reward/mean fell from its best value 0.9 to 0.15: rollouts loop" in sentence
+    )
     assert [step for step, _ in told(0.6, 0.9)] == [8] and told(0.6, 0.9, truncated=0.7) == []
     assert told(0.6, 0.9, 0.15, truncated=0.7) == []
 

@@ -27,27 +27,29 @@ def contents(folder):
 STARTS = {
     "samples": (
         ["--rollout.samples-per-prompt", "1"],
-        "leaves no other rollout to compare with: it must be at least 2. Try 8.",
+        " is invalid: advantages compare rollouts of a prompt, so it must be at least 2. Try 8.",
     ),
     "updates": (
         ["--optimizer.updates-per-step", "3"],
-        "but rollout.prompts_per_step = 2: lower the first or raise the second.",
+        "must not exceed rollout.prompts_per_step = 2, because each update needs at least one group: lower updates_per_step or raise prompts_per_step.",
     ),
     "policy": (["--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
     "correction": (["--method", "smd", "--correction.preset", "tis"], "has no effect with method = smd"),
     "data": (["--data.train", "{world}/problem.jsonl"], "did you mean {world}/problems.jsonl?"),
-    "row": (["--data.train", "{tmp}/torn.jsonl"], "{tmp}/torn.jsonl:2: this is not JSON"),
-    "test data": (["--data.test", "{tmp}/torn.jsonl", "--eval.problems", "1"], "{tmp}/torn.jsonl:2: this is not JSON"),
+    "row": (["--data.train", "{tmp}/torn.jsonl"], "{tmp}/torn.jsonl:2: the line is not valid JSON"),
+    "test data": (
+        ["--data.test", "{tmp}/torn.jsonl", "--eval.problems", "1"],
+        "{tmp}/torn.jsonl:2: the line is not valid JSON",
+    ),
     "context": (
         ["--data.train", "{tmp}/long.jsonl"],
-        "Problem 2 of {tmp}/long.jsonl has 301 tokens and with max_tokens = 24 passes the model's context of 256: shorten the prompt, or "
-        "leave 1 of 2 problems out with --data.max-prompt-tokens 232.",
+        "Problem 2 of {tmp}/long.jsonl has 301 tokens, and with max_tokens = 24 exceeds the model's context of 256: shorten the prompt, or skip 1 of 2 problems with --data.max-prompt-tokens 232.",
     ),
     "test context": (
         ["--data.test", "{tmp}/long.jsonl", "--eval.problems", "2"],
         "Problem 2 of the test problems, {tmp}/long.jsonl, has 301 tokens",
     ),
-    "max_tokens": (["--rollout.max-tokens", "250"], "passes the model's context of 256: max_tokens = 247 fits."),
+    "max_tokens": (["--rollout.max-tokens", "250"], " exceeds the model's context of 256: max_tokens = 247 fits."),
     "max_prompt_tokens": (
         ["--data.train", "{tmp}/long.jsonl", "--data.max-prompt-tokens", "2"],
         "Every prompt of {tmp}/long.jsonl has more than data.max_prompt_tokens = 2 tokens (the shortest",
@@ -61,11 +63,17 @@ STARTS = {
     ),
     "no answers": (
         ["--data.train", "{tmp}/bare.jsonl", "--reward.function", "exact"],
-        "{tmp}/bare.jsonl has no answer for exact to grade by, only level",
+        "{tmp}/bare.jsonl has no answer column, which reward exact needs (found level)",
     ),
-    "no reward": (["--reward.function", "none"], "has no default reward: set --reward.function"),
+    "no reward": (
+        ["--reward.function", "none"],
+        "has no default reward function: set --reward.function, such as math_answer, exact or my_rewards:graded.",
+    ),
     "reward": (["--reward.function", "{world}/rewards.py:sum"], "did you mean sums?"),
-    "resume": (["--resume"], "There is no run in {tmp}/run to resume: leave --resume out"),
+    "resume": (
+        ["--resume"],
+        "{tmp}/run has no run to resume: omit --resume, or pass the --run-dir of the run. For a comparison, also pass its recipe.",
+    ),
 }
 
 
@@ -87,14 +95,14 @@ def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, tmp_path, capsy
     train(world, run, *QUICK)
     before = contents(run)
     again = arguments(world, run, *QUICK)
-    assert refused(capsys, *again) == f"{run} is a run already: use --resume, --overwrite or another --run-dir."
+    assert refused(capsys, *again) == f"{run} already contains a run: use --resume, --overwrite or another --run-dir."
     budget = refused(capsys, *again, "--resume", "--kv.budget", "24")
     assert (
         budget
-        == f"kv.budget is 24 now and was 20 in {run}: resume with the same value, or start a new run with another --run-dir."
+        == f"kv.budget is 24 now but was 20 in {run}: resume with the same value, or start a new run with another --run-dir."
     )
     missing = refused(capsys, *again, "--resume", "--steps", "9", "--data.test", str(world / "problems.jsonl"))
-    assert f"data.test is {world / 'problems.jsonl'} now and was not set" in missing
+    assert f"data.test is {world / 'problems.jsonl'} now but was not set" in missing
     assert "choose one" in refused(capsys, *again, "--resume", "--overwrite")
     assert "nope" in refused(capsys, *again, "--overwrite", "--reward.function", f"{world / 'rewards.py'}:nope")
     assert contents(run) == before
@@ -120,7 +128,7 @@ def test_a_folder_that_is_not_a_run_is_never_touched(world, tmp_path, capsys):
     for place in ("thesis", "file"):
         for flags in ([], ["--overwrite"], ["--resume"]):
             sentence = refused(capsys, *arguments(world, tmp_path / place, *flags))
-            assert sentence == f"{tmp_path / place} exists and is not a run: name another folder with --run-dir."
+            assert sentence == f"{tmp_path / place} exists and is not a run folder: set another --run-dir."
     assert "cannot be written" in refused(capsys, *arguments(world, tmp_path / "file/run"))
     assert contents(tmp_path) == {"thesis/chapter.tex": b"years of work", "file": b"also mine"}
 
@@ -164,7 +172,7 @@ def test_a_reward_that_fails_on_some_samples_costs_only_those(world, tmp_path, c
 def test_a_reward_that_fails_on_the_first_gold_ends_the_run_before_its_first_rollout(world, tmp_path, reward, why, capsys):
     run = tmp_path / "run"
     sentence = refused(capsys, *arguments(world, run, *QUICK, "--reward.timeout-s", "0.2", reward=reward))
-    assert sentence == f"The reward fails on the first gold ({why}): fix reward.function."
+    assert sentence == f"The reward fails on the first reference answer ({why}): fix reward.function."
     assert not (run / "metrics.jsonl").exists() and not list((run / "rollouts").iterdir())
 
 
@@ -172,15 +180,15 @@ def test_a_reward_that_fails_on_resume_is_warned_of_and_may_come_back(world, tmp
     run = tmp_path / "run"
     train(world, run, *QUICK, "--steps", "1")
     train(world, run, *QUICK, "--steps", "2", "--resume", reward="raises")
-    assert "warning: The reward fails on the first gold (RuntimeError: out of ideas)" in capsys.readouterr().out
+    assert "warning: The reward fails on the first reference answer (RuntimeError: out of ideas)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("reward", "why"),
     [
         ("only_gold", ": RuntimeError: no gold:"),
-        ("hangs_on_texts", "(None or over time):"),
-        ("returns_none", "(None or over time):"),
+        ("hangs_on_texts", " (None or timeout):"),
+        ("returns_none", " (None or timeout):"),
     ],
 )
 def test_a_reward_that_fails_on_all_samples_ends_the_run(world, tmp_path, reward, why, capsys):
@@ -225,9 +233,9 @@ def test_updates_that_are_not_finite_are_skipped_and_then_end_the_run(world, tmp
         train(world, run, *flags, "--steps", "9")
     out, err = capsys.readouterr()
     assert end.value.code == 2 and err.count("\n") == 1
-    assert "3 updates in a row were not finite: lower optimizer.lr" in err
+    assert "3 consecutive updates were not finite: lower optimizer.lr or the loss coefficients; " in err
     assert f"the last good checkpoint is {run / 'checkpoints/step-1'}." in err
-    assert out.count("loss or gradient was not finite in 1 of 1 updates; they were skipped") == 3
+    assert out.count("loss or gradient was not finite in 1 of 1 updates, which were skipped.") == 3
     assert [row["policy/skipped_updates"] for row in metrics(run)[1:]] == [0, 1, 1, 1]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-1"]
 
@@ -238,7 +246,7 @@ def test_weights_that_are_broken_are_named(world, tmp_path, capsys):
     weights["model.norm.weight"][3] = torch.nan
     save_file(weights, tmp_path / "model/model.safetensors", {"format": "pt"})
     sentence = refused(capsys, *arguments(world, tmp_path / "run", *QUICK, "--model.path", str(tmp_path / "model")))
-    assert "holds values that are not finite" in sentence
+    assert " contains values that are not finite. Copy or download them again, or use an earlier checkpoint." in sentence
 
 
 # The disk
@@ -255,7 +263,7 @@ def test_a_damaged_checkpoint_is_named(world, tmp_path, file, size, capsys):
     sentences = [sentence, refused(capsys, "export", str(run), out)] if file == "__0_0.distcp" else [sentence]
     for each in sentences:
         assert each.startswith(f"{run / 'checkpoints/step-1'} is damaged: {file} ")
-    assert sentence.endswith("No other checkpoint is intact: start again with --overwrite, or another --run-dir.")
+    assert sentence.endswith(" No other checkpoint is intact: start over with --overwrite, or use another --run-dir.")
 
 
 def test_a_checkpoint_of_an_older_version_is_named(world, tmp_path, capsys):
@@ -273,7 +281,9 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path)
     code, output = Command(arguments(world, run, *QUICK, "--resume"), file_bytes=largest // 2).end()
     assert code == 2 and "Traceback" not in output
     last = output.strip().splitlines()[-1]
-    assert last.startswith("sparse-rl: The checkpoint of step 2 could not be written (File too large): allow larger files")
+    assert last.startswith(
+        "sparse-rl: The checkpoint of step 2 could not be written (File too large): raise the file size limit (ulimit -f)"
+    )
     assert last.endswith(f"(ulimit -f) and continue from {run / 'checkpoints/step-1'} with --resume.")
     assert contents(run / "checkpoints") == before and os.listdir(run / "checkpoints") == ["step-1"]
     train(world, run, *QUICK, "--resume")
@@ -314,5 +324,5 @@ def test_a_disk_that_seems_too_small_is_warned_of_before_the_first_step(world, t
 def test_a_disk_too_full_for_a_line_ends_in_a_sentence(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics = Path("/dev/full")
-    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): free some space and continue"):
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): free some disk space and continue"):
         folder.append_metrics(1, {"reward/mean": 1.0})

@@ -51,18 +51,24 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
     ("arguments", "sentence"),
     [
         (["generate", "tiny", "1+1=", "--kv.bugdet", "64"], "unknown argument --kv.bugdet: did you mean --kv.budget?"),
-        (["generate", "tiny", "1+1=", "--kv.budget", "8"], "sparse-rl: kv.budget = 8 leaves nothing to score"),
+        (
+            ["generate", "tiny", "1+1=", "--kv.budget", "8"],
+            "sparse-rl: kv.budget = 8 is too small: it must exceed window",
+        ),
         (["generate", "tiny", "1+1=", "--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
-        (["generate", "tiny", "1+1=", "--kv.options", "mix=1"], "kv.options = mix=1 is not JSON"),
-        (["generate", "tiny", "1+1=", "--max-tokens", "9000"], "passes the model's context of 8192"),
+        (["generate", "tiny", "1+1=", "--kv.options", "mix=1"], "kv.options = mix=1 is not valid JSON"),
+        (["generate", "tiny", "1+1=", "--max-tokens", "9000"], " exceeds the model's context of 8192"),
         (["generate", "/nowhere/at/all", "1+1="], "There is no model folder"),
         (["generate", "tinny", "1+1="], "did you mean tiny?"),
         (["generate", "tiny", ""], "A prompt is empty"),
         (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),
         (["bench", "rollout", "--kv.policy", "full"], "kv.policy = full is the dense engine"),
         (["bench", "rollout", "--json", "/no/such/folder/x.json"], "does not exist"),
-        (["train", "quickstart", "--ranks.count", "8"], "--ranks.count 8 only plans: the launcher sets the number of ranks"),
-        (["bench", "step", "tiny", "--ranks.count", "8"], "--ranks.count 8 only plans"),
+        (
+            ["train", "quickstart", "--ranks.count", "8"],
+            "--ranks.count 8 has no effect here: the launcher sets the number of ranks. Start ranks with torchrun or --ray.workers, or use sparse-rl plan --gpus.",
+        ),
+        (["bench", "step", "tiny", "--ranks.count", "8"], "--ranks.count 8 has no effect here"),
         (["genrate", "tiny"], "invalid choice: 'genrate'"),
     ],
 )
@@ -93,7 +99,7 @@ def test_a_full_gpu_is_not_a_device_that_cannot_be_used(arguments, lower, capsys
     with pytest.raises(SystemExit) as end:
         main(arguments)
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err == f"sparse-rl: The GPU's memory ran out: {lower}, or use a smaller model.\n"
+    assert end.value.code == 2 and err == f"sparse-rl: The GPU's memory is exhausted: {lower}, or use a smaller model.\n"
 
 
 def test_an_unexpected_error_is_one_sentence_with_a_log_file(monkeypatch, tmp_path, capsys):

@@ -97,34 +97,40 @@ RECIPES = {
     "top-typo": ("stepz = 3\n", "Unknown option stepz: did you mean steps?"),
     "section-typo": ("[optimiser]\nlr = 1e-3\n", "Unknown option optimiser: did you mean optimizer?"),
     "nested-typo": ("[loss.smd]\nlamda = 1\n", "Unknown option loss.smd.lamda: did you mean lambda?"),
-    "text for a number": ('steps = "many"\n', "steps = 'many' is refused: input should be a valid integer"),
-    "list for a number": ("[kv]\nbudget = [1]\n", "kv.budget = [1] is refused: input should be a valid integer"),
-    "number for a section": ("kv = 3\n", "kv = 3 is refused: input should be a valid dictionary"),
-    "not toml": ("steps = \n", "is not TOML: Invalid value (at line 1, column 9)."),
+    "text for a number": ('steps = "many"\n', "steps = 'many' is invalid: input should be a valid integer"),
+    "list for a number": ("[kv]\nbudget = [1]\n", "kv.budget = [1] is invalid: input should be a valid integer"),
+    "number for a section": ("kv = 3\n", "kv = 3 is invalid: input should be a valid dictionary"),
+    "not toml": ("steps = \n", " is not valid TOML: Invalid value (at line 1, column 9)."),
     "not text": (b"\xff\xfe", "cannot be read ('utf-8' codec"),
-    "self": ("self = 1\n", "Unknown option self: known are method"),
-    "nested self": ("[kv]\nself = 1\n", "Unknown option kv.self: known are policy"),
+    "self": ("self = 1\n", "Unknown option self: valid options are method"),
+    "nested self": ("[kv]\nself = 1\n", "Unknown option kv.self: valid options are policy"),
     "5,000 digits": (f"steps = {'9' * 5000}\n", "cannot be read (Exceeds the limit"),
-    "5,000 hex digits": (f"steps = 0x{'f' * 5000}\n", "steps = a number of thousands of digits is refused"),
+    "5,000 hex digits": (f"steps = 0x{'f' * 5000}\n", "steps = a number with thousands of digits is invalid"),
     "deep lists": (f"steps = {'[' * 5000}{']' * 5000}\n", "cannot be read (maximum recursion depth exceeded"),
-    "deep tables": (f"[kv.options{'.a' * 5000}]\n", "lists and tables must not be deeper than 8"),
-    "long text": (f"steps = '{'x' * 70_000}'\n", "xxx' is refused: input should be a valid integer"),
-    "long key": (f"{'x' * 70_000} = 1\n", "x: known are method"),
-    "escapes": ('"\\u001b[2J" = 1\n', "Unknown option \\x1b[2J: known are"),
-    "removed": ("[rollout]\ntop_p = 0.9\n", "rollout.top_p = 0.9 is no longer an option: the correction is exact only for"),
-    "removed estimator": ("[loss]\nkl_estimator = 'k1'\n", "loss.kl_estimator = 'k1' is no longer an option"),
-    "deep unknown tables": (f"[{'a.' * 5000}a]\n", "Unknown option a: known are method"),
-    "NUL": ('run_dir = "a\\u0000b"\n', "a text must not hold a NUL character"),
-    "not finite": ("[loss]\nentropy_coef = nan\n", "loss.entropy_coef = nan is refused: input should be a finite number."),
+    "deep tables": (f"[kv.options{'.a' * 5000}]\n", "lists and tables must not be nested deeper than 8"),
+    "long text": (f"steps = '{'x' * 70_000}'\n", "xxx' is invalid: input should be a valid integer"),
+    "long key": (f"{'x' * 70_000} = 1\n", "x: valid options are method"),
+    "escapes": ('"\\u001b[2J" = 1\n', "Unknown option \\x1b[2J: valid options are"),
+    "removed": (
+        "[rollout]\ntop_p = 0.9\n",
+        "rollout.top_p = 0.9 is no longer supported: remove it; the correction is exact only without truncated sampling",
+    ),
+    "removed estimator": (
+        "[loss]\nkl_estimator = 'k1'\n",
+        "loss.kl_estimator = 'k1' is no longer supported: its gradient is zero on average. Use k2 or k3.",
+    ),
+    "deep unknown tables": (f"[{'a.' * 5000}a]\n", "Unknown option a: valid options are method"),
+    "NUL": ('run_dir = "a\\u0000b"\n', "text must not contain a NUL character"),
+    "not finite": ("[loss]\nentropy_coef = nan\n", "loss.entropy_coef = nan is invalid: input should be a finite number."),
     "extends a device": (
         'extends = "/dev/zero"\n',
-        "The recipe /dev/zero cannot be read (it is a device or a pipe): give a TOML file.",
+        "The recipe /dev/zero cannot be read (it is a device or a pipe): pass a TOML file.",
     ),
-    "extends a pipe": ('extends = "pipe"\n', "pipe cannot be read (it is a device or a pipe): give a TOML file."),
-    "extends a NUL": ('extends = "a\\u0000b"\n', "cannot be read (embedded null byte): give a TOML file."),
-    "too large": ("#" * (2**20 + 1), "cannot be read (it has 1,048,577 bytes, more than 1,048,576): give a TOML file."),
+    "extends a pipe": ('extends = "pipe"\n', "pipe cannot be read (it is a device or a pipe): pass a TOML file."),
+    "extends a NUL": ('extends = "a\\u0000b"\n', "cannot be read (embedded null byte): pass a TOML file."),
+    "too large": ("#" * (2**20 + 1), "cannot be read (it has 1,048,577 bytes, more than 1,048,576): pass a TOML file."),
     "loop": ('extends = "./x/../recipe.toml"\n', "extends itself"),
-    "extends 5,000 hex digits": (f"extends = 0x{'f' * 5000}\n", "extends = a number of thousands of digits in"),
+    "extends 5,000 hex digits": (f"extends = 0x{'f' * 5000}\n", "extends = a number with thousands of digits in"),
     "extends a number": ("extends = 3\n", "extends = 3 in"),
     "extends nothing": ('extends = "quickstrat"\n', "did you mean quickstart?"),
 }
@@ -144,34 +150,37 @@ def test_a_slip_in_a_recipe_is_named(tmp_path, name, capsys):
     ("flags", "sentence"),
     [
         (["--kv.bugdet", "3"], "unknown argument --kv.bugdet: did you mean --kv.budget?"),
-        (["--steps", "many"], "steps = 'many' is refused: input should be a valid integer"),
-        (["--steps", "0"], "steps = '0' is refused: input should be greater than or equal to 1."),
+        (["--steps", "many"], "steps = 'many' is invalid: input should be a valid integer"),
+        (["--steps", "0"], "steps = '0' is invalid: input should be greater than or equal to 1."),
         (["--kv.budget"], "argument --kv.budget: expected one argument; see sparse-rl train --help."),
-        (["--optimizer.betas", "0.9 0.95"], "optimizer.betas.0 = '0.9 0.95' is refused: input should be a valid number"),
-        (["--optimizer.betas", "[0.9"], "optimizer.betas = [0.9 is not JSON"),
-        (["--log.to", "wandbb"], "log.to.0 = 'wandbb' is refused: input should be 'tensorboard', 'wandb' or 'trackio'."),
-        (["--kv.options", '{"mix": NaN}'], "kv.options = {'mix': nan} is refused"),
-        (["--kv.options", "[" * 9999], "cannot be read"),
-        (["--optimizer.betas", f"[{'9' * 5000}, 0]"], "cannot be read"),
-        (["--loss.entropy-coef", "nan"], "loss.entropy_coef = 'nan' is refused: input should be a finite number."),
-        (["--rollout.temperature", "inf"], "rollout.temperature = 'inf' is refused: input should be a finite number."),
-        (["--optimizer.weight-decay", "inf"], "optimizer.weight_decay = 'inf' is refused: input should be a finite number."),
-        (["--optimizer.weight-decay", "1e39"], "optimizer.weight_decay = 1e+39 is refused: a number must be between"),
-        (["--steps", str(2**63)], "a whole number must fit into 64 bits."),
-        (["--run-dir", "a\0b"], "run_dir = 'a\\x00b' is refused: a text must not hold a NUL character."),
-        (["--optimizer.betas", "[0.9, 2]"], "optimizer.betas.1 = 2 is refused: input should be less than 1."),
-        (["--optimizer.lr", "inf"], "optimizer.lr = 'inf' is refused: input should be a finite number."),
-        (["--method", "dens"], "method = 'dens' is refused: input should be 'dense', 'naive', 'sparse_rl'"),
-        (["--compare", '["dense", "dense"]'], "names a method twice"),
-        (["--rollout.slots", "some"], "rollout.slots = 'some' is refused"),
-        (["--rollout.slots", "0"], "rollout.slots = 0 must be at least 1, or auto."),
-        (["--rollout.repetition", "[5, 2]"], "rollout.repetition = (5, 2) finds nothing"),
+        (["--optimizer.betas", "0.9 0.95"], "optimizer.betas.0 = '0.9 0.95' is invalid: input should be a valid number"),
+        (["--optimizer.betas", "[0.9"], "optimizer.betas = [0.9 is not valid JSON"),
+        (["--log.to", "wandbb"], "log.to.0 = 'wandbb' is invalid: input should be 'tensorboard', 'wandb' or 'trackio'."),
+        (["--kv.options", '{"mix": NaN}'], "kv.options = {'mix': nan} is invalid"),
+        (["--kv.options", "[" * 9999], "cannot be parsed"),
+        (["--optimizer.betas", f"[{'9' * 5000}, 0]"], "cannot be parsed"),
+        (["--loss.entropy-coef", "nan"], "loss.entropy_coef = 'nan' is invalid: input should be a finite number."),
+        (["--rollout.temperature", "inf"], "rollout.temperature = 'inf' is invalid: input should be a finite number."),
+        (["--optimizer.weight-decay", "inf"], "optimizer.weight_decay = 'inf' is invalid: input should be a finite number."),
+        (
+            ["--optimizer.weight-decay", "1e39"],
+            "optimizer.weight_decay = 1e+39 is invalid: a float must be between",
+        ),
+        (["--steps", str(2**63)], "an integer must fit into 64 bits."),
+        (["--run-dir", "a\0b"], "run_dir = 'a\\x00b' is invalid: text must not contain a NUL character."),
+        (["--optimizer.betas", "[0.9, 2]"], "optimizer.betas.1 = 2 is invalid: input should be less than 1."),
+        (["--optimizer.lr", "inf"], "optimizer.lr = 'inf' is invalid: input should be a finite number."),
+        (["--method", "dens"], "method = 'dens' is invalid: input should be 'dense', 'naive', 'sparse_rl'"),
+        (["--compare", '["dense", "dense"]'], " lists a method twice: list each method once."),
+        (["--rollout.slots", "some"], "rollout.slots = 'some' is invalid"),
+        (["--rollout.slots", "0"], "rollout.slots = 0 is invalid: it must be at least 1, or auto."),
+        (["--rollout.repetition", "[5, 2]"], "rollout.repetition = (5, 2) is invalid: period"),
         (["--advantage.overlong", "9999"], "exceeds rollout.max_tokens = 4096"),
         (["--kv.policy", "rvk"], "Unknown KV policy 'rvk' (did you mean 'rkv'?)"),
         (["--resume", "--overwrite", "--run-dir", "/nowhere"], "choose one"),
-        (["quickstar"], "There is no recipe 'quickstar': did you mean quickstart?"),
-        (["nowhere.toml"], "There is no recipe 'nowhere.toml': give a path or one of"),
-        (["/"], "There is no recipe '/'"),
+        (["quickstar"], "Recipe 'quickstar' does not exist: did you mean quickstart?"),
+        (["nowhere.toml"], "Recipe 'nowhere.toml' does not exist: pass a path or one of"),
+        (["/"], "Recipe '/' does not exist"),
     ],
 )
 def test_a_slip_in_a_flag_is_named(flags, sentence, capsys):
@@ -187,8 +196,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, ca
     config = Config(**tomllib.loads(toml))
     assert config.kv.budget == 60 and config.compare == Config(**recipe("quickstart")).compare
     assert rest.startswith(
-        " of 8 prompts x 8 samples = 64 rollouts of at most 192 tokens, learned in 2 updates of 32 rollouts, "
-        "16,384 tokens at a time.\n"
+        " of 8 prompts x 8 samples = 64 rollouts of at most 192 tokens; 2 updates of 32 rollouts per step, 16,384 tokens per micro-batch.\n"
     )
     assert 'first prompt, 10 tokens: "<bos>15:' in rest and rest.count('"') == 4 and ", graded 1.0" in rest
     assert not list(tmp_path.iterdir())
@@ -198,8 +206,8 @@ def test_a_dry_run_shows_a_gold_that_is_not_graded_right(world, capsys):
     with pytest.raises(SystemExit) as end:
         main([*arguments(world, world / "nowhere", "--dry-run", reward="raises")])
     out, err = capsys.readouterr()
-    assert end.value.code == 2 and "The reward fails on the first gold (RuntimeError: out of ideas)" in err
-    assert 'first gold: "1", graded RuntimeError: out of ideas' in out
+    assert end.value.code == 2 and "The reward fails on the first reference answer (RuntimeError: out of ideas)" in err
+    assert 'first answer: "1", graded RuntimeError: out of ideas' in out
     assert not (world / "nowhere").exists()
 
 
@@ -224,7 +232,7 @@ def test_help_is_there_without_torch():
 def test_a_dry_run_needs_torch_only_for_the_prompt(capsys):
     """Where torch cannot even be imported, the configuration, the arithmetic and the gold's grade are there."""
     done = run_python("import sys; sys.modules['torch'] = None; from sparse_rl.cli import main; main(['train', '--dry-run'])")
-    assert "100 steps of 128 prompts" in done.stdout and "first gold: " in done.stdout and ", graded 1.0" in done.stdout
+    assert "100 steps of 128 prompts" in done.stdout and "first answer: " in done.stdout and ", graded 1.0" in done.stdout
 
 
 def test_what_was_left_to_the_method_is_said(world, capsys):

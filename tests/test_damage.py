@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_pat
     resume(run)
     out = capsys.readouterr().out
     assert f"warning: {run / 'checkpoints/step-3'} is damaged: " in out and "Continuing after step 2." in out
-    assert ("__0_0.distcp is not what was written" if kind == "flipped" else "manifest.json is that of step 2") in out
+    assert ("__0_0.distcp is damaged (checksum mismatch)" if kind == "flipped" else "manifest.json belongs to step 2") in out
     assert same_weights(run / "model", whole[1] / "model")
     assert without_clock(metrics(run)) == without_clock(metrics(whole[1]))
     assert (run / "checkpoints/damaged-step-3").is_dir()
@@ -122,7 +122,7 @@ def test_an_export_of_an_unfinished_run_says_how_far_it_is(whole, tmp_path, caps
     run = copied(whole, tmp_path)
     shutil.rmtree(run / "checkpoints/step-3")
     main(["export", str(run), str(tmp_path / "out")])
-    assert "warning: this is step 2 of 3: no later checkpoint is there." in capsys.readouterr().out
+    assert "warning: the exported checkpoint is step 2 of 3: the run has no later checkpoint." in capsys.readouterr().out
 
 
 def test_a_pipe_among_the_rollouts_does_not_stop_the_report(whole, tmp_path):
@@ -153,7 +153,7 @@ def test_an_index_cannot_have_a_tensor_unpickled():
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
     for names in ({"weights.a": BytesStorageMetadata()}, {"weights.a": 1}, {1: None}):
-        with pytest.raises(ValueError, match="it names torch.distributed|in place of|not text"):
+        with pytest.raises(ValueError, match="it refers to torch.distributed|instead of|not text"):
             read_index(pickle.dumps(Metadata(names, None, {})))
 
 
@@ -198,10 +198,10 @@ def test_metrics_that_cannot_be_read_are_told_and_left_out(whole, tmp_path, caps
     ]
     (run / "metrics.jsonl").write_bytes(b"".join([lines[0], *odd, *lines[2:]]))
     main(["report", str(run), "--out", str(tmp_path / "report.html")])
-    assert "of its lines cannot be read" in capsys.readouterr().out
+    assert "line(s) cannot be read" in capsys.readouterr().out
     resume(run)
     out = capsys.readouterr().out
-    assert "metrics.jsonl: 5 of its lines cannot be read, and are dropped." in out
+    assert "metrics.jsonl: 5 line(s) cannot be read and are dropped." in out
     assert "metrics.jsonl lacks 1 steps (1)" in out
     assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 2, 3, 4]
 
@@ -214,7 +214,10 @@ def test_where_every_checkpoint_lost_its_state_nothing_is_changed(whole, tmp_pat
         path.unlink()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
-    assert "step-1, step-2, step-3 lost state.json. Restore it from a backup, or start again with --overwrite" in sentence
+    assert (
+        "step-1, step-2, step-3 lost state.json. Restore it from a backup, or start over with --overwrite or another --run-dir."
+        in sentence
+    )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     shutil.rmtree(run / "model")  # a run that did not come to its end
     assert "step-1, step-2 lost state.json." in refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
@@ -230,7 +233,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_no_loss(whole, tmp_path, capsys)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]))
     resume(run)
-    assert "There is no checkpoint to continue from: the run restarts at step 0." in capsys.readouterr().out
+    assert "The run has no checkpoint and restarts at step 0." in capsys.readouterr().out
     assert (run / "checkpoints/damaged-step-1/manifest.json").exists()
     assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4]
 
@@ -241,5 +244,5 @@ def test_where_no_checkpoint_is_sound_nothing_is_changed(whole, tmp_path, capsys
         flip(run / f"checkpoints/step-{step}/.metadata")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
-    assert "step-3 is damaged" in sentence and "start again with --overwrite" in sentence
+    assert "step-3 is damaged" in sentence and "start over with --overwrite" in sentence
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

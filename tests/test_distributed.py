@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_steps_since_the_last_check
     os.kill(run.ranks()[1], signal.SIGKILL)
     code, output = run.end()
     assert code == 0, output
-    assert " did not answer (" in output or "Another rank was lost in the middle of a step" in output
+    assert " did not respond (" in output or "Another rank was lost during a step (" in output
     assert "Continuing after step" in output
     assert [row["step"] for row in metrics(killed)] == list(range(7))
     assert lengths(whole) == lengths(killed) and len(lengths(whole)) == 8
@@ -199,7 +199,7 @@ def test_a_folder_that_is_taken_is_not_continued_because_the_launcher_tries_agai
     run = tmp_path / "run"
     train(world, run, *STEPS, "--steps", "1")
     code, output = Launch("--max-restarts", "1", "-m", "sparse_rl", *arguments(world, run, *STEPS), folder=tmp_path).end()
-    assert code and "is a run already: use --resume, --overwrite or another --run-dir" in output
+    assert code and " already contains a run: use --resume, --overwrite or another --run-dir." in output
     assert len(metrics(run)) == 2
 
 
@@ -228,7 +228,7 @@ def test_prompts_that_do_not_divide_are_refused_with_a_number_that_does(world, t
 def test_more_ranks_than_gpus_are_refused():
     assert gpu_of(3, 4) == 3
     with pytest.raises(
-        UserError, match=r"has 4 GPUs and at least 5 ranks: start at most one per GPU, with --nproc-per-node 4\."
+        UserError, match=r"has 4 GPUs but at least 5 ranks: start at most one rank per GPU, with --nproc-per-node 4\."
     ):
         gpu_of(4, 4)
 
@@ -240,7 +240,10 @@ def test_ranks_of_different_recipes_are_refused(world, tmp_path):
         "main([*sys.argv[1:], '--optimizer.lr', ['0.5', '0.25'][int(os.environ['RANK'])]])\n"
     )
     sentence = refused(tmp_path, script, *arguments(world, tmp_path / "run", *STEPS))
-    assert "optimizer.lr is 0.25 on rank 1 and 0.5 on rank 0: start every rank from the same installation" in sentence
+    assert (
+        "optimizer.lr is 0.25 on rank 1 and 0.5 on rank 0: start all ranks with the same installation, recipe and flags."
+        in sentence
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused(world, tmp_path, capsys):
@@ -252,7 +255,10 @@ def test_a_checkpoint_of_another_model_is_refused(world, tmp_path, capsys):
     (run / "config.toml").write_text(config)
     with pytest.raises(SystemExit):
         train(other, run, *STEPS, "--resume")
-    assert "does not fit the model of this run: resume with the model it was trained from." in capsys.readouterr().err
+    assert (
+        " does not match the model of this run: resume with the model that the checkpoint was trained from."
+        in capsys.readouterr().err
+    )
 
 
 # Who does what
@@ -283,7 +289,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
         "world.rank and time.sleep(8)\n"
         "world.barrier()\n"
     )
-    assert re.search(r"RankLost: Rank 1 did not answer \(ranks.timeout_s = 2\)", refused(tmp_path, script))
+    assert re.search(r"RankLost: Rank 1 did not respond \(ranks.timeout_s = 2\)", refused(tmp_path, script))
 
 
 # One rank refuses
@@ -348,5 +354,8 @@ def test_a_run_that_one_rank_refuses_ends_with_its_sentence_and_leaves_nothing(w
     lines = [line for line in output.splitlines() if line.startswith("sparse-rl")]
     assert lines and {line.split(": ")[0] for line in lines} == {"sparse-rl, rank 1"}, output
     assert all("there_is_no_such_package" in line for line in lines)
-    assert "exitcode  : 2" in output and "Stopping after this step" not in output
+    assert (
+        "exitcode  : 2" in output
+        and "Stopping after this step. Press Ctrl-C again to stop now and discard the step." not in output
+    )
     assert not (tmp_path / "run").exists()

@@ -112,10 +112,10 @@ def test_the_model_keeps_its_mode_and_its_gradients(model):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"budget": 12}, r"kv.budget = 12 leaves nothing to score: it must exceed window \+ sinks = 12. Try --kv.budget 64."),
-        ({"interval": 0}, "kv.interval = 0 would never let the cache grow: it must be at least 1"),
+        ({"budget": 12}, r"kv.budget = 12 is too small: it must exceed window \+ sinks = 12. Try --kv.budget 64."),
+        ({"interval": 0}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),
         ({"budgte": 64}, "Unknown option kv.budgte: did you mean budget?"),
-        ({"budget": "many"}, "kv.budget = 'many' is refused: input should be a valid integer"),
+        ({"budget": "many"}, "kv.budget = 'many' is invalid: input should be a valid integer"),
     ],
 )
 def test_wrong_kv_options_are_refused_in_one_sentence(options, sentence):
@@ -130,12 +130,12 @@ def test_wrong_kv_options_are_refused_in_one_sentence(options, sentence):
         ({"policy": "rvk"}, "Unknown KV policy 'rvk'.*did you mean 'rkv'"),
         ({"policy": "no.such:Thing"}, "could not be imported"),
         ({"options": {"mixx": 1}}, "Policy rkv has no option 'mixx'.*did you mean 'mix'"),
-        ({"policy": "snapkv", "options": {"form": "dcode"}}, "form = decode or prefill"),
-        ({"policy": "rkv", "window": 0}, "set window to 1 or more"),
+        ({"policy": "snapkv", "options": {"form": "dcode"}}, "snapkv form = "),
+        ({"policy": "rkv", "window": 0}, "scores keys with the queries of the window: set window to at least 1."),
         ({"options": {"window": 4}}, "set kv.window = 4"),
-        ({"options": {"kernel": 4}}, "must be an odd number"),
-        ({"options": {"mix": 7.0}}, "must lie between 0 and 1"),
-        ({"options": {"mix": "a"}}, "refused its options"),
+        ({"options": {"kernel": 4}}, "is invalid: it must be a positive odd number of tokens, such as 7."),
+        ({"options": {"mix": 7.0}}, " is invalid: it must be between 0 and 1."),
+        ({"options": {"mix": "a"}}, " rejected its options: "),
     ],
 )
 def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
@@ -146,20 +146,20 @@ def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
 @pytest.mark.parametrize(
     ("prompts", "options", "sentence"),
     [
-        ([], {}, "nothing to sample"),
+        ([], {}, "Nothing to sample: "),
         ([[5], []], {}, "Prompt 1 is empty"),
         ([[5, 61]], {}, "token id 61, outside the vocabulary of 61"),
         ([[5, -1]], {}, "token id -1"),
         (["text"], {}, "lists of token ids"),
-        ([[5] * 100], {"sampling": Sampling(max_tokens=8100)}, r"passes the model's context of 8192: max_tokens = 8092 fits"),
+        ([[5] * 100], {"sampling": Sampling(max_tokens=8100)}, " exceeds the model's context of 8192: max_tokens = 8092 fits"),
         ([[5] * 8192], {"sampling": Sampling(max_tokens=1)}, "shorten the prompt"),
         ([[5] * 9000], {}, "shorten the prompt"),
-        ([[5] * 60], {"prefill": 50}, "build the engine with prefill_tokens = 60 or more"),
+        ([[5] * 60], {"prefill": 50}, "create the Engine with prefill_tokens = 60 or more"),
         (torch.tensor([5, 6]), {}, "lists of token ids"),
         ([[5.9]], {}, "token id 5.9"),
         ([[5]], {"seeds": [2**63]}, "from 0 to 2"),
-        ([[5]], {"samples": 0}, "nothing to sample"),
-        ([[5]], {"samples": 2, "seeds": [1]}, "1 seeds do not fit 1 prompts with 2 samples"),
+        ([[5]], {"samples": 0}, "Nothing to sample: "),
+        ([[5]], {"samples": 2, "seeds": [1]}, "1 seeds do not match 1 prompts with 2 samples"),
     ],
 )
 def test_wrong_requests_are_refused_in_one_sentence(model, prompts, options, sentence):
@@ -172,7 +172,7 @@ def test_beyond_the_context_is_allowed_when_asked_for(model):
     engine, sampling = Engine(model, SMALL, slots=1), Sampling(max_tokens=90, stop=())
     whole = engine.generate([[5] * 40], sampling=sampling)
     engine.limits = replace(engine.limits, context=64)
-    with pytest.raises(UserError, match="passes the model's context of 64: max_tokens = 24 fits"):
+    with pytest.raises(UserError, match=" exceeds the model's context of 64: max_tokens = 24 fits"):
         engine.generate([[5] * 40], sampling=sampling)
     beyond = engine.generate([[5] * 40], sampling=sampling, allow_beyond_context=True)
     assert len(beyond[0].response) == 90 and beyond[0].response == whole[0].response
@@ -182,7 +182,7 @@ def test_beyond_the_context_is_allowed_when_asked_for(model):
 def test_a_protected_prompt_that_leaves_no_room_is_refused(model):
     engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2, protect_prompt=True), slots=1)
     engine.generate([[5] * 19], sampling=Sampling(max_tokens=2))
-    with pytest.raises(UserError, match=r"Prompt 0 has 20 tokens and is protected.*window \+ 1 = 5"):
+    with pytest.raises(UserError, match=r"Prompt 0 has 20 tokens, and kv.protect_prompt leaves.*window \+ 1 = 5"):
         engine.generate([[5] * 20])
 
 
@@ -201,18 +201,18 @@ def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, k
 
 
 def test_what_is_no_model_and_no_kv_is_refused(model):
-    with pytest.raises(UserError, match=r"kv = .*'budget': 64.* must be a KV"):
+    with pytest.raises(UserError, match="kv = .*'budget': 64.* is invalid: pass a KV"):
         Engine(model, {"policy": "rkv", "budget": 64})
-    with pytest.raises(UserError, match=r"model = 'tiny' is a name: .*load_model\('tiny'\)"):
+    with pytest.raises(UserError, match=r"model = 'tiny' is a name, not a loaded model: .*load_model\('tiny'\)"):
         Engine("tiny", KV(budget=64))
 
 
 def test_wrong_sampling_is_refused():
     for options, sentence in (
-        ({"temperature": -1}, "sampling.temperature = -1 is refused"),
-        ({"max_tokens": 0}, "sampling.max_tokens = 0 is refused"),
-        ({"top_p": 0}, "sampling.top_p = 0 is refused"),
-        ({"repetition": (4, 4)}, "the span longer than it"),
+        ({"temperature": -1}, "sampling.temperature = -1 is invalid"),
+        ({"max_tokens": 0}, "sampling.max_tokens = 0 is invalid"),
+        ({"top_p": 0}, "sampling.top_p = 0 is invalid"),
+        ({"repetition": (4, 4)}, " is invalid: period must be at least 1, and span must exceed period. Try"),
     ):
         with pytest.raises(UserError, match=sentence):
             Sampling(**options)

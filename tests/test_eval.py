@@ -48,7 +48,7 @@ def test_pass_at_k_is_unbiased_for_k_fresh_samples():
 
 
 def test_pass_at_k_needs_k_samples():
-    with pytest.raises(ValueError, match="pass@5 needs 5 samples, and there are 4"):
+    with pytest.raises(ValueError, match="pass@5 needs 5 samples, but there are 4"):
         pass_at_k(4, 1, 5)
 
 
@@ -189,14 +189,14 @@ def test_without_names_the_cache_is_the_models_own():
 @pytest.mark.parametrize(
     ("compare", "given", "sentence"),
     [
-        ("full,rkv", {}, "--compare rkv is no cache: write full or POLICY@BUDGET[+INTERVAL]"),
-        ("full@64", {}, "--compare full@64 is no cache"),
-        ("rkv@", {}, "--compare rkv@ is no cache"),
-        ("full,", {}, "--compare  is no cache"),
+        ("full,rkv", {}, "--compare rkv is not a valid cache: use full or POLICY@BUDGET[+INTERVAL]"),
+        ("full@64", {}, "--compare full@64 is not a valid cache: use "),
+        ("rkv@", {}, "--compare rkv@ is not a valid cache: use "),
+        ("full,", {}, "--compare  is not a valid cache: use "),
         ("rkv@64,rkv@64+16", {}, "--compare names rkv@64 twice"),
-        ("rkv@64", {"budget": "32"}, "kv.budget and --compare both name a cache"),
-        ("rkv@8", {}, "kv.budget = 8 leaves nothing to score"),
-        ("rkv@64+0", {}, "kv.interval = 0 would never let the cache grow"),
+        ("rkv@64", {"budget": "32"}, "kv.budget and --compare both set a cache: use only --compare, in the form "),
+        ("rkv@8", {}, "kv.budget = 8 is too small: it must exceed window"),
+        ("rkv@64+0", {}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),
     ],
 )
 def test_caches_that_make_no_sense_are_refused(compare, given, sentence):
@@ -353,13 +353,13 @@ def test_a_killed_evaluation_goes_on_where_it_was(eval_world, tmp_path, capsys):
     (eval_world / "graded").write_text("")
     capsys.readouterr()
     evaluate(*broken)
-    assert "All of it is in" in capsys.readouterr().out and not (eval_world / "graded").read_text()
+    assert "The evaluation in " in capsys.readouterr().out and not (eval_world / "graded").read_text()
 
 
 def test_ctrl_c_leaves_what_is_done(eval_world, tmp_path):
     flags = arguments(eval_world, tmp_path / "out", "--slots", "2", reward="interrupts_once")
     code, text = Command(["eval", *map(str, flags)]).end()
-    assert code == 130 and "run the same command again to go on" in text and text.endswith("sparse-rl: stopped.\n")
+    assert code == 130 and ": run the same command again to continue." in text and text.endswith("sparse-rl: stopped.\n")
     before = rows(tmp_path / "out")
     evaluate(*flags)
     assert 0 < len(before) < 16 and rows(tmp_path / "out")[: len(before)] == before and len(rows(tmp_path / "out")) == 16
@@ -368,7 +368,7 @@ def test_ctrl_c_leaves_what_is_done(eval_world, tmp_path):
 def test_a_full_disk_ends_in_a_sentence_and_costs_one_chunk(eval_world, tmp_path):
     flags = arguments(eval_world, tmp_path / "out", "--slots", "2")
     code, text = Command(["eval", *map(str, flags)], file_bytes=1500).end()
-    assert code == 2 and "cannot be written (File too large): allow larger files (ulimit -f) and run the same" in text
+    assert code == 2 and "cannot be written (File too large): raise the file size limit (ulimit -f) and run the same" in text
     evaluate(*flags)
     evaluate(*arguments(eval_world, tmp_path / "whole", "--slots", "2"))
     assert rows(tmp_path / "out") == rows(tmp_path / "whole")
@@ -393,12 +393,12 @@ def test_another_question_does_not_mix_with_what_is_there(eval_world, tmp_path, 
     evaluate(*arguments(eval_world, out))
     before = rows(out)
     for flag, value, sentence in [
-        ("--seed", "1", "seed is 1 now and was 0"),
-        ("--temperature", "0.5", "temperature is 0.5 now and was 0.8"),
-        ("--samples-per-prompt", "2", "samples_per_prompt of problems is 2 now and was 1"),
-        ("--problems", "4", "problems of problems is 4 now and was 8"),
-        ("--kv.sinks", "2", "sinks of random@20+4 is 2 now and was 4"),
-        ("--max-tokens", "20", "max_tokens of problems is 20 now and was 24"),
+        ("--seed", "1", "seed is 1 now but was 0"),
+        ("--temperature", "0.5", "temperature is 0.5 now but was 0.8"),
+        ("--samples-per-prompt", "2", "samples_per_prompt of problems is 2 now but was 1"),
+        ("--problems", "4", "problems of problems is 4 now but was 8"),
+        ("--kv.sinks", "2", "sinks of random@20+4 is 2 now but was 4"),
+        ("--max-tokens", "20", "max_tokens of problems is 20 now but was 24"),
     ]:
         assert refused(capsys, "eval", *map(str, arguments(eval_world, out, flag, value))).startswith(sentence)
     rewards = eval_world / "eval_rewards.py"
@@ -435,7 +435,7 @@ def test_rewards_that_are_no_shares_and_missing_verdicts(eval_world, tmp_path, c
     evaluate(*arguments(eval_world, tmp_path / "some", "--compare", "full", reward="some"))
     row = json.loads((tmp_path / "some/results.json").read_text())["results"][0]
     assert (row["problems"], row["no_verdict"], row["pass@1"]["mean"]) == (7, 1, 1.0)
-    assert "1 rollouts got no verdict and are not in Pass@1" in capsys.readouterr().out
+    assert "1 rollouts got no verdict and are excluded from Pass@1" in capsys.readouterr().out
 
 
 def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp_path):
@@ -454,15 +454,15 @@ def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--pass-at", "1,8"], "pass@8 needs 8 samples of each problem, and problems has 1: lower --pass-at or set"),
-        (["--pass-at", "many"], "--pass-at many is no list of whole numbers"),
+        (["--pass-at", "1,8"], "pass@8 needs 8 samples per problem, but problems has 1: lower --pass-at or set"),
+        (["--pass-at", "many"], "--pass-at many is not a list of integers. Example: 1,8,32."),
         (["--compare", "rkw@64"], "Unknown KV policy 'rkw' (did you mean 'rkv'?)"),
-        (["--benchmarks", "gsm9k"], "There is no task or file gsm9k: did you mean gsm8k?"),
+        (["--benchmarks", "gsm9k"], "No task or file is named gsm9k: did you mean gsm8k?"),
         (["--benchmarks", "gsm8k", "--data.dir", "nowhere"], "data.dir = nowhere is not a folder"),
         (["--max-tokens", "300"], "Problem 1 of "),
-        (["--samples-per-prompt", "0"], "argument --samples-per-prompt: 0 is not a whole number of at least 1"),
-        (["--json", "nowhere/eval.json"], "The folder of nowhere/eval.json does not exist: make it first."),
-        (["--temperature", "-1"], "sampling.temperature = -1.0 is refused"),
+        (["--samples-per-prompt", "0"], "argument --samples-per-prompt: 0 is not an integer of at least 1"),
+        (["--json", "nowhere/eval.json"], "The folder of nowhere/eval.json does not exist: create it first."),
+        (["--temperature", "-1"], "sampling.temperature = -1.0 is invalid"),
         (["--kv.budgett", "8"], "unknown argument --kv.budgett: did you mean --kv.budget?"),
     ],
 )
@@ -476,7 +476,7 @@ def test_data_without_answers_are_refused_before_anything_is_sampled(eval_world,
     problems.write_text('{"prompt": "1:22+33=", "level": 3}\n')
     flags = arguments(eval_world, tmp_path / "out", "--benchmarks", problems, "--reward.function", "exact")
     sentence = refused(capsys, "eval", *map(str, flags))
-    assert "has no answer for exact to grade by, only level: name its column with" in sentence
+    assert "has no answer column, which reward exact needs (found level): set" in sentence
     assert not (tmp_path / "out").exists()
 
 
@@ -537,7 +537,10 @@ def test_a_killed_replacement_costs_no_evaluation(tmp_path, capsys):
         with after.opened(anew if adds else asked, overwrite=False):
             assert len(after.of("a", "full").samples) == 1
         assert not [*work.path.glob(".replaced*")]
-    assert "the evaluation before it is back" in capsys.readouterr().err
+    assert (
+        "A previous --overwrite was killed before it finished a problem: the earlier evaluation is restored in "
+        in capsys.readouterr().err
+    )
 
 
 def test_a_folder_that_was_only_locked_is_free(tmp_path):
@@ -549,7 +552,7 @@ def test_a_folder_that_was_only_locked_is_free(tmp_path):
 def test_a_folder_of_something_else_is_left_alone(eval_world, tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     sentence = refused(capsys, "eval", *map(str, arguments(eval_world, tmp_path)))
-    assert sentence == f"{tmp_path} exists and is not an evaluation: name another folder with --out."
+    assert sentence == f"{tmp_path} exists and is not an evaluation folder: set another --out."
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

@@ -157,10 +157,13 @@ def test_a_cache_from_the_folder_has_the_settings_of_training(runs, tmp_path):
 @pytest.mark.parametrize(
     ("stored", "sentence"),
     [
-        ({"policy": "full"}, "trained with a dense cache: use transformers' own DynamicCache, or give them yourself"),
-        ({"protect_prompt": True}, "protected prompts"),
+        (
+            {"policy": "full"},
+            "trained with a dense cache: use transformers' DynamicCache, or pass KV settings explicitly",
+        ),
+        ({"protect_prompt": True}, "kv.protect_prompt"),
         ({"bugdet": 3}, "did you mean budget?"),
-        (None, r"no sparse_rl.json\): give them yourself, as in BoundedCache"),
+        (None, r"no sparse_rl.json\): pass KV settings explicitly, as in BoundedCache\('rkv', budget=512\)"),
     ],
 )
 def test_a_folder_without_settings_for_a_cache_is_refused(tmp_path, stored, sentence):
@@ -176,8 +179,8 @@ def test_a_folder_without_settings_for_a_cache_is_refused(tmp_path, stored, sent
         (["{runs}", "{out}"], "is not a run folder (no config.toml): pass a run folder, such as {runs}/full."),
         (["{runs}/nowhere", "{out}"], "is not a run"),
         (["{runs}/full", "{out}", "--step", "7"], "has no checkpoint of step 7: choose one of 1, 2."),
-        (["{runs}/full", "{out}", "--merge"], "no adapter to merge: leave --merge out."),
-        (["{runs}/full", "{runs}/full"], "exists and is not empty: name another folder."),
+        (["{runs}/full", "{out}", "--merge"], "The run trained all weights and has no adapter to merge: omit --merge."),
+        (["{runs}/full", "{runs}/full"], " exists and is not empty: pass another folder."),
         (["{runs}/full", "/proc/nowhere"], "could not be written"),
     ],
 )

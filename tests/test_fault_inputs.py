@@ -51,7 +51,7 @@ def test_a_value_of_a_table_that_python_cannot_hold_is_named(tmp_path, column, s
     pq.write_table(pa.table({"prompt": ["1+1=", "1+2="], "answer": ["2", "3"], "when": column}), path)
     with pytest.raises(UserError) as error:
         load(str(path), "train", n=1, seed=0)
-    assert f"{path}{sentence}" in str(error.value) and str(error.value).endswith("): write it as a text.")
+    assert f"{path}{sentence}" in str(error.value) and str(error.value).endswith("): store it as text.")
 
 
 def test_a_table_whose_pages_do_not_fit_their_checksums_is_refused(tmp_path):
@@ -60,20 +60,20 @@ def test_a_table_whose_pages_do_not_fit_their_checksums_is_refused(tmp_path):
         pa.table({"prompt": ["1+1="] * 9}), path, write_page_checksum=True, compression="none", use_dictionary=False
     )
     path.write_bytes(path.read_bytes().replace(b"1+1=\x04", b"1+7=\x04", 1))
-    with pytest.raises(UserError, match="is not a whole Parquet file"):
+    with pytest.raises(UserError, match="is an incomplete or damaged Parquet file"):
         load(str(path), "train", n=1, seed=0)
 
 
 def test_a_table_that_names_a_column_twice_is_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     pq.write_table(table, tmp_path / "data.parquet")
-    with pytest.raises(UserError, match="the columns are prompt, prompt: give each a name of its own"):
+    with pytest.raises(UserError, match="the column names are prompt, prompt: each column needs a unique name"):
         load(str(tmp_path / "data.parquet"), "train", n=1, seed=0)
 
 
 def test_an_answer_that_is_not_finite_is_refused(tmp_path):
     pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [1.0, float("inf")]}), tmp_path / "data.parquet")
-    with pytest.raises(UserError, match=r"data.parquet, row 2: answer is inf: write a finite number, or a text."):
+    with pytest.raises(UserError, match="data.parquet, row 2: answer is inf: it must be a finite number, or text."):
         load(str(tmp_path / "data.parquet"), "train", n=1, seed=0)
 
 
@@ -121,11 +121,15 @@ def test_a_dry_run_shows_prompts_columns_and_rewards_without_obeying_them(world,
         main(arguments(world, tmp_path / "run", *flags))
     out, err = capsys.readouterr()
     assert end.value.code == 2 and is_tame(out) and is_tame(err)
-    assert "first prompt" in out and "\\x9b2J" in out and "The reward fails on the first gold (RuntimeError: \\x1b[2J" in err
+    assert (
+        "first prompt" in out
+        and "\\x9b2J" in out
+        and "The reward fails on the first reference answer (RuntimeError: \\x1b[2J" in err
+    )
 
 
 def test_a_refusal_shows_the_names_of_columns_without_obeying_them(world, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text(json.dumps({HOSTILE: "?", **{f"column {n} {'x' * 900}": 1 for n in range(90)}}))
     sentence = refused(capsys, *arguments(world, tmp_path / "run", "--data.train", f"{tmp_path}/data.jsonl"))
     assert is_tame(sentence) and SAFE in sentence and len(sentence) <= 1000
-    assert sentence.endswith("name the column of the problem with --data.prompt-column.")
+    assert sentence.endswith("set --data.prompt-column.")

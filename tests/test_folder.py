@@ -58,7 +58,7 @@ def test_a_run_that_is_live_is_read_and_not_written(world, tmp_path, capsys):
         assert sentence.startswith(
             f"{run} is in use by process {live.process.pid} of {holder['user']} on {socket.gethostname()}"
         )
-        assert sentence.endswith("wait for it, stop it, or name another --run-dir.")
+        assert sentence.endswith(" wait for it, stop it, or use another --run-dir.")
     main([*arguments(world, run, *QUICK, "--steps", "500"), "--dry-run"])
     main(["report", str(run), "--out", str(tmp_path / "page.html")])
     main(["export", str(run), str(tmp_path / "model"), "--step", str(checkpoint.steps_in(run / "checkpoints")[0])])
@@ -117,7 +117,7 @@ def test_a_process_of_another_machine_holds_it_while_it_shows_life(tmp_path, flo
     mine.acquire()
     assert json.loads((tmp_path / "lock").read_text())["token"] == mine.holder.token
     mine.release()
-    assert "heartbeat stopped; this run takes over" in capsys.readouterr().err
+    assert ", whose heartbeat stopped. This run takes over the folder." in capsys.readouterr().err
 
 
 def test_a_start_of_the_same_launch_takes_over_at_once(tmp_path, capsys):
@@ -221,11 +221,11 @@ def test_a_run_that_a_killed_start_was_to_replace_is_read_as_it_was(world, tmp_p
 @pytest.mark.parametrize(
     ("number", "sentence"),
     [
-        (errno.ENOSPC, "(No space left on device): free some space or name another"),
+        (errno.ENOSPC, "(No space left on device): free some disk space or set another"),
         (errno.EDQUOT, "(Disk quota exceeded): free some of your quota or"),
-        (errno.EACCES, "(Permission denied): get permission to write there or"),
-        (errno.EPERM, "(Operation not permitted): get permission to write there or"),
-        (errno.EROFS, "(Read-only file system): mount it for writing or"),
+        (errno.EACCES, "(Permission denied): get write permission or"),
+        (errno.EPERM, "(Operation not permitted): get write permission or"),
+        (errno.EROFS, "(Read-only file system): mount the disk for writing or"),
     ],
 )
 def test_every_refusal_of_a_disk_has_its_own_sentence(tmp_path, number, sentence):
@@ -238,7 +238,7 @@ def test_a_reason_that_a_library_hides_is_found(tmp_path):
     """torch says "unexpected pos" of a full disk, safetensors prints a Rust struct."""
     with pytest.raises((RuntimeError, OSError)) as error, open("/dev/full", "wb", buffering=0) as full:
         torch.save(torch.zeros(1000), full)
-    assert disk.refusal(error.value, tmp_path) == ("No space left on device", "free some space")
+    assert disk.refusal(error.value, tmp_path) == ("No space left on device", "free some disk space")
     rust = RuntimeError('I/O error: Os { code: 122, kind: QuotaExceeded, message: "Disk quota exceeded" }')
     assert disk.refusal(rust, tmp_path) == ("Disk quota exceeded", "free some of your quota")
 
@@ -249,7 +249,10 @@ def test_a_reason_that_nobody_knows_is_no_lack_of_space(tmp_path):
 
 def test_a_full_disk_is_found_on_systems_without_fallocate(small_disk, monkeypatch):
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    assert disk.refusal(RuntimeError("unexpected pos"), small_disk / "run") == ("No space left on device", "free some space")
+    assert disk.refusal(RuntimeError("unexpected pos"), small_disk / "run") == (
+        "No space left on device",
+        "free some disk space",
+    )
 
 
 @pytest.fixture
@@ -266,13 +269,13 @@ def test_a_disk_that_is_really_full_is_called_so_and_costs_only_the_last_checkpo
     code, output = Command(arguments(world, run, *QUICK)).end()
     last = output.strip().splitlines()[-1]
     assert code == 2 and "Traceback" not in output
-    assert "could not be written (No space left on device): free some space and" in last
+    assert "could not be written (No space left on device): free some disk space and" in last
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
     train(world, run, *QUICK, "--resume")
     assert [row["step"] for row in metrics(run)] == [0, 1, 2]
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     code, output = Command(arguments(world, run, *QUICK, "--resume", "--steps", "3")).end()
-    assert code == 2 and "(Read-only file system): mount it for writing and continue with --resume" in output
+    assert code == 2 and "(Read-only file system): mount the disk for writing and continue with --resume" in output
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_no_end_of_a_run(world, tmp_path, capsys):

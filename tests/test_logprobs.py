@@ -136,7 +136,7 @@ def test_no_tensor_of_tokens_by_vocabulary_ever_exists(what, monkeypatch):
     assert 16 * vocab <= seen.elements <= 2 * 16 * vocab < tokens * vocab
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile does not run here")
+@pytest.mark.filterwarnings("ignore:torch.compile is not available")
 def test_without_a_compiler_chunks_are_small_from_the_first_on(monkeypatch):
     """They are cut for one kernel before the compiler is asked; what it leaves to plain torch has several forms in float32."""
     monkeypatch.setattr(compiler, "_broken", [])
@@ -173,5 +173,8 @@ def test_heads_that_scale_their_logits_are_found_and_others_refused():
     model = random_model("llama")
     own = model.lm_head.forward
     model.lm_head.forward = lambda hidden: torch.tanh(own(hidden))
-    with pytest.raises(UserError, match="more to its logits"):
+    with pytest.raises(
+        UserError,
+        match="post-processes its logits",
+    ):
         head_of(model)

@@ -78,14 +78,14 @@ def test_the_base_of_an_adapter_is_looked_at_like_any_model(folder, tmp_path):
     assert "base_model_name_or_path = None is not a model" in told(None, "none")
     start = f"The base model of the adapter {tmp_path / 'missing'} cannot be used: There is no model folder"
     assert told("./nope", "missing").startswith(start)
-    assert "is an adapter itself" in told(str(tmp_path / "good"), "chain")
+    assert " is itself an adapter. Merge it into its base model first." in told(str(tmp_path / "good"), "chain")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "somebody/kernel"}))
-    assert "asks for code from" in told(str(folder), "code")
+    assert " refers to code in " in told(str(folder), "code")
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
-    assert "it is not a whole safetensors file" in told(str(folder), "cut")
+    assert "it is an incomplete or damaged safetensors file" in told(str(folder), "cut")
 
 
 @pytest.mark.parametrize("path", ["./nope", "no/such/folder", "nope/", "nope.gguf"])
@@ -108,7 +108,7 @@ def test_weights_that_were_cut_short_are_refused_by_a_dry_run(capsys, folder):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-1])
     sentence = refused(capsys, "train", "--dry-run", "--model.path", str(folder), "--reward.workers", "0")
-    assert "model.safetensors is damaged: it is not a whole safetensors file" in sentence
+    assert "model.safetensors is damaged: it is an incomplete or damaged safetensors file" in sentence
 
 
 @pytest.mark.parametrize("flags", [["--kv.budget", str(2**62)], ["--rollout.slots", "1000000000"]], ids=["budget", "slots"])

@@ -116,7 +116,7 @@ def test_flex_attention_is_masked_attention_forward_and_backward(lengths):
     for layer in range(LAYERS):
         ours, theirs = inputs(sum(lengths)), inputs(sum(lengths))
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="FlexAttention does not run")
+            warnings.filterwarnings("error", message="FlexAttention is not available")
             out = view.attend(layer, *ours, 0.3, None)
         expected = view._one_by_one(packed_until(spans)[layer], *theirs, 0.3)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
@@ -168,7 +168,7 @@ def test_without_a_compiler_the_shadow_is_masked_and_said_once(monkeypatch):
     monkeypatch.setattr(shadow, "_compiled", lambda: fails)
     spans = spans_of([30, 50])
     view, tensors = replay.ReplayView(spans), inputs(80)
-    with pytest.warns(UserWarning, match="FlexAttention does not run here.*TorchDynamoException: no compiler") as warned:
+    with pytest.warns(UserWarning, match="FlexAttention is not available.*TorchDynamoException: no compiler") as warned:
         outputs = [view.attend(layer, *tensors, 0.3, None) for layer in range(LAYERS)]
     assert len(warned) == 1 and "trace" not in str(warned[0].message)
     for layer, out in enumerate(outputs):

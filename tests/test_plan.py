@@ -276,7 +276,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
 def test_out_of_memory_says_what_would_fit():
     flags = ["--optimizer.gradient-checkpointing", "--model.lora.rank", "16", "--rollout.slots", "1024"]
     text = str(out_of_memory(Config(), planned(*flags)))
-    assert "24.0 GiB does not hold a step" in text and "--rollout.slots " in text
+    assert "24.0 GiB is too small for a training step, which needs " in text and "--rollout.slots " in text
     slots = text.split("--rollout.slots ")[1].split()[0].rstrip(",.")
     assert planned(*flags[:-1], slots).fits
     surprised = planned(*flags[:-1], "64")  # it should have fitted
@@ -341,7 +341,7 @@ def recipe_text(name):
 def test_recipes_for_24_gb_fit(name, capsys):
     main(["plan", name, "--gpu-memory", "24GiB"])
     out = capsys.readouterr().out
-    assert "It fits: " in out
+    assert "The run fits: " in out
     config = Config(**recipe(name))
     said = re.search(r"the peak is ([\d.]+ GiB) with (\d+) slots", recipe_text(name))
     assert said and f"the peak is {said[1]}" in out and f"{said[2]} slots" in out
@@ -364,7 +364,7 @@ def test_recipes_for_24_gb_run_dry(name, capsys):
     [
         ([], "H200 (assumed"),
         (["--gpu-memory", "24GiB"], "RTX 4090 (assumed"),
-        (["--gpu-memory", "24GiB", "--gpu", "L4"], "L4, every response"),
+        (["--gpu-memory", "24GiB", "--gpu", "L4"], "L4, all responses at full length"),
     ],
 )
 def test_times_are_of_the_card_that_is_named_or_nearest(flags, timed, capsys):
@@ -382,7 +382,7 @@ def test_the_plan_comes_at_once_and_without_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert time.perf_counter() - started < 3  # a second on an idle machine; this one may be busy
-    assert "It does not fit" in done.stdout and "--optimizer." in done.stdout and "dense" in done.stdout
+    assert "The run does not fit: " in done.stdout and "--optimizer." in done.stdout and "dense" in done.stdout
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["config"]["rollout"]["max_tokens"] == 8192 and not written["fits"]
     assert written["phases"]["update"]["weights"] == 2 * dimensions("1.5B").params
@@ -411,9 +411,9 @@ def test_an_unknown_model_is_told_what_it_lacks(tmp_path, capsys):
     assert "config.json is damaged: it is not JSON" in refused(capsys, "plan", path)
     (tmp_path / "config.json").unlink()
     assert "lacks a config.json" in refused(capsys, "plan", path)
-    assert "There is no model 'nowhere' to plan: name a shape (" in refused(capsys, "plan", "nowhere")
+    assert "No model is named 'nowhere': pass a shape (" in refused(capsys, "plan", "nowhere")
     assert "did you mean RTX 4090?" in refused(capsys, "plan", "tiny", "--gpu", "RTX 4091")
-    assert "There is no recipe 'nowhere.toml'" in refused(capsys, "plan", "nowhere.toml")
+    assert "Recipe 'nowhere.toml' does not exist" in refused(capsys, "plan", "nowhere.toml")
     assert "unknown argument --kv.bugdet" in refused(capsys, "plan", "tiny", "--kv.bugdet", "3")
 
 
@@ -448,7 +448,7 @@ def test_bench_step_measures_every_phase(tmp_path, capsys):
 def test_bench_memory_needs_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "use sparse-rl plan, which computes the same" in refused(capsys, "bench", "memory", "0.5B")
-    assert "leave it out" in refused(capsys, "bench", "step", "0.5B", "--memory-cap", "22GiB")
+    assert "remove the option" in refused(capsys, "bench", "step", "0.5B", "--memory-cap", "22GiB")
 
 
 # A GPU that cannot do what it should
@@ -461,7 +461,9 @@ def test_a_gpu_without_bfloat16_falls_back_and_says_so(monkeypatch):
     monkeypatch.setattr(load, "_has_bfloat16", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert load.place(None, None) == ("float32", "cuda")
-    assert len(said) == 1 and said[0].startswith("Tesla T4 has no bfloat16")
+    assert len(said) == 1 and said[0].startswith(
+        "Tesla T4 does not support bfloat16: the model runs in float32, which is slower and needs twice the memory."
+    )
     assert load.place("bfloat16", None) == ("bfloat16", "cuda") and len(said) == 1  # as asked
     monkeypatch.setattr(load, "_has_bfloat16", lambda: True)
     assert load.place(None, None) == ("bfloat16", "cuda") and len(said) == 1

@@ -140,7 +140,10 @@ def test_what_is_no_policy_is_refused():
 
 @pytest.mark.parametrize(
     ("policy", "sentence"),
-    [(LooksAtItsNeighbours(window=4), "depends on the rows beside it"), (HidesThatItDraws(window=4), "set uses_seeds = True")],
+    [
+        (LooksAtItsNeighbours(window=4), "The selection of a row depends on the other rows of the batch."),
+        (HidesThatItDraws(window=4), "set uses_seeds = True"),
+    ],
 )
 def test_the_check_finds_what_would_break_a_run(policy, sentence):
     with pytest.raises(AssertionError, match=sentence):

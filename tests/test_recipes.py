@@ -51,8 +51,8 @@ def test_a_recipe_passes_a_dry_run_without_a_hub(name, no_hub, capsys):
     out = capsys.readouterr().out
     config = Config(**recipe(name))
     assert Config(**tomllib.loads(out.partition(f"\n\n{config.steps} steps")[0])) == config
-    assert config.batch_summary in out and "computed: one " in out
-    seen = {"first gold: ", "first prompt, "} & set(re.findall(r"^first \w+[:,] ", out, flags=re.MULTILINE))
+    assert config.batch_summary in out and "computed: the run fits on one " in out
+    seen = {"first answer: ", "first prompt, "} & set(re.findall(r"^first \w+[:,] ", out, flags=re.MULTILINE))
     assert len(seen) + out.count("not checked: ") >= 2  # what could not be looked at is said
     assert not list(Path.cwd().iterdir())
 
@@ -150,7 +150,7 @@ def test_a_wrong_path_is_a_mistake_and_not_a_hub_out_of_reach(no_hub, capsys):
 
 def test_a_dry_run_says_where_a_run_does_not_fit(no_hub, capsys):
     main(["train", "paper-qwen2.5-7b", "--dry-run", "--optimizer.state", "fp32"])
-    assert "computed: it does not fit on one H200, see sparse-rl plan." in capsys.readouterr().out
+    assert "computed: the run does not fit on one H200; see sparse-rl plan." in capsys.readouterr().out
 
 
 # The list

@@ -94,7 +94,7 @@ def test_curves_answer_to_hover_and_zoom_together(tmp_path, opened):
     chart = hover(page, "reward/mean", 0.02)
     assert chart.locator(".step").inner_text() == "step 0"
     assert page.locator('figure[data-name="reward/std"] .step').inner_text() == "step 0"  # the cursor is everywhere
-    assert chart.locator(".how").inner_text().startswith("Mean reward of all rollouts with a verdict:")
+    assert chart.locator(".how").inner_text().startswith("Mean reward over rollouts with a verdict")
     box = chart.locator(".u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.45, box["y"] + 50)
     page.mouse.down()

@@ -149,7 +149,7 @@ def test_the_best_checkpoint_is_not_one_that_an_update_has_destroyed(world, tmp_
     rewards = [row["reward/mean"] for row in metrics(run)[1:]]
     assert rewards[1] == max(rewards) > rewards[0] > 2 * max(rewards[2:]), "choose a seed whose second step is the best"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-1", "step-4"}
-    told = f"The best checkpoint by reward/mean is step 1 ({rewards[1]:.3g}). The last, step 4, has no score yet"
+    told = f"The best checkpoint by reward/mean is step 1 ({rewards[1]:.3g}). The last checkpoint, step 4, has no score"
     assert told in capsys.readouterr().out
     main(["export", str(run), str(tmp_path / "best"), "--step", "best"])
     assert "Step 1 of" in capsys.readouterr().out
@@ -181,14 +181,14 @@ def test_the_learning_rate_may_change_and_that_is_written_down(world, tmp_path, 
     assert "lr = 0.001\n" in stored and "# until step 1: optimizer.lr = 0.01\n" in stored
     (run / "config.toml").write_text(stored.replace("weight_decay = 0.1", "weight_decay = 0.5"))
     sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
-    assert "weight_decay is 0.5 now and was 0.1 in the checkpoint of step 3" in sentence
+    assert "weight_decay is 0.5 now but was 0.1 in the checkpoint of step 3" in sentence
 
 
 def test_a_schedule_that_is_stretched_is_told(world, tmp_path, capsys):
     run = tmp_path / "run"
     train(world, run, *DENSE, "--steps", "2", "--optimizer.schedule", "cosine")
     train(world, run, *DENSE, "--steps", "4", "--optimizer.schedule", "cosine", "--resume")
-    sentence = "steps is 4 now and was 2: the cosine schedule is stretched. Step 3 has the learning rate 0.005"
+    sentence = "steps is 4 now but was 2: the cosine schedule is stretched. Step 3 has the learning rate 0.005"
     assert sentence in capsys.readouterr().out
     assert metrics(run)[3]["policy/lr"] == pytest.approx(0.005)
 
@@ -202,7 +202,7 @@ def test_other_problems_are_refused_and_other_rewards_are_told(world, tmp_path, 
     best = state_of(run, 2)[1]["best_step"]
     again = arguments(world, run, *flags, "--steps", "3", "--resume")
     data.write_text("".join(rows[:5]))
-    assert f"{data} has 5 problems now and had 8 at step 2" in refused(capsys, *again)
+    assert f"{data} has 5 problems now but had 8 at step 2" in refused(capsys, *again)
     data.write_text("".join(reversed(rows)))
     assert f"The prompts of {data} differ from those of step 2" in refused(capsys, *again)
     data.write_text("".join(rows))
@@ -210,7 +210,7 @@ def test_other_problems_are_refused_and_other_rewards_are_told(world, tmp_path, 
     train(world, run, *flags, "--steps", "3", "--resume", reward="distinct")
     out = capsys.readouterr().out
     assert (
-        f"rewards.py:distinct now and was {world / 'rewards.py'}:sums: scores before and after step 2 cannot be compared"
+        f"rewards.py:distinct now but was {world / 'rewards.py'}:sums: scores before and after step 2 cannot be compared"
         in out
     )
     state = state_of(run, 3)[1]
@@ -231,7 +231,7 @@ def test_a_run_asked_to_stop_finishes_its_step_and_says_how_to_go_on(world, tmp_
     done = int(metrics(run)[-1]["step"])
     assert 1 <= done < 500
     assert f"Stopped at step {done}; continue with sparse-rl train --resume --run-dir '{run}'." in rest
-    assert "Stopping after this step" in rest and "Traceback" not in rest
+    assert "Stopping after this step. Press Ctrl-C again to stop now and discard the step." in rest and "Traceback" not in rest
     assert json.loads((run / f"checkpoints/step-{done}/state.json").read_text())["step"] == done
     assert not (run / "model").exists()
     train(world, run, "--steps", str(done + 1), "--rollout.max-tokens", "16", "--resume")
@@ -240,6 +240,6 @@ def test_a_run_asked_to_stop_finishes_its_step_and_says_how_to_go_on(world, tmp_
 
 def test_a_run_past_its_last_step_is_not_continued(world, tmp_path, capsys):
     train(world, tmp_path / "run", "--steps", "2", "--checkpoint.every", "1")
-    assert "past steps = 1" in refused(capsys, *arguments(world, tmp_path / "run", "--resume", "--steps", "1"))
+    assert "beyond steps = 1" in refused(capsys, *arguments(world, tmp_path / "run", "--resume", "--steps", "1"))
     train(world, tmp_path / "run", "--resume", "--steps", "3", "--checkpoint.every", "1")
     assert "Continuing after step 2." in capsys.readouterr().out

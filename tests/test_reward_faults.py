@@ -221,7 +221,7 @@ def test_a_script_whose_reward_lives_in_itself_is_refused(folder, start, workers
     """Without a guard its worker would import it, train, and start a worker that imports it."""
     (folder / "script.py").write_text(UNGUARDED.replace("START", STARTS[start].replace("WORKERS", str(workers))))
     ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=60)
-    assert ended.returncode and 'put what starts one under if __name__ == "__main__"' in ended.stderr
+    assert ended.returncode and "The reward's module starts a run" in ended.stderr
     assert len((folder / "started").read_text()) == 2, "the script and one import"
 
 
@@ -232,7 +232,11 @@ def test_no_command_runs_in_a_reward_or_what_it_starts(folder, monkeypatch, caps
     monkeypatch.setenv(INSIDE, "1")
     with pytest.raises(SystemExit) as end:
         main(command)
-    assert end.value.code == 2 and "A reward cannot start a run" in capsys.readouterr().err and not (folder / "runs").exists()
+    assert (
+        end.value.code == 2
+        and 'move that code under if __name__ == "__main__"' in capsys.readouterr().err
+        and not (folder / "runs").exists()
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -59,12 +59,18 @@ def test_models_that_would_be_wrong_are_refused_in_every_dtype(name, dtype, scal
 def test_a_state_beside_the_cache_shows_in_log_probs(monkeypatch, dtype):
     """Whatever the configuration calls its layers."""
     monkeypatch.setattr(support, "_refuse_by_layers", lambda config, kind: None)
-    with pytest.raises(UserError, match="log-probs differ by up to .* when sampled step by step"):
+    with pytest.raises(
+        UserError,
+        match="log-probs differ by up to .* between one pass and step-by-step decoding",
+    ):
         Engine(scaled(build(FALCON_H1), 4).to(dtype), SMALL, slots=1)
 
 
 def test_a_soft_cap_is_refused_by_the_learner_alone():
-    with pytest.raises(UserError, match="more to its logits than a product with its head"):
+    with pytest.raises(
+        UserError,
+        match="post-processes its logits",
+    ):
         head_of(build(NanoChatConfig(**SIZE)))
 
 
@@ -82,7 +88,10 @@ def test_rounding_that_a_model_magnifies_is_not_held_against_it_but_for_a_bound(
     monkeypatch.setattr(selfcheck, "MAX_GAP_FLOAT32", 0.0)
     Engine(magnifying(8), SMALL, slots=1)
     monkeypatch.setattr(selfcheck, "MAX_TOLERANCE", 0.0)
-    with pytest.raises(UserError, match="when sampled step by step"):
+    with pytest.raises(
+        UserError,
+        match=" between one pass and step-by-step decoding",
+    ):
         Engine(magnifying(8), SMALL, slots=1)
 
 

@@ -64,7 +64,7 @@ def test_a_run_that_is_there_is_not_lost_by_accident(world, bucket, capsys):
     command(*arguments(world, run, *FLAGS, "--steps", "1"))
     with pytest.raises(SystemExit):
         command(*arguments(world, run, *FLAGS, "--steps", "1"))
-    assert f"{run} is a run already: use --resume, --overwrite or another --run-dir." in capsys.readouterr().err
+    assert f"{run} already contains a run: use --resume, --overwrite or another --run-dir." in capsys.readouterr().err
     command(*arguments(world, run, *FLAGS, "--steps", "2", "--checkpoint.every", "2", "--overwrite"))
     assert checkpoint.steps_in(f"{run}/checkpoints") == [2]
 
@@ -118,12 +118,12 @@ def test_a_run_killed_after_a_checkpoint_has_lost_no_line(world, tmp_path, bucke
         (["--run-dir", "ftp://127.0.0.1:1/run"], "ftp://127.0.0.1:1/run cannot be a run folder ("),
         (
             ["--run-dir", "s3://shared", "--overwrite"],
-            "is the root of a storage, not a folder in it: name a folder, such as s3://shared/runs",
+            " is the root of a storage, not a folder: pass a folder, such as s3://shared/runs",
         ),
-        (["--run-dir", "s3://"], "is the root of a storage, not a folder in it"),
-        (["--run-dir", "s3://shared/runs/seed[12]"], "leave *, ? and [ out of its name"),
+        (["--run-dir", "s3://"], " is the root of a storage, not a folder: pass a folder, such as "),
+        (["--run-dir", "s3://shared/runs/seed[12]"], " is not a valid run folder: its name must not contain *, ? or [."),
         (["--run-dir", "s3://shared/both", "--compare", '["dense", "naive"]'], "on shared storage, pass one --method"),
-        (["--run-dir", "s3://shared/none", "--resume"], "There is no run in s3://shared/none to resume"),
+        (["--run-dir", "s3://shared/none", "--resume"], "s3://shared/none has no run to resume"),
     ],
 )
 def test_bad_addresses_are_said_in_a_sentence(world, bucket, flags, sentence, capsys):
@@ -137,7 +137,7 @@ def test_bad_addresses_are_said_in_a_sentence(world, bucket, flags, sentence, ca
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["runs/taken"], "is not on this machine: name a file for the page with --out"),
+        (["runs/taken"], " is on remote storage: pass a local file with --out, or a local folder with --figures."),
         (["runs/taken", "--serve"], "is not on this machine"),
         (["runs/none", "--out", "page.html"], "s3://shared/runs/none is not a run folder (no config.toml)"),
     ],

@@ -101,12 +101,12 @@ def test_a_benchmark_is_shown_in_one_unit_whatever_the_cache(capsys):
 def test_a_data_file_that_is_missing_is_what_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for flags in (["--data.train", "nope.jsonl"], ["--data.test", "nope.jsonl"]):
-        assert refused(capsys, "train", "--run-dir", "run", *flags).startswith("There is no task or file nope.jsonl: ")
+        assert refused(capsys, "train", "--run-dir", "run", *flags).startswith("No task or file is named nope.jsonl: ")
     assert not list(tmp_path.iterdir())
 
 
 def test_fewer_problems_than_a_step_takes_are_remarked_on(world, tmp_path, capsys):
-    remark = "has 8 problems, fewer than rollout.prompts_per_step = 9: a step samples some of them more than once."
+    remark = "has 8 problems, fewer than rollout.prompts_per_step = 9: a step samples some problems more than once."
     flags = ["--method", "dense", "--rollout.max-tokens", "2", "--steps", "1", "--rollout.prompts-per-step"]
     for count, dry in (("9", ["--dry-run"]), ("8", ["--dry-run"]), ("9", [])):
         main(arguments(world, tmp_path / "run", *flags, count, *dry))

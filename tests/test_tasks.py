@@ -117,7 +117,7 @@ def test_the_page_of_data_lists_every_task_as_it_is():
 
 
 def test_a_benchmark_is_not_trained_on_and_a_training_set_not_tested_on(tmp_path):
-    with pytest.raises(UserError, match="math500 is a benchmark without training problems: use one of") as refused:
+    with pytest.raises(UserError, match="math500 is a benchmark and has no training problems: use one of ") as refused:
         load("math500", "train", n=1, seed=0, dir=str(tmp_path))
     assert "simplerl-zoo-hard, gsm8k" in sentence_of(refused)
     with pytest.raises(UserError, match="simplerl-zoo-hard has no test problems: use one of"):
@@ -125,13 +125,18 @@ def test_a_benchmark_is_not_trained_on_and_a_training_set_not_tested_on(tmp_path
 
 
 def test_a_tasks_file_may_be_of_any_format_and_must_be_there(tmp_path):
-    with pytest.raises(UserError, match="gsm8k is not in data.dir = .*: put gsm8k-test.jsonl.gz there, or leave --data.dir"):
+    with pytest.raises(
+        UserError,
+        match="gsm8k is not in data.dir = .*: put gsm8k-test.jsonl.gz there, or omit --data.dir to load it from the hub.",
+    ):
         load("gsm8k", "test", n=1, seed=0, dir=str(tmp_path))
     (tmp_path / "gsm8k-test.csv").write_text('problem,answer\n1+1?,2\n"1,2 or 3?","1,234.0"\nWhy?,because\n')
     loaded = load("gsm8k", "test", n=1, seed=0, dir=str(tmp_path))
     assert [example.answer for example in loaded.examples] == ["2", "1234"]
     assert loaded.skipped == 1, "an integer task cannot be graded by a word"
-    with pytest.raises(UserError, match="data.dir = nowhere is not a folder: name the one that holds gsm8k-test.jsonl.gz"):
+    with pytest.raises(
+        UserError, match="data.dir = nowhere is not a folder: pass the folder that contains gsm8k-test.jsonl.gz"
+    ):
         load("gsm8k", "test", n=1, seed=0, dir="nowhere")
 
 
@@ -210,7 +215,10 @@ def test_columns_may_be_named(tmp_path):
     assert example == Example("1+1=", "2", {"answer": "2", "problem": "p", "level": 1})
     for columns, sentence in [
         ({"prompt_column": "inptu"}, "there is no inptu, only input, problem, target, answer, level: "),
-        ({"answer_column": "gold"}, "there is no gold, only input, problem, target, answer, level: name the right --data.ans"),
+        (
+            {"answer_column": "gold"},
+            "column gold is missing (found input, problem, target, answer, level): set --data.answer-column.",
+        ),
     ]:
         with pytest.raises(UserError) as refused:
             load(path, "train", n=1, seed=0, **columns)
@@ -239,19 +247,31 @@ def test_answers_of_a_table_may_be_numbers(tmp_path):
     [
         ("a.csv", b'prompt,answer\nx,1\n\n"y\nz",2\nw,3,4\n', "a.csv:6: there are 3 cells, but 2 columns"),
         ("a.csv", b"prompt,answer\nx\n", "a.csv:2: there are 1 cells, but 2 columns"),
-        ("a.csv", b'prompt,answer\nx,1\n"y,2\n', "a.csv:3: this is not CSV"),
-        ("a.csv", b"prompt,prompt\nx,1\n", "a.csv:1: the columns are prompt, prompt"),
-        ("a.csv", b"prompt,answer\nx,1\n\xff,2\n", "a.csv:3: this is not UTF-8 text"),
+        ("a.csv", b'prompt,answer\nx,1\n"y,2\n', "a.csv:3: the row is not valid CSV"),
+        ("a.csv", b"prompt,prompt\nx,1\n", "a.csv:1: the column names are prompt, prompt"),
+        (
+            "a.csv",
+            b"prompt,answer\nx,1\n\xff,2\n",
+            "a.csv:3: the file is not UTF-8 text",
+        ),
         ("a.csv", b"text,answer\nx,1\n", "a.csv:2: there is no prompt, problem or question, only text, answer"),
         ("a.csv", b"prompt,answer\nx,1\n,2\n", "a.csv:3: prompt is empty"),
-        ("a.csv", b"prompt,answer\n", "a.csv has no problems"),
-        ("a.csv", b"", "a.csv has no problems"),
-        ("a.parquet", b"PAR1 nonsense", "a.parquet is not a whole Parquet file"),
-        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}' * 99, mtime=0)[:-9], "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:10] + b"\xff" * 30, "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n{"prompt": ', mtime=0), "a.jsonl.gz:2: this is not JSON"),
-        ("a.jsonl", gzip.compress(b'{"prompt": "x"}', mtime=0), "a.jsonl:1: this is not UTF-8 text: unpack"),
+        ("a.csv", b"prompt,answer\n", "a.csv has no rows: write one row per problem, with a prompt and an answer."),
+        ("a.csv", b"", "a.csv has no rows: write one row per problem, with a prompt and an answer."),
+        ("a.parquet", b"PAR1 nonsense", "a.parquet is an incomplete or damaged Parquet file"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz is an incomplete or damaged gzip file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "x"}' * 99, mtime=0)[:-9],
+            "a.jsonl.gz is an incomplete or damaged gzip file",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"x" * 99, mtime=0)[:10] + b"\xff" * 30,
+            "a.jsonl.gz is an incomplete or damaged gzip file",
+        ),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n{"prompt": ', mtime=0), "a.jsonl.gz:2: the line is not valid JSON"),
+        ("a.jsonl", gzip.compress(b'{"prompt": "x"}', mtime=0), "a.jsonl:1: the line is not UTF-8 text: decompress"),
     ],
 )
 def test_a_broken_file_is_refused_by_its_name_and_line(tmp_path, monkeypatch, name, content, sentence):
@@ -283,7 +303,7 @@ def test_train_and_its_dry_run_say_how_many_rows_they_leave_out(world, tmp_path,
     problems, held_out = write(tmp_path / "mine.csv", rows), write(tmp_path / "test.jsonl.gz", rows[:3])
     flags = ["--data.train", str(problems), "--data.test", str(held_out), "--eval.problems", "4", "--steps", "1"]
     train(world, tmp_path / "run", *flags, "--dry-run")
-    note = "rows of {} have no answer to grade by and are left out ({}:{})."
+    note = "rows of {} have no answer and are skipped ({}:{})."
     assert "1 of 4 " + note.format(problems, problems, 2) in capsys.readouterr().out
     train(world, tmp_path / "run", *flags, "--method", "dense")
     out = capsys.readouterr().out
@@ -295,11 +315,11 @@ def test_train_and_its_dry_run_say_how_many_rows_they_leave_out(world, tmp_path,
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--data.train", "gsm8"], "There is no task or file gsm8: did you mean gsm8k?"),
-        (["--data.train", "no/such.jsonl"], f"There is no task or file no/such.jsonl in {os.getcwd()}: give a task"),
+        (["--data.train", "gsm8"], "No task or file is named gsm8: did you mean gsm8k?"),
+        (["--data.train", "no/such.jsonl"], f"No task or file is named no/such.jsonl in {os.getcwd()}: pass a task"),
         (["--data.train", "gsm8k", "--data.dir", "{tmp}"], "gsm8k is not in data.dir = {tmp}: put gsm8k-train.jsonl.gz there"),
         (["--data.train", "{tmp}/a.csv"], "{tmp}/a.csv:2: there is no prompt, problem or question, only text, answer: "),
-        (["--data.train", "minerva"], "minerva is a benchmark without training problems"),
+        (["--data.train", "minerva"], "minerva is a benchmark and has no training problems: use one of "),
     ],
 )
 def test_a_run_without_data_ends_in_one_sentence(world, tmp_path, capsys, flags, sentence):
@@ -362,7 +382,7 @@ def test_a_split_that_is_not_there_is_refused(hub, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(UserError) as refused:
         load("me/mine", "test", n=1, seed=0)
-    assert "Should be one of ['train']): name another configuration or split as me/mine:conf" in sentence_of(refused)
+    assert "Should be one of ['train']): choose another configuration or split as me/mine:conf" in sentence_of(refused)
 
 
 def test_a_task_whose_columns_have_changed_says_what_there_is(hub):
@@ -375,8 +395,8 @@ def test_a_task_whose_columns_have_changed_says_what_there_is(hub):
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
-        ("gsm8k", "put gsm8k-test.jsonl.gz into a folder and name that with --data.dir."),
-        ("me/mine", "give a file instead (--data.dir has those of the tasks)."),
+        ("gsm8k", "put gsm8k-test.jsonl.gz into a folder and pass the folder with --data.dir."),
+        ("me/mine", "use a local file (for tasks, a folder with --data.dir)."),
     ],
 )
 def test_a_hub_that_cannot_be_reached_says_what_to_do_at_once(monkeypatch, tmp_path, source, remedy):
@@ -389,7 +409,9 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do_at_once(monkeypatch, tmp_p
     with pytest.raises(UserError) as refused:
         load(source, "test", n=1, seed=0)
     assert sentence_of(refused).startswith("The hub cannot be reached for ")
-    assert f"(Name or service not known): connect, or {remedy}" in str(refused.value).replace("[Errno -2] ", "")
+    assert f"(Name or service not known): check the network connection, or {remedy}" in str(refused.value).replace(
+        "[Errno -2] ", ""
+    )
     assert datasets.config.HF_HUB_OFFLINE is False, "the next data set is looked for on the hub again"
 
 
@@ -400,4 +422,6 @@ def test_a_data_set_the_hub_does_not_have_is_refused(hub, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(UserError) as refused:
         load("me/mine", "train", n=1, seed=0)
-    assert sentence_of(refused).startswith("There is no data set me/mine on the hub that you may read")
+    assert sentence_of(refused).startswith(
+        "Hub dataset me/mine does not exist or is private: check its name, or log in with `hf auth login`."
+    )

@@ -142,7 +142,7 @@ def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_pa
     flags += ["--rollout.prompts-per-step", "8", "--data.max-prompt-tokens"]
     for last in ([], ["--dry-run"]):
         train(world, run, *flags, str(tokens - 1), *last)
-        assert f"3 of 11 problems of {problems} are left out: their" in " ".join(capsys.readouterr().out.split())
+        assert f"3 of 11 problems of {problems} are skipped: their" in " ".join(capsys.readouterr().out.split())
     drawn = {row["prompt"] for path in (run / "rollouts").iterdir() for row in pq.read_table(path).to_pylist()}
     assert len(drawn) == 8 and max(map(len, drawn)) < 20
     assert "eval/test/pass@1" in metrics(run)[-1]
@@ -156,8 +156,10 @@ def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_pa
         with pytest.raises(SystemExit):
             train(world, tmp_path / "protected", *flags, str(tokens), "--kv.protect-prompt", "true", *last)
         error = capsys.readouterr().err
-        assert re.search(rf"{named} .* has {tokens} tokens and is protected.* try --kv.budget {tokens + 5}", error)
-        assert last or "leave 1 of 9 problems out with --data.max-prompt-tokens 15." in error
+        assert re.search(
+            rf"{named} .* has {tokens} tokens, and kv.protect_prompt leaves.* try --kv.budget {tokens + 5}", error
+        )
+        assert last or "skip 1 of 9 problems with --data.max-prompt-tokens 15." in error
 
 
 def test_the_plan_counts_the_longest_prompt_of_all(world, tmp_path, monkeypatch):
@@ -453,7 +455,7 @@ def test_cut_off_answers_earn_nothing_unless_the_reward_is_asked(world, tmp_path
     train(world, run, "--method", "dense", "--steps", "1", "--rollout.max-tokens", "3", "--reward.truncated", truncated)
     rollouts = pq.read_table(run / "rollouts/step-1.parquet").to_pylist()
     assert {each["finish"] for each in rollouts} == {"length"} and {each["reward"] for each in rollouts} == {reward}
-    assert "4 of 4 rollouts were cut off and not graded; raise rollout.max_tokens" in capsys.readouterr().out
+    assert "4 of 4 rollouts were truncated and not graded; raise rollout.max_tokens" in capsys.readouterr().out
 
 
 def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, capsys):
@@ -473,7 +475,7 @@ def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, 
     train(world, tmp_path / "none", *flags, "--rollout.max-tokens", "2", "--advantage.mask-truncated", "true")
     assert len(batches) == 2 and metrics(tmp_path / "none")[-1]["policy/skipped_updates"] == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "Step 1: every answer with a signal was cut off, so nothing is learned: advantage.mask_truncated leaves" in said
+    assert "Step 1: every answer with a signal was truncated, so nothing is learned: advantage.mask_truncated excludes" in said
 
 
 def test_an_evaluation_that_fails_costs_no_step(world, tmp_path, monkeypatch, capsys):
@@ -492,7 +494,7 @@ def test_an_evaluation_that_fails_costs_no_step(world, tmp_path, monkeypatch, ca
     monkeypatch.setattr(held_out, "score", score_once)
     with pytest.raises(SystemExit):
         train(world, tmp_path / "run", *test)
-    assert "The evaluation failed; step 2 is saved" in " ".join(capsys.readouterr().out.split())
+    assert "The evaluation failed. Step 2 is saved" in " ".join(capsys.readouterr().out.split())
     assert not (tmp_path / "run/model").exists()
     train(world, tmp_path / "run", *test, "--resume")
     whole, again = (load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "run"))
@@ -507,7 +509,7 @@ def test_where_nothing_can_be_saved_the_evaluations_own_error_is_told(world, tmp
         return {}
 
     def save(*args):
-        raise UserError("The disk is full: free some space.")
+        raise UserError("The disk is full: free some disk space.")
 
     monkeypatch.setattr(trainer.Trainer, "_evaluate", evaluate)
     monkeypatch.setattr(trainer.checkpoint, "save", save)
@@ -532,11 +534,10 @@ def test_a_budget_that_is_never_filled_is_told(world, tmp_path, capsys):
     for last in ([], ["--dry-run"]):
         train(world, tmp_path / "run", "--kv.budget", "64", "--kv.interval", "16", "--overwrite", *last)
         said = " ".join(capsys.readouterr().out.split())
-        assert (
-            "Nothing will be evicted, and every slot takes room for 80 tokens: a prompt and its response have at most " in said
-        )
+        assert "kv.budget = 64 never evicts: a prompt and its response have at most " in said
+        assert "Each slot still allocates 80 tokens." in said
     train(world, tmp_path / "run", "--method", "dense", "--kv.budget", "64", "--overwrite", "--dry-run")
-    assert "Nothing will be evicted" not in capsys.readouterr().out
+    assert "never evicts" not in capsys.readouterr().out
 
 
 def test_wandb_gets_every_metric_under_the_runs_own_id(world, tmp_path, monkeypatch):

@@ -101,14 +101,16 @@ def test_padding_elsewhere_is_refused(model):
             model(tokens, attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]), past_key_values=cache)
         cache = BoundedCache("rkv", **SETTINGS)
         model(tokens, past_key_values=cache)
-        with pytest.raises(UserError, match="pad nothing after it"):
+        with pytest.raises(
+            UserError, match="BoundedCache supports padding only on the left of the first prompt: remove padding after it."
+        ):
             model(tokens, attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]]), past_key_values=cache)
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (MistralConfig(**SIZE, sliding_window=8), "pass the model's sliding window of 8"),
+        (MistralConfig(**SIZE, sliding_window=8), " exceed the model's sliding window of 8"),
         (Gemma2Config(**SIZE, head_dim=16), "soft-capped logits"),
         (GptOssConfig(**SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "learned sinks"),
     ],
@@ -124,7 +126,10 @@ def test_models_it_would_get_wrong_are_refused(config, sentence):
 def test_what_it_cannot_do_is_refused(model):
     with pytest.raises(UserError, match="DynamicCache"):
         BoundedCache("full")
-    with pytest.raises(UserError, match="leaves nothing to score"):
+    with pytest.raises(UserError, match="is too small: it must exceed window"):
         BoundedCache("rkv", budget=8)
-    with pytest.raises(UserError, match="cannot be cropped"):
+    with pytest.raises(
+        UserError,
+        match="BoundedCache does not support crop, because evicted tokens cannot be restored: disable assisted decoding.",
+    ):
         BoundedCache("rkv").crop(-1)

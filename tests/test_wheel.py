@@ -37,6 +37,6 @@ def test_the_wheel_brings_recipes_and_the_embedded_model(tmp_path):
     )
     assert where.stdout.startswith(str(tmp_path / "site"))
     report = (empty / "runs" / "quickstart" / "report.html").read_text()
-    assert "uPlot" in report and "Mean reward of all rollouts with a verdict" in report
+    assert "uPlot" in report and "Mean reward over rollouts with a verdict" in report
     for method in ("dense", "sparse_rl"):
         assert (empty / "runs" / "quickstart" / method / "model" / "model.safetensors").is_file()

@@ -102,7 +102,9 @@ def delete_or_warn(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        notice(f"{path} is left over and could not be deleted ({error.strerror or first_line(error)}): delete it yourself.")
+        notice(
+            f"{path} is no longer needed but could not be deleted ({error.strerror or first_line(error)}): delete it manually."
+        )
 
 
 def remove(folder: Path, names: Collection[str] | None = None) -> None:

@@ -41,14 +41,14 @@ class Parser(argparse.ArgumentParser):
 
 
 COMMANDS = {
-    "train": (train, "post-train a model, rollouts in a bounded cache"),
-    "eval": (eval, "score a model on benchmarks under several caches"),
-    "plan": (plan, "compute what fits on a GPU and what a step costs"),
+    "train": (train, "post-train a model with rollouts in a bounded KV cache"),
+    "eval": (eval, "score a model on benchmarks with different KV caches"),
+    "plan": (plan, "compute memory use and step time on a GPU"),
     "recipes": (recipes, "list the shipped recipes with model, GPU and time"),
-    "report": (report, "look at runs: curves, rollouts, what went wrong"),
-    "export": (export, "write a run's weights as a Hugging Face folder"),
-    "generate": (generate, "sample from a model and show the cost"),
-    "bench": (bench, "measure this machine"),
+    "report": (report, "show runs: curves, rollouts, alerts"),
+    "export": (export, "export a run's weights as a Hugging Face model folder"),
+    "generate": (generate, "sample from a model and show KV use and speed"),
+    "bench": (bench, "benchmark this machine"),
 }
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from .errors import first_line
 
 REMEDIES = {
-    errno.ENOSPC: "free some space",
+    errno.ENOSPC: "free some disk space",
     errno.EDQUOT: "free some of your quota",
-    errno.EACCES: "get permission to write there",
-    errno.EPERM: "get permission to write there",
-    errno.EROFS: "mount it for writing",
-    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EACCES: "get write permission",
+    errno.EPERM: "get write permission",
+    errno.EROFS: "mount the disk for writing",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
     errno.EIO: "check the disk",
 }
 PROBE_BYTES = 2**20

@@ -94,7 +94,7 @@ def say_unexpected(error: Exception) -> None:
     try:
         with tempfile.NamedTemporaryFile("w", prefix="sparse-rl-", suffix=".log", delete=False, errors="replace") as file:
             file.write("".join(traceback.format_exception(error)))
-        where = f"Details are in {file.name}: please report it with that file"
+        where = f"Details are in {file.name}: please report the error and attach this file"
     except OSError as failed:
-        where = f"Its details could not be written ({first_line(failed)}): set TMPDIR to a folder with space and try again"
+        where = f"Details could not be written ({first_line(failed)}): set TMPDIR to a folder with free space and try again"
     say(f"Unexpected error ({printable(what)}). {where}.")

@@ -31,10 +31,10 @@ def exit_on_error(lower: Callable[[], str]) -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             sys.exit(1)
         if whose := _memory_ran_out(error):
-            say(f"The {whose} memory ran out: lower {lower()}, or use a smaller model.")
+            say(f"The {whose} memory is exhausted: lower {lower()}, or use a smaller model.")
             sys.exit(2)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            say(f"{error.filename} is too long for the name of a file or a folder: give a shorter one.")
+            say(f"{error.filename} is too long for a file or folder name: use a shorter name.")
             sys.exit(2)
         say_unexpected(error)
         sys.exit(1)

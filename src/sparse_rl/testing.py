@@ -11,7 +11,9 @@ SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 24)]  # (query heads, kv heads, head di
 def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
     """Raise AssertionError if the policy would break the cache, replay or reproducibility."""
     policy = get(policy, **options) if isinstance(policy, str) else policy
-    assert policy.window + policy.sinks < budget, f"budget = {budget} must exceed window + sinks of the policy."
+    assert policy.window + policy.sinks < budget, (
+        f"budget = {budget} is too small: it must exceed the policy's window + sinks."
+    )
     for dtype in (torch.float32, torch.bfloat16):
         for q_heads, kv_heads, dim in SHAPES:
             generator = torch.Generator().manual_seed(0)
@@ -32,15 +34,19 @@ def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
 
             kept = select(slice(None), seeds)
             _check_indices(policy, kept, (3, kv_heads, budget), total)
-            assert torch.equal(kept, select(slice(None), seeds)), "Two calls on the same input choose differently."
+            assert torch.equal(kept, select(slice(None), seeds)), "Two calls with the same input select different keys."
             for row in range(3):
                 alone = select(slice(row, row + 1), seeds)
-                assert torch.equal(alone[0], kept[row]), "A row's choice depends on the rows beside it."
+                assert torch.equal(alone[0], kept[row]), "The selection of a row depends on the other rows of the batch."
             if not policy.uses_seeds:
-                assert torch.equal(kept, select(slice(None), seeds + 1)), "The choice depends on seeds: set uses_seeds = True."
+                assert torch.equal(kept, select(slice(None), seeds + 1)), (
+                    "The selection depends on seeds: set uses_seeds = True."
+                )
             few_values = None if values is None else values[:, :, :budget]
             few = policy.select(queries, keys[:, :, :budget], few_values, budget, seeds=seeds)
-            assert torch.equal(few, torch.arange(budget).expand_as(few)), "With no more keys than the budget all must stay."
+            assert torch.equal(few, torch.arange(budget).expand_as(few)), (
+                "If there are no more keys than the budget, the policy must keep all of them."
+            )
 
 
 def _check_indices(policy: Policy, kept: Tensor, shape: tuple[int, ...], total: int) -> None:
@@ -48,10 +54,10 @@ def _check_indices(policy: Policy, kept: Tensor, shape: tuple[int, ...], total: 
         assert kept.shape[-1] == total, "A policy that does not evict must keep every key."
         return
     assert kept.dtype == torch.int64 and kept.shape == shape, (
-        f"select must give int64 {shape}, not {kept.dtype} {tuple(kept.shape)}."
+        f"select must return int64 {shape}, not {kept.dtype} {tuple(kept.shape)}."
     )
-    assert int(kept.min()) >= 0 and int(kept.max()) < total, "An index lies outside the keys."
-    assert bool((kept.diff(dim=-1) > 0).all()), "Indices must be ascending and different: the cache stays in time order."
+    assert int(kept.min()) >= 0 and int(kept.max()) < total, "An index is out of range of the keys."
+    assert bool((kept.diff(dim=-1) > 0).all()), "Indices must be strictly ascending: the cache is in time order."
     forced = [*range(policy.sinks), *range(total - policy.window, total)]
     for index in forced:
-        assert bool((kept == index).any(dim=-1).all()), f"Key {index} of {total} is a sink or of the window and must stay."
+        assert bool((kept == index).any(dim=-1).all()), f"Key {index} of {total} is a sink or in the window and must be kept."

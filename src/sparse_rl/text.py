@@ -47,7 +47,7 @@ def quoted(value: object, most: int = 80) -> str:
     try:
         return printable(_SHORT.repr(value), most=most)
     except ValueError:  # the integer has more digits than Python converts to text
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
 
 
 def _escaped(character: str) -> str:

@@ -147,8 +147,10 @@ def lost_rank_message(error: RuntimeError) -> str:
     """Return a message that names the rank that did not respond, extracted from gloo's error."""
     found = re.search(r"Ranks? ([\d, ]+) failed|from rank (\d+)", str(error))
     if not found:
-        return f"A rank did not answer ({first_line(error)})"
-    return f"Rank {found[1]} did not answer" if found[1] else f"Rank {found[2]} did not answer, or itself waits for another"
+        return f"A rank did not respond ({first_line(error)})"
+    return (
+        f"Rank {found[1]} did not respond" if found[1] else f"Rank {found[2]} did not respond, or is waiting for another rank"
+    )
 
 
 def _snake(turn: int, ranks: int) -> int:

@@ -61,7 +61,7 @@ def bench(args: argparse.Namespace) -> None:
     if args.tokens < 2 or args.prompt_tokens < 1 or args.microbatches < 1:
         raise UserError("prompt-tokens and microbatches must be at least 1, and tokens at least 2.")
     if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     console = Terminal()
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
@@ -105,7 +105,7 @@ def bench(args: argparse.Namespace) -> None:
     work: list[tuple[str, Callable[[], None], float]] = [
         ("update, dense", lambda: update("dense"), 3 * forward_flops),
         ("update, shadow", lambda: update("sparse"), 3 * forward_flops),
-        ("log-probs before it, no gradient", before, forward_flops),
+        ("old log-probs, no gradient", before, forward_flops),
         ("  of an update: head and log-probs", head_alone, 3 * head_flops),
         ("  of an update: optimizer", optimizer_alone, 0.0),
     ]

@@ -25,9 +25,9 @@ from .synthetic import cap_memory, synthetic_trainer
 
 def bench(args: argparse.Namespace, config: Config) -> None:
     if not torch.cuda.is_available():
-        raise UserError("bench memory needs a GPU: use sparse-rl plan, which computes the same without one.")
+        raise UserError("bench memory needs a GPU: without one, use sparse-rl plan, which computes the same peaks.")
     if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     cap_memory(args.memory_cap)
     console = wide_console()
     if config.model.dtype is None:

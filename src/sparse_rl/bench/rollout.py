@@ -68,11 +68,12 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
         raise UserError(f"batch and prompt-tokens must be at least 1, and max-tokens more than {WARM_UP_TOKENS}.")
     if kv.policy == "full":
         raise UserError(
-            "kv.policy = full is the dense engine, which always runs: name a sparse policy, such as --kv.policy rkv."
+            "kv.policy = full is the dense engine, which bench rollout always runs: set a sparse policy, such as "
+            "--kv.policy rkv."
         )
     from_settings(kv)  # report a misspelt policy before minutes of work
     if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     console = wide_console()
     model = bench_model(args)
     dense = KV(policy="full")
@@ -281,9 +282,7 @@ def profile(engine: Engine, held: int) -> dict[str, float]:
 
 def table(arms: list[RolloutArm]) -> Table:
     peer = arms[0]
-    made = Table(
-        title="The whole of each call (sampled tokens over wall time), and its decode steps alone", title_justify="left"
-    )
+    made = Table(title="Whole calls (sampled tokens over wall time), and decode steps alone", title_justify="left")
     for column in ("", "slots", "tokens/s", "ratio", "decode tok/s", "of roofline", "KV cache", "compaction", "host"):
         made.add_column(column, justify="left" if not column else "right")
     for arm in arms:

@@ -24,9 +24,9 @@ PHASES = ("prefill", "decode", "compaction", "host", "grade", "old log-probs", "
 
 def bench(args: argparse.Namespace, config: Config) -> None:
     if args.prompt_tokens < 1:
-        raise UserError(f"prompt-tokens = {args.prompt_tokens} must be at least 1.")
+        raise UserError(f"prompt-tokens = {args.prompt_tokens} is invalid: it must be at least 1.")
     if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     from_settings(config.kv)
     cap_memory(args.memory_cap)
     console = wide_console()
@@ -103,7 +103,7 @@ def phases(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(title="Seconds of the last step by phase; peak of torch's allocator against the plan", title_justify="left")
+    made = Table(title="Seconds of the last step by phase; peak allocated memory against the plan", title_justify="left")
     for heading in ("sampler", "slots", *PHASES, "step", "peak GiB", "planned"):
         made.add_column(heading, justify="left" if heading == "sampler" else "right")
     for row in rows:

@@ -97,9 +97,9 @@ def cap_memory(size: str | None) -> None:
     if size is None:
         return
     if not torch.cuda.is_available():
-        raise UserError("--memory-cap needs a GPU: leave it out.")
+        raise UserError("--memory-cap needs a GPU: remove the option.")
     _, total = torch.cuda.mem_get_info()
     wanted = parse_size(size)
     if wanted > total:
-        raise UserError(f"--memory-cap {size} is more than the GPU has, {total / 2**30:.1f} GiB: leave it out.")
+        raise UserError(f"--memory-cap {size} exceeds the GPU's memory of {total / 2**30:.1f} GiB: lower or remove it.")
     torch.cuda.set_per_process_memory_fraction(wanted / total)

@@ -14,14 +14,14 @@ LOWER = "--rollout.slots or --optimizer.tokens-per-microbatch"
 def count(text: str) -> int:
     """Parse an integer of at least 1."""
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
     return int(text)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="[bfloat16 on a GPU, float32 on a CPU]")
-    parser.add_argument("--device", help="such as cpu or cuda:0 [cuda if there is one]")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code from the hub")
+    parser.add_argument("--device", help="device, such as cpu or cuda:0 [cuda if available]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's custom code from the hub")
 
 
 def recipe_or_model(what: str) -> dict[str, Any]:
@@ -35,6 +35,6 @@ def refuse_rank_count(args: argparse.Namespace) -> None:
     given = getattr(args, "ranks.count")
     if given is not None:
         raise UserError(
-            f"--ranks.count {given} only plans: the launcher sets the number of ranks that run. Start them with torchrun or "
-            "--ray.workers, or use sparse-rl plan --gpus."
+            f"--ranks.count {given} has no effect here: the launcher sets the number of ranks. Start ranks with "
+            "torchrun or --ray.workers, or use sparse-rl plan --gpus."
         )

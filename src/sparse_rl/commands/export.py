@@ -6,10 +6,10 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run, parser=parser)
-    parser.description = "Write the weights of a run as a folder that transformers and vLLM read."
+    parser.description = "Export the weights of a run as a model folder for transformers and vLLM."
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--step", type=step, metavar="N|best", help="step of the checkpoint [the last]")
+    parser.add_argument("--step", type=step, metavar="N|best", help="step of the checkpoint, or best [the last step]")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the weights")
 
 

@@ -9,18 +9,20 @@ from .arguments import recipe_or_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run, parser=parser)
-    parser.description = "Compute from a model's config.json what a run needs and what fits. Every flag of train is one here."
+    parser.description = "Compute the memory and time of a run from the model's config.json. All flags of train are accepted."
     parser.add_argument(
         "what",
         metavar="MODEL_OR_RECIPE",
-        help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe as for train",
+        help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe",
     )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB or 80GB [that of --gpu]")
-    parser.add_argument("--gpu", metavar="NAME", help="GPU to compute speed for, such as 'RTX 4090' [H200]")
-    parser.add_argument("--gpus", dest="ranks.count", metavar="N", help="number of GPUs, the same as --ranks.count [1]")
-    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="tokens of the longest prompt [256]")
-    parser.add_argument("--max-tokens", dest="rollout.max_tokens", metavar="N", help="the same as --rollout.max-tokens")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to a file")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory, such as 24GiB or 80GB [memory of --gpu]")
+    parser.add_argument("--gpu", metavar="NAME", help="GPU whose speed is assumed, such as 'RTX 4090' [H200]")
+    parser.add_argument("--gpus", dest="ranks.count", metavar="N", help="number of GPUs; alias of --ranks.count [1]")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=256, metavar="N", help="length of the longest prompt in tokens [256]"
+    )
+    parser.add_argument("--max-tokens", dest="rollout.max_tokens", metavar="N", help="alias of --rollout.max-tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
     add_flags(parser, Config)
 
 

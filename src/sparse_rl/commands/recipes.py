@@ -5,8 +5,8 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run, parser=parser)
-    parser.description = "List the shipped recipes with what they need, or show every value of one."
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="recipe to show as TOML")
+    parser.description = "List the built-in recipes and their requirements, or print one recipe."
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="recipe to print as TOML")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,11 +9,13 @@ from .arguments import LOWER, refuse_rank_count
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run, parser=parser, lower=LOWER)
-    parser.description = "Post-train a model by reinforcement learning. Every flag below is a key of a recipe, too."
+    parser.description = "Post-train a model with reinforcement learning. Every flag below is also a recipe key."
     parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help=f"a TOML file or a shipped one: {', '.join(recipe_names())}"
+        "recipe", metavar="RECIPE", nargs="?", help=f"a TOML file or a built-in recipe: {', '.join(recipe_names())}"
     )
-    parser.add_argument("--dry-run", action="store_true", help="show configuration, batch and first prompt, and do nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the resolved configuration, batch and first prompt without running"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the run in run_dir from its last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete the run in run_dir first")
     add_flags(parser, Config)

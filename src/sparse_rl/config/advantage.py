@@ -15,11 +15,15 @@ class AdvantageConfig(Section):
     std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     drop_zero_signal: bool = Field(
         False,
-        description="Drop groups with equal rewards; loss.name = dapo always does, and samples others.",
+        description="Drop groups whose rewards are all equal. loss.name = dapo always drops and replaces them.",
     )
     overlong: int = Field(
-        0, ge=0, description="Tokens before max_tokens over which a length penalty grows to -1 (DAPO); 0 disables it."
+        0,
+        ge=0,
+        description=(
+            "Length in tokens of the range before max_tokens over which a penalty grows from 0 to -1 (DAPO); 0 disables it."
+        ),
     )
     mask_truncated: bool = Field(
-        False, description="Leave answers cut off at max_tokens out of the loss; group means still count them."
+        False, description="Exclude answers truncated at max_tokens from the loss; group means still include them."
     )

@@ -40,19 +40,19 @@ class CorrectionSpec:
         bounded = self.low > 0 or self.high < math.inf
         if self.low >= self.high:
             raise UserError(
-                f"correction.low = {self.low:g} and high = {self.high:g} would drop everything: low must be below high."
+                f"correction.low = {self.low:g} and high = {self.high:g} would drop every token: low must be below high."
             )
         if bounded and self.drop == "none":
             raise UserError(
-                f"correction.low = {self.low:g} and high = {self.high:g} have no effect with correction.drop = none: "
-                "set correction.drop to token, sequence or mean, or start from another preset."
+                f"correction.low = {self.low:g} and high = {self.high:g} have no effect with correction.drop = none: set "
+                "correction.drop to token, sequence or mean, or use another correction.preset."
             )
         if self.drop != "none" and not bounded:
-            raise UserError(f"correction.drop = {self.drop} needs a bound: set correction.low or high.")
+            raise UserError(f"correction.drop = {self.drop} has no bound: set correction.low or correction.high.")
         if self.cap < math.inf and self.weight == "one":
             raise UserError(
-                f"correction.cap = {self.cap:g} has no effect with correction.weight = one: set correction.weight to token, "
-                "sequence or mean, or start from another preset."
+                f"correction.cap = {self.cap:g} has no effect with correction.weight = one: set correction.weight to "
+                "token, sequence or mean, or use another correction.preset."
             )
 
 
@@ -78,29 +78,42 @@ class CorrectionConfig(Section):
 
     preset: Preset | None = Field(
         None,
-        description="Correction preset; default: the method's own. The options below replace single values: none paper released reject_only reweight_only tis icepop sequence_mask geometric_mask.",
+        description=(
+            "Correction preset: none paper released reject_only reweight_only tis icepop sequence_mask geometric_mask; "
+            "default: the preset of the method. The options below override single values of the preset."
+        ),
     )
     weight: Weight | None = Field(
-        None, description="Weight of a token: one, or the ratio of the token, the sequence, or its geometric mean."
+        None,
+        description=(
+            "Importance weight of a token: one, or the ratio of the token, of the sequence, or the sequence's geometric mean."
+        ),
     )
-    cap: float | None = Field(None, gt=0, allow_inf_nan=True, description="Upper bound of the weights; inf disables it.")
-    normalize: bool | None = Field(None, description="Divide weights by their mean over the update's tokens.")
+    cap: float | None = Field(
+        None, gt=0, allow_inf_nan=True, description="Upper bound of the importance weights; inf disables it."
+    )
+    normalize: bool | None = Field(None, description="Divide importance weights by their mean over the tokens of the update.")
     veto: float | None = Field(
-        None, ge=0, lt=1, description="Drop a sequence with any token's ratio below this; 0 disables it."
+        None, ge=0, lt=1, description="Drop a sequence if the ratio of any token is below this value; 0 disables it."
     )
     drop: Drop | None = Field(
         None,
-        description="Drop when the ratio leaves [low, high]: a token, or a sequence by product (sequence) or geometric mean (mean).",
+        description=(
+            "Drop a token, or a sequence by its product (sequence) or geometric mean (mean), if the ratio is outside "
+            "[low, high]."
+        ),
     )
-    low: float | None = Field(None, ge=0, description="Lower bound of drop; 0 disables it.")
-    high: float | None = Field(None, gt=0, allow_inf_nan=True, description="Upper bound of drop; inf disables it.")
+    low: float | None = Field(None, ge=0, description="Lower bound of the ratio for drop; 0 disables it.")
+    high: float | None = Field(
+        None, gt=0, allow_inf_nan=True, description="Upper bound of the ratio for drop; inf disables it."
+    )
     divisor: Divisor | None = Field(
-        None, description="Average a sequence, KL term included, over all its tokens or those kept."
+        None, description="Average the loss of a sequence, KL term included, over all its tokens or only over the kept tokens."
     )
     opsm: float | None = Field(
         None,
         ge=0,
-        description="Drop a sequence of negative advantage whose mean log(sampler/learner) exceeds this, such as 0.5.",
+        description="Drop a sequence with negative advantage if its mean log(sampler/learner) exceeds this value, such as 0.5.",
     )
 
     def spec(self, default: str) -> CorrectionSpec:

@@ -35,38 +35,40 @@ class DataConfig(Section):
         f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}); default: the task's held-out "
         "problems.",
     )
-    dir: str | None = Field(None, min_length=1, description="Folder with the tasks' files; default: load them from the hub.")
+    dir: str | None = Field(
+        None, min_length=1, description="Folder with the data files of the tasks; default: load them from the hub."
+    )
     prompt_column: str | None = Field(
-        None, min_length=1, description="Column of the problem in your data; default: prompt, problem or question."
+        None, min_length=1, description="Data column that holds the problem; default: prompt, problem or question."
     )
     answer_column: str | None = Field(
-        None, min_length=1, description="Column of the answer in your data; default: answer, if present."
+        None, min_length=1, description="Data column that holds the answer; default: answer, if present."
     )
     template: str | None = Field(
         None,
-        description=f"Text around {PLACEHOLDER}; default: the problem, then the task's instruction.",
+        description=f"Prompt template with the placeholder {PLACEHOLDER}; default: the problem, then the task's instruction.",
     )
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="Skip training problems with longer prompts; test problems are never skipped."
+        None, ge=1, description="Maximum prompt length in tokens; longer training problems are skipped, test problems never."
     )
-    raw: bool = Field(False, description="Encode prompts as they are, without the chat template.")
+    raw: bool = Field(False, description="Encode prompts verbatim, without the chat template.")
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the chat template, such as enable_thinking = false for Qwen3."
+        default_factory=dict, description="Keyword arguments for the chat template, such as enable_thinking = false for Qwen3."
     )
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _leaves_our_own(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(OURS & set(value)):
-            raise ValueError(f"data.chat_template_kwargs sets {taken[0]}, which sparse-rl sets itself: leave it out.")
+            raise ValueError(f"data.chat_template_kwargs sets {taken[0]}, which sparse-rl sets itself: remove it.")
         return value
 
     @model_validator(mode="after")
     def _template_shows_the_problem(self) -> "DataConfig":
         if self.template is not None and PLACEHOLDER not in self.template:
             raise ValueError(
-                f"data.template = {self.template!r} leaves the problem out: write {PLACEHOLDER} where it belongs, "
-                f"as in '{PLACEHOLDER} Think step by step.'"
+                f"data.template = {self.template!r} has no placeholder for the problem: add {PLACEHOLDER}, as in "
+                f"'{PLACEHOLDER} Think step by step.'"
             )
         return self
 

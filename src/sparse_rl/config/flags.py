@@ -90,9 +90,9 @@ def _parsed(text: str, key: str, annotation: Any) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{key} = {printable(text)} is not JSON ({error.msg}): write it like {example}.") from error
+        raise UserError(f"{key} = {printable(text)} is not valid JSON ({error.msg}). Example: {example}.") from error
     except (ValueError, RecursionError) as error:  # an integer with thousands of digits, or thousands of brackets
-        raise UserError(f"{key} = {printable(text)} cannot be read ({first_line(error)}): write it like {example}.") from error
+        raise UserError(f"{key} = {printable(text)} cannot be parsed ({first_line(error)}). Example: {example}.") from error
 
 
 def _is_container(annotation: Any, *kinds: type) -> bool:

@@ -15,12 +15,19 @@ class KV(Section):
     section: ClassVar[str] = "kv"
 
     policy: str = Field(
-        "rkv", description="Eviction policy: full rkv snapkv streaming tova knorm keydiff random, or your own."
+        "rkv",
+        description=(
+            "Eviction policy: full rkv snapkv streaming tova knorm keydiff random, or package.module:Class of a custom policy."
+        ),
     )
-    budget: int = Field(512, ge=1, description="Tokens kept after a compaction.")
-    interval: int = Field(128, description="Response tokens between compactions; the cache holds budget + interval.")
-    window: int = Field(8, ge=0, description="Most recent tokens, never evicted; their queries score the others.")
-    sinks: int = Field(4, ge=0, description="First tokens of the sequence, never evicted.")
+    budget: int = Field(512, ge=1, description="Number of tokens kept by a compaction.")
+    interval: int = Field(
+        128, description="Response tokens between compactions; the cache holds up to budget + interval tokens."
+    )
+    window: int = Field(
+        8, ge=0, description="Number of most recent tokens that are never evicted; their queries score the other tokens."
+    )
+    sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")
     protect_prompt: bool = Field(False, description="Never evict prompt tokens.")
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -30,12 +37,12 @@ class KV(Section):
     @model_validator(mode="after")
     def _leave_something_to_score(self) -> "KV":
         if self.interval < 1:
-            raise ValueError(f"kv.interval = {self.interval} would never let the cache grow: it must be at least 1. Try 128.")
+            raise ValueError(f"kv.interval = {self.interval} is invalid: it must be at least 1. Try 128.")
         forced = self.window + self.sinks
         if self.policy != "full" and self.budget <= forced:
             raise ValueError(
-                f"kv.budget = {self.budget} leaves nothing to score: it must exceed window + sinks = {forced}. "
-                f"Try --kv.budget {max(64, 4 * forced)}."
+                f"kv.budget = {self.budget} is too small: it must exceed window + sinks = {forced}. Try --kv.budget "
+                f"{max(64, 4 * forced)}."
             )
         return self
 
@@ -45,8 +52,8 @@ class KV(Section):
         if self.policy == "full" or not self.protect_prompt or self.budget >= least:
             return None
         return PromptError(
-            f"has {prompt_tokens} tokens and is protected, which leaves fewer than window + 1 = {self.window + 1} of kv.budget = "
-            f"{self.budget}",
+            f"has {prompt_tokens} tokens, and kv.protect_prompt leaves fewer than window + 1 = {self.window + 1} tokens of "
+            f"kv.budget = {self.budget} for the response",
             f"try --kv.budget {least}",
         )
 
@@ -57,15 +64,17 @@ class KV(Section):
             return None
         if (longest := max(map(len, prompts), default=0) + max_tokens) <= self.budget:
             return (
-                f"Nothing will be evicted, and every slot takes room for {self.capacity:,} tokens: a prompt and its response have at "
-                f"most {longest:,}, and kv.budget is {self.budget}. Lower kv.budget (docs/choosing-a-budget.md), or sample dense."
+                f"kv.budget = {self.budget} never evicts: a prompt and its response have at most {longest:,} tokens. Each "
+                f"slot still allocates {self.capacity:,} tokens. Lower kv.budget (docs/choosing-a-budget.md), or use a "
+                "dense cache."
             )
         lengths = [len(prompt) for prompt in prompts if len(prompt) > self.budget]
         if self.protect_prompt or not lengths:
             return None
         return (
-            f"{len(lengths):,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to {max(lengths):,} tokens) and "
-            f"lose a part before the answer begins: raise kv.budget, or leave them out with --data.max-prompt-tokens {self.budget}."
+            f"{len(lengths):,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to "
+            f"{max(lengths):,} tokens), so part of each is evicted before the answer begins: raise kv.budget, or skip "
+            f"these prompts with --data.max-prompt-tokens {self.budget}."
         )
 
     @property

@@ -6,9 +6,9 @@ from typing import Any
 from ..errors import UserError
 
 REMOVED: dict[str, tuple[Any, str]] = {
-    "rollout.top_p": (1.0, "the correction is exact only for the whole distribution: leave it out"),
-    "rollout.top_k": (0, "the correction is exact only for the whole distribution: leave it out"),
-    "rollout.approximate": (False, "it allowed rollout.top_p and top_k, which are gone: leave it out"),
+    "rollout.top_p": (1.0, "remove it; the correction is exact only without truncated sampling"),
+    "rollout.top_k": (0, "remove it; the correction is exact only without truncated sampling"),
+    "rollout.approximate": (False, "remove it; rollout.top_p and rollout.top_k no longer exist"),
     "log.project": ("sparse-rl", "set WANDB_PROJECT or TRACKIO_PROJECT in the environment"),
 }
 """Removed options: (value that is accepted in a stored config.toml, fix for any other value)."""
@@ -26,12 +26,12 @@ def migrated(options: dict[str, Any]) -> dict[str, Any]:
         if key in REMOVED:
             neutral, remedy = REMOVED[key]
             if value != neutral:
-                raise UserError(f"{key} = {value!r} is no longer an option: {remedy}.")
+                raise UserError(f"{key} = {value!r} is no longer supported: {remedy}.")
         elif key == "loss.smd.estimator":
             if value != "full":
                 kept["loss.smd.top_k"] = _top_k(value)
         elif key == "loss.kl_estimator" and value == "k1":
-            raise UserError("loss.kl_estimator = 'k1' is no longer an option: its gradient is zero on average. Use k2 or k3.")
+            raise UserError("loss.kl_estimator = 'k1' is no longer supported: its gradient is zero on average. Use k2 or k3.")
         elif free := next((table for table in FREE_TABLES if key.startswith(f"{table}.")), None):
             kept.setdefault(free, {})[key.removeprefix(f"{free}.")] = value  # old checkpoints stored these keys separately
         else:
@@ -69,5 +69,5 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _top_k(estimator: Any) -> int:
     text = str(estimator).removeprefix("top-")
     if not text.isdigit():
-        raise UserError(f"loss.smd.estimator = {estimator!r} is no longer an option: set loss.smd.top_k, such as 64.")
+        raise UserError(f"loss.smd.estimator = {estimator!r} is no longer supported: set loss.smd.top_k, such as 64.")
     return int(text)

@@ -16,10 +16,14 @@ class LoraConfig(Section):
 
     section: ClassVar[str] = "model.lora"
 
-    rank: int = Field(0, ge=0, description="Rank of the adapters; 0 trains every weight.")
-    alpha: float | None = Field(None, gt=0, description="Adapters are scaled by alpha / rank; default twice the rank.")
+    rank: int = Field(0, ge=0, description="LoRA rank; 0 trains all weights.")
+    alpha: float | None = Field(
+        None, gt=0, description="LoRA alpha; adapters are scaled by alpha / rank; default: twice the rank."
+    )
     targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
-    merge: bool = Field(True, description="Sample from a merged copy of the weights: faster, but needs memory for the copy.")
+    merge: bool = Field(
+        True, description="Sample from a copy of the weights with merged adapters: faster, but needs memory for the copy."
+    )
 
 
 class ModelConfig(Section):
@@ -32,10 +36,14 @@ class ModelConfig(Section):
         description="Hub id, folder, GGUF file, smollm2-135m (separate package) or tiny (embedded).",
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Dtype of all passes; default bfloat16 on a GPU, float32 on a CPU. Master weights are float32."
+        None,
+        description=(
+            "Dtype of all forward and backward passes; default: bfloat16 on a GPU, float32 on a CPU. Master weights are "
+            "float32."
+        ),
     )
-    device: str | None = Field(None, description="Device, such as cpu or cuda:0; default cuda if available.")
-    trust_remote_code: bool = Field(False, description="Run the model's own code from the hub.")
+    device: str | None = Field(None, description="Device, such as cpu or cuda:0; default: cuda if available.")
+    trust_remote_code: bool = Field(False, description="Run the model's custom code from the hub.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
 
@@ -45,15 +53,17 @@ class RanksConfig(Section):
     section: ClassVar[str] = "ranks"
 
     count: int = Field(
-        1, ge=1, description="Ranks to plan for, one GPU each (plan --gpus); a run stores the launcher's number here."
+        1,
+        ge=1,
+        description="Number of ranks to plan for, one GPU each (plan --gpus). A training run stores the launcher's number here.",
     )
     hold_gradients: bool = Field(
         True,
-        description="Sum gradients over ranks once per update; false sums per micro-batch and saves memory.",
+        description="Reduce gradients over ranks once per update; false reduces per micro-batch and saves memory.",
     )
     timeout_s: float = Field(
         1800,
         gt=0,
         le=86400,
-        description="Seconds that ranks wait for each other; longer than the slowest sampling phase.",
+        description="Seconds that ranks wait for each other; must exceed the slowest sampling phase.",
     )

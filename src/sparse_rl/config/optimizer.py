@@ -14,19 +14,23 @@ class OptimizerConfig(Section):
 
     section: ClassVar[str] = "optimizer"
 
-    lr: float = Field(1e-6, gt=0, description="Learning rate after the warm-up.")
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="AdamW betas.")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay of matrices; vectors are not decayed.")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay of matrices; vectors have no weight decay.")
     schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up: constant, or cosine to 0."
+        "constant", description="Learning rate schedule after the warm-up: constant, or cosine decay to 0."
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
-    clip_norm: float = Field(1.0, gt=0, description="Maximum gradient norm; longer gradients are scaled down.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
+    clip_norm: float = Field(1.0, gt=0, description="Maximum gradient norm; larger gradients are scaled down.")
     state: Literal["fp32", "8bit", "offload"] = Field(
         "fp32",
-        description="Moments in float32, in 8 bits (needs torchao and a compiler), or offloaded with the master weights to host memory.",
+        description=(
+            "Adam moments: fp32, 8bit (needs torchao and a compiler), or offload (moments and master weights in host memory)."
+        ),
     )
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; a step's groups are split over them.")
-    tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens, prompts included, per pass of the learner.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
-    max_skipped_updates: int = Field(5, ge=1, description="Stop the run after this many updates in a row that are not finite.")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens per forward pass of the learner, prompts included.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    max_skipped_updates: int = Field(
+        5, ge=1, description="Stop the run after this many consecutive updates with a loss or gradient that is not finite."
+    )

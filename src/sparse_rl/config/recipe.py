@@ -28,7 +28,7 @@ def recipe_names() -> list[str]:
 
 def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
     if name in via:
-        raise UserError(f"Recipe {name!r} extends itself ({' -> '.join((*via, name))}): remove one extends.")
+        raise UserError(f"Recipe {name!r} extends itself in a cycle ({' -> '.join((*via, name))}): remove one extends.")
     values = _read_toml(name)
     if name in recipe_names():
         _find_beside(values.get("data", {}))
@@ -36,7 +36,7 @@ def _recipe(name: str, via: tuple[str, ...]) -> dict[str, Any]:
     if parent is None:
         return values
     if not isinstance(parent, str):
-        raise UserError(f"extends = {quoted(parent)} in {name} must be the name of a recipe or a path.")
+        raise UserError(f"extends = {quoted(parent)} in {name} is invalid: it must be a recipe name or a path.")
     if parent not in recipe_names():  # a path is relative to the file that contains it
         parent = os.path.normpath(Path(name).parent / parent)
     return merged_tables(_recipe(parent, (*via, name)), values)
@@ -62,13 +62,13 @@ def _read_toml(name: str) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     except (FileNotFoundError, IsADirectoryError) as error:
         close = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"give a path or one of {', '.join(recipe_names())}."
-        raise UserError(f"There is no recipe {quoted(name)}: {hint}") from error
+        hint = f"did you mean {close[0]}?" if close else f"pass a path or one of {', '.join(recipe_names())}."
+        raise UserError(f"Recipe {quoted(name)} does not exist: {hint}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The recipe {name} is not TOML: {error}.") from error
+        raise UserError(f"Recipe {name} is not valid TOML: {error}.") from error
     except (OSError, ValueError, RecursionError) as error:  # not text, a NUL in the path, or too many digits or brackets
         why = getattr(error, "strerror", None) or first_line(error)
-        raise UserError(f"The recipe {printable(name)} cannot be read ({why}): give a TOML file.") from error
+        raise UserError(f"The recipe {printable(name)} cannot be read ({why}): pass a TOML file.") from error
 
 
 def _shipped():

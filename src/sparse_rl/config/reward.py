@@ -23,20 +23,27 @@ class RewardConfig(Section):
 
     function: str | None = Field(
         None,
-        description="math_answer, integer_answer, last_number, exact, arithmetic or yours (my/rewards.py:graded); sums with weights work (math_answer + 0.2 * my/rewards.py:brief); default: the task's.",
+        description=(
+            "Reward function: math_answer, integer_answer, last_number, exact, arithmetic, your own "
+            "(my/rewards.py:graded) or a weighted sum (math_answer + 0.2 * my/rewards.py:brief); default: the task's "
+            "function."
+        ),
     )
     truncated: Truncated = Field(
         "zero",
-        description="Reward of a cut-off answer: zero (0), none (no verdict), or grade (the function decides).",
+        description="Reward of a truncated answer: zero (0), none (no verdict), or grade (call the reward function).",
     )
-    timeout_s: float = Field(10.0, gt=0, le=3600, description="Seconds after which grading of one sample is stopped.")
+    timeout_s: float = Field(10.0, gt=0, le=3600, description="Time limit for grading one sample, in seconds.")
     timeout: Timeout = Field(
         "zero", description="Reward of an answer whose grading exceeds timeout_s: zero (0) or none (no verdict)."
     )
     workers: int = Field(
         2,
         ge=0,
-        description="Grading processes, one sample per call; 0 calls the reward in the trainer with all samples of a step, without limits.",
+        description=(
+            "Number of grading processes, one sample per call; 0 calls the reward in the trainer with all samples of a "
+            "step and without time limit."
+        ),
     )
 
     def function_for(self, source: str) -> str:
@@ -44,6 +51,7 @@ class RewardConfig(Section):
         function = self.function or TASK_REWARDS.get(source)
         if function is None:
             raise UserError(
-                f"{source} has no default reward: set --reward.function, such as math_answer, exact or my_rewards:graded."
+                f"{source} has no default reward function: set --reward.function, such as math_answer, exact or "
+                "my_rewards:graded."
             )
         return function

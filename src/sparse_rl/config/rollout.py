@@ -18,27 +18,31 @@ class RolloutConfig(Section):
 
     prompts_per_step: int = Field(128, ge=1, description="Prompts per step.")
     samples_per_prompt: int = Field(
-        8, description="Rollouts per prompt (at least 2); their rewards are compared with each other."
+        8, description="Rollouts per prompt (group size, at least 2); advantages are relative to the group."
     )
     max_tokens: int = Field(4096, ge=1, description="Maximum response length in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Temperature of sampling and of every log-prob in the learner.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of sampling and of all log-probs in the learner.")
     slots: int | Literal["auto"] = Field(
         "auto",
-        description="Rollouts that run at once; auto: a step's, at most what fits on a GPU (1024) or 256 on a CPU.",
+        description=(
+            "Maximum rollouts that run at once; auto: all rollouts of a step, limited to what fits on the GPU (at most "
+            "1024) or 256 on a CPU."
+        ),
     )
     repetition: tuple[int, int] | None = Field(
-        None, description="[period, span]: stop a rollout whose last span tokens repeat with at most this period."
+        None,
+        description="[period, span]: stop a rollout if its last span tokens repeat with a period of at most period tokens.",
     )
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> "RolloutConfig":
         if self.samples_per_prompt < 2:
             raise ValueError(
-                f"rollout.samples_per_prompt = {self.samples_per_prompt} leaves no other rollout to compare with: it must be at "
-                "least 2. Try 8."
+                f"rollout.samples_per_prompt = {self.samples_per_prompt} is invalid: advantages compare rollouts of a "
+                "prompt, so it must be at least 2. Try 8."
             )
         if self.slots != "auto" and self.slots < 1:
-            raise ValueError(f"rollout.slots = {self.slots} must be at least 1, or auto.")
+            raise ValueError(f"rollout.slots = {self.slots} is invalid: it must be at least 1, or auto.")
         check_repetition("rollout.repetition", self.repetition)
         return self
 

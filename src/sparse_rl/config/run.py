@@ -26,17 +26,20 @@ class EvalConfig(Section):
 
     section: ClassVar[str] = "eval"
 
-    problems: int = Field(256, ge=0, description="Held-out problems, one rollout each; 0 disables evaluation.")
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after training.")
+    problems: int = Field(256, ge=0, description="Number of held-out problems, one rollout each; 0 disables evaluation.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after training.")
     slots: int | Literal["auto"] = Field(
         "auto",
-        description="Problems that run at once; auto: the sampler's slots, or what fits beside the sampler for a dense cache.",
+        description=(
+            "Maximum problems that run at once; auto: the sampler's slots, or for a dense cache as many as fit beside the "
+            "sampler."
+        ),
     )
 
     @model_validator(mode="after")
     def _slots_are_some(self) -> "EvalConfig":
         if self.slots != "auto" and self.slots < 1:
-            raise ValueError(f"eval.slots = {self.slots} must be at least 1, or auto.")
+            raise ValueError(f"eval.slots = {self.slots} is invalid: it must be at least 1, or auto.")
         return self
 
 
@@ -45,11 +48,14 @@ class CheckpointConfig(Section):
 
     section: ClassVar[str] = "checkpoint"
 
-    every: int = Field(10, ge=1, description="Steps between checkpoints; the last step always has one.")
+    every: int = Field(10, ge=1, description="Steps between checkpoints; the last step is always saved.")
     keep: int = Field(2, ge=1, description="Number of latest checkpoints to keep.")
     best: str = Field(
         "reward/mean",
-        description="Metric whose best checkpoint is also kept; rollout metrics count for the weights that sampled, eval metrics for their step.",
+        description=(
+            "Metric whose best checkpoint is also kept. Rollout metrics score the weights that sampled, eval metrics the "
+            "weights of their step."
+        ),
     )
 
 
@@ -58,8 +64,8 @@ class LogConfig(Section):
 
     section: ClassVar[str] = "log"
 
-    rollouts_per_step: int = Field(32, ge=0, description="Rollouts stored per step, rejected ones first.")
-    traces_per_step: int = Field(2, ge=0, description="Number of those that also store eviction times.")
+    rollouts_per_step: int = Field(32, ge=0, description="Number of rollouts stored per step, rejected rollouts first.")
+    traces_per_step: int = Field(2, ge=0, description="Number of stored rollouts per step that also store eviction times.")
     to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description='Additional loggers, such as ["tensorboard"].'
     )
@@ -70,11 +76,13 @@ class RayConfig(Section):
 
     section: ClassVar[str] = "ray"
 
-    workers: int = Field(0, ge=0, description="Ranks that Ray starts; 0: without Ray.")
-    address: str | None = Field(None, description="Address of a running cluster, such as auto; default: start one here.")
+    workers: int = Field(0, ge=0, description="Number of ranks that Ray starts; 0 disables Ray.")
+    address: str | None = Field(
+        None, description="Address of a running Ray cluster, such as auto; default: start a local cluster."
+    )
     cpus_per_worker: float = Field(1, gt=0, description="CPUs per worker.")
     gpus_per_worker: float | None = Field(None, ge=0, description="GPUs per worker; default 1 if the cluster has any.")
-    max_failures: int = Field(3, ge=0, description="Restarts of lost workers from the last checkpoint.")
+    max_failures: int = Field(3, ge=0, description="Maximum restarts from the last checkpoint after a worker is lost.")
 
 
 class Config(Section):
@@ -112,23 +120,24 @@ class Config(Section):
     def _parts_fit(self) -> "Config":
         if self.optimizer.updates_per_step > self.rollout.prompts_per_step:
             raise ValueError(
-                f"optimizer.updates_per_step = {self.optimizer.updates_per_step} needs at least as many groups, but "
-                f"rollout.prompts_per_step = {self.rollout.prompts_per_step}: lower the first or raise the second."
+                f"optimizer.updates_per_step = {self.optimizer.updates_per_step} must not exceed rollout.prompts_per_step "
+                f"= {self.rollout.prompts_per_step}, because each update needs at least one group: lower updates_per_step "
+                "or raise prompts_per_step."
             )
         if len(set(self.compare)) < len(self.compare):
-            raise ValueError(f"compare = {list(self.compare)} names a method twice, but each has one folder: name it once.")
+            raise ValueError(f"compare = {list(self.compare)} lists a method twice: list each method once.")
         if self.advantage.overlong > self.rollout.max_tokens:
             raise ValueError(
-                f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}: every "
-                f"answer would be too long. Try --advantage.overlong {self.rollout.max_tokens // 4}."
+                f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}, "
+                f"so every answer would be penalized. Try --advantage.overlong {self.rollout.max_tokens // 4}."
             )
         self.correction.spec(self.default_preset)  # raises if the options are inconsistent
         options = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
         if self.method in SHADOW_METHODS and options not in ({}, {"preset": "none"}):
             key, value = next(iter(options.items()))
             raise ValueError(
-                f"correction.{key} = {value} has no effect with method = {self.method}, which trains on the "
-                "sampler's own view: leave it out."
+                f"correction.{key} = {value} has no effect with method = {self.method}, whose policy gradient uses the "
+                "sampler's own log-probs: remove it."
             )
         return self
 
@@ -148,7 +157,7 @@ class Config(Section):
             parts.append(f"correction.preset = {self.default_preset} (of method = {self.method})")
         if self.reward.function is None and self.data.train in TASK_REWARDS:
             parts.append(f"reward.function = {TASK_REWARDS[self.data.train]}")
-        return f"# in force where not set: {', '.join(parts)}\n"
+        return f"# defaults in effect: {', '.join(parts)}\n"
 
     @property
     def sampler_kv(self) -> KV:
@@ -160,12 +169,10 @@ class Config(Section):
         """Summary of the batch in one sentence."""
         rollout, updates = self.rollout, self.optimizer.updates_per_step
         per_update = rollout.rollouts_per_step // updates
-        again = (
-            f"; dapo samples up to {MAX_DRAWS} times as many where groups have no signal" if self.loss.name == "dapo" else ""
-        )
+        again = f"; dapo samples up to {MAX_DRAWS} times as many if groups have no signal" if self.loss.name == "dapo" else ""
         return (
             f"{self.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
-            f"{rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens, learned in {updates} "
-            f"update{'s' if updates > 1 else ''} of {per_update} rollouts, "
-            f"{self.optimizer.tokens_per_microbatch:,} tokens at a time{again}."
+            f"{rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens; {updates} "
+            f"update{'s' if updates > 1 else ''} of {per_update} rollouts per step, "
+            f"{self.optimizer.tokens_per_microbatch:,} tokens per micro-batch{again}."
         )

@@ -14,8 +14,8 @@ def check_repetition(option: str, value: tuple[int, int] | None) -> None:
     period, span = value
     if period < 1 or span <= period:
         raise ValueError(
-            f"{option} = ({period}, {span}) finds nothing: the period must be at least 1 and the span "
-            f"longer than it. Try ({max(period, 1)}, {8 * max(period, 1)})."
+            f"{option} = ({period}, {span}) is invalid: period must be at least 1, and span must exceed period. Try "
+            f"({max(period, 1)}, {8 * max(period, 1)})."
         )
 
 
@@ -25,18 +25,26 @@ class Sampling(Section):
     section: ClassVar[str] = "sampling"
 
     max_tokens: int = Field(
-        1024, ge=1, description="Maximum response length in tokens; a rollout then ends with finish = length."
+        1024, ge=1, description="Maximum response length in tokens; a rollout that reaches it ends with finish = length."
     )
-    temperature: float = Field(1.0, ge=0, description="Divides the logits; 0 is greedy, with log-probs at temperature 1.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability.")
-    top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens; 0: all.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Base seed; every rollout's seed derives from it.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy, with log-probs at temperature 1.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the smallest set of tokens with this total probability (top-p); 1 disables it.",
+    )
+    top_k: int = Field(0, ge=0, description="Sample from this many most likely tokens (top-k); 0 disables it.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Base seed; the seed of every rollout derives from it.")
     stop: tuple[int, ...] | None = Field(
-        None, description="Token ids that end a rollout, such as [2]; default: the model's own; []: none."
+        None, description="Token ids that end a rollout, such as [2]; default: the model's EOS ids; [] disables stop tokens."
     )
     repetition: tuple[int, int] | None = Field(
         None,
-        description="[period, span], such as [64, 512]: stop a rollout whose last span tokens repeat with at most this period.",
+        description=(
+            "[period, span], such as [64, 512]: stop a rollout if its last span tokens repeat with a period of at most "
+            "period tokens."
+        ),
     )
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ class Section(BaseModel):
     def _can_be_computed_with(cls, value: Any, info: ValidationInfo) -> Any:
         if why := _unusable(value):
             name = info.field_name or ""
-            raise ValueError(f"{cls._key(cls.model_fields[name].alias or name)} = {quoted(value)} is refused: {why}.")
+            raise ValueError(f"{cls._key(cls.model_fields[name].alias or name)} = {quoted(value)} is invalid: {why}.")
         return value
 
     @classmethod
@@ -51,25 +51,25 @@ class Section(BaseModel):
         if first["type"] == "extra_forbidden":
             known = [field.alias or name for name, field in cls.model_fields.items()]
             close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            hint = f"did you mean {close[0]}?" if close else f"valid options are {', '.join(known)}."
             return f"Unknown option {key}: {hint}"
         if first["type"] == "value_error":  # raised by our own validators, whose message is already complete
             return str(first["ctx"]["error"])
-        return f"{key} = {quoted(first['input'])} is refused: {first['msg'][0].lower()}{first['msg'][1:]}."
+        return f"{key} = {quoted(first['input'])} is invalid: {first['msg'][0].lower()}{first['msg'][1:]}."
 
 
 def _unusable(value: Any, depth: int = 0) -> str | None:
     """Return why a value is invalid for any option, or None if it is valid."""
     if isinstance(value, str) and "\0" in value:
-        return "a text must not hold a NUL character"
+        return "text must not contain a NUL character"
     if isinstance(value, int) and abs(value) > LARGEST_INT:
-        return "a whole number must fit into 64 bits"
+        return "an integer must fit into 64 bits"
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT and not (depth == 0 and math.isinf(value)):
         # infinity is valid only if the option allows it
-        return f"a number must be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}"
+        return f"a float must be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}"
     if isinstance(value, list | tuple | dict):
         if depth == DEEPEST:
-            return f"lists and tables must not be deeper than {DEEPEST}"
+            return f"lists and tables must not be nested deeper than {DEEPEST} levels"
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         return next((why for part in parts if (why := _unusable(part, depth + 1))), None)
     return None

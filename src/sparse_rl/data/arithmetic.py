@@ -36,9 +36,9 @@ class Problem:
 def make_problems(n: int, seed: int, sums: int = SUMS, split: Split = "train") -> list[Problem]:
     """Return `n` problems. The same arguments always give the same problems, and no prompt occurs in both splits."""
     if sums < 1:
-        raise ValueError(f"sums = {sums} leaves nothing to add: it must be at least 1.")
+        raise ValueError(f"sums = {sums} is invalid: it must be at least 1.")
     if split not in ("train", "test"):
-        raise ValueError(f"split = {split!r} is unknown: it is 'train' or 'test'.")
+        raise ValueError(f"split = {split!r} is invalid: use 'train' or 'test'.")
     rng = random.Random(f"{split}/{sums}/{seed}")
     problems: list[Problem] = []
     while len(problems) < n:

@@ -84,7 +84,7 @@ def load(
     if dir is not None:
         return _gather(read_rows(_file_in(dir, origin.file, task)), source, task=task)
     assert origin.hub
-    rows = read_hub(origin.hub, f"put {origin.file} into a folder and name that with --data.dir")
+    rows = read_hub(origin.hub, f"put {origin.file} into a folder and pass the folder with --data.dir")
     return _gather([_as_task_row(row, origin.hub) for row in rows], source, task=task)
 
 
@@ -110,7 +110,7 @@ def check_source(source: str) -> None:
 def _own_rows(source: str, split: Split) -> list[DataRow]:
     if os.path.exists(source):
         return read_rows(source)
-    return read_hub(_on_the_hub(source, split), "give a file instead (--data.dir has those of the tasks)")
+    return read_hub(_on_the_hub(source, split), "use a local file (for tasks, a folder with --data.dir)")
 
 
 def _on_the_hub(source: str, split: Split) -> HubData:
@@ -119,7 +119,7 @@ def _on_the_hub(source: str, split: Split) -> HubData:
     if hub_id and not in_a_folder and not source.lower().endswith(SUFFIXES):
         return HubData(hub_id["id"], hub_id["config"] or None, hub_id["split"] or split)
     folder = f" in {os.getcwd()}" if "/" in source and not os.path.isabs(source) else ""
-    raise UserError(f"There is no task or file {source}{folder}: {_nearest(Path(source))}")
+    raise UserError(f"No task or file is named {source}{folder}: {_nearest(Path(source))}")
 
 
 def _nearest(path: Path) -> str:
@@ -127,27 +127,25 @@ def _nearest(path: Path) -> str:
     if close := difflib.get_close_matches(path.name, names, n=1):
         return f"did you mean {names[close[0]]}?"
     return (
-        f"give a task ({', '.join(TASKS)}), the path of a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, or a data set of "
-        "the hub, such as openai/gsm8k:main."
+        f"pass a task ({', '.join(TASKS)}), the path of a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, or a hub "
+        "dataset such as openai/gsm8k:main."
     )
 
 
 def _no_such_split(task: Task, split: Split) -> str:
     others = ", ".join(other.name for other in TASKS.values() if other.origin(split))
     if split == "train":
-        return f"{task.name} is a benchmark without training problems: use one of {others}, or a file."
+        return f"{task.name} is a benchmark and has no training problems: use one of {others}, or a file."
     return f"{task.name} has no test problems: use one of {others}, or a file."
 
 
 def _file_in(dir: str, name: str, task: Task) -> str:
     if not os.path.isdir(dir):
-        raise UserError(f"data.dir = {dir} is not a folder: name the one that holds {name}.")
+        raise UserError(f"data.dir = {dir} is not a folder: pass the folder that contains {name}.")
     for suffix in (".jsonl.gz", *SUFFIXES):
         if os.path.exists(path := os.path.join(dir, name.removesuffix(".jsonl.gz") + suffix)):
             return path
-    raise UserError(
-        f"{task.name} is not in data.dir = {dir}: put {name} there, or leave --data.dir out to load it from the hub."
-    )
+    raise UserError(f"{task.name} is not in data.dir = {dir}: put {name} there, or omit --data.dir to load it from the hub.")
 
 
 def _as_task_row(row: DataRow, data: HubData) -> DataRow:
@@ -155,7 +153,10 @@ def _as_task_row(row: DataRow, data: HubData) -> DataRow:
     columns = {"problem": data.prompt_column, "answer": data.answer_column}
     for name in columns.values():
         if name not in row.values:
-            row.refuse(f"there is no {name}, only {listed(row.values)}: the data set has changed, use --data.dir.")
+            row.refuse(
+                f"column {name} is missing (found {listed(row.values)}): the hub dataset has changed. Use local files with "
+                "--data.dir."
+            )
     others = {name: value for name, value in row.values.items() if name not in (*columns.values(), *PROMPT_COLUMNS)}
     answer = row.values[data.answer_column]
     if isinstance(answer, list) and len(answer) == 1:
@@ -176,15 +177,15 @@ def _gather(
     task: Task | None = None,
 ) -> LoadedExamples:
     if not rows:
-        raise UserError(f"{source} has no problems: write one row per problem, with a prompt and an answer.")
+        raise UserError(f"{source} has no rows: write one row per problem, with a prompt and an answer.")
     names = dict.fromkeys(name for row in rows for name in row.values)
     prompt_column = prompt_column or _prompt_column(rows[0])
     answer_column = answer_column or "answer"
     if answer_column != "answer" and answer_column not in names:
-        rows[0].refuse(f"there is no {answer_column}, only {listed(names)}: name the right --data.answer-column.")
+        rows[0].refuse(f"column {answer_column} is missing (found {listed(names)}): set --data.answer-column.")
     if reserved := sorted(RESERVED & set(names)):
         place = next(row for row in rows if reserved[0] in row.values)
-        place.refuse(f"the column {reserved[0]} is named like an argument of every reward: rename it.")
+        place.refuse(f"column {reserved[0]} has the name of an argument that every reward receives: rename the column.")
     others = [name for name in names if name not in (prompt_column, answer_column, "answer")]
     template = PLACEHOLDER + task.instruction if task else PLACEHOLDER
     examples, skipped = [], []
@@ -203,8 +204,8 @@ def _gather(
             examples.append(Example(prompt, answer, {"answer": answer} | columns, template))
     if not examples:
         raise UserError(
-            f"{source} has no problem that can be graded: {answer_column} is empty in all {len(rows)} rows. Write answers, or "
-            "leave the column out of all rows."
+            f"{source} has no problem that can be graded: {answer_column} is empty in all {len(rows)} rows. Fill in "
+            "answers, or remove the column."
         )
     return LoadedExamples(examples, len(skipped), _note(source, len(rows), skipped, answer_column) if skipped else None)
 
@@ -216,11 +217,11 @@ def filter_by_length(source: str, prompts: Sequence[Sequence[int]], limit: int |
     if not places:
         raise UserError(
             f"Every prompt of {source} has more than data.max_prompt_tokens = {limit} tokens (the shortest has "
-            f"{min(map(len, prompts))}): raise it."
+            f"{min(map(len, prompts))}): raise --data.max-prompt-tokens."
         )
     if len(places) == len(prompts):
         return places, None
-    left_out = f"{len(prompts) - len(places):,} of {len(prompts):,} problems of {source} are left out"
+    left_out = f"{len(prompts) - len(places):,} of {len(prompts):,} problems of {source} are skipped"
     return places, f"{left_out}: their prompts have more than data.max_prompt_tokens = {limit} tokens."
 
 
@@ -229,14 +230,14 @@ def too_few_note(source: str, problems: int, prompts_per_step: int) -> str | Non
     if problems >= prompts_per_step:
         return None
     return (
-        f"{source} has {problems:,} problems, fewer than rollout.prompts_per_step = {prompts_per_step:,}: a step samples some of them "
-        f"more than once. Lower it to at most {problems:,}, or add problems."
+        f"{source} has {problems:,} problems, fewer than rollout.prompts_per_step = {prompts_per_step:,}: a step samples "
+        f"some problems more than once. Lower --rollout.prompts-per-step to at most {problems:,}, or add problems."
     )
 
 
 def _note(source: str, total: int, skipped: list[DataRow], answer_column: str) -> str:
     places = ", ".join(row.place for row in skipped[:3]) + (", …" if len(skipped) > 3 else "")
-    return f"{len(skipped):,} of {total:,} rows of {source} have no {answer_column} to grade by and are left out ({places})."
+    return f"{len(skipped):,} of {total:,} rows of {source} have no {answer_column} and are skipped ({places})."
 
 
 def _prompt_column(row: DataRow) -> str:
@@ -244,21 +245,27 @@ def _prompt_column(row: DataRow) -> str:
     if len(given) == 1:
         return given[0]
     if given:
-        row.refuse(f"there is {' and '.join(given)}: say which is the problem, with --data.prompt-column {given[0]}.")
+        row.refuse(
+            f"several columns may hold the problem ({' and '.join(given)}): choose one, such as --data.prompt-column "
+            f"{given[0]}."
+        )
     row.refuse(
-        f"there is no {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}, only {listed(row.values) or 'nothing'}: "
-        "name the column of the problem with --data.prompt-column."
+        f"no column is named {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]} (found "
+        f"{listed(row.values) or 'none'}): set --data.prompt-column."
     )
 
 
 def _prompt(row: DataRow, name: str) -> Prompt:
     if name not in row.values:
-        row.refuse(f"there is no {name}, only {listed(row.values) or 'nothing'}: give every row its problem in one column.")
+        row.refuse(
+            f"column {name} is missing (found {listed(row.values) or 'none'}): every row must have its problem in the same "
+            "column."
+        )
     prompt = row.values[name]
     if isinstance(prompt, list):
         return _messages(row, name, prompt)
     if not isinstance(prompt, str | None):
-        row.refuse(f"{name} is {kind_of(prompt)}: write a text, or a list of messages.")
+        row.refuse(f"{name} is {kind_of(prompt)}: it must be text, or a list of messages.")
     if prompt is None or not prompt.strip():
         row.refuse(f"{name} is empty: write the problem, or delete the row.")
     return prompt
@@ -276,7 +283,7 @@ def _messages(row: DataRow, name: str, messages: list[Any]) -> list[dict[str, st
         kept = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
         for key, value in kept.items():
             if not isinstance(value, str):
-                row.refuse(f"{key} of message {index} is {kind_of(value)}: write a text.")
+                row.refuse(f"{key} of message {index} is {kind_of(value)}: it must be text.")
         checked.append(kept)
     if not any(message["content"].strip() for message in checked):
         row.refuse(f"{name} is empty: write the problem, or delete the row.")
@@ -287,11 +294,11 @@ def _answer(row: DataRow, name: str) -> str | None:
     """Return the answer as a string, or None if the row has no answer."""
     answer = row.values.get(name)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | None):
-        row.refuse(f"{name} is {kind_of(answer)}: write a text or a number, or leave the column out of all rows.")
+        row.refuse(f"{name} is {kind_of(answer)}: it must be text or a number. Fix it, or remove the column.")
     if answer is None or answer != answer:  # tables use NaN for a missing value
         return None
     if isinstance(answer, float | Decimal) and not math.isfinite(answer):
-        row.refuse(f"{name} is {answer}: write a finite number, or a text.")
+        row.refuse(f"{name} is {answer}: it must be a finite number, or text.")
     return str(answer) if str(answer).strip() else None
 
 

@@ -27,7 +27,7 @@ def read_hub(data: HubData, instead: str) -> list[DataRow]:
         if unreachable:
             raise _cannot_reach(data.id, unreachable, instead) from error
         raise UserError(
-            f"There is no data set {data.id} on the hub that you may read: check its name, or log in with `hf auth login`."
+            f"Hub dataset {data.id} does not exist or is private: check its name, or log in with `hf auth login`."
         ) from error
     except (ConnectionError, TimeoutError) as error:
         raise _cannot_reach(data.id, unreachable or first_line(error), instead) from error
@@ -35,14 +35,14 @@ def read_hub(data: HubData, instead: str) -> list[DataRow]:
         if unreachable:
             raise _cannot_reach(data.id, unreachable, instead) from error
         raise UserError(
-            f"{place} cannot be loaded from the hub ({first_line(error)}): name another configuration or split as "
+            f"{place} cannot be loaded from the hub ({first_line(error)}): choose another configuration or split as "
             f"{data.id}:configuration:split, or {instead}."
         ) from error
     return [DataRow(f"{place}, row {number}", values) for number, values in enumerate(table, 1)]
 
 
 def _cannot_reach(id: str, why: str, instead: str) -> MissingResource:
-    return MissingResource(f"{UNREACHABLE} for {id} ({why}): connect, or {instead}.")
+    return MissingResource(f"{UNREACHABLE} for {id} ({why}): check the network connection, or {instead}.")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ class Order:
 
     def __init__(self, n: int, seed: int):
         if n < 1:
-            raise ValueError(f"n = {n} leaves nothing to order: it must be at least 1.")
+            raise ValueError(f"n = {n} is invalid: it must be at least 1.")
         self.n, self.seed = n, seed
 
     def take(self, cursor: int, count: int) -> list[int]:

@@ -31,8 +31,8 @@ def encoded(tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example], d
     prompts = [encode(tokenizer, example, *options) for example in examples]
     if len({str(example.prompt) for example in examples}) > 1 and len(set(map(tuple, prompts))) == 1:
         raise UserError(
-            "The model's chat template renders every problem to the same prompt: it leaves the message out. Fix it, or set "
-            "--data.raw true."
+            "The model's chat template renders every problem to the same prompt, so it ignores the message. Fix the "
+            "template, or set --data.raw true."
         )
     return prompts
 
@@ -66,7 +66,7 @@ def encode(
         messages = [*before, last | {"content": template.replace(PLACEHOLDER, last["content"])}]
     else:
         why = "data.raw is set" if raw else "the tokenizer has no chat template"
-        raise UserError(f"A prompt is a list of messages, but {why}: write prompts as texts, or use another model.")
+        raise UserError(f"A prompt is a list of messages, but {why}: write prompts as text, or use another model.")
     try:
         with _time_limit(LIMIT_S):
             ids = tokenizer.apply_chat_template(
@@ -78,19 +78,22 @@ def encode(
             )["input_ids"]
     except _TooLong:
         raise UserError(
-            f"The model's chat template took more than {LIMIT_S:g} s for one prompt: fix it, or write texts and set --data.raw true."
+            f"The model's chat template took more than {LIMIT_S:g} s for one prompt: fix the template, or write prompts as "
+            "text and set --data.raw true."
         ) from None
     except Exception as error:  # a template can raise any exception
         raise UserError(
-            f"The model's chat template refuses a prompt ({printable(first_line(error), 200)}): change its messages, or write texts "
-            "and set --data.raw true."
+            f"The model's chat template raised an error for a prompt ({printable(first_line(error), 200)}): change its "
+            "messages, or write prompts as text and set --data.raw true."
         ) from error
     return _not_empty(list(ids) if tokenizer.decode(ids).strip() else [])
 
 
 def _not_empty(ids: list[int]) -> list[int]:
     if not ids:
-        raise UserError("A prompt has no tokens: the tokenizer or its chat template drops everything. Use another model.")
+        raise UserError(
+            "A prompt has no tokens after encoding: the tokenizer or its chat template drops all text. Use another model."
+        )
     return ids
 
 
@@ -98,8 +101,8 @@ def _tell_of_missing_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     name = str(tokenizer.name_or_path).rstrip("/").rpartition("/")[2]
     if CHAT_NAMES.search(name) or CHAT_TOKENS & set(tokenizer.all_special_tokens):
         notice(
-            f"{name} looks like a chat model, but its tokenizer has no chat template: prompts are used as they are. Add "
-            "chat_template.jinja to its folder, or set --data.raw true if that is intended."
+            f"{name} looks like a chat model, but its tokenizer has no chat template: prompts are used verbatim. Add "
+            "chat_template.jinja to its folder, or set --data.raw true if this is intended."
         )
 
 

@@ -56,14 +56,16 @@ def read_rows(source: str) -> list[DataRow]:
     return list(_csv(source, content) if name.removesuffix(".gz").endswith(".csv") else _json_lines(source, content))
 
 
-WHAT_TO_GIVE = f"give a task or the path of a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
+WHAT_TO_GIVE = f"pass a task or the path of a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
 
 
 def _unpacked(source: str, content: bytes) -> bytes:
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{source} is not a whole gzip file ({first_line(error)}): copy or pack it again.") from error
+        raise UserError(
+            f"{source} is an incomplete or damaged gzip file ({first_line(error)}): copy or compress it again."
+        ) from error
 
 
 def _json_lines(source: str, content: bytes) -> Iterator[DataRow]:
@@ -79,25 +81,25 @@ def _json_object(place: str, line: bytes) -> dict[str, Any]:
         text = line.decode()
         row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_named_once)
     except UnicodeDecodeError:
-        refuse(place, "this is not UTF-8 text: unpack or convert the file.")
+        refuse(place, "the line is not UTF-8 text: decompress the file, or convert it to UTF-8.")
     except json.JSONDecodeError as error:
-        refuse(place, f"this is not JSON ({error.msg}, column {error.colno}): write one object per line.")
+        refuse(place, f"the line is not valid JSON ({error.msg}, column {error.colno}): write one object per line.")
     except (ValueError, RecursionError) as error:  # NaN, a repeated key, or thousands of digits or brackets
-        refuse(place, f"this JSON cannot be read ({first_line(error)}): write it in another way.")
+        refuse(place, f"the JSON cannot be parsed ({first_line(error)}): fix the line.")
     if not isinstance(row, dict):
-        refuse(place, f'this is {kind_of(row)}: write an object such as {{"prompt": "1+1=", "answer": "2"}}.')
+        refuse(place, f'the line is {kind_of(row)}: write an object such as {{"prompt": "1+1=", "answer": "2"}}.')
     if "\\u" in text and not _encodable(row):
-        refuse(place, "a \\u escape is half of a character: write both halves, or the character itself.")
+        refuse(place, "a \\u escape is an unpaired surrogate: write both halves of the pair, or the character itself.")
     return row
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")
+    raise ValueError(f"{constant} is not valid in JSON")
 
 
 def _finite(digits: str) -> float:
     if math.isinf(number := float(digits)):
-        raise ValueError(f"{printable(digits, 40)} is larger than any number here")
+        raise ValueError(f"{printable(digits, 40)} is too large for a 64-bit float")
     return number
 
 
@@ -105,7 +107,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(
-            f"an object names {listed(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)} twice"
+            f"an object has duplicate keys {listed(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)}"
         )
     return found
 
@@ -125,10 +127,10 @@ def _csv(source: str, content: bytes) -> Iterator[DataRow]:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        refuse(f"{source}:{line}", "this is not UTF-8 text: convert the file.")
+        refuse(f"{source}:{line}", "the file is not UTF-8 text: convert it to UTF-8.")
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        refuse(f"{source}:{line}", "there is a NUL character: write the file again, as UTF-8 text.")
+        refuse(f"{source}:{line}", "the file contains a NUL character: save it as UTF-8 text.")
     before = csv.field_size_limit(LONGEST_CELL)
     reader, first = csv.reader(io.StringIO(text, newline=""), strict=True), 1
     names: list[str] | None = None
@@ -141,18 +143,27 @@ def _csv(source: str, content: bytes) -> Iterator[DataRow]:
                 names = cells
                 _check_names(place, names)
             elif len(cells) != len(names):
-                refuse(place, f"there are {len(cells)} cells, but {len(names)} columns: quote cells that hold a comma.")
+                refuse(
+                    place,
+                    (
+                        f"the row has {len(cells)} cells, but the header has {len(names)} columns: quote cells that contain a "
+                        "comma."
+                    ),
+                )
             else:
                 yield DataRow(place, {name: cell or None for name, cell in zip(names, cells, strict=True)})
     except csv.Error as error:
-        refuse(f"{source}:{first}", f"this is not CSV ({error}): quote cells that hold a comma, a quote or a line end.")
+        refuse(
+            f"{source}:{first}",
+            f"the row is not valid CSV ({error}): quote cells that contain a comma, a quote or a line break.",
+        )
     finally:
         csv.field_size_limit(before)
 
 
 def _check_names(place: str, names: list[str], where: str = " in the first line") -> None:
     if len(set(names)) < len(names) or not all(name.strip() for name in names):
-        refuse(place, f"the columns are {listed(names)}: give each a name of its own{where}.")
+        refuse(place, f"the column names are {listed(names)}: each column needs a unique name{where}.")
 
 
 def _parquet(source: str, content: bytes) -> Iterator[DataRow]:
@@ -163,7 +174,9 @@ def _parquet(source: str, content: bytes) -> Iterator[DataRow]:
         table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
         table.validate(full=True)
     except Exception as error:  # pyarrow raises many exception types for a damaged file
-        raise UserError(f"{source} is not a whole Parquet file ({first_line(error)}): write it again.") from error
+        raise UserError(
+            f"{source} is an incomplete or damaged Parquet file ({first_line(error)}): copy or write it again."
+        ) from error
     _check_names(source, table.column_names, "")
     columns = [_python_values(source, name, column) for name, column in zip(table.column_names, table.columns, strict=True)]
     for number, cells in enumerate(zip(*columns, strict=True), 1):
@@ -179,7 +192,7 @@ def _python_values(source: str, name: str, column: "ChunkedArray") -> list[Any]:
                 value.as_py()
             except Exception as error:
                 sentence = (
-                    f"{printable(name, 80)} is a {value.type} that cannot be read ({first_line(error)}): write it as a text."
+                    f"{printable(name, 80)} is a {value.type} that cannot be read ({first_line(error)}): store it as text."
                 )
                 refuse(f"{source}, row {number}", sentence)
         raise

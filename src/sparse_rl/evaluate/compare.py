@@ -34,12 +34,12 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
             found += [Setting(name_of(kv), kv)] if kv.policy != "full" else []
         return found
     if twice := sorted({"policy", "budget"} & given.keys()):
-        raise UserError(f"kv.{twice[0]} and --compare both name a cache: write it into --compare, as {FORM}.")
+        raise UserError(f"kv.{twice[0]} and --compare both set a cache: use only --compare, in the form {FORM}.")
     found = [_setting(part.strip(), given) for part in compare.split(",")]
     names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--compare names {name} twice: name it once.")
+            raise UserError(f"--compare lists {name} twice: list it once.")
     return found
 
 
@@ -62,7 +62,7 @@ def _setting(text: str, given: Mapping[str, Any]) -> Setting:
         return full()
     match = re.fullmatch(r"(.+)@(\d+)(?:\+(\d+))?", text)
     if not match or match[1] == "full":
-        raise UserError(f"--compare {text} is no cache: write {FORM}.")
+        raise UserError(f"--compare {text} is not a valid cache: use {FORM}.")
     values = {"interval": quarter(int(match[2])), **given, "policy": match[1], "budget": int(match[2])}
     if match[3]:
         values["interval"] = int(match[3])

@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
     if not console.is_terminal:
         console = Terminal(highlight=False, width=PLAIN_WIDTH)
     if args.json and not args.json.parent.is_dir():  # fail early, because the file is written at the end
-        raise UserError(f"The folder of {args.json} does not exist: make it first.")
+        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     for setting in settings:  # report a misspelt policy before anything is loaded
         from_settings(setting.kv)
     sources = asked_sources(args, data, reward)
@@ -80,7 +80,9 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
         if runner.left:
             runner.go()
         else:
-            console.print(Text(f"All of it is in {work.path} already; --overwrite does it anew."), soft_wrap=True)
+            console.print(
+                Text(f"The evaluation in {work.path} is already complete. --overwrite runs it again."), soft_wrap=True
+            )
         report(args, settings, sources, work, asked, console)
 
 
@@ -89,7 +91,7 @@ def asked_sources(args: argparse.Namespace, data: DataConfig, reward: RewardConf
     names = [name_of(path) for path in paths]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--benchmarks has two that are called {name}: name it once, or rename one of the files.")
+            raise UserError(f"--benchmarks has two entries named {name}: list it once, or rename one of the files.")
     found = []
     for path, name in zip(paths, names, strict=True):
         title, max_tokens, samples = evaluated_as(path)
@@ -112,11 +114,11 @@ def asked_ks(text: str | None, samples: int, name: str) -> tuple[int, ...]:
     if text is None:
         return tuple(sorted({*(2**power for power in range(samples.bit_length())), samples}))
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
-        raise UserError(f"--pass-at {text} is no list of whole numbers: write it like 1,8,32.")
+        raise UserError(f"--pass-at {text} is not a list of integers. Example: 1,8,32.")
     ks = sorted(set(map(int, text.split(","))))
     if ks[-1] > samples:
         raise UserError(
-            f"pass@{ks[-1]} needs {ks[-1]} samples of each problem, and {name} has {samples}: lower --pass-at or set "
+            f"pass@{ks[-1]} needs {ks[-1]} samples per problem, but {name} has {samples}: lower --pass-at or set "
             f"--samples-per-prompt {ks[-1]}."
         )
     return tuple(ks)
@@ -215,7 +217,7 @@ class Runner:
                 for setting, source, missing in self.left:
                     self._benchmark(setting, source, missing, pools[source.reward], watch)
             except KeyboardInterrupt:
-                note = f"What is done is in {self.work.path}: run the same command again to go on."
+                note = f"Finished samples are in {self.work.path}: run the same command again to continue."
                 self.console.print(Text(note), soft_wrap=True)
                 raise
 
@@ -317,7 +319,7 @@ def report(args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource]
         console.print()
         console.print(Text("\n".join(latex_rows(columns))), soft_wrap=True)
     write_json(args, work, asked, [row for _, rows in columns for row in rows])
-    console.print(Text(f"\nEvery sample is in {work.path / 'samples.jsonl'}, the figures are in {work.path / 'results.json'}."),
+    console.print(Text(f"\nEvery sample is in {work.path / 'samples.jsonl'}; the scores are in {work.path / 'results.json'}."),
                   soft_wrap=True)  # fmt: skip
 
 
@@ -327,13 +329,16 @@ def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], co
             if row.score.ungraded:
                 cost = row.score.cost
                 line = (
-                    f"warning: {title}, {row.setting}: {row.score.ungraded} rollouts got no verdict and are not in "
-                    f"{score_name(row.score.samples, are_shares(rows))} ({cost.no_verdict} None, {cost.timeouts} over time, {cost.errors} failed"
-                    f"{f': {cost.first_error}' if cost.first_error else ''})."
+                    f"warning: {title}, {row.setting}: {row.score.ungraded} rollouts got no verdict and are excluded from "
+                    f"{score_name(row.score.samples, are_shares(rows))} ({cost.no_verdict} None, {cost.timeouts} timed "
+                    f"out, {cost.errors} failed{f': {cost.first_error}' if cost.first_error else ''})."
                 )
                 console.print(Text(line, style="yellow"), soft_wrap=True)
             elif row.score.cost.timeouts:
-                line = f"warning: {title}, {row.setting}: {row.score.cost.timeouts} rollouts were over reward.timeout_s and count 0."
+                line = (
+                    f"warning: {title}, {row.setting}: {row.score.cost.timeouts} rollouts exceeded reward.timeout_s and "
+                    "count as 0."
+                )
                 console.print(Text(line, style="yellow"), soft_wrap=True)
 
 

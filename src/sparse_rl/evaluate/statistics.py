@@ -30,9 +30,11 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     samples include a correct one.
     """
     if not 0 <= right <= samples or k < 1:
-        raise ValueError(f"{right} of {samples} right and k = {k} make no sense.")
+        raise ValueError(
+            f"right = {right}, samples = {samples}, k = {k} is invalid: 0 <= right <= samples and k >= 1 are required."
+        )
     if k > samples:
-        raise ValueError(f"pass@{k} needs {k} samples, and there are {samples}.")
+        raise ValueError(f"pass@{k} needs {k} samples, but there are {samples}.")
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 

@@ -51,7 +51,7 @@ class Work:
     def opened(self, asked: dict[str, Any], *, overwrite: bool) -> Iterator[None]:
         """Lock the folder for this process. Raise UserError if it holds other files or an evaluation with other settings."""
         if self.path.exists() and not (self.path.is_dir() and (self._is_evaluation() or self._is_empty())):
-            raise UserError(f"{self.path} exists and is not an evaluation: name another folder with --out.")
+            raise UserError(f"{self.path} exists and is not an evaluation folder: set another --out.")
         was_there = self.path.exists()
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,10 @@ class Work:
             self._lock(lock)
             with self.writing():
                 if backup.recover(self.path, FILES):
-                    notice(f"A killed --overwrite had done no problem yet: the evaluation before it is back in {self.path}.")
+                    notice(
+                        "A previous --overwrite was killed before it finished a problem: the earlier evaluation is "
+                        f"restored in {self.path}."
+                    )
                 if overwrite:
                     backup.move_out(self.path, FILES)
             try:
@@ -113,15 +116,15 @@ class Work:
         except OSError as error:
             reason, remedy = refusal(error, self.path)
             raise UserError(
-                f"The folder {self.path} cannot be written ({reason}): {remedy} and run the same command again, or name another "
-                "with --out."
+                f"The folder {self.path} cannot be written ({reason}): {remedy} and run the same command again, or set "
+                "another --out."
             ) from error
 
     def _lock(self, file: TextIO) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"Another evaluation is at work in {self.path}: wait for it, or name another --out.") from None
+            raise UserError(f"Another evaluation is running in {self.path}: wait for it, or set another --out.") from None
 
     def _is_empty(self) -> bool:
         """Return whether the folder is empty or holds only files of a start that was killed before writing asked.json."""
@@ -148,7 +151,7 @@ class Work:
     def _refuse_if_changed(self, key: str, before: Any, now: Any) -> None:
         if before != now:
             raise UserError(
-                f"{key} is {now} now and was {before} in {self.path}: ask for the same, name another --out, or start anew "
+                f"{key} is {now} now but was {before} in {self.path}: use the same value, set another --out, or start over "
                 "with --overwrite."
             )
 
@@ -161,7 +164,7 @@ class Work:
         rows = [json.loads(line) for line in lines]
         end = rows[-1]["samples_end"] if rows else 0
         if end and (not self.samples.exists() or self.samples.stat().st_size < end):
-            raise UserError(f"{self.samples} has lost what {self.chunks} speaks of: start anew with --overwrite.")
+            raise UserError(f"{self.samples} lacks samples that {self.chunks} lists: start over with --overwrite.")
         with self.samples.open("a+") as file:
             file.truncate(end)
             file.seek(0)

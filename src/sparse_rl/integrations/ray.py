@@ -30,7 +30,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
     except ImportError as error:
         raise UserError("--ray.workers needs Ray: pip install 'sparse-rl[ray]'.") from error
     if config.compare:
-        raise UserError("compare does not run on Ray: pass one --method with --ray.workers.")
+        raise UserError("compare is not supported on Ray: pass one --method with --ray.workers.")
     settings, folder = config.ray, RunFolder(config.run_dir, writes=False)
     refuse_folders([config], config.run_dir, resume=resume, overwrite=overwrite)
     started = not ray.is_initialized()
@@ -87,7 +87,7 @@ def _connect(ray: Any, address: str | None) -> None:
         ray.init(address=address, log_to_driver=True, configure_logging=False)
     except ConnectionError as error:
         raise UserError(
-            f"There is no Ray cluster at {address}: start one with `ray start --head`, or leave --ray.address out."
+            f"No Ray cluster is reachable at {address}: start one with `ray start --head`, or omit --ray.address."
         ) from error
 
 
@@ -99,8 +99,8 @@ def check_resources(nodes: list[dict[str, float]], workers: int, needs: dict[str
         each = " and ".join(f"{count:g} {name}" for name, count in required.items())
         there = "; ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in required) for node in nodes)
         raise UserError(
-            f"ray.workers = {workers} need {each} each, and the nodes of the Ray cluster ({there}) have room for {places}: add "
-            "nodes, or lower --ray.workers or the resources per worker."
+            f"ray.workers = {workers} need {each} each, but the nodes of the Ray cluster ({there}) have room for {places}: "
+            "add nodes, or lower --ray.workers or the resources per worker."
         )
 
 
@@ -111,7 +111,11 @@ def busy_notice(free: dict[str, float], workers: int, needs: dict[str, float]) -
         for name, count in needs.items()
         if free.get(name, 0) < workers * count
     ]
-    return f"The Ray cluster is busy ({' and '.join(short)} are free): the run starts when they all are." if short else None
+    return (
+        f"The Ray cluster is busy ({' and '.join(short)} are free): the run starts when all of them are free."
+        if short
+        else None
+    )
 
 
 def _rank(values: dict[str, Any]) -> None:
@@ -143,5 +147,7 @@ def _sentence(error: BaseException) -> UserError:
     for rank, failure in sorted(failures.items()):
         cause = getattr(failure, "cause", None) or failure.__cause__ or failure
         if not isinstance(cause, RankLost):  # report the cause, not a rank that only noticed it
-            return UserError(f"Rank {rank} failed on Ray ({first_line(cause)}): see the logs of the run and of Ray.")
-    return UserError(f"The ranks failed on Ray ({str(error).strip().splitlines()[-1]}): see the logs of the run and of Ray.")
+            return UserError(f"Rank {rank} failed on Ray ({first_line(cause)}): see the logs of the run and the Ray logs.")
+    return UserError(
+        f"The ranks failed on Ray ({str(error).strip().splitlines()[-1]}): see the logs of the run and the Ray logs."
+    )

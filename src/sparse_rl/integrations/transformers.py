@@ -48,7 +48,7 @@ class BoundedCache(Cache):
     ):
         self.kv = KV(policy=policy, budget=budget, interval=interval, window=window, sinks=sinks, options=options or {})
         if policy == "full":
-            raise UserError("A BoundedCache bounds: for policy full use transformers' own DynamicCache.")
+            raise UserError("BoundedCache does not support policy='full': use transformers' DynamicCache.")
         chosen = from_settings(self.kv)
         super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed))
 
@@ -56,14 +56,14 @@ class BoundedCache(Cache):
     def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
         """Return a cache with the settings in sparse_rl.json, which is stored next to a model's weights in a folder or on the
         hub."""
-        stored, remedy = stored_kv(str(path)), "give them yourself, as in BoundedCache('rkv', budget=512)"
+        stored, remedy = stored_kv(str(path)), "pass KV settings explicitly, as in BoundedCache('rkv', budget=512)"
         if not stored:
             raise UserError(f"{path} has no KV settings (no sparse_rl.json): {remedy}.")
         kv = KV(**stored)
         if kv.policy == "full":
-            raise UserError(f"{path} was trained with a dense cache: use transformers' own DynamicCache, or {remedy}.")
+            raise UserError(f"{path} was trained with a dense cache: use transformers' DynamicCache, or {remedy}.")
         if kv.protect_prompt:
-            raise UserError(f"{path} was trained with protected prompts, which a BoundedCache is not made for: use Engine.")
+            raise UserError(f"{path} was trained with kv.protect_prompt, which BoundedCache does not support: use Engine.")
         return cls(kv.policy, kv.budget, interval=kv.interval, window=kv.window, sinks=kv.sinks, options=kv.options, seed=seed)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -79,15 +79,18 @@ class BoundedCache(Cache):
         return sum(layer.cache.kv_bytes for layer in self.layers if layer.cache is not None)
 
     def crop(self, *args, **kwargs):
-        raise UserError("A BoundedCache cannot be cropped, because evicted tokens are gone: turn assisted decoding off.")
+        raise UserError(
+            "BoundedCache does not support crop, because evicted tokens cannot be restored: disable assisted decoding."
+        )
 
     def batch_repeat_interleave(self, repeats: int):
         raise UserError(
-            "A BoundedCache cannot be repeated: pass num_return_sequences, which repeats the prompts before prefill."
+            "BoundedCache does not support batch_repeat_interleave: pass num_return_sequences, which repeats prompts "
+            "before prefill."
         )
 
     def batch_select_indices(self, indices: Tensor):
-        raise UserError("Rows of a BoundedCache cannot be selected: use greedy search, sampling or beam search.")
+        raise UserError("BoundedCache does not support batch_select_indices: use greedy search, sampling or beam search.")
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -118,7 +121,7 @@ class BoundedLayer(CacheLayerMixin):
             out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT)
         else:
             if real_BT is not None and not bool(real_BT.all()):
-                raise UserError("A BoundedCache takes padding only on the left of the first prompt: pad nothing after it.")
+                raise UserError("BoundedCache supports padding only on the left of the first prompt: remove padding after it.")
             steps = [self._step(queries_BQTD[:, :, t], keys_BHTD[:, :, t], values_BHTD[:, :, t], scale) for t in range(new)]
             out_BQTD = torch.stack(steps, dim=2)
         self.seen += new
@@ -130,9 +133,9 @@ class BoundedLayer(CacheLayerMixin):
         rows, q_heads, total, dim = queries_BQTD.shape
         counts = [total] * rows if real_BT is None else real_BT.sum(dim=-1).tolist()
         if real_BT is not None and not bool((real_BT.long().diff(dim=-1) >= 0).all()):
-            raise UserError("A BoundedCache takes padding only on the left: set tokenizer.padding_side = 'left'.")
+            raise UserError("BoundedCache supports only left padding: set tokenizer.padding_side = 'left'.")
         if min(counts) == 0:
-            raise UserError("A prompt is all padding in the first piece: leave prefill_chunk_size out, or pad less.")
+            raise UserError("The first prefill chunk of a prompt is all padding: omit prefill_chunk_size, or pad less.")
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
         ring = self.kv.window if self.policy.uses_queries else 0
         self.cache = SlotCache(shape, rows, self.kv.capacity, ring, first_layer=self.layer)
@@ -188,7 +191,7 @@ class BoundedLayer(CacheLayerMixin):
         """Do nothing: the cache is allocated at prefill, when the shapes are known."""
 
     def update(self, *args, **kwargs):
-        raise UserError("A BoundedLayer is updated through its BoundedCache.")
+        raise UserError("BoundedLayer.update must not be called directly: call update of its BoundedCache.")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0

@@ -21,15 +21,15 @@ except ImportError:
 def why_not(device: torch.device) -> str | None:
     """Return why kernels do not run on this CUDA device, or None if they do. Launches an empty kernel once."""
     if triton is None:
-        return "Triton is not installed; try pip install triton"
+        return "Triton is not installed: pip install triton"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "its compute capability is below 8.0"
+        return "the GPU's compute capability is below 8.0"
     try:
         with torch.cuda.device(device):
             _nothing[(1,)](torch.zeros(1, device=device))
     except Exception as error:
         reason = str(error).strip().splitlines()
-        return f"Triton cannot compile for it: {reason[0] if reason else type(error).__name__}"
+        return f"Triton cannot compile for this GPU: {reason[0] if reason else type(error).__name__}"
     return None
 
 

@@ -95,8 +95,8 @@ _broken: list[Exception] = []
 def give_up(error: Exception) -> None:
     """Record that FlexAttention cannot be compiled here. `usable` returns False afterwards."""
     warnings.warn(
-        "FlexAttention does not run here, so shadow passes hold a mask of T x T and take longer "
-        f"({type(error).__name__}: {first_line(error)}).",
+        f"FlexAttention is not available, so shadow passes use a dense T x T mask and are slower ({type(error).__name__}: "
+        f"{first_line(error)}).",
         stacklevel=2,
     )
     _broken.append(error)

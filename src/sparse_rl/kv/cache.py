@@ -46,7 +46,7 @@ def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
         total, whose = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
     if needed > total:
         sentence = (
-            f"The KV cache of {slots:,} slots of {capacity:,} tokens takes {needed / 2**30:,.0f} GiB, and {whose} has "
+            f"The KV cache of {slots:,} slots of {capacity:,} tokens takes {needed / 2**30:,.0f} GiB, but {whose} has "
             f"{total / 2**30:,.0f}: lower kv.budget or max_tokens, or the number of slots."
         )
         raise torch.OutOfMemoryError(sentence) if shape.device.type == "cuda" else UserError(sentence)

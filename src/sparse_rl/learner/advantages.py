@@ -58,8 +58,8 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, overlong: int) -> Tensor:
     """
     if overlong > max_tokens:
         raise UserError(
-            f"advantage.overlong = {overlong} exceeds rollout.max_tokens = {max_tokens}: every answer would be too long. "
-            f"Try --advantage.overlong {max_tokens // 4}."
+            f"advantage.overlong = {overlong} exceeds rollout.max_tokens = {max_tokens}, so every answer would be "
+            f"penalized. Try --advantage.overlong {max_tokens // 4}."
         )
     excess_N = (lengths - (max_tokens - overlong)).clamp(min=0, max=overlong)
     return -excess_N / max(overlong, 1)

@@ -22,7 +22,7 @@ class Optimizer:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
         if not self.params:
-            raise UserError("The model has no trainable weights.")
+            raise UserError("The model has no trainable weights: set requires_grad for at least one parameter.")
         self.masters = [self._master(param) for param in self.params]
         decayed = [master for master in self.masters if master.dim() > 1]
         plain = [master for master in self.masters if master.dim() <= 1]
@@ -148,7 +148,9 @@ def checkpointed(model: nn.Module, enabled: bool) -> Iterator[None]:
         yield
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise UserError(f"{type(model).__name__} has no gradient checkpointing: leave optimizer.gradient_checkpointing out.")
+        raise UserError(
+            f"{type(model).__name__} does not support gradient checkpointing: set optimizer.gradient_checkpointing to false."
+        )
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     was = [layer.training for layer in layers]

@@ -42,11 +42,11 @@ def replay(
     tokens and at least one rollout per pass. The model runs in eval mode, without dropout and gradient checkpointing.
     """
     if view not in ("sparse", "dense"):
-        raise UserError(f"view = {view!r} is unknown: use 'sparse' or 'dense'.")
+        raise UserError(f"view = {view!r} is invalid: use 'sparse' or 'dense'.")
     if view == "sparse" and any(rollout.trace is None for rollout in rollouts):
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
     if temperature is not None and temperature < 0:
-        raise UserError(f"temperature = {temperature} must not be negative.")
+        raise UserError(f"temperature = {temperature} is invalid: it must not be negative.")
     _refuse_beyond_table(model, rollouts)
     results: list[Tensor] = []
     with fused_layers(model), eval_mode(model):
@@ -63,7 +63,7 @@ def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) ->
     longest = max((len(rollout.prompt) + len(rollout.response) - 1 for rollout in rollouts), default=0)
     if limits.hard and limits.context is not None and longest > limits.context:
         raise UserError(
-            f"A rollout feeds {longest} tokens, and the model has positions for {limits.context}: replay shorter rollouts."
+            f"A rollout has {longest} tokens, but the model supports {limits.context} positions: replay shorter rollouts."
         )
 
 

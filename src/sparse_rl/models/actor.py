@@ -77,7 +77,7 @@ class Actor:
             with self.peft.disable_adapter():
                 yield self.learner
         else:
-            assert self.frozen is not None, "built without keep_reference"
+            assert self.frozen is not None, "this actor has no reference model: build it with keep_reference=True"
             yield self.frozen
 
 

@@ -51,8 +51,8 @@ class BoundKeys:
 
     def __getattr__(self, name: str):
         raise UserError(
-            "A BoundedCache needs the attention that knows it: call model.set_attn_implementation('sparse_rl') first "
-            "(if you did, this model handles keys in a way of its own and cannot use one)."
+            "BoundedCache needs the sparse_rl attention: call model.set_attn_implementation('sparse_rl') first. If it is "
+            "already set, this model uses custom attention code and is not supported."
         )
 
 
@@ -61,7 +61,10 @@ def attention(module, query, key, value, attention_mask, scaling=None, sparse_vi
     if bound:
         window, tokens = kwargs.get("sliding_window"), key.seen + query.shape[2]
         if window and tokens > window:
-            raise UserError(f"A BoundedCache does not slide: {tokens} tokens pass the model's sliding window of {window}.")
+            raise UserError(
+                f"BoundedCache does not support sliding-window attention: {tokens} tokens exceed the model's sliding "
+                f"window of {window}. Use shorter sequences."
+            )
         sparse_view, key, value = key.view, key.keys_BHTD, key.values_BHTD
     if sparse_view is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -69,9 +72,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, sparse_vi
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} uses {meaning}, which is not supported: use another model.")
     if not bound and (attention_mask is None or attention_mask.dtype != torch.bool or attention_mask.shape != NO_MASK):
-        raise UserError(
-            f"{type(module).__name__} masks attention in a way of its own, which is not supported: use another model."
-        )
+        raise UserError(f"{type(module).__name__} uses a custom attention mask, which is not supported: use another model.")
     if isinstance(sparse_view, AttentionProbe):
         sparse_view.record_call(module, query, key, value, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -83,7 +84,7 @@ UNSUPPORTED = {
     "softcap": "soft-capped logits",
     "s_aux": "learned sinks",
     "position_bias": "a position bias",
-    "block_indices": "sparse attention of its own",
+    "block_indices": "built-in sparse attention",
 }
 
 AttentionInterface.register(NAME, attention)

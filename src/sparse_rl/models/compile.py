@@ -99,7 +99,7 @@ def compiler_errors() -> type[Exception]:
 
 def _give_up(error: Exception) -> None:
     warnings.warn(
-        f"torch.compile does not run here, so the learner is slower ({type(error).__name__}: {first_line(error)}).",
+        f"torch.compile is not available, so the learner is slower ({type(error).__name__}: {first_line(error)}).",
         stacklevel=4,
     )
     _broken.append(error)

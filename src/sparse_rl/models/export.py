@@ -39,4 +39,6 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
     except Exception as error:  # safetensors raises its own error for a full disk
         reason, remedy = refusal(error, folder)
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"The model could not be written to {folder} ({reason}): {remedy} or name another folder.") from error
+        raise UserError(
+            f"The model could not be written to {folder} ({reason}): {remedy} or choose another folder."
+        ) from error

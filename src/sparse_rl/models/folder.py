@@ -29,16 +29,18 @@ def refuse_missing(path: str) -> None:
     """Raise if a path does not exist locally and cannot be a hub id."""
     here = Path(path)
     if "\0" in path or not path.strip():
-        raise UserError(f"model.path = {quoted(path)} is not a model: give a hub id, a folder, a GGUF file, or tiny.")
+        raise UserError(f"model.path = {quoted(path)} is not a model: pass a hub id, a folder, a GGUF file, or tiny.")
     if here.exists():
         if here.is_file() and here.suffix != ".gguf":
-            raise UserError(f"The model {quoted(path)} is a file: give the folder that holds its config.json, or a GGUF file.")
+            raise UserError(
+                f"The model {quoted(path)} is a file: pass the folder that contains its config.json, or a GGUF file."
+            )
         return
     is_path = path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1 or "\\" in path
     if is_path or ("/" in path and here.parent.is_dir()) or path.endswith(".gguf"):
         kind = "file" if path.endswith(".gguf") else "folder"
         where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
-        raise UserError(f"There is no model {kind} {quoted(path, 200)}{where}: give a folder, a GGUF file, a hub id, or tiny.")
+        raise UserError(f"There is no model {kind} {quoted(path, 200)}{where}: pass a folder, a GGUF file, a hub id, or tiny.")
 
 
 def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
@@ -55,7 +57,7 @@ def _check_base(folder: Path, trust_remote_code: bool) -> None:
     """Check the base model of an adapter, which transformers loads first. Does nothing for a hub id."""
     if (folder / "adapter_model.bin").exists():
         raise UserError(
-            f"{folder / 'adapter_model.bin'} is pickled, and a pickle may run code: save the adapter as safetensors."
+            f"{folder / 'adapter_model.bin'} is a pickle file, which can run arbitrary code: save the adapter as safetensors."
         )
     base = _json(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str):
@@ -64,7 +66,7 @@ def _check_base(folder: Path, trust_remote_code: bool) -> None:
         refuse_missing(base)
         if Path(base).is_dir():
             if not (Path(base) / CONFIG).exists() and (Path(base) / ADAPTER).exists():
-                raise UserError(f"{base} is an adapter itself. Merge it into its base first.")
+                raise UserError(f"{base} is itself an adapter. Merge it into its base model first.")
             _check_whole(Path(base), trust_remote_code)
     except UserError as error:
         raise UserError(f"The base model of the adapter {folder} cannot be used: {error}") from error
@@ -79,7 +81,7 @@ def _check_whole(folder: Path, trust_remote_code: bool) -> None:
     for file in _weights(folder):
         for name, dtype in _dtypes(file).items():
             if dtype in WHOLE_NUMBERS and name.endswith("weight") and "quantization_config" not in config:
-                _refuse(file, f"{quoted(name)} holds whole numbers ({dtype})")
+                _refuse(file, f"{quoted(name)} has an integer dtype ({dtype})")
 
 
 def check_tokenizer_folder(path: str) -> None:
@@ -103,7 +105,7 @@ def _config(folder: Path) -> dict[str, Any]:
     if not file.is_file() and (folder / ADAPTER).is_file():
         return {}
     if not file.exists() and not file.is_symlink():
-        raise UserError(f"{folder} is not a model folder (no config.json): give a folder that has one.")
+        raise UserError(f"{folder} is not a model folder (no config.json): pass a folder that contains config.json.")
     return _json(file)
 
 
@@ -128,7 +130,8 @@ def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
     for key, value in _entries(config):
         if key.endswith("_implementation") and isinstance(value, str) and "/" in value:
             raise UserError(
-                f"{folder / CONFIG} asks for code from {quoted(value)} ({key}), which is not run: remove that entry."
+                f"{folder / CONFIG} refers to code in {quoted(value)} ({key}), which sparse-rl does not run: remove this "
+                "entry."
             )
 
 
@@ -140,12 +143,12 @@ def _refuse_unknown(folder: Path, config: dict[str, Any], trust_remote_code: boo
         return
     if own_code:
         raise UserError(
-            f"The model {folder} needs its own code, which is not run: allow it with trust_remote_code if you trust it, or use "
-            "another model."
+            f"The model {folder} needs custom code, which is not run by default: set trust_remote_code if you trust the "
+            "model, or use another model."
         )
     raise UserError(
-        f"{folder / CONFIG} has model_type = {quoted(kind)}, which transformers {__version__} does not know: use another "
-        "model, or a newer transformers."
+        f"{folder / CONFIG} has model_type = {quoted(kind)}, which transformers {__version__} does not support: use "
+        "another model, or a newer version of transformers."
     )
 
 
@@ -176,8 +179,8 @@ def _weights(folder: Path) -> list[Path]:
     pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
     if pickled:
         raise UserError(
-            f"The model {str(folder)!r} has only pickled weights ({pickled[0]}), which may run code when they are read: save it as "
-            "safetensors, in transformers with model.save_pretrained(folder)."
+            f"The model {str(folder)!r} has only pickled weights ({pickled[0]}), which can run arbitrary code: save it as "
+            "safetensors with model.save_pretrained(folder)."
         )
     raise UserError(f"The folder {folder} has no weights (neither {WEIGHTS} nor {INDEX}): copy or download it again.")
 
@@ -185,16 +188,16 @@ def _weights(folder: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     table = _json(index).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-        _refuse(index, "its weight_map does not name a file for each weight")
+        _refuse(index, "its weight_map does not map every weight to a file")
     files = []
     for name in sorted(set(table.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(
-                f"{index} names {quoted(name)}, which is not a safetensors file beside it: a pickle may run code, and other "
+                f"{index} names {quoted(name)}, which is not a safetensors file in the same folder: pickle files and other "
                 "folders are not read. Save the model as safetensors."
             )
         if not (index.parent / name).is_file():
-            _refuse(index, f"it names {quoted(name)}, which is not there")
+            _refuse(index, f"it lists {quoted(name)}, which does not exist")
         files.append(index.parent / name)
     held = {name: {key for key, file in table.items() if file == name} for name in set(table.values())}
     for file in files:
@@ -215,4 +218,4 @@ def _dtypes(file: Path) -> dict[str, str]:
     except UserError:
         raise
     except Exception as error:  # safetensors raises its own errors
-        _refuse(file, f"it is not a whole safetensors file ({first_line(error)})")
+        _refuse(file, f"it is an incomplete or damaged safetensors file ({first_line(error)})")

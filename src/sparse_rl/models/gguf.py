@@ -70,7 +70,7 @@ def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
         return folder
     _need_packages()
     if part == "model":
-        notice(f"Converting {path} to safetensors once, which may take minutes; later starts read {folder}.")
+        notice(f"Converting {path} to safetensors. This may take minutes; later runs reuse {folder}.")
     partial = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -83,8 +83,8 @@ def _cached(path: str, part: str, write: Callable[[Path, Path], None]) -> Path:
         if folder.is_dir():  # another process has finished first
             return folder
         raise UserError(
-            f"{path} could not be converted ({first_line(error)}): give another GGUF file, or a folder with safetensors; the "
-            f"result goes to {cache_root()} (XDG_CACHE_HOME moves it)."
+            f"{path} could not be converted ({first_line(error)}): pass another GGUF file, or a folder with safetensors. "
+            f"Converted files are stored in {cache_root()} (set by XDG_CACHE_HOME)."
         ) from error
     finally:
         if partial:
@@ -103,9 +103,9 @@ def _source(path: str) -> tuple[Path, str]:
         with file.open("rb") as opened:
             magic = opened.read(4)
     except OSError as error:
-        raise UserError(f"The model {path!r} could not be loaded ({error.strerror}): give the path of a GGUF file.") from error
+        raise UserError(f"The model {path!r} could not be loaded ({error.strerror}): pass the path of a GGUF file.") from error
     if magic != b"GGUF":
-        raise UserError(f"{path} is named .gguf but is not a GGUF file: give another.")
+        raise UserError(f"{path} has the suffix .gguf but is not a GGUF file: pass a valid GGUF file.")
     identity = f"{FORMAT}/{file.resolve()}/{stat.st_size}/{stat.st_mtime_ns}"
     return file, hashlib.sha256(identity.encode()).hexdigest()[:16]
 
@@ -172,8 +172,8 @@ def _tensor_types(source: Path) -> dict[str, Any]:
     scaling = [key for key, field in reader.fields.items() if key.endswith("rope.scaling.type") and field.contents() != "none"]
     if scaling or "rope_freqs.weight" in types:
         raise UserError(
-            f"{source} scales its rotary embedding ({(scaling or ['rope_freqs.weight'])[0]}), which transformers does not read "
-            "from a GGUF file: give the model's folder or hub id with safetensors."
+            f"{source} scales its rotary embedding ({(scaling or ['rope_freqs.weight'])[0]}), which transformers does not "
+            "read from a GGUF file: pass a folder or hub id of the model with safetensors."
         )
     return types
 

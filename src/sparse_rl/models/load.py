@@ -36,7 +36,7 @@ def load_model(
     """
     dtype, device = place(dtype, device)
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is unknown: it is one of {', '.join(DTYPES)}.")
+        raise UserError(f"dtype {dtype!r} is invalid: use one of {', '.join(DTYPES)}.")
     folder = str(gguf.model_folder(path)) if gguf.is_gguf(path) else resolve(path)
     check_model_folder(folder, trust_remote_code=trust_remote_code)
     try:
@@ -58,14 +58,16 @@ def load_model(
     except torch.OutOfMemoryError:
         raise  # the device works, so the caller reports settings that would fit
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"Device {device!r} cannot be used ({first_line(error)}): name another, such as cpu.") from error
+        raise UserError(
+            f"Device {device!r} cannot be used ({first_line(error)}): choose another device, such as cpu."
+        ) from error
     _refuse_broken(path, model)
     return model
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
     """Raise if weights are missing or have another shape. transformers would initialize them at random."""
-    for key, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
+    for key, what in (("missing_keys", "lack"), ("mismatched_keys", "have the wrong shape for")):
         names = [name if isinstance(name, str) else name[0] for name in info.get(key) or ()]
         if names:
             raise UserError(
@@ -78,8 +80,8 @@ def _refuse_broken(path: str, model: PreTrainedModel) -> None:
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             raise UserError(
-                f"The weights of {quoted(path, 200)} are damaged: {name} holds values that are not finite. Copy or download them "
-                "again, or go back to a checkpoint that samples."
+                f"The weights of {quoted(path, 200)} are damaged: {name} contains values that are not finite. Copy or "
+                "download them again, or use an earlier checkpoint."
             )
 
 
@@ -87,7 +89,10 @@ def place(dtype: str | None, device: str | None) -> tuple[str, str]:
     """Return (dtype, device), chosen for this machine if not given. Prints a notice if the GPU lacks bfloat16."""
     device = device or ("cuda" if _cuda_works() else "cpu")
     if dtype is None and device.startswith("cuda") and _cuda_works() and not _has_bfloat16():
-        notice(f"{torch.cuda.get_device_name()} has no bfloat16: the model runs in float32, twice as large and slower.")
+        notice(
+            f"{torch.cuda.get_device_name()} does not support bfloat16: the model runs in float32, which is slower and "
+            "needs twice the memory."
+        )
         dtype = "float32"
     return dtype or ("bfloat16" if device.startswith("cuda") else "float32"), device
 
@@ -109,8 +114,8 @@ def _cuda_works() -> bool:
         except (RuntimeError, AssertionError) as error:
             reason = first_line(error)
         notice(
-            f"There is an NVIDIA driver, but torch {torch.__version__} cannot use its GPU ({reason}): running on the CPU. "
-            "Install a driver and a torch that fit each other."
+            f"An NVIDIA driver is installed, but torch {torch.__version__} cannot use the GPU ({reason}): running on the "
+            "CPU. Install compatible versions of the driver and torch."
         )
     return False
 
@@ -155,7 +160,7 @@ def resolve(path: str) -> str:
         return str(TINY)
     close = difflib.get_close_matches(path, ["tiny", *gguf.PACKAGED], n=1, cutoff=0.8)
     if close and not Path(path).is_dir():
-        raise UserError(f"There is no model {path!r}: did you mean {close[0]}?")
+        raise UserError(f"No model is named {path!r}: did you mean {close[0]}?")
     refuse_missing(path)
     return path
 
@@ -175,7 +180,8 @@ def _hub_asked_once(path: str) -> Iterator[None]:
         if why is None:
             raise
         raise MissingResource(
-            f"{UNREACHABLE} for the model {path!r} ({why}), and there is no copy of it on disk: connect, or give a folder."
+            f"{UNREACHABLE} for the model {path!r} ({why}), and the model is not in the local cache: check the network "
+            "connection, or pass a folder."
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = before
@@ -183,6 +189,6 @@ def _hub_asked_once(path: str) -> Iterator[None]:
 
 def _sentence(kind: str, path: str, error: Exception) -> str:
     return (
-        f"The {kind} {path!r} could not be loaded ({printable(first_line(error), 200)}): give a hub id, a folder with a Hugging Face model "
-        "(safetensors), a GGUF file, or tiny."
+        f"The {kind} {path!r} could not be loaded ({printable(first_line(error), 200)}): pass a hub id, a folder with a "
+        "Hugging Face model (safetensors), a GGUF file, or tiny."
     )

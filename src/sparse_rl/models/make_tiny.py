@@ -173,10 +173,10 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, scores: di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the embedded model `tiny` and score it on held-out problems.")
+    parser = argparse.ArgumentParser(description="Train the embedded model `tiny` and score it on held-out problems.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model and score.json to")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights, the training problems, the sampling")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of training, {BATCH} problems each")
+    parser.add_argument("--seed", type=int, default=0, help="seed for initial weights, training problems and sampling")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps, {BATCH} problems each")
     args = parser.parse_args()
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs this for deterministic sums

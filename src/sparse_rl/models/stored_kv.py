@@ -25,11 +25,12 @@ def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
     try:
         stored = dict(json.loads(file.read_text())["kv"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} does not hold KV settings ({error}): write it again with sparse-rl export.") from error
+        raise UserError(f"{file} has no valid KV settings ({error}): write it again with sparse-rl export.") from error
     policy = str(stored.get("policy", ""))
     if chosen_policy is None and ("." in policy or ":" in policy):
         raise UserError(
-            f"{file} names the policy {quoted(policy)}, which would import a module. If you trust it, name it yourself with --kv.policy."
+            f"{file} sets the policy {quoted(policy)}, which would import custom code. If you trust the code, pass the "
+            "policy with --kv.policy."
         )
     return stored
 

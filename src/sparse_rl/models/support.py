@@ -99,7 +99,10 @@ def head_of(model: PreTrainedModel) -> Head:
     """
     layer = model.get_output_embeddings()
     if hasattr(layer, "get_delta_weight"):
-        raise UserError("model.lora.targets names the output head, whose adapter the learner would not train: leave it out.")
+        raise UserError(
+            "model.lora.targets contains the output head, whose adapter the learner cannot train: remove the output head "
+            "from it."
+        )
     bias = getattr(layer, "bias", None)
     scale = _scales.get(model)
     if scale is None:
@@ -121,24 +124,26 @@ def copy_support(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
     if model.config.is_encoder_decoder:
-        raise UserError(f"{kind} is an encoder-decoder: sparse-rl takes decoder-only causal language models.")
+        raise UserError(
+            f"{kind} is an encoder-decoder model, which is not supported: use a decoder-only causal language model."
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             raise UserError(
-                f"{kind} rotates by sequence length (rope_type {parameters['rope_type']}), so cached keys cannot be "
-                "replayed: use a model with default, linear, yarn or llama3 rope."
+                f"{kind} has rotary embeddings that depend on the sequence length (rope_type {parameters['rope_type']}), "
+                "so cached keys cannot be replayed: use a model with default, linear, yarn or llama3 rope."
             )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UserError(f"{kind} shares keys between layers, which a cache per layer cannot hold: use another model.")
+        raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
 def _refuse_by_layers(config, kind: str) -> None:
     other = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
     if other:
         raise UserError(
-            f"{kind} does more than attention over cached keys: it has layers of type {other[0]}, which is not supported. "
-            "Use another model."
+            f"{kind} has layers of type {other[0]}, which are not supported: only attention over cached keys is. Use "
+            "another model."
         )
 
 
@@ -180,8 +185,8 @@ class _Probe(AttentionProbe):
     def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
             raise UserError(
-                f"{type(module).__name__} is not causal (is_causal = False): it looks ahead, so it cannot sample. Use a causal "
-                "language model, or set is_decoder where its config.json has that."
+                f"{type(module).__name__} is not causal (is_causal = False): it attends to later tokens, so it cannot "
+                "sample. Use a causal language model, or set is_decoder if its config.json has that key."
             )
         self.shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
         if kwargs.get("sliding_window"):
@@ -194,13 +199,9 @@ class _Probe(AttentionProbe):
 
     def shape(self, kind: str, layers: int) -> CacheShape:
         if self.last is None:
-            raise UserError(
-                f"{kind} does not compute attention through transformers' attention interface: use a model that does."
-            )
+            raise UserError(f"{kind} does not use transformers' attention interface: use a model that does.")
         if len(self.shapes) > 1:
-            raise UserError(
-                f"{kind} has layers of different head shapes, which one cache tensor cannot hold: use another model."
-            )
+            raise UserError(f"{kind} has layers with different head shapes, which is not supported: use another model.")
         ((q_heads, kv_heads, q_dim, k_dim, v_dim),) = self.shapes
         if not q_dim == k_dim == v_dim:
             raise UserError(
@@ -208,8 +209,8 @@ class _Probe(AttentionProbe):
             )
         if sorted(self.layers) != list(range(layers)):
             raise UserError(
-                f"{kind} calls attention {len(self.layers)} times in {layers} layers, as hybrid models do: "
-                "use a model with attention once in every layer."
+                f"{kind} calls attention {len(self.layers)} times in {layers} layers (a hybrid model, for example), which "
+                "is not supported: use a model with one attention per layer."
             )
         return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
 
@@ -231,7 +232,7 @@ def _scale(model: PreTrainedModel, head: Head) -> float:
     hidden_1D = hidden_states(model, token, position, view, first)
     plain_V = head(hidden_1D)[0].float()
     if not bool(own_V.isfinite().all()):
-        raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
+        raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
     scale = float(own_V @ plain_V / (plain_V @ plain_V))
     scale = 1.0 if abs(scale - 1) < 1e-3 else scale
     factor = 2.0 ** math.ceil(math.log2(LARGE_LOGIT / max(float(own_V.abs().max()), 1e-6)))
@@ -241,8 +242,8 @@ def _scale(model: PreTrainedModel, head: Head) -> float:
     for own, plain in ((own_V, plain_V), (large_V, scaled_V)):
         if not torch.allclose(own, scale * plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
             raise UserError(
-                f"{type(model).__name__} does more to its logits than a product with its head (a soft cap, perhaps), which the "
-                "learner cannot do in chunks: use another model."
+                f"{type(model).__name__} post-processes its logits (e.g. soft-capping). The learner's chunked log-probs "
+                "support only the product of hidden states and LM head: use another model."
             )
     return scale
 

@@ -127,7 +127,7 @@ def _reward(now: Row, past: History, limit: float) -> str | None:
     chance = 3 * past.spread / math.sqrt(_rollouts(now))
     if best - value <= max(limit * abs(best), chance):
         return None
-    return f"reward/mean is {value:.3g}, and was {best:.3g} at its best (limit {limit:.0%} less)"
+    return f"reward/mean is {value:.3g}, down from its best value {best:.3g} (limit {limit:.0%} less)"
 
 
 def _has_fallen(now: Row, past: History) -> bool:
@@ -138,14 +138,17 @@ def _entropy(now: Row, past: History, limit: float) -> str | None:
     value, start = now["policy/entropy"], past.first["policy/entropy"]
     if start <= 0 or value >= limit * start:
         return None
-    return f"policy/entropy is {value:.2g}, {value / start:.0%} of its first {start:.2g} (limit {limit:.0%}): answers become alike"
+    return (
+        f"policy/entropy is {value:.2g}, {value / start:.0%} of its initial value {start:.2g} (limit {limit:.0%}): answers "
+        "are becoming identical"
+    )
 
 
 def _repetition(now: Row, past: History, limit: float) -> str | None:
     value = now["response/repetition"]
     if value <= limit:
         return None
-    return f"response/repetition is {value:.0%} (limit {limit:.0%}): rollouts that only repeat themselves"
+    return f"response/repetition is {value:.0%} (limit {limit:.0%}): these rollouts only repeat themselves"
 
 
 def _truncated(now: Row, past: History, limit: float) -> str | None:
@@ -155,7 +158,10 @@ def _truncated(now: Row, past: History, limit: float) -> str | None:
         return None
     rose = f"{cut} rose from {past.first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more)"
     if fell:
-        return f"{rose} while reward/mean fell from {past.best:.3g} at its best to {now['reward/mean']:.3g}: loops or noise"
+        return (
+            f"{rose} while reward/mean fell from its best value {past.best:.3g} to {now['reward/mean']:.3g}: rollouts loop "
+            "or are noise"
+        )
     return f"{rose}: answers no longer end within rollout.max_tokens, and the reward has not fallen"
 
 
@@ -163,14 +169,20 @@ def _length(now: Row, past: History, limit: float) -> str | None:
     value, start = now["response/mean_tokens"], past.first["response/mean_tokens"]
     if value >= limit * start:
         return None
-    return f"response/mean_tokens is {value:.0f}, {value / start:.0%} of its first {start:.0f} (limit {limit:.0%}): answers shrink"
+    return (
+        f"response/mean_tokens is {value:.0f}, {value / start:.0%} of its initial value {start:.0f} (limit {limit:.0%}): "
+        "answers are getting shorter"
+    )
 
 
 def _grad_norm(now: Row, past: History, limit: float) -> str | None:
     value, usual = now["policy/grad_norm"], statistics.median(past.early)
     if len(past.early) < EARLY or value <= limit * usual:
         return None
-    return f"policy/grad_norm is {value:.3g}, {value / max(usual, 1e-300):.3g} times that of the first {EARLY} steps (limit {limit:g})"
+    return (
+        f"policy/grad_norm is {value:.3g}, {value / max(usual, 1e-300):.3g} times the median of the first {EARLY} steps "
+        f"(limit {limit:g})"
+    )
 
 
 def _xi_p05(now: Row, past: History, limit: float) -> str | None:
@@ -178,8 +190,8 @@ def _xi_p05(now: Row, past: History, limit: float) -> str | None:
     if value >= limit:
         return None
     return (
-        f"sparse/xi_p05 is {value:.2f}, at first {past.first['sparse/xi_p05']:.2f} (limit {limit:g}): to the dense model one token "
-        "in twenty is at most so many times as likely as to the sampler"
+        f"sparse/xi_p05 is {value:.2f}, initially {past.first['sparse/xi_p05']:.2f} (limit {limit:g}): for 5 % of tokens, "
+        f"the ratio of the dense model's probability to the sampler's is at most {value:.2f}"
     )
 
 
@@ -187,7 +199,10 @@ def _rejected(now: Row, past: History, limit: float) -> str | None:
     rate, wasted = now["sparse/rejection_rate"], now["sparse/wasted_tokens"]
     if max(rate, wasted) <= limit:
         return None
-    return f"sparse/rejection_rate is {rate:.0%} and sparse/wasted_tokens {wasted:.0%} (limit {limit:.0%}): sampled but not learned from"
+    return (
+        f"sparse/rejection_rate is {rate:.0%} and sparse/wasted_tokens {wasted:.0%} (limit {limit:.0%}): these rollouts "
+        "and tokens are sampled but not learned from"
+    )
 
 
 def _zero_std_groups(now: Row, past: History, limit: float) -> str | None:
@@ -212,7 +227,10 @@ def _no_verdict(now: Row, past: History, limit: float) -> str | None:
 def _no_update(now: Row, past: History, limit: float) -> str | None:
     if "policy/loss" in now or not now["policy/skipped_updates"] or now["reward/zero_std_groups"] == 1:
         return None
-    return "nothing is learned although rewards differ: every sequence with a signal is rejected, or loss and gradient are not finite"
+    return (
+        "no update was applied although rewards differ: every sequence with a signal was rejected, or loss or gradient "
+        "was not finite"
+    )
 
 
 @dataclass(frozen=True)
@@ -236,59 +254,73 @@ RULES = {
     "reward": Rule(
         ("reward/mean", "reward/std", *COUNTED),
         _reward,
-        "the best checkpoint (export --step best) with a lower optimizer.lr; a larger kv.budget where the mismatch grew; read rollouts first",
+        (
+            "read rollouts first; continue from the best checkpoint (export --step best) with a lower optimizer.lr; raise "
+            "kv.budget if the mismatch grew"
+        ),
     ),
     "entropy": Rule(
         ("policy/entropy",),
         _entropy,
-        "a lower optimizer.lr, a wider upper clip (loss.clip_high 0.28), a small loss.entropy_coef or loss.kl_coef",
+        "lower optimizer.lr, widen the upper clip (loss.clip_high 0.28), or set a small loss.entropy_coef or loss.kl_coef",
     ),
     "repetition": Rule(
-        ("response/repetition",), _repetition, "read them; kv.sinks at 4 and a larger kv.budget, a lower optimizer.lr"
+        ("response/repetition",),
+        _repetition,
+        "read these rollouts; set kv.sinks to 4 and raise kv.budget, or lower optimizer.lr",
     ),
     "truncated": Rule(
         ("response/truncated", "reward/mean"),
         _truncated,
-        "read rollouts: a larger rollout.max_tokens if they need it, another reward if it pays for length, "
-        "else an earlier checkpoint with a lower optimizer.lr or a larger kv.budget",
-        "an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or loss.kl_coef; read rollouts first",
+        "read rollouts: raise rollout.max_tokens if answers need it, or change the reward if it favors length; otherwise "
+        "continue from an earlier checkpoint with a lower optimizer.lr or a larger kv.budget",
+        (
+            "read rollouts first; continue from an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or "
+            "loss.kl_coef"
+        ),
     ),
     "length": Rule(
         ("response/mean_tokens",),
         _length,
-        "read the best-rewarded rollouts: the reward may be met by hardly an answer; a larger kv.budget where long ones are rejected",
+        (
+            "read the rollouts with the highest reward: the reward may accept very short answers; raise kv.budget if long "
+            "answers are rejected"
+        ),
     ),
     "grad_norm": Rule(
         ("policy/grad_norm",),
         _grad_norm,
-        "method sparse_rl in place of naive and a larger kv.budget where sparse/mismatch_k3 grows, too; else a lower optimizer.lr; "
-        "the checkpoints before it are the ones to keep",
+        "if sparse/mismatch_k3 grows too, use method sparse_rl instead of naive and raise kv.budget; otherwise lower "
+        "optimizer.lr; keep the checkpoints from before this step",
     ),
     "xi_p05": Rule(
         ("sparse/xi_p05",),
         _xi_p05,
-        "a larger kv.budget before any correction; if eval pass@1 and pass@1_sparse stay close, a lower alerts.xi_p05",
+        "raise kv.budget before changing the correction; if eval pass@1 and pass@1_sparse stay close, lower alerts.xi_p05",
     ),
     "rejected": Rule(
         ("sparse/rejection_rate", "sparse/wasted_tokens"),
         _rejected,
-        "a larger kv.budget or another kv.policy",
+        "raise kv.budget or use another kv.policy",
     ),
     "zero_std_groups": Rule(
         ("reward/zero_std_groups",),
         _zero_std_groups,
-        "easier or harder problems, partial credit in the reward, more rollout.samples_per_prompt, or loss.name dapo, which draws others",
-        "a lower optimizer.lr, from the start or from the best checkpoint, for these problems were solved before",
+        (
+            "use easier or harder problems, give partial credit in the reward, raise rollout.samples_per_prompt, or set "
+            "loss.name to dapo, which resamples such groups"
+        ),
+        "lower optimizer.lr, from the start or from the best checkpoint: these problems were solved before",
     ),
     "no_verdict": Rule(
         ("reward/no_verdict", "reward/timeouts", "reward/errors", *COUNTED),
         _no_verdict,
-        "reward.log says why; fix the reward, or a longer reward.timeout_s and more reward.workers",
+        "see reward.log for the reason; fix the reward, or raise reward.timeout_s and reward.workers",
     ),
     "no_update": Rule(
         ("policy/skipped_updates", "reward/zero_std_groups", "reward/mean"),
         _no_update,
-        "a larger kv.budget where all are rejected, else a lower optimizer.lr or float32",
+        "if all rollouts are rejected, raise kv.budget; otherwise lower optimizer.lr or use float32",
     ),
 }
 """Rules by the option that holds their limit. `no_update` has no limit."""

@@ -108,7 +108,8 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
     kind = config.get("model_type") or "of no model_type"
     if kind not in PLANNED:
         raise UserError(
-            f"{name} is {kind}, which plan does not support: it supports {', '.join(PLANNED)}. Training runs without a plan."
+            f"{name} is {kind}, which plan does not support: it supports {', '.join(PLANNED)}. Training still works, "
+            "without a plan."
         )
     needed = NEEDED if kind == "llama" else (*NEEDED, "num_key_value_heads")
     if missing := [key for key in needed if not config.get(key)]:
@@ -153,7 +154,7 @@ def read_config(path: str) -> dict[str, Any]:
 def _from_hub(path: str) -> Path:
     shapes = f"a shape ({', '.join(SHAPES)}), a folder, a hub id, tiny or a recipe"
     if path.count("/") != 1 or path.startswith((".", "/")):
-        raise UserError(f"There is no model {path!r} to plan: name {shapes}.")
+        raise UserError(f"No model is named {path!r}: pass {shapes}.")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -163,5 +164,5 @@ def _from_hub(path: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         raise UserError(
             f"{path} cannot be planned: its config.json is neither in the local cache nor on the hub "
-            f"({type(error).__name__}); name {shapes}."
+            f"({type(error).__name__}): pass {shapes}."
         ) from error

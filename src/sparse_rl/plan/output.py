@@ -46,15 +46,15 @@ def parse_size(text: str) -> int:
     """Parse a size such as `24GiB`, `24GB` or `24 GiB`, and return it in bytes."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
     if not found or found[2].lower() not in UNITS:
-        raise UserError(f"{text!r} is not a size: write it with its unit, such as 24GiB or 24GB.")
+        raise UserError(f"{text!r} is not a valid size: use a number and a unit, such as 24GiB or 24GB.")
     return int(float(found[1]) * UNITS[found[2].lower()])
 
 
 def show_plan(config: Config, *, gpu_memory: str | None, gpu_name: str | None, prompt_tokens: int, file: Path | None) -> None:
     if prompt_tokens < 1:
-        raise UserError(f"prompt-tokens = {prompt_tokens} must be at least 1.")
+        raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
     if file and not file.parent.is_dir():
-        raise UserError(f"The folder of {file} does not exist: make it first.")
+        raise UserError(f"The folder of {file} does not exist: create it first.")
     named = find_gpu(gpu_name or "H200")
     total = parse_size(gpu_memory) if gpu_memory else named.memory_bytes
     gpu = named if gpu_name else min(GPUS.values(), key=lambda card: abs(card.memory_bytes - total))
@@ -82,12 +82,13 @@ def wide_console() -> Console:
 
 def headline(plan: Plan, total: int) -> str:
     config, dims = plan.config, plan.dims
-    how = f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "every weight trained"
+    how = f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "all weights trained"
     return (
         f"{config.model.path}: {dims.params / 1e9:.2f} billion parameters in {config.model.dtype}, {how}, optimizer state "
-        f"{config.optimizer.state}; method {config.method}, {plan.slots} slots, prompts of {plan.prompt_tokens} and responses of up to "
-        f"{config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens a micro-batch; {gpus(config)}"
-        f"{gib(total)} GiB{' each' if config.ranks.count > 1 else ''}. All of it computed."
+        f"{config.optimizer.state}; method {config.method}, {plan.slots} slots, prompts of {plan.prompt_tokens} and "
+        f"responses of up to {config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens per "
+        f"micro-batch; {gpus(config)}{gib(total)} GiB{' each' if config.ranks.count > 1 else ''}. All values are computed, "
+        "not measured."
     )
 
 
@@ -142,7 +143,7 @@ def fit_table(plan: Plan) -> Table:
         "peak GiB",
         "in",
         "free GiB",
-        "largest budget at these slots",
+        "largest budget with these slots",
     ):
         table.add_column(heading, justify="left" if heading in ("sampler", "in") else "right")
     for name, arm in arms(plan):
@@ -160,8 +161,8 @@ def fit_table(plan: Plan) -> Table:
 def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
     several = plan.config.ranks.count > 1
     count = f"{plan.config.ranks.count} x " if several else ""
-    speed = f"{count}{gpu.name}{' (assumed: name yours with --gpu)' if assumed else ''}"
-    table = Table(title=f"Step time at best, computed for {speed}, every response of full length", title_justify="left")
+    speed = f"{count}{gpu.name}{' (assumed: set yours with --gpu)' if assumed else ''}"
+    table = Table(title=f"Best-case step time, computed for {speed}, all responses at full length", title_justify="left")
     for heading in (
         "sampler",
         "slots",
@@ -194,9 +195,10 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
 def communication_line(plan: Plan, gpu: GPU) -> str:
     travels, waits = communication(plan), step_time(plan, gpu).exposed_s
     return (
-        f"Each GPU receives {gib(travels.gathered_bytes)} GiB of weights and {gib(travels.reduced_bytes)} GiB of gradients a step "
-        f"(assumed: {NODE_BYTES_PER_S / 1e9:.0f} GB/s within a machine of {NODE_GPUS}, {NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between machines); "
-        f"{waits:,.1f} s of it are not hidden behind the learner's products."
+        f"Each GPU receives {gib(travels.gathered_bytes)} GiB of weights and {gib(travels.reduced_bytes)} GiB of gradients "
+        f"per step (assumed: {NODE_BYTES_PER_S / 1e9:.0f} GB/s within a machine of {NODE_GPUS}, "
+        f"{NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between machines); {waits:,.1f} s of this transfer do not overlap with the "
+        "learner's computation."
     )
 
 
@@ -204,11 +206,11 @@ def verdict(plan: Plan, total: int) -> str:
     peak = f"the peak is {gib(plan.peak_bytes)} GiB, in {plan.fullest.name}"
     if plan.fits:
         return (
-            f"It fits: {peak}; with graphs, allocator and CUDA {gib(plan.needed_bytes + CONTEXT_BYTES)} of {gib(total)} GiB, "
-            f"{gib(plan.free_bytes)} GiB free."
+            f"The run fits: {peak}; with graphs, allocator and CUDA {gib(plan.needed_bytes + CONTEXT_BYTES)} of "
+            f"{gib(total)} GiB, {gib(plan.free_bytes)} GiB free."
         )
-    lacks = f"with graphs, allocator and CUDA {gib(-plan.free_bytes)} GiB too much"
-    return f"It does not fit: {peak}, {lacks}; {sentence(plan)}."
+    lacks = f"with graphs, allocator and CUDA {gib(-plan.free_bytes)} GiB over the limit"
+    return f"The run does not fit: {peak}, {lacks}; {sentence(plan)}."
 
 
 def compact(plan: Plan) -> list[str]:

@@ -30,8 +30,8 @@ def print_recipes() -> None:
     console = wide_console()
     console.print(table)
     console.print(
-        f"Computed: the smallest of {', '.join(CARDS)} that holds the run, the plan's peak on it, and the time of all steps there "
-        "at best, every response of full length, without evaluations.",
+        f"Computed values: the smallest of {', '.join(CARDS)} that fits the run, the predicted memory peak on it, and the "
+        "best-case time of all steps with full-length responses and without evaluations.",
         soft_wrap=True,
         markup=False,
     )

@@ -10,9 +10,7 @@ NAMED = 4
 SAFETY_SHARE = 0.9
 """If memory ran out although the plan fits, a suggestion must reduce the planned memory to this share."""
 
-TOO_LARGE = (
-    "the model is too large for one GPU, and every rank samples from a whole copy: take a smaller model or a larger GPU"
-)
+TOO_LARGE = "the model is too large for one GPU, and every rank samples from a full copy: use a smaller model or a larger GPU"
 
 Edit = tuple[str, dict[str, Any]]
 
@@ -42,8 +40,8 @@ def sentence(plan: Plan, *, ran_out: bool = False) -> str:
     if plan.config.ranks.count > 1 and plan.dims.params * itemsize(plan.config) > (plan.memory_bytes or 0):
         return TOO_LARGE
     if not found:
-        return "by the plan no option makes it fit: take a smaller model or a larger GPU"
-    return f"by the plan it fits with {', or '.join(found)}"
+        return "no option of the plan makes the run fit: use a smaller model or a larger GPU"
+    return f"the plan fits with {', or '.join(found)}"
 
 
 def _together(plan: Plan, edits: list[list[Edit]], limit: int) -> list[str]:

@@ -59,8 +59,8 @@ def find_gpu(name: str) -> GPU:
     if named:
         return max(named, key=lambda gpu: len(gpu.name))
     close = difflib.get_close_matches(name.lower(), GPUS, n=1)
-    hint = f"did you mean {GPUS[close[0]].name}?" if close else f"known are {', '.join(gpu.name for gpu in GPUS.values())}."
-    raise UserError(f"The speed of a GPU {name!r} is not known: {hint}")
+    hint = f"did you mean {GPUS[close[0]].name}?" if close else f"use one of {', '.join(gpu.name for gpu in GPUS.values())}."
+    raise UserError(f"GPU {name!r} is unknown: {hint}")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class ReportSource:
             self._packers[run.path] = Packer(found, run.veto)
         packer = self._packers[run.path]
         if packer.pieces is None and run.rollout_files:
-            run.notes.append("The tokenizer is not on this disk: rollouts are shown as token numbers above their whole text.")
+            run.notes.append("The tokenizer is not on this disk: rollouts are shown as token ids above their full text.")
         return packer
 
     def document(self, *, live: bool = False) -> tuple[dict[str, Any], list[dict[int, RolloutChunk]]]:
@@ -132,7 +132,7 @@ def summary(runs: Sequence[Run]) -> str:
     order = list(LABELS.values())
     judged = sorted(((run.name, verdict(run)) for run in runs), key=lambda pair: order.index(pair[1].label))
     sentences = [f"{name}: {', '.join([each.label, *each.signs[:1]])}." for name, each in judged]
-    more = f" And {len(sentences) - MOST_NAMED} more runs below." if len(sentences) > MOST_NAMED else ""
+    more = f" {len(sentences) - MOST_NAMED} more runs are listed below." if len(sentences) > MOST_NAMED else ""
     return " ".join(sentences[:MOST_NAMED]) + more
 
 

@@ -42,9 +42,7 @@ def write_figures(source: ReportSource, folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError(
-            "Figures are drawn by matplotlib, which is not installed: pip install 'sparse-rl[figures]'."
-        ) from error
+        raise UserError("--figures needs matplotlib: pip install 'sparse-rl[figures]'.") from error
     from matplotlib.figure import Figure
 
     runs, _ = source.runs()
@@ -55,7 +53,7 @@ def write_figures(source: ReportSource, folder: Path) -> list[Path]:
             draw(figure.subplots())
             written += _save(figure, folder, name)
     if not written:
-        raise UserError("There is nothing to draw: none of these runs has written a metric yet.")
+        raise UserError("No figures were written: none of these runs has logged a metric yet.")
     return written
 
 
@@ -67,7 +65,7 @@ def _save(figure: Any, folder: Path, name: str) -> list[Path]:
             figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     except OSError as error:
         raise UserError(
-            f"The figures cannot be written to {folder} ({error.strerror or error}): name another folder with --figures."
+            f"The figures cannot be written to {folder} ({error.strerror or error}): pass another folder with --figures."
         ) from error
     return files
 
@@ -155,7 +153,7 @@ def _time(axes: Any, run: Run) -> None:
     rest = [max(0.0, row["perf/step_s"] - math.fsum(part[place] for part in parts)) for place, row in enumerate(rows)]
     labels = [*(label for label, _ in PHASES), "rest"]
     axes.stackplot([row["step"] for row in rows], *parts, rest, labels=labels, colors=COLOURS, alpha=0.75, linewidth=0)
-    _finish(axes, _label(f"seconds a step, {run.name}"))
+    _finish(axes, _label(f"seconds per step, {run.name}"))
 
 
 def _label(text: str) -> str:

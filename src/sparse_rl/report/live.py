@@ -32,7 +32,9 @@ class LiveReport:
             page.write(self.source, self.run / page.FILE)
         except Exception as error:
             if not self.warned:
-                self.warn(f"The report could not be written ({first_line(error)}); try sparse-rl report {self.run}.")
+                self.warn(
+                    f"The report could not be written ({first_line(error)}). Write it later with sparse-rl report {self.run}."
+                )
             self.warned = True
         ended = time.monotonic()
         self.due = ended + (ended - started) / SHARE

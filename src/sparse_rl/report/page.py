@@ -34,7 +34,7 @@ def write(source: ReportSource, file: Path) -> dict[str, Any]:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise UserError(
-            f"The report {file} cannot be written ({error.strerror or error}): name another place with --out."
+            f"The report {file} cannot be written ({error.strerror or error}): pass another path with --out."
         ) from error
     return document
 

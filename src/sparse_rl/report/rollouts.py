@@ -73,7 +73,7 @@ class Packer:
             if room < 0 and taken:
                 left = len(steps) - place
                 bad.append(
-                    f"{left} of {len(steps)} steps of rollouts are left out to keep the page small: read them with --serve"
+                    f"{left} of {len(steps)} steps of rollouts are omitted to keep the page small: use --serve to read them"
                 )
                 break
             taken[step] = chunk

@@ -80,7 +80,7 @@ def find(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     for path in paths:
         found, what = _runs_in(path)
         if not found:
-            notes.append(f"{printable(str(path))} {what}: pass a run folder, or a folder that holds runs.")
+            notes.append(f"{printable(str(path))} {what}: pass a run folder, or a folder that contains run folders.")
         runs += [each for each in found if each not in runs]
     if not runs:
         raise UserError(" ".join(notes))
@@ -129,7 +129,9 @@ def read(path: Path, name: str) -> Run:
             run.rollout_files[int(number)] = file
     run.rollout_files = dict(sorted(run.rollout_files.items()))
     if not run.rollout_files:
-        run.notes.append("There are no stored rollouts (rollouts/): the run has none yet, or log.rollouts_per_step is 0.")
+        run.notes.append(
+            "The run has no stored rollouts (rollouts/): no step has finished yet, or log.rollouts_per_step is 0."
+        )
     return run
 
 
@@ -138,7 +140,7 @@ def _read_config(run: Run) -> None:
     try:
         stored = tomllib.loads(read_plain(file).decode("utf-8"))
     except FileNotFoundError:
-        run.notes.append("config.toml is missing, so the configuration is not known.")
+        run.notes.append("config.toml is missing, so the configuration is unknown.")
         return
     except (OSError, ValueError, RecursionError) as error:
         run.notes.append(f"config.toml cannot be read ({printable(first_line(error))}).")
@@ -147,7 +149,10 @@ def _read_config(run: Run) -> None:
     try:
         run.settings = Config(**migrated_tables(stored))
     except (UserError, TypeError) as error:
-        run.notes.append(f"config.toml was written by another version, or edited: {printable(first_line(error))}.")
+        run.notes.append(
+            "config.toml is not valid for this version of sparse-rl (another version wrote it, or it was edited): "
+            f"{printable(first_line(error))}."
+        )
 
 
 def _read_metrics(run: Run) -> None:
@@ -165,12 +170,12 @@ def _read_metrics(run: Run) -> None:
     run.rows = [by_step[step] for step in sorted(by_step)]
     if cut:
         bad.pop()
-        run.notes.append("The last line of metrics.jsonl is cut: the run was being written, or was killed.")
+        run.notes.append("The last line of metrics.jsonl is incomplete: the run is still writing it, or was killed.")
     if bad:
         shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
-        run.notes.append(f"metrics.jsonl: {len(bad)} of its lines cannot be read (line {shown}), and are left out.")
+        run.notes.append(f"metrics.jsonl: {len(bad)} line(s) cannot be read (line {shown}) and are skipped.")
     if not run.rows:
-        run.notes.append("There are no metrics yet (metrics.jsonl): nothing can be plotted.")
+        run.notes.append("metrics.jsonl has no metrics yet: nothing can be plotted.")
 
 
 def _read_xi(run: Run) -> None:
@@ -190,9 +195,9 @@ def _read_xi(run: Run) -> None:
             bad += not last
     run.xi = sorted(found.items())
     if not (run.path / "xi.jsonl").exists():
-        run.notes.append("xi.jsonl is missing, so of the ratio ξ only the percentiles in metrics.jsonl are shown.")
+        run.notes.append("xi.jsonl is missing, so only the percentiles of ξ in metrics.jsonl are shown.")
     elif bad:
-        run.notes.append(f"xi.jsonl: {bad} of its lines cannot be read, and are left out.")
+        run.notes.append(f"xi.jsonl: {bad} line(s) cannot be read and are skipped.")
 
 
 def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:

@@ -61,14 +61,16 @@ def make_server(source: ReportSource, port: int) -> ThreadingHTTPServer:
     try:
         server = ThreadingHTTPServer((HOST, port), type("Handler", (Handler,), {"watcher": watcher}))
     except (OSError, OverflowError) as error:
-        raise UserError(f"Port {port} cannot be used ({first_line(error)}): name another with --port.") from error
+        raise UserError(f"Port {port} cannot be used ({first_line(error)}): choose another with --port.") from error
     server.daemon_threads = True
     return server
 
 
 def serve(source: ReportSource, port: int) -> None:
     with make_server(source, port) as server:
-        print(f"Watching at http://{HOST}:{server.server_port}/ (this machine only); end with Ctrl-C.", flush=True)
+        print(
+            f"Serving the report at http://{HOST}:{server.server_port}/ (this machine only). Press Ctrl-C to stop.", flush=True
+        )
         try:
             server.serve_forever()
         except KeyboardInterrupt:

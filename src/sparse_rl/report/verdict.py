@@ -109,7 +109,7 @@ class Curve:
 def verdict(run: Run) -> Verdict:
     reward, entropy = Curve(run, "reward/mean"), Curve(run, "policy/entropy")
     if not run.rows:
-        return Verdict("empty", ["There is nothing to say yet: metrics.jsonl has no lines."])
+        return Verdict("empty", ["No metrics yet: metrics.jsonl is empty."])
     state, why = _state(run, reward, entropy)
     # A rise of entropy is not a sign of failure in a run that learned.
     found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]
@@ -123,7 +123,9 @@ def verdict(run: Run) -> Verdict:
 
 def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
     if len(reward.values) < FEWEST:
-        return "early", f"Too early to say whether it learns or collapses: {len(reward.values)} steps, {FEWEST} are needed."
+        return "early", (
+            f"Too early to judge learning or collapse: the run has {len(reward.values)} steps, and {FEWEST} are needed."
+        )
     step, best = reward.best
     floor = min(0.0, *reward.values)
     fall, sure = best - reward.last, SURE_OF_BEST * reward.error
@@ -132,8 +134,8 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
     crashed = bool(entropy) and entropy.first > 0 and entropy.last < _limit(run, "entropy") * entropy.first
     if crashed and not _gained(run, reward):  # low entropy is expected once a task is solved
         return "collapsed", (
-            f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers become all "
-            "alike, and nothing new is tried."
+            f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers are nearly "
+            "identical, and exploration has stopped."
         )
     if fallen := _held_out_fell(run):
         broke = fallen[-1].mean < _limit(run, "reward") * fallen[0].mean
@@ -149,7 +151,7 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
         if rose and reward.trend <= SURE:
             words = f"the held-out score rose from {rose[0]} to {rose[-1]}"
         alike = f", while the entropy fell from {entropy.first:.3g} to {entropy.last:.3g}" if crashed else ""
-        return "learned", f"Collapse: no. It learned: {words}{alike}."
+        return "learned", f"Collapse: no. The run learned: {words}{alike}."
     return "flat", (
         f"Collapse: no. No clear gain: the mean reward went from {reward.first:.3g} to {reward.last:.3g}, within its noise."
     )
@@ -161,7 +163,7 @@ def _gained(run: Run, reward: Curve) -> bool:
 
 def signs(run: Run) -> list[str]:
     """Return the signs of failure found in the metrics, most important first."""
-    found = ["the sampler's cache was crippled from the start"] if _crippled(run) else []
+    found = ["the sampler's cache was too small from the start"] if _crippled(run) else []
     entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
     if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
         found.append(f"{NOISE} (entropy {entropy.start:.2g} → {entropy.last:.2g})")
@@ -172,18 +174,18 @@ def signs(run: Run) -> list[str]:
     if _drifts(k3):
         found.append(f"sampler and learner drifted apart (mismatch k3 {k3.start:.2g} → {k3.last:.2g})")
     elif p05 and p05.mean < _limit(run, "xi_p05"):
-        found.append(f"sampler and learner were far apart all along (5th percentile of ξ {p05.mean:.2g})")
+        found.append(f"sampler and learner were far apart throughout (5th percentile of ξ {p05.mean:.2g})")
     if cut and cut.last > 0.3 and cut.last > 1.5 * cut.start:
-        found.append(f"answers no longer end ({cut.start:.0%} → {cut.last:.0%} cut off)")
+        found.append(f"answers are truncated more often ({cut.start:.0%} → {cut.last:.0%} cut off)")
     length = Curve(run, "response/mean_tokens")
     if length and length.last < _limit(run, "length") * length.start:
         found.append(f"answers shrank ({length.start:.0f} → {length.last:.0f} tokens)")
     same = Curve(run, "reward/zero_std_groups")
     if same and same.last > _limit(run, "zero_std_groups") and not _skipped(run):  # `_skipped` already reports this
-        found.append(f"{same.last:.0%} of the groups taught nothing, their rewards being equal")
+        found.append(f"{same.last:.0%} of the groups gave no signal because their rewards were equal")
     failed = [Curve(run, f"reward/{name}") for name in ("timeouts", "errors")]
     if any(curve and curve.last > 0 for curve in failed):
-        found.append("the reward itself failed on some rollouts")
+        found.append("the reward function failed on some rollouts")
     return found
 
 
@@ -249,13 +251,13 @@ def _crippled(run: Run) -> list[str]:
         dense = found.get(key.removesuffix("_sparse"), [sparse])[0]
         far = sparse.mean < FAR_BELOW * dense.mean and apart(dense, sparse) < 0
         if far and sparse.step == dense.step == 0:
-            cost.append(f"it scores {sparse} on {_benchmark(key)} where the same weights score {dense} with a dense cache")
+            cost.append(f"the model scores {sparse} on {_benchmark(key)} with this cache and {dense} with a dense cache")
     rejected = Curve(run, "sparse/rejection_rate")
     if rejected and rejected.values[0] > MOST_REJECTED:
         cost.append(f"{rejected.values[0]:.0%} of the rollouts of step {rejected.steps[0]} were rejected")
     if not cost:
         return []
-    return [f"Sampler's cache: crippled from the start, for {_and(cost)}; raise kv.budget before anything else."]
+    return [(f"Sampler's cache: too small from the start ({_and(cost)}). Raise kv.budget before changing anything else.")]
 
 
 def _skipped(run: Run) -> list[str]:
@@ -266,7 +268,7 @@ def _skipped(run: Run) -> list[str]:
     alert = holds.get("zero_std_groups" if equal else "no_update")
     if alert is None or len(idle) < AlertsConfig().steps:
         return []
-    return [f"Updates: skipped since step {idle[-1]['step']:.0f}, because {why}; try {alert.remedy}."]
+    return [f"Updates: skipped since step {idle[-1]['step']:.0f}, because {why}. Try: {alert.remedy}."]
 
 
 def _no_update(row: dict[str, float]) -> bool:
@@ -275,13 +277,13 @@ def _no_update(row: dict[str, float]) -> bool:
 
 def _rewards(run: Run, reward: Curve) -> list[str]:
     if not reward:
-        return ["No training step is written yet."]
+        return ["No training step has been logged yet."]
     planned = f" of {run.planned_steps}" if run.planned_steps and run.last_step < run.planned_steps else ""
     if len(reward.values) < FEWEST:
         return [f"Training reward: {reward.values[-1]:.3g} at step {run.last_step}{planned}."]
     return [
         f"Training reward: {reward.first:.3g} in the first {reward.window} steps, {reward.last:.3g} in the last "
-        f"{reward.window}, {run.last_step} steps{planned} in all."
+        f"{reward.window}, {run.last_step} steps{planned} in total."
     ]
 
 
@@ -307,12 +309,12 @@ def _savings(run: Run) -> list[str]:
     if not saved:
         return []
     most, would = (max(curve.values, default=0.0) for curve in (held, dense))
-    sizes = f" {size(most)} were allocated, dense would have held {size(would)}." if held and dense else ""
+    sizes = f" {size(most)} were allocated; a dense cache would have held {size(would)}." if held and dense else ""
     if saved.mean < 0.005:
-        return [f"Savings: none, every token stayed in the cache.{sizes}"]
+        return [f"Savings: none. Every token stayed in the cache.{sizes}"]
     if held and dense and most > would:
-        sizes += " So no memory was saved: that takes a smaller kv.budget, fewer rollout.slots, or longer answers."
-    return [f"Savings: {saved.mean:.0%} of the tokens a dense cache holds were not held.{sizes}"]
+        sizes += " No memory was saved. Saving memory needs a smaller kv.budget, fewer rollout.slots, or longer answers."
+    return [f"Savings: {saved.mean:.0%} of a dense cache's tokens were not held.{sizes}"]
 
 
 def _mismatch(run: Run) -> list[str]:
@@ -325,7 +327,7 @@ def _mismatch(run: Run) -> list[str]:
         sentences.append(f"Rejection: {rejected.mean:.1%} of rollouts{last}{waste}.")
     if k3 and p05:
         trend = "growing" if _drifts(k3) else "not growing"
-        near = "as good as none" if k3.mean < 1e-6 else f"k3 {k3.mean:.2g}, {trend}"
+        near = "negligible" if k3.mean < 1e-6 else f"k3 {k3.mean:.2g}, {trend}"
         sentences.append(f"Mismatch of sampler and learner: {near}; 19 of 20 tokens have ξ above {_below(p05.mean)}.")
     return sentences
 

@@ -24,7 +24,7 @@ def write_report(args: argparse.Namespace) -> None:
             print(printable(str(file)))
     if args.serve:
         if args.out:
-            raise UserError("--serve writes no file: leave --out or --serve out.")
+            raise UserError("--serve writes no file: omit --out or --serve.")
         from .serve import serve
 
         serve(ReportSource(runs, budget_bytes=SERVED_BYTES), args.port)
@@ -42,7 +42,7 @@ def local(run: str, args: argparse.Namespace) -> Path:
         RunFolder(run, writes=False).recover_if_abandoned()
         return Path(run)
     if args.serve or not (args.out or args.figures):
-        raise UserError(f"{run} is not on this machine: name a file for the page with --out, or a folder with --figures.")
+        raise UserError(f"{run} is on remote storage: pass a local file with --out, or a local folder with --figures.")
     folder = RunFolder(run)
     folder.stored_config()
     folder.pull()

@@ -35,7 +35,7 @@ class InsideAReward(UserError):
 def refuse_inside_a_reward() -> None:
     if INSIDE in os.environ:
         raise InsideAReward(
-            "A reward cannot start a run or an evaluation, and its module does: put what starts one under "
+            "The reward's module starts a run or an evaluation on import, which is not allowed: move that code under "
             'if __name__ == "__main__".'
         )
 
@@ -57,7 +57,8 @@ def find(spec: str) -> Callable[..., Any]:
     where, _, name = spec.rpartition(":" if ":" in spec else ".")
     if not name or (":" in spec and not where) or spec.endswith(".py"):
         raise UserError(
-            f"reward.function = {spec} is not a function name: write it like my_rewards:graded or path/to/rewards.py:graded."
+            f"reward.function = {spec} is not a valid function name: use a form such as my_rewards:graded or "
+            "path/to/rewards.py:graded."
         )
     if not where and name not in BUILT_IN:
         raise UserError(
@@ -70,7 +71,7 @@ def find(spec: str) -> Callable[..., Any]:
     function = getattr(module, name)
     if not callable(function):
         raise UserError(
-            f"reward.function = {spec} is of type {type(function).__name__} and cannot be called: {nearest(name, known)}"
+            f"reward.function = {spec} is of type {type(function).__name__}, which is not callable: {nearest(name, known)}"
         )
     return function
 
@@ -86,8 +87,9 @@ def imported(where: str, spec: str) -> ModuleType:
         if error.name and (where == error.name or where.startswith(f"{error.name}.")):
             here = [module.name for module in pkgutil.iter_modules(["."])]
             raise UserError(
-                f"reward.function = {spec} was not found: no module {error.name} in the current folder or among the installed "
-                f"packages, {nearest(error.name, here, 'name its file, such as path/to/rewards.py:graded.')}"
+                f"reward.function = {spec} was not found: no module {error.name} in the current folder or among the "
+                "installed packages, "
+                f"{nearest(error.name, here, 'pass the path of its file, such as path/to/rewards.py:graded.')}"
             ) from None
         raise UserError(cannot_import(spec, error)) from error
     except BaseException as error:  # the module may call sys.exit
@@ -122,7 +124,7 @@ def public_functions(module: ModuleType) -> list[str]:
 
 def nearest(name: str, known: list[str], otherwise: str = "") -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else otherwise or f"known are {', '.join(sorted(known)) or 'none'}."
+    return f"did you mean {close[0]}?" if close else otherwise or f"use one of {', '.join(sorted(known)) or 'none'}."
 
 
 def underlying_refusal(error: BaseException | None) -> InsideAReward | None:
@@ -135,7 +137,7 @@ def underlying_refusal(error: BaseException | None) -> InsideAReward | None:
 
 
 def cannot_import(spec: str, error: BaseException) -> str:
-    return f"reward.function = {spec} cannot be imported ({one_line(error)}): fix the module, or install what it needs."
+    return f"reward.function = {spec} cannot be imported ({one_line(error)}): fix the module, or install its dependencies."
 
 
 def one_line(error: BaseException) -> str:

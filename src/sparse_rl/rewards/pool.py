@@ -185,9 +185,7 @@ class RewardPool:
             try:
                 worker = Worker(self.function, self.timeout_s, self.log)
             except OSError as error:
-                return (
-                    f"A process for the reward could not be started ({error}): close other programs or lower reward.workers."
-                )
+                return f"A reward process could not be started ({error}): close other programs or lower reward.workers."
             self._workers.append(worker)
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         return None
@@ -220,7 +218,7 @@ class RewardPool:
             ended = self._discard(worker)
             if not ready:
                 return self._no_start(late, ended)
-            outcome = {"late": True} if late else {"error": f"the reward ended its process ({ended})"}
+            outcome = {"late": True} if late else {"error": f"the reward's process exited ({ended})"}
             batch.record(lost, outcome, sure=len(lost) < 2)
         elif worker.retiring and not worker.in_flight:
             self._discard(worker)
@@ -228,8 +226,11 @@ class RewardPool:
 
     def _no_start(self, late: bool, ended: str) -> str:
         if late:
-            return f"reward.function = {self.function} takes over {START_S:.0f} s to import: move slow work into the function."
-        return f"reward.function = {self.function} ends its process ({ended}) when imported: fix its module."
+            return (
+                f"reward.function = {self.function} takes more than {START_S:.0f} s to import: move slow code into the "
+                "function."
+            )
+        return f"reward.function = {self.function} exits its process ({ended}) on import: fix its module."
 
     def _wait(self, timeout_s: float) -> list[Worker]:
         """Return the workers that have sent a message, have exited or are overdue."""
@@ -268,7 +269,7 @@ class GoldCheck:
 
     @property
     def sentence(self) -> str:
-        what = "the first gold" if self.gold is not None else "an empty text, because the data has no answer"
+        what = "the first reference answer" if self.gold is not None else "an empty text (the data has no answer column)"
         return f"The reward fails on {what} ({self.fault}): fix reward.function."
 
 

@@ -37,7 +37,8 @@ def terms(spec: str) -> list[Term]:
     found = []
     if LISTED.match(spec):
         raise UserError(
-            f"reward.function = {spec} is not a sum of rewards: write several like math_answer + 0.2 * my_rewards.py:brief."
+            f"reward.function = {spec} looks like a list: combine rewards with +, e.g. math_answer + 0.2 * "
+            "my_rewards.py:brief."
         )
     for part in PLUS.split(spec):
         weight, function = "1", part.strip()
@@ -49,7 +50,7 @@ def terms(spec: str) -> list[Term]:
             value = math.nan
         if not math.isfinite(value) or not function:
             raise UserError(
-                f"reward.function = {spec} is not a sum of rewards: write it like math_answer + 0.2 * my_rewards.py:brief."
+                f"reward.function = {spec} is not a valid weighted sum. Example: math_answer + 0.2 * my_rewards.py:brief."
             )
         found.append(Term(value, function))
     return found
@@ -65,8 +66,8 @@ def refuse_without_answers(path: str, example: Example, function: str) -> None:
     """Raise UserError before sampling starts if a built-in reward is used and the data has no answers."""
     if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
         raise UserError(
-            f"{path} has no answer for {needy[0]} to grade by, only "
-            f"{', '.join(example.columns) or 'nothing'}: name its column with --data.answer-column, or use another reward."
+            f"{path} has no answer column, which reward {needy[0]} needs (found {', '.join(example.columns) or 'none'}): "
+            "set --data.answer-column, or use another reward."
         )
 
 

@@ -24,9 +24,9 @@ from .stats import Progress
 def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfig) -> None:
     """Run `sparse-rl generate`."""
     if args.samples_per_prompt < 1 or args.slots < 1:
-        raise UserError("samples-per-prompt and slots must both be at least 1.")
+        raise UserError("samples-per-prompt and slots must be at least 1.")
     if not all(prompt.strip() for prompt in args.prompts):
-        raise UserError("A prompt is empty: say something to continue.")
+        raise UserError("A prompt is empty: pass a prompt with text.")
     from_settings(kv)  # report a misspelt policy before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     prompts = encoded(tokenizer, [Example(prompt, None, {}) for prompt in args.prompts], data)
@@ -93,11 +93,11 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     table.add_row("tokens", f"{stats.tokens:,} in {stats.seconds:.1f} s, {stats.tokens_per_s:,.1f} tokens/s")
     table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens")
     held = max(rollout.kv_peak for rollout in rollouts)
-    table.add_row("held at most", f"{held} tokens of a sequence, {size(held * token_bytes)}")
-    table.add_row("dense would hold", f"{longest} tokens, {size(longest * token_bytes)}")
+    table.add_row("peak held", f"{held} tokens of a sequence, {size(held * token_bytes)}")
+    table.add_row("dense cache", f"{longest} tokens, {size(longest * token_bytes)}")
     if stats.compactions:
-        table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's, over all steps")
+        table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's tokens, over all steps")
         table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")
     else:
-        table.add_row("compactions", "none: every sequence fitted")
+        table.add_row("compactions", "none: every sequence fits into the budget")
     return table

@@ -43,13 +43,15 @@ class Engine:
     ):
         self.kv = KV() if kv is None else kv
         if not isinstance(self.kv, KV):
-            raise UserError(f"kv = {kv!r} must be a KV, as in Engine(model, KV(policy='rkv', budget=512)).")
+            raise UserError(f"kv = {kv!r} is invalid: pass a KV, as in Engine(model, KV(policy='rkv', budget=512)).")
         if isinstance(model, str):
-            raise UserError(f"model = {model!r} is a name: load it first, as in Engine(load_model({model!r})).")
+            raise UserError(
+                f"model = {model!r} is a name, not a loaded model: load it first, as in Engine(load_model({model!r}))."
+            )
         self.policy = from_settings(self.kv)
         for name, value in (("slots", slots), ("prefill_tokens", prefill_tokens)):
             if not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} = {value!r} must be a whole number of at least 1.")
+                raise UserError(f"{name} = {value!r} is invalid: it must be an integer of at least 1.")
         self.model, self.slots, self.prefill_tokens = model, slots, prefill_tokens
         before = model.config._attn_implementation
         self.limits = prepare(model)
@@ -91,7 +93,7 @@ class Engine:
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
-            raise UserError("The model's dtype or device changed since the engine was built: build a new Engine.")
+            raise UserError("The model's dtype or device has changed since the Engine was created: create a new Engine.")
         requests = self.request_limits.requests(prompts, samples, sampling, seeds, limits, allow_beyond_context)
 
         def more() -> list[Request]:

@@ -210,7 +210,10 @@ class Generation:
         try:
             self.runner.start(slots, self.sampling)
         except NotCapturable as error:
-            notice(f"The decode step of this model cannot be a CUDA graph ({error}): it runs step by step, and slower.")
+            notice(
+                f"The decode step of this model cannot be captured in a CUDA graph ({error}): decoding runs eagerly and is "
+                "slower."
+            )
             self.runner = EagerRunner(self.model, self.cache)
             self.runner.start(slots, self.sampling)
 
@@ -262,7 +265,7 @@ class Generation:
     def _first_stops(self, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, running: list[bool]) -> list[int]:
         """Return the index of the first stop token in each row, or the row's length if it has none."""
         if not np.isfinite(logprobs_Sn[np.array(running)]).all():
-            raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
+            raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
         stops = np.isin(tokens_Sn, self.stop)
         return np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1]).tolist()
 

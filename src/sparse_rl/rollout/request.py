@@ -44,17 +44,18 @@ class RequestLimits:
         """Return the validated requests, with all samples of a prompt together."""
         prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
         if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
-            raise UserError("Prompts are lists of token ids: encode text with the model's tokenizer first.")
+            raise UserError("Prompts must be lists of token ids: encode text with the model's tokenizer first.")
         if len(prompts) == 0 or samples < 1:
-            raise UserError(f"There is nothing to sample: {len(prompts)} prompts with {samples} samples each.")
+            raise UserError(f"Nothing to sample: {len(prompts)} prompts with {samples} samples each. Both must be at least 1.")
         if seeds is not None and (len(seeds) != len(prompts) * samples or not all(0 <= seed < 2**63 for seed in seeds)):
             raise UserError(
-                f"{len(seeds)} seeds do not fit {len(prompts)} prompts with {samples} samples each: "
-                "give one per rollout, from 0 to 2**63 - 1."
+                f"{len(seeds)} seeds do not match {len(prompts)} prompts with {samples} samples each: pass one seed per "
+                "rollout, from 0 to 2**63 - 1."
             )
         if limits is not None and (len(limits) != len(prompts) * samples or min(limits) < 1):
             raise UserError(
-                f"{len(limits)} limits do not fit {len(prompts)} prompts with {samples} samples each: give one of at least 1 per rollout."
+                f"{len(limits)} limits do not match {len(prompts)} prompts with {samples} samples each: pass one limit of "
+                "at least 1 per rollout."
             )
         for number, prompt in enumerate(prompts):
             self.check_prompt(prompt, sampling, allow_beyond_context, name=f"Prompt {number}")
@@ -74,10 +75,10 @@ class RequestLimits:
         """Raise PromptError if the prompt has invalid token ids or leaves no room for a response."""
         model, tokens = self.model, len(prompt)
         if not tokens:
-            raise PromptError("is empty", "give it at least one token, such as the model's BOS", prompt=name)
+            raise PromptError("is empty", "pass at least one token, such as the model's BOS", prompt=name)
         ids = np.asarray(prompt)
         if ids.ndim != 1:
-            raise PromptError("is nested", "give one flat list of token ids for each prompt", prompt=name)
+            raise PromptError("is nested", "pass one flat list of token ids per prompt", prompt=name)
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= model.vocab:
             wrong = (token for token in prompt if type(token) is not int or not 0 <= token < model.vocab)
             raise PromptError(
@@ -92,15 +93,15 @@ class RequestLimits:
             if limit is not None and tokens + sampling.max_tokens > limit:
                 fits = limit - tokens if limit > tokens else None
                 raise PromptError(
-                    f"has {tokens} tokens and with max_tokens = {sampling.max_tokens} passes the model's {what} of {limit}",
+                    f"has {tokens} tokens, and with max_tokens = {sampling.max_tokens} exceeds the model's {what} of {limit}",
                     f"max_tokens = {fits} fits" if fits else "shorten the prompt",
                     prompt=name,
                     fits=fits,
                 )
         if tokens > self.prefill_tokens:
             raise PromptError(
-                f"has {tokens} tokens, more than one prefill takes ({self.prefill_tokens})",
-                f"build the engine with prefill_tokens = {tokens} or more",
+                f"has {tokens} tokens, more than the limit of one prefill ({self.prefill_tokens})",
+                f"create the Engine with prefill_tokens = {tokens} or more",
                 prompt=name,
             )
         if self.evicts and (error := self.kv.protection_error(tokens)):

@@ -216,7 +216,7 @@ class GraphRunner:
             except Exception as error:
                 if not self.compile:
                     raise
-                notice(f"The decode step could not be compiled ({first_line(error)}): it runs uncompiled, and slower.")
+                notice(f"The decode step could not be compiled ({first_line(error)}): decoding runs uncompiled and is slower.")
                 self.compile = False
         with torch.cuda.stream(self.stream), decoding(self.model, compile=self.compile):
             self._warm_up(slots, sampling)
@@ -257,6 +257,6 @@ def graphs_work_on(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if not usable(device):
-        notice(f"Without Triton on this GPU decoding runs step by step, and slower ({why_not(device)}).")
+        notice(f"Triton is not available on this GPU ({why_not(device)}): decoding runs eagerly and is slower.")
         return False
     return True

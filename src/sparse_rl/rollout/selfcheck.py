@@ -74,13 +74,13 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
             raise
         except Exception as error:
             raise UserError(
-                f"{type(model).__name__} does not run step by step in sparse-rl ({first_line(error)}), so it is not supported: "
+                f"{type(model).__name__} fails when it decodes step by step ({first_line(error)}), so it is not supported: "
                 "use another model."
             ) from error
     if gap is not None:
         raise UserError(
-            f"{type(model).__name__} does more than attention over cached keys: its log-probs differ by up to "
-            f"{gap:.2g} when sampled step by step, so it is not supported; use another model."
+            f"{type(model).__name__} is not supported: its log-probs differ by up to {gap:.2g} between one pass and "
+            "step-by-step decoding, so it depends on more than cached keys. Use another model."
         )
     _passed[model] = place
 
@@ -107,7 +107,7 @@ def _compare(model: PreTrainedModel, limits: AttentionLimits, seed: int, max_gap
     sequences = [torch.randint(min(limits.vocab, ROWS), (min(length, room),), generator=draw).tolist() for length in LENGTHS]
     own = [model(_row(model, tokens), use_cache=False).logits[0].float() for tokens in sequences]
     if not all(bool(each.isfinite().all()) for each in own):
-        raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
+        raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
     spread = float(torch.cat(own).std(dim=-1).mean())
     pairs = [
         *zip(own, _packed(model, sequences), strict=True),

@@ -41,7 +41,8 @@ class Best:
         value = metrics.get(self.metric)
         if value is None and missing:
             self.warn(
-                f"checkpoint.best = {self.metric} is not a metric of step {state.step}: only the last checkpoints are kept."
+                f"checkpoint.best = {self.metric} is not a metric of step {state.step}: no best checkpoint is kept, only "
+                "the latest."
             )
         if value is not None and math.isfinite(value) and value > state.best_value:
             state.best_step, state.best_value = step, value
@@ -52,5 +53,5 @@ class Best:
             return ""
         line = f"The best checkpoint by {self.metric} is step {state.best_step} ({state.best_value:.3g})."
         if not self.held_out:
-            line += f" The last, step {state.step}, has no score yet: no rollouts came after it."
+            line += f" The last checkpoint, step {state.step}, has no score: no rollouts were sampled with its weights."
         return line

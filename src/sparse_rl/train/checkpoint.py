@@ -36,9 +36,9 @@ STATE = "state.json"
 MOST_STATE_BYTES = 2**20
 MOST_COUNT = 2**48
 """Exclusive upper bound for every counter in a checkpoint, such as the step."""
-UNVERIFIED = "The checkpoint of step {step} has no checksums, so damage to it cannot be detected."
-STARTS_AGAIN = "There is no checkpoint to continue from: the run restarts at step 0."
-UNFINISHED = "The checkpoint of step {step} is incomplete (no state.json) and is not used."
+UNVERIFIED = "The checkpoint of step {step} has no checksums, so damage cannot be detected."
+STARTS_AGAIN = "The run has no checkpoint and restarts at step 0."
+UNFINISHED = "The checkpoint of step {step} is incomplete (no state.json) and is ignored."
 T = TypeVar("T")
 
 
@@ -95,7 +95,7 @@ class State:
         ):
             raise ValueError("mean_tokens is not a table of lengths")
         if self.step != step or self.best_step > step:
-            raise ValueError(f"it is that of step {self.step}")
+            raise ValueError(f"it belongs to step {self.step}")
 
 
 def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE) -> Place:
@@ -163,8 +163,9 @@ def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) 
     if not to_come or not disk.total or disk.free >= more:
         return None
     return (
-        f"The disk of {folder.parent} has {gib(disk.free)} GiB left, and checkpoints of {gib(each)} GiB ({at_once} at once) and the "
-        f"model will take {gib(more)} more: free some, lower --checkpoint.keep or raise --checkpoint.every."
+        f"The disk of {folder.parent} has {gib(disk.free)} GiB free, but checkpoints of {gib(each)} GiB ({at_once} at "
+        f"once) and the model need {gib(more)} GiB more: free disk space, lower --checkpoint.keep or raise "
+        "--checkpoint.every."
     )
 
 
@@ -198,7 +199,7 @@ def load_last(
         else:
             return LoadedCheckpoint(state, damaged, unfinished_after(folder, step), verified)
     if damaged:
-        raise UserError(f"{damaged[0]} No other checkpoint is intact: start again with --overwrite, or another --run-dir.")
+        raise UserError(f"{damaged[0]} No other checkpoint is intact: start over with --overwrite, or use another --run-dir.")
     _agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)
     return None
 
@@ -211,8 +212,8 @@ def _clear_begun(folder: Place, reached: float) -> None:
     """
     if lost := [step for step in _begun(folder) if step < reached]:
         raise UserError(
-            f"{folder} has no checkpoint to continue from: {_step_names(lost)} lost state.json. Restore it from a backup, or start "
-            "again with --overwrite or another --run-dir."
+            f"{folder} has no checkpoint to continue from: {_step_names(lost)} lost state.json. Restore it from a backup, "
+            "or start over with --overwrite or another --run-dir."
         )
 
     for step in _begun(folder):
@@ -233,8 +234,8 @@ def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = A
     state, files = checked_state(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
-            f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be resharded for {world.size}: resume "
-            f"with {state.ranks}."
+            f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be resharded for {world.size} ranks: "
+            f"resume with {state.ranks} ranks."
         )
     _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, files, world)
     state.ranks = world.size
@@ -267,7 +268,7 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
             warn(f"warning: {UNVERIFIED.format(step=step)}")
         actor.sync()
         return step
-    others = "There is no other" if len(steps) == 1 else "None of the others is intact"
+    others = "There is no other checkpoint checkpoint" if len(steps) == 1 else "No other checkpoint is intact"
     raise UserError(f"{damaged[0]} {others}.")
 
 
@@ -287,7 +288,7 @@ def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:
     except (ValueError, TypeError, RecursionError) as error:
         raise Damaged(checkpoint, f"{STATE} cannot be used ({first_line(error):.120})") from error
     if files is not None and files.pop(STATE, None) != manifest.entry_of(content):
-        raise Damaged(checkpoint, f"{STATE} is not what was written (its checksum differs)")
+        raise Damaged(checkpoint, f"{STATE} is damaged (checksum mismatch)")
     return state, files
 
 
@@ -321,7 +322,10 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
     index = _agreed(world, lambda: read_index(checkpoint, files))
     for name, tensor in into["weights"].items():
         if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
-            raise UserError(f"{checkpoint} does not fit the model of this run: resume with the model it was trained from.")
+            raise UserError(
+                f"{checkpoint} does not match the model of this run: resume with the model that the checkpoint was trained "
+                "from."
+            )
     reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, Path) else FsspecReader(checkpoint)
     reader.read_metadata = lambda: index  # type: ignore[method-assign, misc]  # torch's read_metadata would unpickle the file
     try:
@@ -334,7 +338,9 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
             raise
         if files is None:  # without checksums this is the only sign of damage
             raise Damaged(checkpoint, f"it cannot be read ({_reason(error)})") from error
-        raise UserError(f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the one before.") from error
+        raise UserError(
+            f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the previous checkpoint."
+        ) from error
 
 
 def read_index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
@@ -346,7 +352,7 @@ def read_index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:
         raise Damaged(checkpoint, f"{metadata.FILE} cannot be used: {first_line(error)}") from error
     named = {place.relative_path for place in index.storage_data.values()}
     if files is not None and not named | {metadata.FILE} <= files.keys():
-        raise Damaged(checkpoint, f"{manifest.FILE} does not have all of its files")
+        raise Damaged(checkpoint, f"{manifest.FILE} does not list all files of the checkpoint")
     return index
 
 
@@ -391,7 +397,7 @@ def best_step(folder: Place) -> int:
             if best >= 0:
                 return best
             break
-    raise UserError(f"{folder} has no checkpoint with a score yet: name one with --step N.")
+    raise UserError(f"{folder} has no checkpoint with a score yet: choose a step with --step N.")
 
 
 def rename_damaged(damaged: Iterable[Damaged]) -> None:

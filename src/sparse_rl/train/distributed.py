@@ -56,8 +56,8 @@ def gpu_of(local_rank: int, gpus: int) -> int:
     """Return the GPU index of a rank. Raise UserError if the machine has fewer GPUs than ranks."""
     if local_rank >= gpus:
         raise UserError(
-            f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} and at least {local_rank + 1} ranks: start at most one per "
-            f"GPU, with --nproc-per-node {gpus}."
+            f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} but at least {local_rank + 1} ranks: start at most one "
+            f"rank per GPU, with --nproc-per-node {gpus}."
         )
     return local_rank
 
@@ -74,8 +74,8 @@ def lost_ranks_named() -> Iterator[None]:
         if not LOST.search(str(error)):  # match the message, because gloo raises a plain RuntimeError
             raise
         raise RankLost(
-            f"Another rank was lost in the middle of a step ({first_line(error)}): see its output; --max-restarts of "
-            "torchrun continues from the last checkpoint."
+            f"Another rank was lost during a step ({first_line(error)}): see the output of that rank. With torchrun "
+            "--max-restarts, the run continues from the last checkpoint."
         ) from error
 
 
@@ -108,7 +108,9 @@ def fresh_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, d
             store = None
         refuse_again(known)
         if time.monotonic() > ends:
-            raise RankLost(f"Not all of the {size} ranks have started (ranks.timeout_s = {timeout.total_seconds():g}).")
+            raise RankLost(
+                f"Not all {size} ranks have started within the time limit (ranks.timeout_s = {timeout.total_seconds():g})."
+            )
         time.sleep(0.1)
 
 
@@ -158,8 +160,8 @@ def refuse_differences(world: World, config: Config) -> None:
         for key in sorted(first.keys() | theirs.keys()):
             if first.get(key) != theirs.get(key):
                 raise UserError(
-                    f"{key} is {theirs.get(key, 'not set')} on rank {rank} and {first.get(key, 'not set')} on rank 0: start "
-                    "every rank from the same installation, recipe and flags."
+                    f"{key} is {theirs.get(key, 'not set')} on rank {rank} and {first.get(key, 'not set')} on rank 0: "
+                    "start all ranks with the same installation, recipe and flags."
                 )
 
 
@@ -174,6 +176,4 @@ def refuse_uneven_groups(world: World, config: Config) -> None:
     if torch.cuda.is_available():
         refuse_too_large(config, torch.cuda.mem_get_info()[1])
     if config.optimizer.state == "offload" and not config.model.lora.rank:
-        raise UserError(
-            "optimizer.state = offload works on one GPU only: leave it out, because several ranks shard the state."
-        )
+        raise UserError("optimizer.state = offload supports only one GPU: remove it. Several ranks shard the optimizer state.")

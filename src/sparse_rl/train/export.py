@@ -22,16 +22,16 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
     config = folder.config()
     steps = checkpoint.steps_in(folder.checkpoints)
     if not steps:
-        raise UserError(f"{run} has no checkpoint to export: let it reach one, or lower checkpoint.every.")
+        raise UserError(f"{run} has no checkpoint to export: wait for the first checkpoint, or lower checkpoint.every.")
     if step == "best":
         step = checkpoint.best_step(folder.checkpoints)
     if step is not None and step not in steps:
         raise UserError(f"{run} has no checkpoint of step {step}: choose one of {', '.join(map(str, steps))}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty: name another folder.")
+        raise UserError(f"{out} exists and is not empty: pass another folder.")
     model, lora = config.model, config.model.lora
     if merge and not lora.rank:
-        raise UserError("The run trained every weight, so there is no adapter to merge: leave --merge out.")
+        raise UserError("The run trained all weights and has no adapter to merge: omit --merge.")
     console = Terminal(soft_wrap=True, highlight=False)
     with no_progress_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
@@ -42,5 +42,5 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
     if step is None and done < config.steps:
-        console.print(f"warning: this is step {done} of {config.steps}: no later checkpoint is there.")
-    console.print(f"Step {done} of {escape(str(run))} is in {escape(str(out))}.")
+        console.print(f"warning: the exported checkpoint is step {done} of {config.steps}: the run has no later checkpoint.")
+    console.print(f"Exported step {done} of {escape(str(run))} to {escape(str(out))}.")

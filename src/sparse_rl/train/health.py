@@ -31,23 +31,23 @@ class Health:
         state.skipped_updates += sum(not each.learned for each in updates)
         if broken:
             self.warn(
-                f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates; they were skipped."
+                f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates, which were skipped."
             )
         quiet = not any(group.has_signal for group in batch.groups)
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
             what = "no group had two different rewards"
-            why = "the problems are too easy or too hard, or the reward does not distinguish answers"
+            why = "the problems are too easy or too hard, or the reward gives all answers the same value"
             if missing := batch.failures:
                 why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
             elif cut := batch.counts["truncated"]:
-                why = f"{cut} of {len(batch.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
+                why = f"{cut} of {len(batch.samples)} rollouts were truncated and not graded; raise rollout.max_tokens"
             elif not all(group.no_signal for group in batch.groups):
-                what = "every answer with a signal was cut off"
-                why = "advantage.mask_truncated leaves them out; raise rollout.max_tokens"
+                what = "every answer with a signal was truncated"
+                why = "advantage.mask_truncated excludes them from the loss; raise rollout.max_tokens"
             learned = any(each.learned for each in updates)  # the length penalty advantage.overlong also gives a signal
-            then = "so only their lengths are learned from" if learned else "so nothing is learned"
+            then = "so only their lengths contribute to the loss" if learned else "so nothing is learned"
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
             self.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
@@ -60,7 +60,7 @@ class Health:
         if skipped >= self.config.optimizer.max_skipped_updates:
             last = checkpoint.latest(self.checkpoints)
             raise UserError(
-                f"{skipped} updates in a row were not finite: lower optimizer.lr or the coefficients of the loss; "
+                f"{skipped} consecutive updates were not finite: lower optimizer.lr or the loss coefficients; "
                 f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
             )
 

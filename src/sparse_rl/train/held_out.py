@@ -73,11 +73,11 @@ class Evaluator:
                 metrics[f"eval/{name}/graded"] = 1.0
             if result.ungraded:
                 self.terminal.warn(
-                    f"{result.ungraded} of {len(examples)} evaluated rollouts got no verdict and are not in {key}."
+                    f"{result.ungraded} of {len(examples)} evaluation rollouts got no verdict and are excluded from {key}."
                 )
             if cost.timeouts and pool.timeout == "zero":
                 self.terminal.warn(
-                    f"{cost.timeouts} of {len(examples)} evaluated rollouts were over time and count 0 in {key}."
+                    f"{cost.timeouts} of {len(examples)} evaluation rollouts timed out and count as 0 in {key}."
                 )
             del engine  # free its cache before the next engine allocates one
         return metrics

@@ -150,7 +150,7 @@ class RunLock:
         raise self._refusal(holder)
 
     def _wait_for_heartbeat(self, holder: Holder | None) -> None:
-        notice(f"{self.run} may be in use ({holder}): waiting {EXPIRES_S:g} s for a heartbeat.")
+        notice(f"{self.run} may be in use by {holder}: waiting {EXPIRES_S:g} s for a heartbeat.")
         before = self._file.read()
         ends = time.monotonic() + EXPIRES_S
         while time.monotonic() < ends:
@@ -161,7 +161,7 @@ class RunLock:
             if now != before:
                 self._file.close()
                 raise self._refusal(now[0])
-        notice(f"{self.run} was in use by {holder}, whose heartbeat stopped; this run takes over.")
+        notice(f"{self.run} was in use by {holder}, whose heartbeat stopped. This run takes over the folder.")
 
     def _is_mine(self) -> bool:
         holder, _ = self._file.read()
@@ -172,7 +172,7 @@ class RunLock:
 
     def _refusal(self, holder: Holder | None) -> UserError:
         return UserError(
-            f"{self.run} is in use by {holder or 'a process that is about to start'}: wait for it, stop it, or name another "
+            f"{self.run} is in use by {holder or 'a process that is about to start'}: wait for it, stop it, or use another "
             "--run-dir."
         )
 

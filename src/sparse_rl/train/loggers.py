@@ -87,6 +87,6 @@ def opened_loggers(folder: Path, config: Config, first_step: int) -> Iterator[li
                     make = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}[name]
                     loggers.append(make(folder, config, first_step))
             except ImportError as error:
-                raise UserError(f"log.to = {name} needs a package: pip install 'sparse-rl[{name}]'.") from error
+                raise UserError(f"log.to = {name} needs an optional package: pip install 'sparse-rl[{name}]'.") from error
             opened.callback(loggers[-1].close)
         yield loggers

@@ -117,7 +117,7 @@ def read_manifest(checkpoint: Place, step: int) -> dict[str, Entry]:
             str(name): {"bytes": int(each["bytes"]), "blake2b": str(each["blake2b"])} for name, each in stored["files"].items()
         }
         if stored["step"] != step or any("/" in name for name in files):
-            raise Damaged(checkpoint, f"{FILE} is that of step {stored['step']!r:.40}")
+            raise Damaged(checkpoint, f"{FILE} belongs to step {stored['step']!r:.40}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         if isinstance(error, UserError):
             raise
@@ -136,11 +136,11 @@ def _verify(checkpoint: Place, name: str, entry: Entry) -> None:
     with _reading(checkpoint, name):
         size = _size(fs, f"{path}/{name}", checkpoint, name)
         if size != entry["bytes"]:
-            raise Damaged(checkpoint, f"{name} has {size:,} bytes, and {entry['bytes']:,} were written")
+            raise Damaged(checkpoint, f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
         with fs.open(f"{path}/{name}", "rb") as file:
             digest = hashlib.file_digest(file, new_hash)
     if digest.hexdigest() != entry["blake2b"]:
-        raise Damaged(checkpoint, f"{name} is not what was written (its checksum differs)")
+        raise Damaged(checkpoint, f"{name} is damaged (checksum mismatch)")
 
 
 def _size(fs: Any, path: str, checkpoint: Place, name: str) -> int:
@@ -164,6 +164,6 @@ def _reading(checkpoint: Place, name: str) -> Iterator[None]:
         if error.errno == errno.ELOOP:
             raise Damaged(checkpoint, f"{name} is a link to itself") from error
         raise UserError(
-            f"{within(checkpoint, name)} cannot be read ({error.strerror or error}): check its permissions and the disk, or remove "
-            f"{checkpoint} to use the one before."
+            f"{within(checkpoint, name)} cannot be read ({error.strerror or error}): check its permissions and the disk, "
+            f"or remove {checkpoint} to use the previous checkpoint."
         ) from error

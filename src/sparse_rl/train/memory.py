@@ -73,9 +73,9 @@ def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
     """Return an error that suggests settings with which the plan fits. Without a plan, suggest settings that usually help."""
     plan = plan or _plan_by_name(config)
     if plan is None:
-        return UserError(f"The GPU's memory does not hold a step of this run: try {', or '.join(_usual(config))}.")
+        return UserError(f"A training step does not fit into the GPU's memory: try {', or '.join(_usual(config))}.")
     return UserError(
-        f"The GPU's memory of {gib(plan.memory_bytes or 0)} GiB does not hold a step of this run, which takes "
+        f"The GPU's memory of {gib(plan.memory_bytes or 0)} GiB is too small for a training step, which needs "
         f"{gib(plan.needed_bytes)} GiB or more: {sentence(plan, ran_out=True)}."
     )
 

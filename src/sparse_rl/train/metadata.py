@@ -47,7 +47,7 @@ def read_index(content: bytes) -> Metadata:
     try:
         return _index(_Unpickler(io.BytesIO(content)).load())
     except MemoryError as error:
-        raise ValueError("it asks for more memory than there is") from error
+        raise ValueError("it needs more memory than is available") from error
     except ValueError:
         raise
     except Exception as error:  # a damaged pickle may raise any type
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if name not in RECORDS.get(module, ()):
-            raise ValueError(f"it names {module}.{name}"[:80] + ", which does not belong in a checkpoint")
+            raise ValueError(f"it refers to {module}.{name}"[:80] + ", which does not belong in a checkpoint")
         return self.classes.setdefault(name, type(name, (_Record,), {}))
 
 
@@ -115,7 +115,7 @@ def _place(record: Any) -> _StorageInfo:
 
 def _made(record: Any, name: str) -> _Record:
     if not isinstance(record, _Record) or type(record).__name__ != name:
-        raise ValueError(f"it has {type(record).__name__} in place of {name}")
+        raise ValueError(f"it has {type(record).__name__} instead of {name}")
     return record
 
 
@@ -133,7 +133,7 @@ def _size(record: Any) -> torch.Size:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"it has {value!r:.40} in place of a count")
+        raise ValueError(f"it has {value!r:.40} instead of a count")
     return value
 
 

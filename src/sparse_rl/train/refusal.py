@@ -111,7 +111,7 @@ class RefusalWatcher(threading.Thread):
             return UserError(self.refusal["message"])
         if self.refusal["final"]:
             return Refused(self.refusal["rank"], self.refusal["message"])
-        return RankLost(f"Rank {self.refusal['rank']} failed ({self.refusal['message']}): see its output.")
+        return RankLost(f"Rank {self.refusal['rank']} failed ({self.refusal['message']}): see the output of that rank.")
 
     def run(self) -> None:
         while not self.check():

@@ -54,7 +54,7 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
     for key in differ:
         if key not in NOTED_OPTIONS and not key.startswith(FREE_OPTIONS):
             raise UserError(
-                f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')} in {name}: resume with the "
+                f"{key} is {now.get(key, 'not set')} now but was {before.get(key, 'not set')} in {name}: resume with the "
                 "same value, or start a new run with another --run-dir."
             )
     return [Change(key, before.get(key), now.get(key)) for key in differ if key in NOTED_OPTIONS]
@@ -84,8 +84,8 @@ def change_notes(changed: Sequence[Change], step: int, config: Config, lr: float
     steps = next((each for each in changed if each.key == "steps"), None)
     if steps and config.optimizer.schedule == "cosine":
         lines.append(
-            f"steps is {steps.now} now and was {steps.before}: the cosine schedule is stretched. Step {step + 1} has the learning "
-            f"rate {lr:.3g}, and the whole is not one run of {steps.now} steps."
+            f"steps is {steps.now} now but was {steps.before}: the cosine schedule is stretched. Step {step + 1} has the "
+            f"learning rate {lr:.3g}, so the result differs from a single run of {steps.now} steps."
         )
     return lines
 
@@ -127,8 +127,8 @@ def refuse_other_problems(source: str, before: dict[str, Any], now: dict[str, An
         return
     remedy = "Restore the file, or start a new run with another --run-dir."
     if before.get("count") != now["count"]:
-        had = f"{now['count']:,} problems now and had {before.get('count'):,} at step {step}"
-        raise UserError(f"{source} has {had}: the run would continue with other problems, in another order. {remedy}")
+        had = f"{now['count']:,} problems now but had {before.get('count'):,} at step {step}"
+        raise UserError(f"{source} has {had}: the run would continue with different problems in a different order. {remedy}")
     raise UserError(
         f"The prompts of {source} differ from those of step {step}: its rows, their order or the chat template changed. {remedy}"
     )
@@ -141,11 +141,11 @@ def other_score(before: dict[str, str], now: dict[str, str], step: int) -> str:
     if not before or not differ:
         return ""
     key = differ[0]
-    what = f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
+    what = f"{key} is {now.get(key, 'not set')} now but was {before.get(key, 'not set')}"
     if key.startswith("the answers of"):
         what = (
             f"{key} or their columns differ from those of step {step}"
             if key in now and key in before
-            else "the problems of the score changed"
+            else "the scored problems changed"
         )
     return f"{what[0].upper() + what[1:]}: scores before and after step {step} cannot be compared, and the best checkpoint is chosen again."

@@ -62,9 +62,9 @@ def dry_run(config: Config) -> None:
     with pool_for(config.reward, config.reward.function_for(config.data.train), workers=workers) as pool:
         if example:
             tried = try_on_gold(pool, example)
-            what = f"first gold: {json.dumps(tried.gold, ensure_ascii=False)}"
+            what = f"first answer: {json.dumps(tried.gold, ensure_ascii=False)}"
             if tried.gold is None:
-                what = "no answer to try the reward with (set --data.answer-column): an empty text"
+                what = "no answer column to test the reward with (set --data.answer-column); empty text"
             console.print(f"{what}, graded {tried.fault or tried.value}", markup=False)
     from ..kv.policies import from_settings  # imported late, because importing torch takes seconds
     from ..models.load import load_tokenizer
@@ -110,11 +110,11 @@ def planned(config: Config) -> str:
     except UserError as error:
         return f"no plan: {error}"
     if not plan.fits:
-        return f"computed: it does not fit on one {gpu.name}, see sparse-rl plan."
+        return f"computed: the run does not fit on one {gpu.name}; see sparse-rl plan."
     step_s = step_time(plan, gpu).total_s
     return (
-        f"computed: one {gpu.name} holds it with {plan.slots} slots, peak {gib(plan.peak_bytes)} GiB; a step of full-length "
-        f"responses takes {duration(step_s)} there at best, all steps {duration(run_s(plan, gpu))}."
+        f"computed: the run fits on one {gpu.name} with {plan.slots} slots, peak {gib(plan.peak_bytes)} GiB; a step of "
+        f"full-length responses takes {duration(step_s)} at best, all steps {duration(run_s(plan, gpu))}."
     )
 
 
@@ -144,7 +144,7 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
-            raise UserError("compare needs a --run-dir on a disk: on shared storage, pass one --method.")
+            raise UserError("compare needs a --run-dir on a local disk: on remote storage, pass one --method.")
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
     for source in filter(None, (config.data.train, config.data.held_out if config.eval.problems else None)):
@@ -193,7 +193,7 @@ def print_end(config: Config, configs: list[Config], console: Console, world: "W
         )
     if config.compare:
         LiveReport(Path(config.run_dir), None, partial(console.print, markup=False)).write()
-        console.print(f"all of them: {escape(str(Path(config.run_dir) / 'report.html'))}", soft_wrap=True)
+        console.print(f"all runs: {escape(str(Path(config.run_dir) / 'report.html'))}", soft_wrap=True)
 
 
 def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwrite: bool) -> None:
@@ -202,8 +202,8 @@ def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwri
         RunFolder(each.run_dir, writes=False).refuse_if_taken(resume=resume, overwrite=overwrite)
     if resume and not any(RunFolder(each.run_dir, writes=False).exists for each in configs):
         raise UserError(
-            f"There is no run in {run_dir} to resume: leave --resume out, or pass its --run-dir, and its recipe if "
-            "that compares methods."
+            f"{run_dir} has no run to resume: omit --resume, or pass the --run-dir of the run. For a comparison, also pass "
+            "its recipe."
         )
 
 

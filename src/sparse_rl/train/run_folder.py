@@ -60,14 +60,16 @@ class RunFolder:
             raise
         except (OSError, ValueError, RecursionError) as error:
             why = first_line(error)
-            raise UserError(f"{self.name}/config.toml cannot be read ({why}): fix it, or name another run.") from error
+            raise UserError(f"{self.name}/config.toml cannot be read ({why}): fix it, or pass another run folder.") from error
 
     def config(self) -> Config:
         """Return the configuration stored in config.toml."""
         try:
             return Config(**self.stored_config())
         except TypeError as error:
-            raise UserError(f"{self.name}/config.toml is not a configuration: fix it, or name another run.") from error
+            raise UserError(
+                f"{self.name}/config.toml is not a valid configuration: fix it, or pass another run folder."
+            ) from error
 
     @property
     def is_free(self) -> bool:
@@ -85,9 +87,9 @@ class RunFolder:
         if self.is_free:
             return
         if not self.exists:
-            raise UserError(f"{self.name} exists and is not a run: name another folder with --run-dir.")
+            raise UserError(f"{self.name} exists and is not a run folder: set another --run-dir.")
         if not (resume or overwrite):
-            raise UserError(f"{self.name} is a run already: use --resume, --overwrite or another --run-dir.")
+            raise UserError(f"{self.name} already contains a run: use --resume, --overwrite or another --run-dir.")
 
     @contextmanager
     def locked(self, launch: str = "") -> Iterator[None]:
@@ -232,15 +234,15 @@ class RunFolder:
             yield
         except OSError as error:
             reason, remedy = refusal(error, self.path)
-            then = "continue with --resume" if self.metrics.exists() else "name another with --run-dir"
+            then = "continue with --resume" if self.metrics.exists() else "set another --run-dir"
             joint = "and" if self.metrics.exists() else "or"
             raise UserError(f"The run folder {self.name} cannot be written ({reason}): {remedy} {joint} {then}.") from error
 
     def _refuse_if_lost(self) -> None:
         if self.lock and self.lock.lost:
             raise UserError(
-                f"{self.name} was taken over by another run, because this one sent no heartbeat for too long: see its lock, "
-                "and continue only one of them with --resume."
+                f"{self.name} was taken over by another run, because this run sent no heartbeat for too long: see the lock "
+                "file, and continue only one of the two runs with --resume."
             )
 
     def _refuse_another_config(self, config: Config) -> None:
@@ -263,7 +265,7 @@ class RunFolder:
                 if file.exists():
                     write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
                 if found.unreadable:
-                    warn(f"{file.name}: {found.unreadable} of its lines cannot be read, and are dropped.")
+                    warn(f"{file.name}: {found.unreadable} line(s) cannot be read and are dropped.")
                 if file == self.metrics and (missing := missing_steps(kept, step)):
                     shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
                     warn(f"{file.name} lacks {len(missing)} steps ({shown}); the run continues without them.")

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-STOPPING = "Stopping after this step; press Ctrl-C again to drop it."
+STOPPING = "Stopping after this step. Press Ctrl-C again to stop now and discard the step."
 
 
 class StopHandler:

@@ -54,17 +54,17 @@ def opened(place: Place) -> tuple[Any, str]:
     try:
         fs, path = fsspec.core.url_to_fs(place)
     except ImportError as error:
-        raise MissingResource(f"{place} needs a package that is not installed: {first_line(error)} (pip install).") from error
-    except Exception as error:  # e.g. an invalid address or an unreachable host
-        raise UserError(
-            f"{place} cannot be a run folder ({first_line(error)}): name a path or an address of fsspec."
+        raise MissingResource(
+            f"{place} needs a package that is not installed ({first_line(error)}): install it with pip."
         ) from error
+    except Exception as error:  # e.g. an invalid address or an unreachable host
+        raise UserError(f"{place} cannot be a run folder ({first_line(error)}): pass a path or an fsspec address.") from error
     if not path.strip("/") or not (path.startswith("/") or "/" in path.strip("/")):
         raise UserError(
-            f"{place} is the root of a storage, not a folder in it: name a folder, such as {place.rstrip('/')}/runs/mine."
+            f"{place} is the root of a storage, not a folder: pass a folder, such as {place.rstrip('/')}/runs/mine."
         )
     if set(path) & set("*?["):  # fsspec expands these characters as glob patterns, even when it deletes files
-        raise UserError(f"{place} cannot be a run folder: leave *, ? and [ out of its name.")
+        raise UserError(f"{place} is not a valid run folder: its name must not contain *, ? or [.")
     return fs, path
 
 
@@ -79,8 +79,8 @@ def storage_errors(place: Place, done: str) -> Iterator[None]:
         if isinstance(place, Path):
             raise
         raise StorageUnavailable(
-            f"{place} cannot be {done} ({first_line(error)}): check the storage and its credentials; continue with "
-            "--resume if the run had begun."
+            f"{place} cannot be {done} ({first_line(error)}): check the storage and its credentials. If the run had "
+            "started, continue with --resume."
         ) from error
 
 
@@ -109,9 +109,9 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a local file. Raise UserError if it is not a regular file or exceeds `most` bytes."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
-        raise UserError(f"{path} is not a file: restore it, or remove it.")
+        raise UserError(f"{path} is not a regular file: restore or remove it.")
     if info.st_size > most:
-        raise UserError(f"{path} has {info.st_size:,} bytes, more than a run writes: restore it, or remove it.")
+        raise UserError(f"{path} has {info.st_size:,} bytes, more than a run writes: restore or remove it.")
     return path.read_bytes()
 
 

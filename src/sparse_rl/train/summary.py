@@ -23,7 +23,7 @@ def print_summary(configs: list[Config], console: Console) -> None:
 
 def summary_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> Table:
     share = are_shares(row for rows in runs for row in rows)
-    title = f"{_held_out(configs, share)}; KV of all rollouts at a time; the rest: means over steps"
+    title = f"{_held_out(configs, share)}; KV: all rollouts that run at once; other columns: means over steps"
     table = Table(title=title, title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("method", "cache") else "right", overflow="fold")
@@ -43,8 +43,8 @@ def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
     if config.method == "dense" or allocated <= dense:
         return None
     return (
-        f"{config.method}: no memory was saved. Each slot has room for kv.budget + kv.interval = {config.kv.capacity:,} tokens, more "
-        "than the sequences held at a time. Lower kv.budget (docs/choosing-a-budget.md)."
+        f"{config.method}: no memory was saved. Each slot has room for kv.budget + kv.interval = {config.kv.capacity:,} "
+        "tokens, more than the sequences held at once. Lower kv.budget (docs/choosing-a-budget.md)."
     )
 
 

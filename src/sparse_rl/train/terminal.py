@@ -130,7 +130,7 @@ class RunTerminal:
         self._print(f"warning: {text}", "yellow")
 
     def _alert(self, alert: Alert) -> None:
-        self._print(f"alert, step {alert.step}: {alert.sentence}. Try {alert.remedy}.", "bold yellow")
+        self._print(f"alert, step {alert.step}: {alert.sentence}. Try: {alert.remedy}.", "bold yellow")
 
     # Display
 

@@ -107,7 +107,7 @@ class Trainer:
         self.best.saved(step)
         self.terminal.resume_at(step)
         if step > steps:
-            raise UserError(f"{self.folder.name} is already at step {step}, past steps = {steps}: raise --steps.")
+            raise UserError(f"{self.folder.name} is already at step {step}, beyond steps = {steps}: raise --steps.")
         for damaged in last.damaged:
             self.terminal.warn(
                 f"{damaged} The run continues from step {step}; the damaged checkpoint is renamed to damaged-step-N."
@@ -150,9 +150,7 @@ class Trainer:
                         with suppress(UserError):  # raise the error of the evaluation, not of the save
                             self._log(metrics)
                             self._save(metrics, last=last)
-                            self.terminal.note(
-                                f"The evaluation failed; step {step} is saved, and --resume continues after it."
-                            )
+                            self.terminal.note(f"The evaluation failed. Step {step} is saved: continue with --resume.")
                     raise
             self._log(metrics)
             self.health.stop_if_not_finite()
@@ -251,7 +249,7 @@ class Trainer:
             most = self.engine.most_prompt_tokens(sampling)
             if places and min(map(len, prompts)) <= most < len(longest):
                 longer = f"{sum(len(prompt) > most for prompt in prompts):,} of {len(prompts):,} problems"
-                fix = f"{fix}, or leave {longer} out with --data.max-prompt-tokens {most}"
+                fix = f"{fix}, or skip {longer} with --data.max-prompt-tokens {most}"
             raise error.named(f"Problem {(places[at] if places else at) + 1} of {source}", fix) from None
         return longest
 
@@ -290,7 +288,7 @@ class Trainer:
             if last and on_disk and self.world.is_main:  # the model is smaller than a checkpoint and may fit
                 with suppress(UserError):
                     self._write_model()
-                    self.terminal.note(f"The trained model is in {self.folder.model}; its last checkpoint was not written.")
+                    self.terminal.note(f"The trained model is in {self.folder.model}; the last checkpoint was not written.")
             raise
         self.best.saved(self.state.step)
         if self.world.is_main:

@@ -39,12 +39,14 @@ def from_settings(kv: KV) -> Policy:
     """Return the policy named in the `kv` section, with its window, sinks and options."""
     for name in ("window", "sinks"):
         if name in kv.options:
-            raise UserError(f"kv.options has {name}, which is an option of its own: set kv.{name} = {kv.options[name]}.")
+            raise UserError(
+                f"kv.options must not contain {name}, which is a separate option: set kv.{name} = {kv.options[name]}."
+            )
     forced = {} if kv.policy == "full" else {"window": kv.window, "sinks": kv.sinks}
     policy = get(kv.policy, **forced, **kv.options)
     if kv.protect_prompt and "protected" not in signature(policy.select).parameters:
         raise UserError(
-            f"Policy {kv.policy} has a select() without `protected`, which kv.protect_prompt needs: add that argument."
+            f"Policy {kv.policy} does not support kv.protect_prompt: add the argument `protected` to its select()."
         )
     return policy
 
@@ -64,10 +66,10 @@ def get(name: str, **options) -> Policy:
     try:
         policy = make(**options)
     except (TypeError, ValueError) as error:
-        raise UserError(f"Policy {name} refused its options: {error}") from error
+        raise UserError(f"Policy {name} rejected its options: {error}") from error
     if not isinstance(policy, Policy):
         raise UserError(
-            f"{name} makes a {type(policy).__name__}, which is no policy: derive it from sparse_rl.kv.policies.Policy."
+            f"{name} returns a {type(policy).__name__}, which is not a policy: derive it from sparse_rl.kv.policies.Policy."
         )
     return policy
 
@@ -82,8 +84,8 @@ def find(name: str) -> Callable[..., Policy]:
         return _load_dotted(name)
     known = [*POLICIES, *registered]
     raise UserError(
-        f"Unknown KV policy {name!r}{_nearest(name, known)}; known are {', '.join(known)}, "
-        "or the dotted path of your own class."
+        f"Unknown KV policy {name!r}{_nearest(name, known)}: use one of {', '.join(known)}, or package.module:ClassName of "
+        "your own class."
     )
 
 

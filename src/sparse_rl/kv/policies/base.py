@@ -50,9 +50,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.window < 0 or self.sinks < 0:
-            raise ValueError(f"window = {self.window} and sinks = {self.sinks} must not be negative.")
+            raise ValueError(f"window = {self.window} and sinks = {self.sinks} are invalid: they must not be negative.")
         if self.uses_queries and self.window < 1:
-            raise ValueError(f"{type(self).__name__} scores with the queries of the window: set window to 1 or more.")
+            raise ValueError(f"{type(self).__name__} scores keys with the queries of the window: set window to at least 1.")
 
     def scores(
         self,
@@ -64,7 +64,7 @@ class Policy:
         positions: Tensor | None = None,
     ) -> Tensor:
         """Return float scores [B, H, n] of the first n >= T - window keys. The keys with the highest scores are kept."""
-        raise TypeError(f"{type(self).__name__} defines no scores().")
+        raise TypeError(f"{type(self).__name__} must define scores().")
 
     def select(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def check_kernel(kernel: int) -> None:
     if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"kernel = {kernel!r} must be an odd number of tokens, such as 7.")
+        raise ValueError(f"kernel = {kernel!r} is invalid: it must be a positive odd number of tokens, such as 7.")
 
 
 def pool(scores_BHn: Tensor, kernel: int, kind: str) -> Tensor:

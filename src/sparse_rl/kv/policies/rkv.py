@@ -28,9 +28,9 @@ class RKV(Policy):
         super().__post_init__()
         check_kernel(self.kernel)
         if not 0 <= self.mix <= 1:
-            raise ValueError(f"mix = {self.mix} must lie between 0 and 1.")
+            raise ValueError(f"mix = {self.mix} is invalid: it must be between 0 and 1.")
         if not -1 <= self.threshold <= 1:
-            raise ValueError(f"threshold = {self.threshold} is a cosine and must lie between -1 and 1.")
+            raise ValueError(f"threshold = {self.threshold} is invalid: a cosine must be between -1 and 1.")
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         importance_BHn = pool(decode_importance(queries, keys), self.kernel, "max")

@@ -29,7 +29,10 @@ class SnapKV(Policy):
         super().__post_init__()
         check_kernel(self.kernel)
         if self.form not in ("decode", "prefill") or self.pool not in ("max", "avg"):
-            raise ValueError(f"snapkv knows form = decode or prefill and pool = max or avg, not {self.form}, {self.pool}.")
+            raise ValueError(
+                f"snapkv form = {self.form}, pool = {self.pool} is invalid: form must be decode or prefill, and pool must "
+                "be max or avg."
+            )
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         if self.form == "decode":

@@ -19,6 +19,6 @@ def get(name: str) -> PolicyLoss:
     """Return the policy loss with this name."""
     if name not in LOSSES:
         close = difflib.get_close_matches(name, LOSSES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(LOSSES)}."
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(LOSSES)}."
         raise UserError(f"Unknown loss {name!r}: {hint}")
     return LOSSES[name]
