@@ -182,7 +182,7 @@ def test_options_replace_values_of_the_preset_in_force():
         ({"high": 0}, "correction.high = 0 is invalid"),
         ({"opsm": -0.1}, "correction.opsm = -0.1 is invalid"),
         ({"low": 0.5}, "set correction.drop to token, sequence or mean"),
-        ({"drop": "token"}, "set correction.low or high"),
+        ({"drop": "token"}, "set correction.low or correction.high"),
         ({"drop": "token", "low": 2, "high": 1}, "low must be below high"),
         ({"preset": "none", "cap": 2}, "set correction.weight to token"),
     ],
