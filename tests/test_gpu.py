@@ -291,4 +291,4 @@ def test_a_long_window_and_a_model_that_asks_the_host(capsys):
     layer.forward = lambda *args, **kwargs: (float(args[0].sum()), forward(*args, **kwargs))[1]
     engine = Engine(model, KV(policy="rkv", **SMALL), slots=4)
     assert gap(model, engine.generate(PROMPTS, 2, Sampling(max_tokens=60, stop=()))) < 1e-3
-    assert not engine.use_graphs and "cannot be a CUDA graph" in capsys.readouterr().err
+    assert not engine.use_graphs and "cannot be captured in a CUDA graph" in capsys.readouterr().err

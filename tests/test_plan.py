@@ -319,7 +319,7 @@ def test_gpus_are_known_by_what_their_drivers_say(name, known):
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA A10G", "Tesla T4"])
 def test_a_gpu_is_not_taken_for_one_with_a_similar_name(name):
-    with pytest.raises(UserError, match="is not known"):
+    with pytest.raises(UserError, match="is unknown"):
         find_gpu(name)
 
 

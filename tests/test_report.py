@@ -243,7 +243,7 @@ def test_reading_runs_loads_no_torch(looked_at, tmp_path):
                 "3.0 MiB were allocated; a dense cache would have held 2.0 MiB. No memory was saved. Saving memory needs a smaller kv.budget, fewer rollout.slots, or longer answers."
             ],
         ),
-        (curve([0.1, 0.2]), "early", ["Too early to say"]),
+        (curve([0.1, 0.2]), "early", ["Too early to judge"]),
         ([], "empty", ["No metrics yet: metrics.jsonl is empty."]),
         (
             [{"step": 0, "eval/a/pass@1": 0.5, "eval/a/pass@1_low": 0.4, "eval/a/pass@1_high": 0.6}],

@@ -138,7 +138,7 @@ def test_bad_addresses_are_said_in_a_sentence(world, bucket, flags, sentence, ca
     ("words", "sentence"),
     [
         (["runs/taken"], " is on remote storage: pass a local file with --out, or a local folder with --figures."),
-        (["runs/taken", "--serve"], "is not on this machine"),
+        (["runs/taken", "--serve"], "is on remote storage"),
         (["runs/none", "--out", "page.html"], "s3://shared/runs/none is not a run folder (no config.toml)"),
     ],
 )
