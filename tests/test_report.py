@@ -283,7 +283,7 @@ def test_a_sampler_that_was_crippled_from_the_start_is_said_with_figures(tmp_pat
     assert (
         "Sampler's cache: too small from the start (the model scores 10.0% [5.0%, 15.0%] on sums with this cache and 40.0% [35.0%, 45.0%] with a dense cache and 75% of the rollouts of step 1 were rejected). Raise kv.budget before changing anything else."
     ) in both.sentences
-    assert "for 75% of the rollouts" in " ".join(judged("rejected", 0.38, 0.75).sentences)
+    assert "(75% of the rollouts" in " ".join(judged("rejected", 0.38, 0.75).sentences)
     assert "crippled" not in " ".join(judged("fine", 0.33, 0.4).sentences)
 
 

@@ -27,8 +27,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "eval/<benchmark>/pass@1_sparse_high": INTERVAL,
     },
     "Are sampler and learner close?": {
-        "sparse/mismatch_k1": "k1 estimate of the KL divergence between the sampler and the dense model. If it grows, raise kv.budget.",
-        "sparse/mismatch_k3": "k3 estimate of the same divergence; never negative. If it is far above k1, a few very large ξ dominate it.",
+        "sparse/mismatch_k1": "Estimate (k1) of the KL divergence between the sampler and the dense model. If it grows, raise kv.budget.",
+        "sparse/mismatch_k3": "Estimate (k3) of the same divergence; never negative. If it is far above k1, a few very large ξ dominate it.",
         "sparse/xi_p05": "5th percentile of ξ over tokens. A lower value means a tighter budget.",
         "sparse/xi_min": "Smallest ξ of the step. It is always small in long runs: watch the rejection rate instead.",
         "sparse/ess": "Effective sample size of the token weights, as a fraction of the tokens. Far below 1, a few tokens dominate the update.",
