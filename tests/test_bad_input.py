@@ -59,7 +59,7 @@ STARTS = {
     "adapter": (["--model.lora.rank", "2", "--model.lora.targets", "qq"], "matches no layer of the model: try all-linear."),
     "logger": (
         ["--log.to", '["tensorboard", "trackio"]'],
-        "log.to = trackio needs a package: pip install 'sparse-rl[trackio]'.",
+        "log.to = trackio needs an optional package: pip install 'sparse-rl[trackio]'.",
     ),
     "no answers": (
         ["--data.train", "{tmp}/bare.jsonl", "--reward.function", "exact"],

@@ -113,7 +113,7 @@ def test_an_export_names_the_damage_and_uses_the_checkpoint_before(whole, tmp_pa
     assert "step-3 is damaged: __0_0.distcp" in refused(capsys, "export", str(run), str(tmp_path / "third"), "--step", "3")
     main(["export", str(run), str(tmp_path / "out")])
     out = capsys.readouterr().out
-    assert "step-3 is damaged: __0_0.distcp" in out and "Step 2 of" in out
+    assert "step-3 is damaged: __0_0.distcp" in out and "Exported step 2 of" in out
     main(["export", str(whole[0]), str(tmp_path / "second"), "--step", "2"])
     assert same_weights(tmp_path / "out", tmp_path / "second")
 

@@ -193,7 +193,7 @@ def test_without_names_the_cache_is_the_models_own():
         ("full@64", {}, "--compare full@64 is not a valid cache: use "),
         ("rkv@", {}, "--compare rkv@ is not a valid cache: use "),
         ("full,", {}, "--compare  is not a valid cache: use "),
-        ("rkv@64,rkv@64+16", {}, "--compare names rkv@64 twice"),
+        ("rkv@64,rkv@64+16", {}, "--compare lists rkv@64 twice"),
         ("rkv@64", {"budget": "32"}, "kv.budget and --compare both set a cache: use only --compare, in the form "),
         ("rkv@8", {}, "kv.budget = 8 is too small: it must exceed window"),
         ("rkv@64+0", {}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),

@@ -86,7 +86,7 @@ def test_a_merged_adapter_is_the_adapter_up_to_rounding(world, runs, tmp_path):
 def test_an_earlier_step_can_be_exported(runs, tmp_path, capsys):
     folder, logits = runs
     first = plain_logits(export(folder / "full", tmp_path / "first", "--step", "1"))
-    assert "Step 1 of" in capsys.readouterr().out
+    assert "Exported step 1 of" in capsys.readouterr().out
     assert not torch.equal(first, logits["full"][0])
 
 

@@ -266,7 +266,7 @@ def test_embedded_model_loads_by_name_and_missing_ones_are_named(tmp_path, monke
             UserError, match="There is no model folder .*nowhere.*: pass a folder, a GGUF file, a hub id, or tiny."
         ):
             load(str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="dtype 'int8' is unknown"):
+    with pytest.raises(UserError, match="dtype 'int8' is invalid"):
         load_model("tiny", dtype="int8")
 
 

@@ -410,7 +410,7 @@ def test_an_unknown_model_is_told_what_it_lacks(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{")
     assert "config.json is damaged: it is not JSON" in refused(capsys, "plan", path)
     (tmp_path / "config.json").unlink()
-    assert "lacks a config.json" in refused(capsys, "plan", path)
+    assert "it has no config.json" in refused(capsys, "plan", path)
     assert "No model is named 'nowhere': pass a shape (" in refused(capsys, "plan", "nowhere")
     assert "did you mean RTX 4090?" in refused(capsys, "plan", "tiny", "--gpu", "RTX 4091")
     assert "Recipe 'nowhere.toml' does not exist" in refused(capsys, "plan", "nowhere.toml")

@@ -152,7 +152,7 @@ def test_the_best_checkpoint_is_not_one_that_an_update_has_destroyed(world, tmp_
     told = f"The best checkpoint by reward/mean is step 1 ({rewards[1]:.3g}). The last checkpoint, step 4, has no score"
     assert told in capsys.readouterr().out
     main(["export", str(run), str(tmp_path / "best"), "--step", "best"])
-    assert "Step 1 of" in capsys.readouterr().out
+    assert "Exported step 1 of" in capsys.readouterr().out
 
 
 def test_a_held_out_score_belongs_to_the_weights_it_was_measured_with(world, tmp_path):

@@ -114,7 +114,7 @@ def test_a_run_killed_after_a_checkpoint_has_lost_no_line(world, tmp_path, bucke
     [
         (["--run-dir", "s3://nowhere/run"], "s3://nowhere/run cannot be written ("),
         (["--run-dir", "nfs4://host/run"], "nfs4://host/run cannot be a run folder (Protocol not known: nfs4)"),
-        (["--run-dir", "gs://bucket/run"], "gs://bucket/run needs a package that is not installed: Please install gcsfs"),
+        (["--run-dir", "gs://bucket/run"], "gs://bucket/run needs a package that is not installed (Please install gcsfs"),
         (["--run-dir", "ftp://127.0.0.1:1/run"], "ftp://127.0.0.1:1/run cannot be a run folder ("),
         (
             ["--run-dir", "s3://shared", "--overwrite"],
@@ -122,7 +122,7 @@ def test_a_run_killed_after_a_checkpoint_has_lost_no_line(world, tmp_path, bucke
         ),
         (["--run-dir", "s3://"], " is the root of a storage, not a folder: pass a folder, such as "),
         (["--run-dir", "s3://shared/runs/seed[12]"], " is not a valid run folder: its name must not contain *, ? or [."),
-        (["--run-dir", "s3://shared/both", "--compare", '["dense", "naive"]'], "on shared storage, pass one --method"),
+        (["--run-dir", "s3://shared/both", "--compare", '["dense", "naive"]'], "on remote storage, pass one --method"),
         (["--run-dir", "s3://shared/none", "--resume"], "s3://shared/none has no run to resume"),
     ],
 )

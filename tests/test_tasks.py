@@ -112,7 +112,7 @@ def test_the_page_of_data_lists_every_task_as_it_is():
             if task.origin(split) in origins:
                 assert row[column].strip() == f"{COUNTS[task.name, split][0]:,}"
         settings = f"{task.max_tokens:,} tokens, {task.samples} sample{'s' if task.samples > 1 else ''}"
-        assert row[4] == (settings if task.test else "not evaluated on")
+        assert row[4] == (settings if task.test else "training only")
         assert row[3] == {"math": "mathematics", "integer": "integers", "arithmetic": "digits"}[task.kind]
 
 
@@ -214,7 +214,7 @@ def test_columns_may_be_named(tmp_path):
     [example] = load(path, "train", n=1, seed=0, prompt_column="input", answer_column="target").examples
     assert example == Example("1+1=", "2", {"answer": "2", "problem": "p", "level": 1})
     for columns, sentence in [
-        ({"prompt_column": "inptu"}, "there is no inptu, only input, problem, target, answer, level: "),
+        ({"prompt_column": "inptu"}, "column inptu is missing (found input, problem, target, answer, level): "),
         (
             {"answer_column": "gold"},
             "column gold is missing (found input, problem, target, answer, level): set --data.answer-column.",
@@ -245,8 +245,8 @@ def test_answers_of_a_table_may_be_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.csv", b'prompt,answer\nx,1\n\n"y\nz",2\nw,3,4\n', "a.csv:6: there are 3 cells, but 2 columns"),
-        ("a.csv", b"prompt,answer\nx\n", "a.csv:2: there are 1 cells, but 2 columns"),
+        ("a.csv", b'prompt,answer\nx,1\n\n"y\nz",2\nw,3,4\n', "a.csv:6: the row has 3 cells, but the header has 2 columns"),
+        ("a.csv", b"prompt,answer\nx\n", "a.csv:2: the row has 1 cells, but the header has 2 columns"),
         ("a.csv", b'prompt,answer\nx,1\n"y,2\n', "a.csv:3: the row is not valid CSV"),
         ("a.csv", b"prompt,prompt\nx,1\n", "a.csv:1: the column names are prompt, prompt"),
         (
@@ -254,7 +254,7 @@ def test_answers_of_a_table_may_be_numbers(tmp_path):
             b"prompt,answer\nx,1\n\xff,2\n",
             "a.csv:3: the file is not UTF-8 text",
         ),
-        ("a.csv", b"text,answer\nx,1\n", "a.csv:2: there is no prompt, problem or question, only text, answer"),
+        ("a.csv", b"text,answer\nx,1\n", "a.csv:2: no column is named prompt, problem or question (found text, answer)"),
         ("a.csv", b"prompt,answer\nx,1\n,2\n", "a.csv:3: prompt is empty"),
         ("a.csv", b"prompt,answer\n", "a.csv has no rows: write one row per problem, with a prompt and an answer."),
         ("a.csv", b"", "a.csv has no rows: write one row per problem, with a prompt and an answer."),
@@ -318,7 +318,10 @@ def test_train_and_its_dry_run_say_how_many_rows_they_leave_out(world, tmp_path,
         (["--data.train", "gsm8"], "No task or file is named gsm8: did you mean gsm8k?"),
         (["--data.train", "no/such.jsonl"], f"No task or file is named no/such.jsonl in {os.getcwd()}: pass a task"),
         (["--data.train", "gsm8k", "--data.dir", "{tmp}"], "gsm8k is not in data.dir = {tmp}: put gsm8k-train.jsonl.gz there"),
-        (["--data.train", "{tmp}/a.csv"], "{tmp}/a.csv:2: there is no prompt, problem or question, only text, answer: "),
+        (
+            ["--data.train", "{tmp}/a.csv"],
+            "{tmp}/a.csv:2: no column is named prompt, problem or question (found text, answer): ",
+        ),
         (["--data.train", "minerva"], "minerva is a benchmark and has no training problems: use one of "),
     ],
 )
@@ -389,7 +392,9 @@ def test_a_task_whose_columns_have_changed_says_what_there_is(hub):
     hub["HuggingFaceH4/MATH-500", None, "test", None] = [{"text": "?", "answer": "1"}]
     with pytest.raises(UserError) as refused:
         load("math500", "test", n=1, seed=0)
-    assert "row 1: there is no problem, only text, answer: " in sentence_of(refused) and "--data.dir" in sentence_of(refused)
+    assert "row 1: column problem is missing (found text, answer): " in sentence_of(refused) and "--data.dir" in sentence_of(
+        refused
+    )
 
 
 @pytest.mark.parametrize(

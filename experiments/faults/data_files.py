@@ -53,7 +53,7 @@ def wrong_sentence(sentence: str, path: Path) -> str | None:
         return "a refusal that is long or not printable"
     if str(path) not in sentence:
         return "a refusal that does not name the file"
-    known = ("is not a whole", "has no problem", "the columns are", "cannot be read")
+    known = ("is an incomplete or damaged", "has no rows", "has no problem", "column names", "cannot be read")
     if not any(f"{path}{mark}" in sentence for mark in (":", ", row ")) and not any(each in sentence for each in known):
         return "a refusal that names no row"
     return None if sentence[-1] in ".?" else "a refusal without an end"
