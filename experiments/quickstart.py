@@ -60,8 +60,8 @@ def before_training(problems):
     from sparse_rl.config import recipe
     from sparse_rl.data.arithmetic import grade, make_problems
     from sparse_rl.evaluate.statistics import mean_interval
+    from sparse_rl.learner.batch import padded, response_mask
     from sparse_rl.learner.correction import correct
-    from sparse_rl.learner.update import padded, response_mask
 
     kv = recipe("quickstart")["kv"]
     model, tokenizer = load_model("tiny", dtype="float32", device="cpu"), load_tokenizer("tiny")

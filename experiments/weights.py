@@ -18,8 +18,8 @@ import torch
 
 from sparse_rl.bench.record import environment
 from sparse_rl.config import PRESETS
+from sparse_rl.learner.batch import padded
 from sparse_rl.learner.correction import correct
-from sparse_rl.learner.update import padded
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from small_runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.cli import main
 from sparse_rl.config import Config, CorrectionConfig, LoraConfig, OptimizerConfig
+from sparse_rl.learner.batch import make_batch
 from sparse_rl.learner.optimizer import Optimizer
-from sparse_rl.learner.update import make_batch
 from sparse_rl.models.actor import Actor
 from sparse_rl.rewards.pool import pool_for
 from sparse_rl.rollout.clock import device_time

@@ -10,11 +10,12 @@ from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, replay
 from sparse_rl.config import PRESETS, LossConfig, OptimizerConfig, SMDConfig
 from sparse_rl.learner import logprobs as chunked
+from sparse_rl.learner.batch import make_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
 from sparse_rl.learner.replay import forward, packs
-from sparse_rl.learner.update import accumulate, make_batch, padded, response_mask, update
+from sparse_rl.learner.update import accumulate, update
 from sparse_rl.models.support import head_of
 
 MAX_TOKENS = 24

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from ..config import LossConfig, OptimizerConfig
 from ..errors import UserError
 from ..kv.trace import Trace
+from ..learner.batch import Batch, make_batch, response_mask
 from ..learner.correction import correct
 from ..learner.logprobs import token_logprobs
 from ..learner.optimizer import Optimizer, checkpointed
 from ..learner.replay import ReplayKind, packs, replay
-from ..learner.update import Batch, accumulate, make_batch, response_mask
+from ..learner.update import accumulate
 from ..models.support import head_of, prepare
 from ..rollout.clock import device_time
 from ..rollout.rollout import Rollout

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..learner.batch import padded, response_mask
 from ..learner.correction import correct
 from ..learner.replay import replay
-from ..learner.update import padded, response_mask
 from ..rollout.rollout import Rollout
 from .benchmark import EvalSample
 

@@ -13,10 +13,41 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import LOG_RATIO_LIMIT as LIMIT
 from ..config import CorrectionConfig, CorrectionSpec
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """The correction of some sequences, each by itself: nothing here depends on the other sequences of the update."""
+
+    log_xi: Tensor
+    """Float [B, T]: the log-ratio, 0 off the mask, finite."""
+    raw: Tensor
+    """Float [B, T], detached: weight of every valid token, dropped ones included, before `normalize`."""
+    valid: Tensor
+    """Bool [B, T]: the mask."""
+    keep: Tensor
+    """Bool [B, T]: valid and not dropped."""
+    rejected: Tensor
+    """Bool [B]: dropped by a rule on sequences (veto, a bound on the ratio, a ratio that is not finite)."""
+    divisors: Tensor
+    """Float [B], at least 1: response tokens, or kept tokens."""
+    kl_mask: Tensor
+    """Bool [B, T]: tokens of the KL term."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Float [B, T]: factor of a token's surrogate before `normalize`; 0 for tokens that are not in the loss."""
+        return self.raw.masked_fill(~self.keep, 0)
+
+    @property
+    def mean_weight(self) -> Tensor:
+        """m of the released code: the mean weight over every valid token, dropped ones included."""
+        return self.raw[self.valid].mean()
 
 
 @dataclass(frozen=True)
@@ -43,6 +74,7 @@ def correct(
     preset: str | CorrectionSpec = "paper",
     *,
     broken: Tensor | None = None,
+    row_weights: Tensor | None = None,
     **options: Any,
 ) -> Corrected:
     """Return weights and drops for log_ratio = log pi_old - log pi_sampler, [B, T] like `mask`. `options` replace values of
@@ -50,13 +82,30 @@ def correct(
 
     Call it once with all sequences of an optimizer update, of all ranks: `normalize` divides by a mean over them. A ratio that
     is not finite rejects its sequence under every preset (no weight fixes it), and counts as xi = e^-20 (or e^20) in the
-    metrics. The rules use log xi as it is; exp uses it clamped to +-20.
+    metrics. The rules use log xi as it is; exp uses it clamped to +-20. `row_weights` [B] are the sequences that each one
+    stands for in the metrics; the default is 1.
     """
-    point = (
+    spec = (
         replace(preset, **options)
         if isinstance(preset, CorrectionSpec)
         else CorrectionConfig(preset=preset, **options).spec(preset)
     )
+    weighed = weigh(log_ratio, mask, spec, broken)
+    raw_BT = weighed.raw / weighed.mean_weight if spec.normalize else weighed.raw
+    weights_BT = raw_BT.masked_fill(~weighed.keep, 0)
+    return Corrected(
+        weights=weights_BT,
+        keep=weighed.keep,
+        rejected=weighed.rejected,
+        divisors=weighed.divisors,
+        kl_mask=weighed.kl_mask,
+        metrics=_metrics(weighed, weights_BT, row_weights),
+    )
+
+
+def weigh(log_ratio: Tensor, mask: Tensor, spec: CorrectionSpec, broken: Tensor | None = None) -> Weighed:
+    """Apply the rules of a correction to each sequence, without the mean of `normalize`. `broken` [B] are further sequences
+    to reject. The host never waits for the device here."""
     valid_BT = mask.bool()
     log_xi_BT = log_ratio.detach()
     log_xi_BT = log_xi_BT if log_xi_BT.itemsize >= 4 else log_xi_BT.float()
@@ -68,30 +117,26 @@ def correct(
     sum_B1 = log_xi_BT.sum(dim=1, keepdim=True)
     levels = {"token": log_xi_BT, "sequence": sum_B1, "mean": sum_B1 / tokens_B1.clamp(min=1), "one": sum_B1 * 0}
 
-    rejected_B = broken_B | (log_xi_BT < _log(point.veto)).any(dim=1)
+    rejected_B = broken_B | (log_xi_BT < _log(spec.veto)).any(dim=1)
     keep_BT = valid_BT
-    if point.drop != "none":
-        level = levels[point.drop]
-        inside = (level >= _log(point.low)) & (level <= _log(point.high))
-        if point.drop == "token":
+    if spec.drop != "none":
+        level = levels[spec.drop]
+        inside = (level >= _log(spec.low)) & (level <= _log(spec.high))
+        if spec.drop == "token":
             keep_BT = keep_BT & inside
         else:
             rejected_B = rejected_B | ~inside[:, 0]
     rejected_B = rejected_B & valid_BT.any(dim=1)
     keep_BT = keep_BT & ~rejected_B[:, None]
-
-    weights_BT = levels[point.weight].clamp(-LIMIT, LIMIT).exp().clamp(max=point.cap).expand_as(log_xi_BT)
-    if point.normalize:  # m of the released code, over every valid token, including dropped ones
-        weights_BT = weights_BT / weights_BT[valid_BT].mean()
-    weights_BT = weights_BT.masked_fill(~keep_BT, 0)
-    counted_BT = keep_BT if point.divisor == "kept" else valid_BT
-    return Corrected(
-        weights=weights_BT,
+    counted_BT = keep_BT if spec.divisor == "kept" else valid_BT
+    return Weighed(
+        log_xi=log_xi_BT,
+        raw=levels[spec.weight].clamp(-LIMIT, LIMIT).exp().clamp(max=spec.cap).expand_as(log_xi_BT),
+        valid=valid_BT,
         keep=keep_BT,
         rejected=rejected_B,
         divisors=counted_BT.sum(dim=1).clamp(min=1).to(log_xi_BT.dtype),
         kl_mask=counted_BT & ~broken_B[:, None],
-        metrics=_metrics(log_xi_BT[valid_BT].clamp(-LIMIT, LIMIT), weights_BT[valid_BT], valid_BT, keep_BT, rejected_B),
     )
 
 
@@ -110,26 +155,44 @@ def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def _effective_share(weights_N: Tensor) -> float:
-    """Return the effective sample size as a share: 1 if all weights are equal, 1/N if one has all the weight."""
-    return (weights_N.sum() ** 2 / (weights_N.numel() * (weights_N**2).sum())).item()
-
-
-def _metrics(log_xi_N: Tensor, weights_N: Tensor, valid_BT: Tensor, keep_BT: Tensor, rejected_B: Tensor) -> dict[str, float]:
+def _metrics(weighed: Weighed, weights_BT: Tensor, row_weights_B: Tensor | None) -> dict[str, float]:
     """Return the metrics over the N valid tokens: rejections, wasted tokens, effective sample size, and the mismatch of the
     two policies."""
-    total = log_xi_N.numel()
-    if total == 0:
+    valid_BT, rejected_B = weighed.valid, weighed.rejected
+    log_xi_N = weighed.log_xi[valid_BT].clamp(-LIMIT, LIMIT)
+    if log_xi_N.numel() == 0:
         keys = ("rejection_rate", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "effective")
         return {f"sparse/{key}": math.nan for key in keys}
+    rows_B = valid_BT.any(dim=1).double() * (1 if row_weights_B is None else row_weights_B)
+    count_N = rows_B[:, None].expand(valid_BT.shape)[valid_BT]  # tokens that each token stands for
+    total = count_N.sum()
+    kept_N = weighed.keep[valid_BT]
     xi_N = log_xi_N.exp()
+
+    def mean(values_N: Tensor) -> float:
+        return ((values_N * count_N).sum() / total).item()
+
     return {
-        "sparse/rejection_rate": rejected_B.sum().item() / valid_BT.any(dim=1).sum().item(),
-        "sparse/wasted_tokens": 1 - keep_BT.sum().item() / total,
-        "sparse/mismatch_k1": -log_xi_N.mean().item(),
-        "sparse/mismatch_k3": (log_xi_N.expm1() - log_xi_N).mean().item(),  # xi - 1 - log xi, exact near 1
-        "sparse/xi_p05": xi_N.kthvalue(math.ceil(0.05 * total)).values.item(),
-        "sparse/xi_min": xi_N.min().item(),
-        "sparse/ess": _effective_share(xi_N),
-        "sparse/effective": _effective_share(weights_N) if keep_BT.any() else 0.0,
+        "sparse/rejection_rate": ((rejected_B * rows_B).sum() / rows_B.sum()).item(),
+        "sparse/wasted_tokens": 1 - mean(kept_N),
+        "sparse/mismatch_k1": -mean(log_xi_N),
+        "sparse/mismatch_k3": mean(log_xi_N.expm1() - log_xi_N),  # xi - 1 - log xi, exact near 1
+        "sparse/xi_p05": _quantile(xi_N, count_N, 0.05),
+        "sparse/xi_min": xi_N[count_N > 0].min().item(),
+        "sparse/ess": _effective_share(xi_N, count_N),
+        "sparse/effective": _effective_share(weights_BT[valid_BT], count_N) if bool(kept_N.any()) else 0.0,
     }
+
+
+def _effective_share(weights_N: Tensor, count_N: Tensor) -> float:
+    """Return the effective sample size as a share: 1 if all weights are equal, 1/N if one has all the weight."""
+    weighted_N = weights_N * count_N
+    return (weighted_N.sum() ** 2 / (count_N.sum() * (weighted_N * weights_N).sum())).item()
+
+
+def _quantile(values_N: Tensor, count_N: Tensor, share: float) -> float:
+    """Return the smallest value that this share of all tokens does not exceed."""
+    values_N, order_N = values_N.sort()
+    reached_N = count_N[order_N].cumsum(dim=0)
+    place = int(torch.searchsorted(reached_N, share * reached_N[-1] * (1 - 1e-12)))
+    return values_N[min(place, len(values_N) - 1)].item()

@@ -72,6 +72,11 @@ class Optimizer:
         past = (step - settings.warmup_steps) / max(1, self.steps - settings.warmup_steps)
         return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, past)))
 
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the collected gradients by a factor."""
+        torch._foreach_mul_([master.grad for master in self.masters if master.grad is not None], factor)
+
     def update(self, step: int) -> float | None:
         """Run one AdamW update with the accumulated gradients and return the gradient norm.
 

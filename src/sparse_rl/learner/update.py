@@ -9,19 +9,20 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..config import LossConfig, SMDConfig
-from ..learner.correction import Corrected, opsm
 from ..models.compile import fused_layers
 from ..models.sharded import is_sharded, sum_over_ranks, with_weights
 from ..models.support import head_of
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
+from .batch import Batch, OnePassBatch
+from .correction import opsm
 from .logprobs import divergence
 from .losses import LossInputs, get
 from .losses.regularizers import kl, weighted_sum
@@ -29,72 +30,15 @@ from .optimizer import Optimizer, checkpointed
 from .replay import PassOutput, ReplayKind, forward, passes_of, response_logprobs, upload
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Data of one update, one row per rollout; tensors are on the learner's device."""
-
-    rollouts: Sequence[Rollout]
-    advantages_B: Tensor
-    sampler_BT: Tensor
-    """Log-probs as the sampler recorded them."""
-    old_BT: Tensor
-    """Log-probs before the first update of the step, under the view that is trained."""
-    mask_BT: Tensor
-    corrected: Corrected
-    shares_BT: Tensor
-    kl_shares_BT: Tensor
-    """Shares of the terms beside the policy loss, which run over `corrected.kl_mask`."""
-    reference_BT: Tensor | None = None
-
-    @property
-    def active(self) -> list[int]:
-        """Rows that change the policy loss: not rejected, and better or worse than their group."""
-        counts_B = (self.corrected.weights * self.shares_BT).sum(dim=1) * self.advantages_B.abs()
-        return torch.nonzero(counts_B > 0).flatten().tolist()
-
-
-def make_batch(
-    rollouts: Sequence[Rollout],
-    advantages_B: Tensor,
-    old: Sequence[Tensor],
-    corrected: Corrected,
-    loss: LossConfig,
-    max_tokens: int,
-    reference: Sequence[Tensor] | None = None,
-) -> Batch:
-    device = old[0].device
-    mask_BT = response_mask(rollouts).to(device)
-    shares_BT = get(loss.name).shares(mask_BT, corrected.divisors, max_tokens)
-    return Batch(
-        rollouts=rollouts,
-        advantages_B=advantages_B.to(device),
-        sampler_BT=padded([rollout.logprobs for rollout in rollouts]).to(device),
-        old_BT=padded(old),
-        mask_BT=mask_BT,
-        corrected=corrected,
-        shares_BT=shares_BT,
-        kl_shares_BT=shares_BT * corrected.kl_mask,
-        reference_BT=None if reference is None else padded(reference),
-    )
-
-
-def padded(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True)
-
-
-def response_mask(rollouts: Sequence[Rollout]) -> Tensor:
-    lengths_B = torch.tensor([len(rollout.response) for rollout in rollouts])
-    return torch.arange(int(lengths_B.max())) < lengths_B[:, None]
-
-
 def accumulate(
     model: PreTrainedModel,
-    batch: Batch,
+    batch: Batch | OnePassBatch,
     passes: Sequence[Sequence[int]],
     loss: LossConfig,
     view: ReplayKind,
     smd: SMDConfig | None,
     opsm_delta: float | None,
+    world: World = ALONE,
 ) -> dict[str, float]:
     """Add the gradients of the objective over the rows of these passes to the weights. Return sums over tokens, and the
     loss.
@@ -102,63 +46,112 @@ def accumulate(
     A pass without rows keeps step with other ranks that have rows: any rollout runs through the model and counts nothing.
     """
     parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
-    dummy_rows = [] if all(passes) else batch.active[:1] or [0]  # a rejected row may not be finite, and 0 * inf is not 0
+    every_token = _covers_every_token(batch, loss, smd)
+    dummy_rows = [] if all(passes) else _dummy_rows(batch)
     with fused_layers(model):
         for number, rows in enumerate(passes):
-            chosen = upload(torch.tensor(rows or dummy_rows), batch.old_BT.device)
-            pack = [batch.rollouts[row] for row in rows or dummy_rows]
             ranks = sum_over_ranks(model, now=number == len(passes) - 1)
-            logprobs_n, entropy_n, distance_n = with_weights(model, _forward_pass, pack, view, smd)
+            output, rows = _finite_pass(model, batch, rows, dummy_rows, view, smd, world)
             if not rows:
-                (0 * sum(each.sum() for each in (logprobs_n, entropy_n, distance_n) if each is not None)).backward()
+                if output is not None:
+                    torch.stack([0 * each.sum() for each in output if each is not None]).sum().backward()
                 continue
+            assert output is not None
+            chosen = upload(torch.tensor(rows), batch.mask_BT.device)
             mask_bT = batch.mask_BT[chosen]
-            where_n = upload(_flat_indices(pack, mask_bT.shape[1]), logprobs_n.device)
-            logprobs_bT = _scatter(logprobs_n, where_n, mask_bT)
-            weights_bT = batch.corrected.weights[chosen]
+            where_n = upload(_flat_indices([batch.rollouts[row] for row in rows], mask_bT.shape[1]), mask_bT.device)
+            logprobs_bT = _scatter(output.logprobs_n, where_n, mask_bT)
+            terms = batch.terms(chosen, logprobs_bT)
+            advantages_b, weights_bT = batch.advantages_B[chosen], terms.weights_bT
+            active_b = (weights_bT * terms.shares_bT).any(dim=1) & (advantages_b != 0)
+            parts["active_rows"].append(active_b.sum())
             if opsm_delta is not None:
-                kept_b = opsm(logprobs_bT, batch.sampler_BT[chosen], batch.advantages_B[chosen], mask_bT, opsm_delta)
-                parts["opsm_dropped"].append((~kept_b & weights_bT.any(dim=1)).sum())
+                kept_b = opsm(logprobs_bT, batch.sampler_BT[chosen], advantages_b, mask_bT, opsm_delta)
+                parts["opsm_dropped"].append((~kept_b & active_b).sum())
                 weights_bT = weights_bT * kept_b[:, None]
             low, high = loss.clips
             inputs = LossInputs(
                 logprobs=logprobs_bT,
-                old_logprobs=batch.old_BT[chosen],
-                advantages=batch.advantages_B[chosen],
+                old_logprobs=terms.old_bT,
+                advantages=advantages_b,
                 weights=weights_bT,
                 mask=mask_bT,
-                shares=batch.shares_BT[chosen],
+                shares=terms.shares_bT,
                 clip_low=low,
                 clip_high=high,
             )
             total, counts = get(loss.name).loss(inputs)
-            kl_mask_bT, kl_shares_bT = batch.corrected.kl_mask[chosen], batch.kl_shares_BT[chosen]
             if batch.reference_BT is not None:
                 kl_bT = kl(logprobs_bT, batch.reference_BT[chosen], mask_bT, loss.kl_estimator)
-                total = total + loss.kl_coef * weighted_sum(kl_bT, kl_mask_bT, kl_shares_bT)
+                total = total + loss.kl_coef * weighted_sum(kl_bT, terms.kl_mask_bT, terms.shares_bT)
                 parts["kl_ref"].append(kl_bT.detach().sum())
             if loss.entropy_coef:
-                total = total - loss.entropy_coef * weighted_sum(
-                    _scatter(entropy_n, where_n, mask_bT), kl_mask_bT, kl_shares_bT
-                )
+                entropy_bT = _scatter(output.entropy_n, where_n, mask_bT)
+                total = total - loss.entropy_coef * weighted_sum(entropy_bT, terms.kl_mask_bT, terms.shares_bT)
             if smd is not None:
-                distance_bT = _scatter(distance_n, where_n, mask_bT)
-                total = total + smd.lambda_ * weighted_sum(distance_bT, kl_mask_bT, kl_shares_bT)
+                assert output.distance_n is not None
+                distance_bT = _scatter(output.distance_n, where_n, mask_bT)
+                total = total + smd.lambda_ * weighted_sum(distance_bT, terms.kl_mask_bT, terms.shares_bT)
                 parts["distillation_kl"].append(distance_bT.detach().sum())
-            (total * ranks).backward()
+            if every_token or is_sharded(model) or isinstance(batch, Batch) or bool(active_b.any()):
+                (total * ranks).backward()  # else every row of the pass is rejected: no gradient
             parts["loss"].append(total.detach())
             for name, value in counts.items():
                 parts[name].append(value)
     return {name: sum(float(value) for value in values) for name, values in parts.items()}
 
 
-def _forward_pass(
-    model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log-probs, entropies, distances of the dense and the shadow policy or None), [n] each."""
+def _covers_every_token(batch: Batch | OnePassBatch, loss: LossConfig, smd: SMDConfig | None) -> bool:
+    """Return whether a term beside the policy loss covers all tokens: those of rejected rows and of rows without a signal."""
+    return batch.reference_BT is not None or bool(loss.entropy_coef) or smd is not None
+
+
+def _dummy_rows(batch: Batch | OnePassBatch) -> list[int]:
+    """Return a row for a pass that counts nothing. A rejected row may not be finite, and 0 * inf is not 0."""
+    return batch.rows(every_token=False)[:1] or [0]
+
+
+class PassTensors(NamedTuple):
+    """Results of one training pass at its n response tokens."""
+
+    logprobs_n: Tensor
+    entropy_n: Tensor
+    distance_n: Tensor | None
+    """Distance of the dense and the shadow policy, for `smd`."""
+
+
+def _finite_pass(
+    model: PreTrainedModel,
+    batch: Batch | OnePassBatch,
+    rows: Sequence[int],
+    dummy_rows: Sequence[int],
+    view: ReplayKind,
+    smd: SMDConfig | None,
+    world: World,
+) -> tuple[PassTensors | None, Sequence[int]]:
+    """Run rows through the model and return (result, rows in it).
+
+    In a one-pass batch, a row that is not finite would poison the gradient of its whole pack (0 * NaN). The pack then runs
+    again without it. Ranks of a sharded model repeat a pass together.
+    """
+    while True:
+        pack = [batch.rollouts[row] for row in rows or dummy_rows]
+        if not pack:
+            return None, rows
+        output = with_weights(model, _forward_pass, pack, view, smd)
+        if isinstance(batch, Batch):
+            return output, rows
+        finite = batch.record(rows, output.logprobs_n, output.entropy_n) if rows else []
+        repeats = len(finite) < len(rows)
+        if not (world.any(repeats) if is_sharded(model) else repeats):
+            return output, rows
+        rows, dummy_rows = finite, _dummy_rows(batch) if is_sharded(model) else []
+
+
+def _forward_pass(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None) -> PassTensors:
     output = forward(model, pack, view)
     logprobs_n, entropy_n = response_logprobs(model, output)
-    return logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, output, smd)
+    return PassTensors(logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, output, smd))
 
 
 def _flat_indices(pack: Sequence[Rollout], longest: int) -> Tensor:
@@ -205,7 +198,7 @@ def update(
     model: PreTrainedModel,
     optimizer: Optimizer,
     step: int,
-    batch: Batch,
+    batch: Batch | OnePassBatch,
     loss: LossConfig,
     *,
     view: ReplayKind = "dense",
@@ -218,24 +211,29 @@ def update(
 
     Rows that are not in the policy loss run through the model only if another term needs them.
     """
-    rows = batch.active
+    every_token = _covers_every_token(batch, loss, smd)
+    rows = batch.rows(every_token)
     if not rows:
         return Updated({}, 0.0, learned=False, finite=True)
-    if batch.reference_BT is not None or loss.entropy_coef or smd is not None:
-        rows = sorted({*rows, *torch.nonzero(batch.kl_shares_BT.any(dim=1)).flatten().tolist()})
     settings = optimizer.settings
     with checkpointed(model, settings.gradient_checkpointing):
         passes = passes_of([batch.rollouts[row] for row in rows], settings.tokens_per_microbatch, world)
         passes = [[rows[index] for index in indices] for indices in passes]
-        sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta)))
+        sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta, world)))
+    if isinstance(batch, OnePassBatch):
+        batch.share(world)
     if not is_sharded(model):
         world.sum_gradients(optimizer.masters)
-    if sums.get("opsm_dropped") == len(rows) and rows == batch.active:  # every active row was dropped
+    active = sums.get("active_rows", 0)
+    if not active or (sums.get("opsm_dropped") == active and not every_token):  # every row with a signal was dropped
         optimizer.clear()
         return Updated(sums, 0.0, learned=False, finite=True)
     if not math.isfinite(sums["loss"]):
         optimizer.clear()
         return Updated(sums, math.nan, learned=False, finite=False)
+    if isinstance(batch, OnePassBatch) and (scale := batch.scale()) != 1:
+        optimizer.scale_gradients(scale)
+        sums["loss"] *= scale
     norm = optimizer.update(step)
     if norm is None:
         return Updated(sums, math.nan, learned=False, finite=False)

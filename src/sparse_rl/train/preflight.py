@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 from ..config import SHADOW_METHODS, Config
 from ..kv.cache import CacheShape
 from ..kv.trace import TraceRecorder
+from ..learner.batch import make_batch, response_mask
 from ..learner.correction import correct
 from ..learner.optimizer import Optimizer, checkpointed
 from ..learner.replay import ReplayKind, packs
-from ..learner.update import accumulate, make_batch, response_mask
+from ..learner.update import accumulate
 from ..plan import Plan
 from ..plan.memory import response_lengths
 from ..rollout.engine import Engine

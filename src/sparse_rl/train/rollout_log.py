@@ -28,13 +28,8 @@ SCHEMA = pa.schema(
 )
 
 
-def write(path: Path, step: int, groups: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
-    """Write the rollouts of one step to `path`.
-
-    `rejected` and `dense` (the dense log-probs) have one item per sample, in the order of `groups`. At most `rollouts`
-    rollouts are written, the first `traces` of them with their evictions.
-    """
-    samples = [sample for group in groups for sample in group.samples]
+def write(path: Path, step: int, samples: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
+    """Write the file of one step. `rejected` and the `dense` log-probs are in the order of the samples."""
     order = logged(rejected, rollouts)
     rows = [_row(step, samples[index], rejected[index], dense[index], place < traces) for place, index in enumerate(order)]
     partial = path.with_name(f".{path.name}.partial")

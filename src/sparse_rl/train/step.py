@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from ..config import SHADOW_METHODS, Config
+from ..kernels.counter_rng import derive
+from ..learner.batch import Batch, OnePassBatch, make_batch, make_one_pass_batch, padded, response_mask
 from ..learner.correction import Corrected, correct
 from ..learner.old_logprobs import old_logprobs
 from ..learner.optimizer import Optimizer
 from ..learner.replay import ReplayKind
-from ..learner.update import Updated, make_batch, padded, response_mask, update
+from ..learner.update import Updated, update
 from ..models.actor import Actor
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
-from ..rollout.rollout import Rollout
 from ..world import World
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
+from .passes import plan_passes
 from .rollouts import RolloutBatch, RolloutGroup, RolloutSampler
 
 NOISE_ROLLOUTS = 8
@@ -26,26 +28,36 @@ NOISE_ROLLOUTS = 8
 ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
 
 
-@dataclass(frozen=True)
+@dataclass
 class OldLogprobs:
-    """Log-probs of a step's responses under the weights that sampled them."""
+    """Log-probs of a step's responses under the weights that sampled them, by row of the step."""
 
-    dense: list[Tensor]
-    learned: list[Tensor]
-    """Log-probs that the policy gradient uses: `dense`, or a replay under the sampler's evictions for shadow methods."""
-    reference: list[Tensor] | None
-    entropy: float
-    engine_noise: float
+    dense: dict[int, Tensor]
+    learned: dict[int, Tensor]
+    """Log-probs of the view that the policy gradient runs on: `dense`, or the sampler's own view."""
+    entropies: dict[int, float]
+    """Sum of the entropy over a row's tokens."""
+    reference: dict[int, Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
     batch: RolloutBatch
     old: OldLogprobs
+    row_weights: dict[int, float]
+    """Rows with old log-probs, and the number of rows that each stands for in the metrics."""
     corrected: Corrected
-    """Mismatch correction computed over all rollouts of the step."""
+    """Correction over these rows, in order."""
+    engine_noise: float
     updates: list[Updated]
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def entropy(self) -> float:
+        """Mean entropy per token."""
+        tokens = {row: len(self.batch.samples[row].rollout.response) for row in self.row_weights}
+        total = sum(weight * self.old.entropies[row] for row, weight in self.row_weights.items())
+        return total / sum(weight * tokens[row] for row, weight in self.row_weights.items())
 
 
 class TrainingStep:
@@ -64,6 +76,7 @@ class TrainingStep:
         self.actor, self.optimizer, self.world = actor, optimizer, world
         self.shadow = config.method in SHADOW_METHODS
         self.view: ReplayKind = "sparse" if self.shadow else "dense"
+        self.spec = config.correction.spec(config.default_preset)
 
     def sample(self, cursor: int, progress) -> RolloutBatch:
         """Sample and grade the groups of one step, from prompt number `cursor` on."""
@@ -72,19 +85,28 @@ class TrainingStep:
     def learn(self, step: int, batch: RolloutBatch) -> StepResult:
         """Update the weights from a batch. `step` counts from 0."""
         started = self._now()
-        # 1. Compute old and reference log-probs
-        old = self._old_logprobs(batch)
-        # 2. Measure the sampler's mismatch over the whole step
-        corrected = self._correct(batch, range(len(batch.samples)), old, on_policy=False)
+        config = self.config
+        groups = split_groups(self.rollout_sampler.learnable(batch), config.optimizer.updates_per_step)
+        plan = plan_passes(config, self.spec, batch, groups, derive(config.seed, step))
+        # 1. Log-probs that the training passes do not give: of later updates, of rows without a signal, of the reference
+        old = self._old_logprobs(batch, plan.before, groups)
+        noise = self._replay_noise(batch)
         old_s = self._now() - started
-        # 3. Run one optimizer update per part of the groups
-        parts = split_groups(self.rollout_sampler.learnable(batch), self.config.optimizer.updates_per_step)
-        updates = [self._update(step, batch, groups, old) for groups in parts]
+        # 2. One optimizer update for each part of the groups
+        updates = [
+            self._update(step, batch, part, old, one_pass=plan.one_pass and number == 0) for number, part in enumerate(groups)
+        ]
         update_s = self._now() - started - old_s
-        # 4. Copy the new weights to the sampler
+        # 3. New weights for the sampler
         self.actor.sync()
+        # 4. The mismatch of sampler and learner, over the whole step
+        row_weights = {row: weight for row, weight in plan.row_weights.items() if row in old.dense}
+        corrected = self._mismatch(batch, old, row_weights)
+        if noise is None:
+            rollouts = {row: batch.samples[row].rollout for row in row_weights}
+            noise = engine_noise(list(rollouts.values()), [old.learned[row] for row in rollouts])
         seconds = {"old_logprobs_s": old_s, "update_s": update_s, "learner_s": self._now() - started}
-        return StepResult(batch, old, corrected, updates, seconds)
+        return StepResult(batch, old, row_weights, corrected, noise, updates, seconds)
 
     def metrics(self, step: int, result: StepResult, rollout_s: float) -> dict[str, float]:
         """Return the metrics of the step over all rollouts, before masking. `step` counts from 0."""
@@ -95,9 +117,9 @@ class TrainingStep:
         return {
             **reward_metrics(batch),
             **result.corrected.metrics,
-            "sparse/engine_noise": result.old.engine_noise,
+            "sparse/engine_noise": result.engine_noise,
             **kv_metrics(batch, self.engine),
-            **policy_metrics(result.updates, tokens, result.old.entropy, self.optimizer.lr_at(step)),
+            **policy_metrics(result.updates, tokens, result.entropy, self.optimizer.lr_at(step)),
             **response_metrics(rollouts),
             "perf/rollout_s": rollout_s,
             **{f"perf/{name}": sum(getattr(each, name) for each in batch.stats) for name in ENGINE_PARTS},
@@ -108,61 +130,102 @@ class TrainingStep:
             "perf/learner_tokens_per_s": passed / seconds["learner_s"],
         }
 
-    def _old_logprobs(self, batch: RolloutBatch) -> OldLogprobs:
-        rollouts = [sample.rollout for sample in batch.samples]
-        dense, entropy = self._logprobs(self.actor.learner, rollouts, "dense")
-        learned, reference = dense, None
-        if self.shadow:
-            learned, _ = self._logprobs(self.actor.learner, rollouts, "sparse")
+    def _old_logprobs(
+        self, batch: RolloutBatch, rows: Sequence[int], updates: Sequence[Sequence[RolloutGroup]]
+    ) -> OldLogprobs:
+        """Compute the log-probs of these rows, and of the reference for the rows of the updates."""
+        learner = self.actor.learner
+        dense, entropies = self._logprobs(learner, batch, rows, "dense")
+        learned = self._logprobs(learner, batch, rows, "sparse")[0] if self.shadow else dense
+        old = OldLogprobs(dense, learned, entropies)
         if self.config.loss.kl_coef > 0:
+            in_loss = [sample.row for part in updates for group in part for sample in group.samples if sample.in_loss]
             with self.actor.reference() as model:
-                reference, _ = self._logprobs(model, rollouts, self.view)
-        return OldLogprobs(dense, learned, reference, entropy, self._noise(rollouts, dense, learned))
+                old.reference, _ = self._logprobs(model, batch, in_loss, self.view)
+        return old
 
-    def _logprobs(self, model, rollouts: Sequence[Rollout], view: ReplayKind) -> tuple[list[Tensor], float]:
-        return old_logprobs(model, rollouts, view, self.config.optimizer.tokens_per_microbatch, self.world)
+    def _logprobs(
+        self, model, batch: RolloutBatch, rows: Sequence[int], view: ReplayKind
+    ) -> tuple[dict[int, Tensor], dict[int, float]]:
+        """Return (log-probs, sum of the entropy) of each row under the current weights."""
+        samples = batch.samples
+        logprobs, entropies = old_logprobs(
+            model, [samples[row].rollout for row in rows], view, self.config.optimizer.tokens_per_microbatch, self.world
+        )
+        return dict(zip(rows, logprobs, strict=True)), dict(zip(rows, entropies, strict=True))
 
     def noise_rows(self, count: int) -> Sequence[int]:
         """Return the indices of the rollouts that are replayed under their evictions: all for shadow methods, else a few."""
         return range(count) if self.shadow else range(0, count, max(1, count // NOISE_ROLLOUTS))[:NOISE_ROLLOUTS]
 
-    def _noise(self, rollouts: Sequence[Rollout], dense: Sequence[Tensor], learned: Sequence[Tensor]) -> float:
-        """Return the engine noise. If the policy evicts nothing, the dense pass already is the replay."""
+    def _replay_noise(self, batch: RolloutBatch) -> float | None:
+        """Return the engine noise of a few replayed rows. None if the old log-probs are the replay: of a dense cache, and if
+        the loss uses the sampler's view."""
         if self.shadow or not self.engine.policy.evicts:
-            return engine_noise(rollouts, learned if self.shadow else dense)
-        few = [rollouts[row] for row in self.noise_rows(len(rollouts))]
-        return engine_noise(few, self._logprobs(self.actor.learner, few, "sparse")[0])
+            return None
+        rows = self.noise_rows(len(batch.samples))
+        replayed, _ = self._logprobs(self.actor.learner, batch, rows, "sparse")
+        return engine_noise([batch.samples[row].rollout for row in rows], list(replayed.values()))
 
-    def _correct(self, batch: RolloutBatch, rows: Sequence[int], old: OldLogprobs, *, on_policy: bool) -> Corrected:
-        """Return the correction for xi = pi_old / pi_sampler of these rows. `on_policy` sets xi = 1, for shadow methods."""
-        samples = batch.samples
-        rollouts = [samples[row].rollout for row in rows]
-        dense = [old.dense[row] for row in rows]
-        mask_BT = response_mask(rollouts).to(dense[0].device)
-        log_xi_BT = padded(dense) - padded([rollout.logprobs for rollout in rollouts]).to(dense[0].device)
-        spec = self.config.correction.spec(self.config.default_preset)
-        if not on_policy:
-            return correct(log_xi_BT, mask_BT, spec)
+    def _mismatch(self, batch: RolloutBatch, old: OldLogprobs, row_weights: dict[int, float]) -> Corrected:
+        """Correct for xi = pi_old / pi_sampler over the rows with log-probs, for the metrics and the list of rejected rows."""
+        log_xi_BT, mask_BT = self._log_xi(batch, list(row_weights), old.dense)
+        return correct(log_xi_BT, mask_BT, self.spec, row_weights=torch.tensor(list(row_weights.values())).to(mask_BT.device))
+
+    def _log_xi(self, batch: RolloutBatch, rows: Sequence[int], dense: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (log pi_old - log pi_sampler, mask of the responses), [B, T]."""
+        rollouts = [batch.samples[row].rollout for row in rows]
+        dense_BT = padded([dense[row] for row in rows])
+        sampler_BT = padded([rollout.logprobs for rollout in rollouts]).to(dense_BT.device)
+        return dense_BT - sampler_BT, response_mask(rollouts).to(dense_BT.device)
+
+    def _correct(self, batch: RolloutBatch, rows: Sequence[int], old: OldLogprobs) -> Corrected:
+        """Correct the rows of one update. On the sampler's own view xi is 1 by definition."""
+        log_xi_BT, mask_BT = self._log_xi(batch, rows, old.dense)
+        if not self.shadow:
+            return correct(log_xi_BT, mask_BT, self.spec)
         finite_BT = log_xi_BT.isfinite() & padded([old.learned[row] for row in rows]).isfinite()
-        return correct(torch.zeros_like(log_xi_BT), mask_BT, spec, broken=(mask_BT & ~finite_BT).any(dim=1))
+        return correct(torch.zeros_like(log_xi_BT), mask_BT, self.spec, broken=(mask_BT & ~finite_BT).any(dim=1))
 
-    def _update(self, step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup], old: OldLogprobs) -> Updated:
-        config = self.config
+    def _update(
+        self, step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup], old: OldLogprobs, *, one_pass: bool
+    ) -> Updated:
+        """Update the weights once. In one pass, add the log-probs of the trained rows to `old`."""
+        config, learner = self.config, self.actor.learner
         samples = [sample for group in groups for sample in group.samples if sample.in_loss]
         if not samples:
             return Updated({}, 0.0, learned=False, finite=True)
         rows = [sample.row for sample in samples]
-        update_batch = make_batch(
-            [sample.rollout for sample in samples],
-            torch.tensor([sample.advantage for sample in samples], dtype=old.dense[0].dtype),
-            [old.learned[row] for row in rows],
-            self._correct(batch, rows, old, on_policy=self.shadow),
-            config.loss,
-            config.rollout.max_tokens,
-            None if old.reference is None else [old.reference[row] for row in rows],
+        rollouts = [sample.rollout for sample in samples]
+        advantages_B = torch.tensor(
+            [sample.advantage for sample in samples], dtype=torch.promote_types(learner.dtype, torch.float32)
         )
-        return update(
-            self.actor.learner,
+        reference = None if old.reference is None else [old.reference[row] for row in rows]
+        update_batch: Batch | OnePassBatch
+        if one_pass:
+            known = {place: old.dense[row] for place, row in enumerate(rows) if row in old.dense}
+            update_batch = make_one_pass_batch(
+                rollouts,
+                advantages_B,
+                self.spec,
+                config.loss,
+                config.rollout.max_tokens,
+                reference,
+                device=learner.device,
+                known=known,
+            )
+        else:
+            update_batch = make_batch(
+                rollouts,
+                advantages_B,
+                [old.learned[row] for row in rows],
+                self._correct(batch, rows, old),
+                config.loss,
+                config.rollout.max_tokens,
+                reference,
+            )
+        updated = update(
+            learner,
             self.optimizer,
             step,
             update_batch,
@@ -172,6 +235,11 @@ class TrainingStep:
             opsm_delta=config.correction.opsm,
             world=self.world,
         )
+        if isinstance(update_batch, OnePassBatch):
+            for place, entropy in update_batch.entropies.items():
+                old.dense[rows[place]] = update_batch.logprobs[place]
+                old.entropies[rows[place]] = float(entropy)
+        return updated
 
     def _now(self) -> float:
         return device_time(self.actor.learner.device)

@@ -210,23 +210,25 @@ class Trainer:
         return {**metrics, **memory, "perf/step_s": device_time(device) - started}
 
     def _write_rollouts(self, result: StepResult) -> None:
-        """Write some rollouts of the step and the histogram of its ratios xi."""
-        log, rejected, old = self.config.log, result.corrected.rejected.tolist(), result.old.dense
+        """Store some rollouts of the step and the histogram of its ratios."""
+        log, rows, samples = self.config.log, list(result.row_weights), result.batch.samples
+        rejected, dense = result.corrected.rejected.tolist(), [result.old.dense[row] for row in rows]
         logged = rollout_log.logged(rejected, log.rollouts_per_step)
-        result.batch.share_traces(logged[: log.traces_per_step], self.world)
+        result.batch.share_traces([rows[place] for place in logged[: log.traces_per_step]], self.world)
         if self.world.is_main:
             with self.folder.writing():
                 rollout_log.write(
                     self.folder.rollouts / f"step-{self.state.step}.parquet",
                     self.state.step,
-                    result.batch.groups,
+                    [samples[row] for row in rows],
                     rejected,
-                    old,
+                    dense,
                     rollouts=log.rollouts_per_step,
                     traces=log.traces_per_step,
                 )
-        sampled = torch.cat([sample.rollout.logprobs for sample in result.batch.samples]).to(old[0].device)
-        self.folder.append_xi(self.state.step, ratios.count(torch.cat(old) - sampled))
+        log_xi = [each - samples[row].rollout.logprobs.to(each.device) for row, each in zip(rows, dense, strict=True)]
+        stands_for = torch.tensor(list(result.row_weights.values())).repeat_interleave(torch.tensor(list(map(len, dense))))
+        self.folder.append_xi(self.state.step, ratios.count(torch.cat(log_xi), stands_for))
 
     def _memory_metrics(self) -> dict[str, float]:
         memory = peak_metrics(self.plan, self.actor.learner.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -44,7 +45,9 @@ class PolicyLoss:
     loss: Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
     """Return (loss of the micro-batch, sums `clipped_tokens` and `tokens`)."""
     shares: Callable[[Tensor, Tensor, int], Tensor]
-    """Return the shares [B, T] from (mask [B, T], divisors [B], max_tokens) of the whole update."""
+    """Function from (mask [B, T], divisors [B], max_tokens) of the whole update to [B, T]."""
+    per: Literal["sequence", "batch", "constant"]
+    """What the correction's divisors divide: each sequence by its own, all tokens by their sum, or nothing."""
     std: bool = True
     """True if the loss's paper divides the advantage by the standard deviation of the group."""
 

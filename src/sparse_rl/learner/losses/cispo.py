@@ -23,4 +23,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, sums(clipped_BT != ratio_BT, inputs)
 
 
-CISPO = PolicyLoss(loss, shares)
+CISPO = PolicyLoss(loss, shares, per="batch")

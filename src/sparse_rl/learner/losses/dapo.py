@@ -19,4 +19,4 @@ def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
     return mask_BT / divisors.where(mask_BT.any(dim=1), 0).sum().clamp(min=1)
 
 
-DAPO = PolicyLoss(loss, shares)
+DAPO = PolicyLoss(loss, shares, per="batch")

@@ -20,4 +20,4 @@ def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
     return mask_BT / (sequences * max_tokens).to(divisors.dtype)
 
 
-DR_GRPO = PolicyLoss(loss, shares, std=False)
+DR_GRPO = PolicyLoss(loss, shares, per="constant", std=False)

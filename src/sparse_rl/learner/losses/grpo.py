@@ -25,4 +25,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_surrogate(log_ratios(inputs).clamp(-LIMIT, LIMIT).exp(), inputs)
 
 
-GRPO = PolicyLoss(loss, shares)
+GRPO = PolicyLoss(loss, shares, per="sequence")

@@ -23,4 +23,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_surrogate(log_s_BT.exp(), inputs)
 
 
-GSPO = PolicyLoss(loss, shares)
+GSPO = PolicyLoss(loss, shares, per="sequence")

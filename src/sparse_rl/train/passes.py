@@ -1,0 +1,50 @@
+"""Choose the rollouts that run through the learner, and when: before the first update, or only in their training pass.
+
+The first update of a step trains the weights that sampled: pi_old = stopgrad pi_theta. So its training pass gives log pi_old,
+and a separate pass is needed only for the rows of later updates. Rows without a signal are not trained. A random share of them
+runs forward for the metrics, and each of these stands for several.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import SHADOW_METHODS, Config, CorrectionSpec
+from ..learner.losses import get
+from .rollouts import RolloutBatch, RolloutGroup
+
+MEASURED_SHARE = 0.25
+"""Share of the rows without a training pass that run forward for the metrics."""
+MIN_MEASURED = 8
+"""Minimum number of such rows, if there are as many."""
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    one_pass: bool
+    """True if the first update computes its old log-probs in its training pass."""
+    before: list[int]
+    """Rows whose log-probs are computed before the first update."""
+    row_weights: dict[int, float]
+    """Rows with log-probs after the step, and the number of rows of the step that each stands for in the metrics."""
+
+
+def plan_passes(
+    config: Config, spec: CorrectionSpec, batch: RolloutBatch, updates: Sequence[Sequence[RolloutGroup]], seed: int
+) -> PassPlan:
+    """Plan the passes of a step whose updates use these groups. `seed` chooses the rows that are measured only."""
+    every = range(len(batch.samples))
+    other_terms = config.loss.kl_coef > 0 or config.loss.entropy_coef != 0
+    # The shadow methods have no dense training pass. The factor of `normalize` scales the policy term alone.
+    if config.method in SHADOW_METHODS or (spec.normalize and other_terms):
+        return PassPlan(False, list(every), dict.fromkeys(every, 1.0))
+    first, *later = [[sample for group in groups for sample in group.samples if sample.in_loss] for groups in updates]
+    trained = {sample.row for sample in first if other_terms or sample.advantage}
+    before = {sample.row for samples in later for sample in samples}
+    if spec.normalize or (spec.divisor == "kept" and get(config.loss.name).per == "batch"):
+        before |= {sample.row for sample in first} - trained  # they count in a mean over the update
+    rest = [row for row in every if row not in trained and row not in before]
+    count = min(len(rest), max(MIN_MEASURED, round(MEASURED_SHARE * len(rest))))
+    measured = random.Random(seed).sample(rest, count)
+    weights = dict.fromkeys([*trained, *before], 1.0) | {row: len(rest) / count for row in measured}
+    return PassPlan(True, sorted(before | set(measured)), dict(sorted(weights.items())))

@@ -1,0 +1,156 @@
+"""An update whose training pass gives its old log-probs equals the update with a pass of its own for them."""
+
+import copy
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import random_model
+from sparse_rl import KV, Engine, Sampling, replay
+from sparse_rl.config import PRESETS, CorrectionSpec, LossConfig, OptimizerConfig
+from sparse_rl.learner.batch import make_batch, make_one_pass_batch, padded, response_mask
+from sparse_rl.learner.correction import correct
+from sparse_rl.learner.losses import LOSSES
+from sparse_rl.learner.optimizer import Optimizer
+from sparse_rl.learner.update import update
+
+MAX_TOKENS = 24
+SETTINGS = OptimizerConfig(lr=1e-3, tokens_per_microbatch=64, clip_norm=1e-3)
+"""Micro-batches of two or three rollouts, and a bound that clips every gradient."""
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """A float32 model, and rollouts that lost keys: log xi differs from 0."""
+    model = random_model("qwen2")
+    kv = KV(policy="random", budget=8, interval=4, window=2, sinks=1)
+    prompts = [[2, 5, 9, 4, 7], [2, 8, 3], [2, 30, 31, 32]]
+    sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.8, stop=(1,), seed=3)
+    return model, Engine(model, kv, slots=4).generate(prompts, samples=4, sampling=sampling)
+
+
+def spec_of(preset):
+    """The preset with a veto that rejects some of these rollouts and not all."""
+    spec = PRESETS[preset]
+    return CorrectionSpec(**{**vars(spec), "veto": 0.2}) if spec.veto else spec
+
+
+def advantages(count):
+    """Every fourth rollout has no signal."""
+    return torch.tensor([0.0 if row % 4 == 3 else (-1) ** row * (1 + row / count) for row in range(count)])
+
+
+def weights_after(model, make, loss, opsm=None):
+    """Return (weights after one update, its sums, its batch)."""
+    learner = copy.deepcopy(model)
+    optimizer = Optimizer(learner, SETTINGS, steps=1)
+    batch = make(learner)
+    updated = update(learner, optimizer, 0, batch, loss, opsm_delta=opsm)
+    return [weight.detach().clone() for weight in learner.parameters()], updated, batch
+
+
+def two_passes(rollouts, spec, loss, reference):
+    def make(learner):
+        with torch.no_grad():
+            old = replay(learner, rollouts, "dense")
+        log_xi = padded(old) - padded([rollout.logprobs for rollout in rollouts])
+        corrected = correct(log_xi, response_mask(rollouts), spec)
+        return make_batch(rollouts, advantages(len(rollouts)), old, corrected, loss, MAX_TOKENS, reference)
+
+    return make
+
+
+def one_pass(rollouts, spec, loss, reference):
+    def make(learner):
+        every_token = loss.kl_coef > 0 or loss.entropy_coef
+        with torch.no_grad():
+            old = replay(learner, rollouts, "dense")
+        still = [row for row, value in enumerate(advantages(len(rollouts)).tolist()) if not value and not every_token]
+        return make_one_pass_batch(
+            rollouts,
+            advantages(len(rollouts)),
+            spec,
+            loss,
+            MAX_TOKENS,
+            reference,
+            device=learner.device,
+            known={row: old[row] for row in still},
+        )
+
+    return make
+
+
+CASES = [
+    (name, preset, terms)
+    for name, preset, terms in itertools.product(LOSSES, PRESETS, (False, True))
+    if not (terms and PRESETS[preset].normalize)  # its mean scales the policy term alone: two passes
+]
+
+
+@pytest.mark.parametrize(("name", "preset", "terms"), CASES, ids=lambda value: str(value))
+def test_one_pass_equals_two(sampled, name, preset, terms):
+    """Clipped gradients, so that their size matters: the factor of the update comes before the clip."""
+    model, rollouts = sampled
+    spec = spec_of(preset)
+    loss = LossConfig(name=name, **({"kl_coef": 0.05, "entropy_coef": 0.01} if terms else {}))
+    reference = None
+    if terms:
+        with torch.no_grad():
+            reference = [each - 0.1 for each in replay(model, rollouts, "dense")]
+    theirs, updated, batch = weights_after(model, two_passes(rollouts, spec, loss, reference), loss)
+    ours, one, one_batch = weights_after(model, one_pass(rollouts, spec, loss, reference), loss)
+    assert updated.learned and one.learned
+    assert one.grad_norm == pytest.approx(updated.grad_norm, rel=1e-5) and one.sums["loss"] == pytest.approx(
+        updated.sums["loss"], rel=1e-5, abs=1e-7
+    )
+    moved = max(float((a - b).abs().max()) for a, b in zip(theirs, map(torch.Tensor.detach, model.parameters()), strict=True))
+    gap = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    assert moved > 1e-4 and gap <= 1e-6
+    if spec.veto:
+        assert 0 < int(batch.corrected.rejected.sum()) < len(rollouts)
+    for row, old in one_batch.logprobs.items():
+        assert torch.allclose(old, batch.old_BT[row, : len(old)], atol=1e-5)
+
+
+def test_a_row_that_is_not_finite_leaves_its_pack(sampled):
+    """Its gradient would be NaN times zero. The others learn as if it were rejected."""
+    model, rollouts = copy.deepcopy(sampled)
+    uses = Counter(token for rollout in rollouts for token in {*rollout.prompt, *rollout.response})
+    poison = min(range(61), key=lambda token: uses[token])
+    rollouts = [rollout for rollout in rollouts if poison not in [*rollout.prompt, *rollout.response]]
+    assert len(rollouts) >= 6
+
+    def break_rows(module, inputs, output):
+        return output.masked_fill((inputs[0] == poison)[..., None], torch.nan)
+
+    model.get_input_embeddings().register_forward_hook(break_rows)
+    for row in (1, 4):
+        rollouts[row] = replace(rollouts[row], prompt=[poison, *rollouts[row].prompt[1:]])
+    spec, loss = PRESETS["paper"], LossConfig()
+    theirs, updated, _ = weights_after(model, two_passes(rollouts, spec, loss, None), loss)
+    ours, one, batch = weights_after(model, one_pass(rollouts, spec, loss, None), loss)
+    assert updated.learned and one.learned and one.sums["active_rows"] == updated.sums["active_rows"]
+    assert all(weight.isfinite().all() for weight in ours)
+    assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) <= 1e-6
+    broken = [row for row, old in batch.logprobs.items() if not old.isfinite().all()]
+    assert sorted(broken) == [1, 4]
+
+
+def test_an_update_that_rejects_every_row_changes_nothing(sampled):
+    model, rollouts = sampled
+    spec, loss = CorrectionSpec(drop="mean", low=1e3), LossConfig()
+    weights, updated, _ = weights_after(model, one_pass(rollouts, spec, loss, None), loss)
+    assert not updated.learned and updated.finite
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+def test_opsm_drops_the_same_rows_in_one_pass(sampled):
+    model, rollouts = sampled
+    spec, loss = PRESETS["none"], LossConfig()
+    theirs, updated, _ = weights_after(model, two_passes(rollouts, spec, loss, None), loss, opsm=0.01)
+    ours, one, _ = weights_after(model, one_pass(rollouts, spec, loss, None), loss, opsm=0.01)
+    assert 0 < one.sums["opsm_dropped"] == updated.sums["opsm_dropped"]
+    assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) <= 1e-6
