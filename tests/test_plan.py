@@ -543,7 +543,12 @@ def test_a_step_counts_every_pass_over_the_rollouts():
         return step_time(planned(*flags), GPUS["h200"])
 
     plain, reference = at(), at("--loss.kl-coef", "0.01")
-    assert reference.old_s == pytest.approx(2 * plain.old_s) and reference.update_s == plain.update_s
+    assert plain.old_s == 0 and reference.update_s == plain.update_s  # the training pass gives old log-probs
+    forward = reference.old_s
+    four = at("--optimizer.updates-per-step", "4")
+    assert four.old_s == pytest.approx(0.75 * forward)  # the later updates need theirs before
+    both = at("--loss.kl-coef", "0.01", "--correction.preset", "released", "--method", "sparse_rl")
+    assert both.old_s == pytest.approx(2 * forward)  # its mean weight must be known before
     smd, taught = at("--method", "smd"), at("--method", "smd", "--loss.smd.direction", "shadow_to_dense")
-    assert smd.old_s == pytest.approx(2 * plain.old_s) and smd.update_s == pytest.approx(2 * plain.update_s)
+    assert smd.old_s == pytest.approx(2 * forward) and smd.update_s == pytest.approx(2 * plain.update_s)
     assert taught.update_s == pytest.approx(plain.update_s * 4 / 3)

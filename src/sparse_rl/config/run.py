@@ -146,6 +146,17 @@ class Config(Section):
         return "paper" if self.method == "sparse_rl" else "none"
 
     @property
+    def one_pass(self) -> bool:
+        """Return whether the first update of a step computes old log-probs in its training pass.
+
+        The shadow methods have no dense training pass. The mean of `normalize` scales the policy term alone, so beside
+        another term it must be known before the pass.
+        """
+        other_terms = self.loss.kl_coef > 0 or self.loss.entropy_coef != 0
+        normalize = self.correction.spec(self.default_preset).normalize
+        return self.method not in SHADOW_METHODS and not (normalize and other_terms)
+
+    @property
     def defaults_comment(self) -> str:
         """Return a TOML comment with the effective values of options that the method, the loss or the task determines. It is
         added to the stored recipe."""

@@ -147,12 +147,14 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     )
 
 
-def passes_before_update(config: Config) -> int:
-    """Return the number of forward passes over a step's rollouts before its first update.
+def passes_before_update(config: Config) -> float:
+    """Return the forward passes over a step's rollouts before its first update.
 
-    There is one dense pass. Shadow methods add a replay under the sampler's evictions. A KL term adds a reference pass.
+    There is a dense pass over the rollouts whose training pass does not give old log-probs, one in the sampler's view for
+    shadow methods, and one of a reference if the loss has a KL term.
     """
-    return 1 + (config.method in SHADOW_METHODS) + (config.loss.kl_coef > 0)
+    dense = 1 - 1 / config.optimizer.updates_per_step if config.one_pass else 1.0
+    return dense + (config.method in SHADOW_METHODS) + (config.loss.kl_coef > 0)
 
 
 NODE_GPUS, NODE_BYTES_PER_S, NETWORK_BYTES_PER_S = 8, 350e9, 40e9

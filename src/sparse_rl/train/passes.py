@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import SHADOW_METHODS, Config, CorrectionSpec
+from ..config import Config, CorrectionSpec
 from ..learner.losses import get
 from .rollouts import RolloutBatch, RolloutGroup
 
@@ -21,8 +21,6 @@ MIN_MEASURED = 8
 
 @dataclass(frozen=True)
 class PassPlan:
-    one_pass: bool
-    """True if the first update computes its old log-probs in its training pass."""
     before: list[int]
     """Rows whose log-probs are computed before the first update."""
     row_weights: dict[int, float]
@@ -34,10 +32,9 @@ def plan_passes(
 ) -> PassPlan:
     """Plan the passes of a step whose updates use these groups. `seed` chooses the rows that are measured only."""
     every = range(len(batch.samples))
+    if not config.one_pass:
+        return PassPlan(list(every), dict.fromkeys(every, 1.0))
     other_terms = config.loss.kl_coef > 0 or config.loss.entropy_coef != 0
-    # The shadow methods have no dense training pass. The factor of `normalize` scales the policy term alone.
-    if config.method in SHADOW_METHODS or (spec.normalize and other_terms):
-        return PassPlan(False, list(every), dict.fromkeys(every, 1.0))
     first, *later = [[sample for group in groups for sample in group.samples if sample.in_loss] for groups in updates]
     trained = {sample.row for sample in first if other_terms or sample.advantage}
     before = {sample.row for samples in later for sample in samples}
@@ -47,4 +44,4 @@ def plan_passes(
     count = min(len(rest), max(MIN_MEASURED, round(MEASURED_SHARE * len(rest))))
     measured = random.Random(seed).sample(rest, count)
     weights = dict.fromkeys([*trained, *before], 1.0) | {row: len(rest) / count for row in measured}
-    return PassPlan(True, sorted(before | set(measured)), dict(sorted(weights.items())))
+    return PassPlan(sorted(before | set(measured)), dict(sorted(weights.items())))

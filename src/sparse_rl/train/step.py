@@ -94,7 +94,8 @@ class TrainingStep:
         old_s = self._now() - started
         # 2. One optimizer update for each part of the groups
         updates = [
-            self._update(step, batch, part, old, one_pass=plan.one_pass and number == 0) for number, part in enumerate(groups)
+            self._update(step, batch, part, old, one_pass=config.one_pass and number == 0)
+            for number, part in enumerate(groups)
         ]
         update_s = self._now() - started - old_s
         # 3. New weights for the sampler
