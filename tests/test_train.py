@@ -19,7 +19,7 @@ from small_runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.cli import main
 from sparse_rl.config import Config, CorrectionConfig, LoraConfig, OptimizerConfig
-from sparse_rl.learner.batch import make_batch
+from sparse_rl.learner.batch import make_one_pass_batch
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.models.actor import Actor
 from sparse_rl.rewards.pool import pool_for
@@ -462,7 +462,9 @@ def test_answers_that_are_cut_off_can_be_left_out(world, tmp_path, monkeypatch, 
     """They teach nothing, and count in their group's mean all the same. This model seldom ends, so a limit of 2 cuts all off."""
     batches = []
     monkeypatch.setattr(
-        training_step, "make_batch", lambda rollouts, *rest: batches.append((rollouts, rest[0])) or make_batch(rollouts, *rest)
+        training_step,
+        "make_one_pass_batch",
+        lambda rollouts, *rest, **more: batches.append((rollouts, rest[0])) or make_one_pass_batch(rollouts, *rest, **more),
     )
     flags = ["--steps", "1", "--rollout.samples-per-prompt", "8", "--rollout.temperature", "3"]
     train(world, tmp_path / "all", *flags)
