@@ -10,12 +10,15 @@ import torch
 
 from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, replay
-from sparse_rl.config import PRESETS, CorrectionSpec, LossConfig, OptimizerConfig
+from sparse_rl.config import PRESETS, Config, CorrectionSpec, LossConfig, OptimizerConfig
 from sparse_rl.learner.batch import make_batch, make_one_pass_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.update import update
+from sparse_rl.train.passes import plan_passes
+from sparse_rl.train.rollouts import GradedRollout, RolloutBatch, RolloutGroup
+from sparse_rl.train.step import split_groups
 
 MAX_TOKENS = 24
 SETTINGS = OptimizerConfig(lr=1e-3, tokens_per_microbatch=64, clip_norm=1e-3)
@@ -154,3 +157,76 @@ def test_opsm_drops_the_same_rows_in_one_pass(sampled):
     ours, one, _ = weights_after(model, one_pass(rollouts, spec, loss, None), loss, opsm=0.01)
     assert 0 < one.sums["opsm_dropped"] == updated.sums["opsm_dropped"]
     assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) <= 1e-6
+
+
+# Which rows run through the learner, and what they stand for
+
+
+def batch_of(advantages):
+    """A batch of groups of four with these advantages; rollouts are not needed to plan."""
+    samples = [
+        GradedRollout(row, example=None, rollout=None, text="", reward=value, advantage=value, in_loss=True)
+        for row, value in enumerate(advantages)
+    ]
+    return RolloutBatch(groups=[RolloutGroup(samples[start : start + 4]) for start in range(0, len(samples), 4)])
+
+
+def planned(options, advantages, seed=0):
+    config = Config(**options)
+    batch = batch_of(advantages)
+    updates = split_groups(batch.groups, config.optimizer.updates_per_step)
+    return plan_passes(config, config.correction.spec(config.default_preset), batch, updates, seed)
+
+
+SIGNAL = [1.0, -1.0, 1.0, -1.0]
+
+
+def test_only_rows_that_no_training_pass_covers_run_before_the_update():
+    assert planned({}, SIGNAL * 4).before == []
+    assert planned({"optimizer": {"updates_per_step": 2}}, SIGNAL * 4).before == list(range(8, 16))
+    assert planned({"method": "smd"}, SIGNAL * 4).before == list(range(16))
+    released = {"method": "sparse_rl", "correction": {"preset": "released"}}
+    assert planned(released, SIGNAL * 3 + [0.0] * 4).before == [12, 13, 14, 15]  # they count in its mean weight
+    assert planned({**released, "loss": {"entropy_coef": 0.01}}, SIGNAL * 4).before == list(range(16))
+    assert planned({"loss": {"kl_coef": 0.01}}, SIGNAL + [0.0] * 12).before == []  # the KL term trains them
+
+
+def test_a_share_of_the_rows_without_signal_is_measured_and_stands_for_all():
+    plan = planned({}, SIGNAL * 4 + [0.0] * 64)
+    assert len(plan.before) == 16 and min(plan.before) >= 16
+    assert sum(plan.row_weights.values()) == pytest.approx(80) and {plan.row_weights[row] for row in plan.before} == {4.0}
+    assert planned({}, SIGNAL * 4 + [0.0] * 64).before == plan.before  # a resumed step measures the same rows
+    assert planned({}, SIGNAL * 4 + [0.0] * 64, seed=1).before != plan.before
+    few = planned({}, SIGNAL + [0.0] * 4)
+    assert few.before == [4, 5, 6, 7] and set(few.row_weights.values()) == {1.0}
+
+
+def test_a_row_that_stands_for_three_counts_as_three_in_every_metric():
+    generator = torch.Generator().manual_seed(0)
+    log_xi = 0.3 * torch.randn(6, 40, generator=generator, dtype=torch.float64)
+    log_xi[1, 3] = -12.0  # rejected
+    mask = torch.arange(40) < torch.tensor([40, 30, 7, 22, 1, 0])[:, None]
+    weights = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0, 1.0])
+    copies = torch.repeat_interleave(torch.arange(6), weights.long())
+    ours = correct(log_xi, mask, "paper", row_weights=weights).metrics
+    assert ours == pytest.approx(correct(log_xi[copies], mask[copies], "paper").metrics)
+    assert ours != pytest.approx(correct(log_xi, mask, "paper").metrics)
+
+
+def test_measured_metrics_estimate_those_of_all_rows():
+    """Over many choices of rows their mean is the value of all rows, within its error."""
+    generator = torch.Generator().manual_seed(1)
+    rows = 80
+    log_xi = 0.2 * torch.randn(rows, 50, generator=generator, dtype=torch.float64) * torch.linspace(0.5, 2, rows)[:, None]
+    mask = torch.ones(rows, 50, dtype=torch.bool)
+    whole = correct(log_xi, mask, "paper").metrics
+    found = []
+    for seed in range(200):
+        weights = planned({}, SIGNAL * 4 + [0.0] * 64, seed).row_weights
+        chosen = list(weights)
+        row_weights = torch.tensor(list(weights.values()))
+        found.append(correct(log_xi[chosen], mask[chosen], "paper", row_weights=row_weights).metrics)
+    for key in ("sparse/mismatch_k1", "sparse/mismatch_k3", "sparse/xi_p05"):
+        values = torch.tensor([each[key] for each in found])
+        assert abs(float(values.mean()) - whole[key]) < 4 * float(values.std()) / len(found) ** 0.5 + 2e-3
+        assert float(values.std()) > 0
