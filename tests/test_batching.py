@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparse_rl import KV, Engine, Sampling
+from sparse_rl import KV, NEVER, Engine, Sampling
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.rollout import generation
 from sparse_rl.rollout.prefill import prefill
@@ -96,6 +96,23 @@ def test_steps_launched_ahead_change_nothing(model, policy, slots, stop, monkeyp
         runs.append(engine.generate(PROMPTS, 2, sampling, limits=limits))
     for left, right in zip(*runs, strict=True):
         assert_same(left, right)
+
+
+def test_a_prime_interval_runs_in_whole_chunks(model, monkeypatch):
+    """Boundaries repeat with the interval, so sequences that start at different times are all compacted on time."""
+    launched = []
+    launch = EagerRunner.launch
+    monkeypatch.setattr(EagerRunner, "launch", lambda self, steps, clock: launched.append(steps) or launch(self, steps, clock))
+    kv = KV(budget=24, interval=13, window=4, sinks=2)
+    limits = [70, 3, 41, 70, 25] * 2
+    few = Engine(model, kv, slots=2).generate(PROMPTS, 2, Sampling(max_tokens=70, stop=()), limits=limits)
+    assert set(launched[:8]) == {8, 5}
+    many = Engine(model, kv, slots=10).generate(PROMPTS, 2, Sampling(max_tokens=70, stop=()), limits=limits)
+    for left, right in zip(few, many, strict=True):
+        assert_same(left, right)
+        assert left.kv_peak <= kv.budget + kv.interval
+        events = left.evicted_at[left.evicted_at != NEVER] - len(left.prompt)
+        assert bool((events % 13 == 0).all()) and (len(left.response) < 40 or len(events))
 
 
 def test_new_sequences_wait_for_each_other_and_change_nothing(model, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_rl import KV, Engine, Sampling, UserError, replay
-from sparse_rl.rollout.repetition import RepetitionGuard
+from sparse_rl.rollout.repetition import RepetitionGuard, first_repetitions
 
 SMALL = KV(budget=24, interval=6, window=4, sinks=2)
 
@@ -60,14 +60,22 @@ def test_repetition_guard_ends_a_rollout_that_repeats(model):
 
 
 def test_repetition_guard_agrees_with_a_look_at_the_whole_text():
+    """Several sequences at once, in chunks of any length."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        tokens = torch.randint(2, (40,), generator=generator).tolist()
-        guard = RepetitionGuard(period=3, span=7)
-        for end in range(1, 41):
-            last = tokens[max(0, end - 7) : end]
-            expected = len(last) == 7 and any(last[p:] == last[:-p] for p in (1, 2, 3))
-            assert guard.sees_repetition(tokens[end - 1]) == expected
+    text = torch.randint(2, (200, 40), generator=generator).numpy()
+    guards = [RepetitionGuard(period=3, span=7) for _ in text]
+    start = 0
+    for length in (1, 5, 2, 16, 1, 1, 8, 6):
+        found = first_repetitions(guards, text[:, start : start + length])
+        for tokens, place in zip(text.tolist(), found, strict=True):
+            expected = length
+            for end in range(start + length, start, -1):
+                last = tokens[max(0, end - 7) : end]
+                if len(last) == 7 and any(last[p:] == last[:-p] for p in (1, 2, 3)):
+                    expected = end - 1 - start
+            assert place == expected
+        start += length
+    assert start == 40
 
 
 def test_progress_tells_of_every_token_and_every_end(model):

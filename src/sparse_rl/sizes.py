@@ -30,8 +30,8 @@ def padded_length(tokens: int) -> int:
 PREFILL_TOKENS = 8192
 """Maximum prompt tokens per forward pass."""
 CHUNK_STEPS = {"cpu": 8, "cuda": 16}
-"""Maximum decode steps between two returns to the host, by device type. The engine uses a divisor of the compaction interval.
-A finished slot idles until the next return, so a dense slot needs room for this many extra tokens."""
+"""Maximum decode steps between two returns to the host, by device type. A finished slot idles until the next return, so a
+dense slot has room for so many more tokens."""
 FIRST_TOKENS = 64
 """Number of logit rows sampled at a time after prefill. Bounds the memory of torch's float64 sums."""
 STEP_LOGIT_BYTES = 4

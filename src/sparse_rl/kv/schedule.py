@@ -34,12 +34,16 @@ class Schedule:
         entered the cache."""
         return self.evicts and entered % self.interval == 0 and held > self.budget
 
-    def steps_between_checks(self, longest: int) -> int:
-        """Return the largest divisor of the interval that is at most `longest`, so that no compaction is due between two
-        checks. Without evictions, return `longest`."""
-        if not self.evicts:
-            return longest
-        return max(steps for steps in range(1, longest + 1) if self.interval % steps == 0)
+    def steps_to_boundary(self, step: int, longest: int) -> int:
+        """Return the decode steps to run after `step` before the host looks at the slots again, at most `longest`.
+
+        The boundaries repeat with the interval, and sequences start only at boundaries. So every compaction falls on one.
+        """
+        return min(longest, self.interval - step % self.interval) if self.evicts else longest
+
+    def steps_into_interval(self, step: int) -> int:
+        """Return the steps since the boundaries last repeated."""
+        return step % self.interval if self.evicts else step
 
 
 DENSE = Schedule(budget=0, interval=1, evicts=False)

@@ -63,7 +63,7 @@ class Engine:
             raise
         device = self.limits.shape.device
         self.schedule = Schedule.of(self.kv, self.policy.evicts)
-        self.chunk = self.schedule.steps_between_checks(CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"]))
+        self.chunk = CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"])
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)

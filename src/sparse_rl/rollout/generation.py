@@ -21,7 +21,7 @@ from ..sizes import FIRST_TOKENS
 from .clock import Clock
 from .decode import SlotState
 from .prefill import PromptInSlots, prefill
-from .repetition import RepetitionGuard
+from .repetition import RepetitionGuard, first_repetitions
 from .request import Request
 from .rollout import Rollout
 from .runner import EagerRunner, GraphRunner, NotCapturable, StepRunner, TakenSteps
@@ -168,10 +168,8 @@ class Generation:
         ]
         tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
         token_rows, logprob_rows = TakenSteps(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
-        stops = self._first_stops(token_rows, logprob_rows, [True] * len(requests))
-        for request, row, logprob_row, stop_at, dropped_LHN in zip(
-            requests, token_rows, logprob_rows, stops, dropped, strict=True
-        ):
+        sequences = []
+        for request, dropped_LHN in zip(requests, dropped, strict=True):
             held = self.schedule.held_after_prefill(len(request.prompt))
             sequence = Sequence(request, held, TraceRecorder(len(request.prompt), self.schedule.interval), kv_peak=held)
             if self.sampling.repetition is not None:
@@ -180,18 +178,20 @@ class Generation:
                 self.stats.compactions += 1
                 if self.record:
                     sequence.trace.record(0, dropped_LHN[:, None].cpu())
-            self._take(sequence, row, logprob_row, stop_at)
-            self.scheduler.active.append(sequence)
+            sequences.append(sequence)
+        self._take(sequences, token_rows, logprob_rows)
+        self.scheduler.active += sequences
 
     # Responses
 
     def _decode(self) -> None:
         """Run chunks of steps until the slots change. On a GPU, the host processes one chunk while the next one runs."""
         self._start_steps()
-        steps = min(self.chunk, self.scheduler.remaining())
+        steps = min(self.schedule.steps_to_boundary(self.steps_together, self.chunk), self.scheduler.remaining())
         pending = self.runner.launch(steps, self.clock)
         while True:
-            more = min(self.chunk, self.scheduler.remaining() - steps)
+            more = self.schedule.steps_to_boundary(self.steps_together + steps, self.chunk)
+            more = min(more, self.scheduler.remaining() - steps)
             following = self.runner.launch(more, self.clock) if self._may_follow(steps, more) else None
             self._book(steps, *pending.wait())
             if following is None:
@@ -232,7 +232,7 @@ class Generation:
             return False
         if any(self.schedule.is_due(sequence.entered + steps, sequence.held + steps) for sequence in active):
             return False
-        if (self.steps_together + steps) % (ROUND * self.chunk):
+        if self.schedule.steps_into_interval(self.steps_together + steps) % (ROUND * self.chunk):
             return True
         ended = sum(sequence.finish is not None for sequence in active)
         if self.scheduler.has_more:
@@ -244,36 +244,39 @@ class Generation:
         self._record_drops()
         active = self.scheduler.active
         held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
-        # the other sequences ended in the last chunk and idled in this one
-        running = [sequence.finish is None for sequence in active]
-        stops = self._first_stops(tokens_Sn, logprobs_Sn, running)
-        taken = []
-        for sequence, row, logprob_row, stop_at in zip(active, tokens_Sn, logprobs_Sn, stops, strict=True):
-            runs = sequence.finish is None
-            taken.append(self._take(sequence, row, logprob_row, stop_at) if runs else 0)
-            sequence.kv_peak = max(sequence.kv_peak, sequence.held + taken[-1]) if runs else sequence.kv_peak
+        running = np.array([sequence.finish is None for sequence in active])  # the others ended in the last chunk and idled
+        taken = self._take(active, tokens_Sn, logprobs_Sn)
+        for sequence, runs, tokens in zip(active, running, taken, strict=True):
+            sequence.kv_peak = max(sequence.kv_peak, sequence.held + tokens) if runs else sequence.kv_peak
             sequence.held += steps
             sequence.entered += steps
         self.stats.count_steps(np.array(taken), held, dense)
-        dense_now = int(dense[running].sum()) + steps * sum(running)
+        dense_now = int(dense[running].sum()) + steps * int(running.sum())
         self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, dense_now)
         self.steps_together += steps
         self.stats.steps += steps
         self.stats.slot_steps += steps * self.cache.slots
         self._report()
 
-    def _first_stops(self, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, running: list[bool]) -> list[int]:
-        """Return the index of the first stop token in each row, or the row's length if it has none."""
-        if not np.isfinite(logprobs_Sn[np.array(running)]).all():
-            raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
-        stops = np.isin(tokens_Sn, self.stop)
-        return np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1]).tolist()
-
-    def _take(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
-        taken = sequence.take(tokens, logprobs, stop_at)
-        self.stats.tokens += taken
-        if self.progress is not None:
-            self.new_tokens.setdefault(sequence.request.index, []).append(tokens[:taken])
+    def _take(self, sequences: list[Sequence], tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> list[int]:
+        """Append sampled tokens to the sequences that still run. Return how many each took."""
+        running = np.array([sequence.finish is None for sequence in sequences])
+        if not np.isfinite(logprobs_Sn[running]).all():
+            raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
+        stops_Sn = np.isin(tokens_Sn, self.stop)
+        stop_at_S = np.where(stops_Sn.any(axis=1), stops_Sn.argmax(axis=1), stops_Sn.shape[1]).tolist()
+        repeats_at_S = [tokens_Sn.shape[1]] * len(sequences)
+        if self.sampling.repetition is not None:
+            guards = [sequence.guard for sequence in sequences if sequence.guard is not None]
+            repeats_at_S = first_repetitions(guards, tokens_Sn).tolist()
+        taken = []
+        for sequence, tokens, logprobs, stop_at, repeats_at in zip(
+            sequences, tokens_Sn, logprobs_Sn, stop_at_S, repeats_at_S, strict=True
+        ):
+            taken.append(0 if sequence.finish else sequence.take(tokens, logprobs, stop_at, repeats_at))
+            if self.progress is not None and taken[-1]:
+                self.new_tokens.setdefault(sequence.request.index, []).append(tokens[: taken[-1]])
+        self.stats.tokens += sum(taken)
         return taken
 
     def _retire(self) -> None:

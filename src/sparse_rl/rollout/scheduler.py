@@ -49,22 +49,17 @@ class Sequence:
     def remaining(self) -> int:
         return self.request.max_tokens - self.tokens
 
-    def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int) -> int:
-        """Append sampled tokens up to the end of the rollout. Return how many were appended.
-
-        `stop_at` is the index of the first stop token, or the number of tokens if there is none.
-        """
-        if stop_at == len(tokens) < self.remaining and self.guard is None:  # fast path: most chunks end no sequence
+    def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int, repeats_at: int) -> int:
+        """Append sampled tokens up to the end of the rollout and return how many were taken. `stop_at` is the index of the
+        first stop token and `repeats_at` that of the first repetition; each is the number of tokens if there is none."""
+        if stop_at == repeats_at == len(tokens) < self.remaining:  # fast path: most chunks end no sequence
             self.pieces.append((tokens, logprobs))
             self.tokens += stop_at
             self.last_token = int(tokens[-1])
             return stop_at
         taken = min(stop_at + 1, len(tokens), self.remaining)
-        if self.guard is not None:
-            for place, token in enumerate(tokens[:taken].tolist()):
-                if self.guard.sees_repetition(token) and place != stop_at:
-                    taken, self.finish = place + 1, "repetition"
-                    break
+        if repeats_at < min(taken, stop_at):
+            taken, self.finish = repeats_at + 1, "repetition"
         self.pieces.append((tokens[:taken], logprobs[:taken]))
         self.tokens += taken
         self.last_token = int(tokens[taken - 1])
