@@ -29,6 +29,9 @@ def some(prompts, completions, **columns):
     """Tells apart only the answers to every second prompt."""
     return sums(prompts, completions) if int(prompts[0][0]) % 2 else [1.0]
 
+def same(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
 def distinct(prompts, completions, **columns):
     """A model whose weights are destroyed says one thing only."""
     return [float(len(set(text))) for text in completions]

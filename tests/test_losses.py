@@ -8,7 +8,8 @@ import torch
 from sparse_rl import UserError
 from sparse_rl.config import PRESETS, LossConfig, SMDConfig
 from sparse_rl.learner.correction import correct
-from sparse_rl.learner.losses import LOSSES, LossInputs, get
+from sparse_rl.learner.losses import LOSSES, LossInputs, aggregate_of, get
+from sparse_rl.learner.losses.aggregate import AGGREGATES
 from sparse_rl.learner.losses.regularizers import kl, weighted_sum
 
 MAX_TOKENS = 11
@@ -271,3 +272,23 @@ def test_a_loss_that_cannot_be_is_refused_in_one_sentence(make, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_an_aggregate_may_be_chosen_apart_from_the_loss():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    lengths = torch.tensor([3.0, 1.0, 1.0])
+    sums = {
+        name: aggregate_of(LossConfig(name="gspo", aggregate=name)).shares(mask, lengths, 8).sum(dim=1).tolist()
+        for name in AGGREGATES
+    }
+    assert sums["sequence"] == pytest.approx([1 / 2, 1 / 2, 0])  # each sequence counts the same
+    assert sums["token"] == pytest.approx([3 / 4, 1 / 4, 0])  # each token
+    assert sums["constant"] == pytest.approx([3 / 16, 1 / 16, 0])  # each token, whatever the others are
+    for name, own in {
+        "grpo": "sequence",
+        "gspo": "sequence",
+        "dapo": "token",
+        "cispo": "token",
+        "dr_grpo": "constant",
+    }.items():
+        assert aggregate_of(LossConfig(name=name)) is AGGREGATES[own]

@@ -217,6 +217,27 @@ def test_dapo_draws_again_for_groups_without_signal(world, tmp_path):
     assert json.loads((run / "checkpoints/step-3/state.json").read_text())["cursor"] == cursor  # and none is drawn twice
 
 
+def test_refill_works_with_any_loss_and_can_be_turned_off(world, tmp_path):
+    flags = ["--method", "dense", "--rollout.max-tokens", "8", "--steps", "2"]
+    train(world, tmp_path / "refilled", *flags, "--loss.name", "gspo", "--rollout.refill", "true", reward="some")
+    train(world, tmp_path / "once", *flags, "--loss.name", "dapo", "--rollout.refill", "false", reward="some")
+    cursors = [
+        json.loads((tmp_path / run / "checkpoints/step-2/state.json").read_text())["cursor"] for run in ("refilled", "once")
+    ]
+    assert cursors[0] > 4 == cursors[1]
+
+
+def test_a_refill_that_never_finds_a_signal_ends_the_run(world, tmp_path, capsys):
+    """One sentence that says why, after three steps."""
+    with pytest.raises(SystemExit):
+        train(world, tmp_path / "run", "--method", "dense", "--rollout.max-tokens", "8", "--steps", "9",
+              "--rollout.refill", "true", reward="same")  # fmt: skip
+    told = (
+        "rollout.refill found no signal in 3 steps of 4 rounds of 2 prompts: no group had two different rewards, because the"
+    )
+    assert told in capsys.readouterr().err and len(metrics(tmp_path / "run")) <= 3
+
+
 def test_methods_are_compared_in_one_table(world, tmp_path, capsys):
     train(world, tmp_path / "both", "--compare", '["dense", "sparse_rl"]', "--steps", "1", "--eval.problems", "2",
           "--data.test", str(world / "problems.jsonl"))  # fmt: skip

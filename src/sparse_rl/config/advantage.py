@@ -15,7 +15,7 @@ class AdvantageConfig(Section):
     std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     drop_zero_signal: bool = Field(
         False,
-        description="Drop groups whose rewards are all equal. loss.name = dapo always drops and replaces them.",
+        description="Drop groups with equal rewards. rollout.refill also does, and samples other prompts for them.",
     )
     overlong: int = Field(
         0,

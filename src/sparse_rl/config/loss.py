@@ -46,6 +46,10 @@ class LossConfig(Section):
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = Field(
         "grpo", description="Policy loss: grpo dr_grpo dapo gspo cispo."
     )
+    aggregate: Literal["sequence", "token", "constant"] | None = Field(
+        None,
+        description="Average over sequences (grpo, gspo), over all tokens (dapo, cispo), or by a constant (dr_grpo); default: the loss's own.",
+    )
     clip_low: float | None = Field(
         None,
         ge=0,

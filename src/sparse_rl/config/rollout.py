@@ -8,7 +8,7 @@ from .sampling import Sampling, check_repetition
 from .section import Section
 
 MAX_DRAWS = 4
-"""Maximum rounds of prompts that a dapo step samples to get enough groups with signal."""
+"""Rounds of prompts that a step with `rollout.refill` samples until it has enough groups with a signal."""
 
 
 class RolloutConfig(Section):
@@ -32,6 +32,11 @@ class RolloutConfig(Section):
     repetition: tuple[int, int] | None = Field(
         None,
         description="[period, span]: stop a rollout if its last span tokens repeat with a period of at most period tokens.",
+    )
+
+    refill: bool | None = Field(
+        None,
+        description="Drop groups without a signal and sample other prompts for them, in up to 4 rounds; default: only for loss.name = dapo.",
     )
 
     @model_validator(mode="after")

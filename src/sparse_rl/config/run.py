@@ -146,6 +146,11 @@ class Config(Section):
         return "paper" if self.method == "sparse_rl" else "none"
 
     @property
+    def refill(self) -> bool:
+        """Return whether groups without a signal are dropped and other prompts sampled: dynamic sampling."""
+        return self.loss.name == "dapo" if self.rollout.refill is None else self.rollout.refill
+
+    @property
     def one_pass(self) -> bool:
         """Return whether the first update of a step computes old log-probs in its training pass.
 
@@ -180,7 +185,7 @@ class Config(Section):
         """Summary of the batch in one sentence."""
         rollout, updates = self.rollout, self.optimizer.updates_per_step
         per_update = rollout.rollouts_per_step // updates
-        again = f"; dapo samples up to {MAX_DRAWS} times as many if groups have no signal" if self.loss.name == "dapo" else ""
+        again = f"; refill samples up to {MAX_DRAWS} times as many where groups have no signal" if self.refill else ""
         return (
             f"{self.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
             f"{rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens; {updates} "

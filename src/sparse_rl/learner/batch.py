@@ -17,7 +17,7 @@ from ..config import CorrectionSpec, LossConfig
 from ..rollout.rollout import Rollout
 from ..world import World
 from .correction import Corrected, weigh
-from .losses import get
+from .losses import aggregate_of
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class OnePassBatch:
     sampler_BT: Tensor
     mask_BT: Tensor
     spec: CorrectionSpec
-    per: Literal["sequence", "batch", "constant"]
-    """Divisor of the loss, see `PolicyLoss.per`."""
+    divides: Literal["sequence", "batch", "nothing"]
+    """What the divisors of the correction divide, see `Aggregate`."""
     shares_BT: Tensor
     """Shares by response tokens. The divisor of the correction may count kept tokens instead."""
     reference_BT: Tensor | None = None
@@ -97,7 +97,7 @@ class OnePassBatch:
     def terms(self, chosen: Tensor, logprobs_bT: Tensor) -> RowTerms:
         old_bT, mask_bT, shares_bT = logprobs_bT.detach(), self.mask_BT[chosen], self.shares_BT[chosen]
         weighed = weigh(old_bT - self.sampler_BT[chosen], mask_bT, self.spec)
-        if self.per == "sequence":
+        if self.divides == "sequence":
             shares_bT = shares_bT * (mask_bT.sum(dim=1) / weighed.divisors)[:, None]
         return RowTerms(old_bT, weighed.weights, shares_bT, weighed.kl_mask)
 
@@ -123,7 +123,7 @@ class OnePassBatch:
     @property
     def has_scale(self) -> bool:
         """Return whether a factor of the whole update is known only after the passes. It then needs log pi_old of every row."""
-        return self.spec.normalize or (self.spec.divisor == "kept" and self.per == "batch")
+        return self.spec.normalize or (self.spec.divisor == "kept" and self.divides == "batch")
 
     def scale(self) -> float:
         """Return the factor of the summed gradients: the mean weight, and the kept tokens in place of all."""
@@ -132,7 +132,7 @@ class OnePassBatch:
         old_BT = padded([self.logprobs[row] for row in range(len(self.rollouts))])
         weighed = weigh(old_BT - self.sampler_BT, self.mask_BT, self.spec)
         factor = 1 / float(weighed.mean_weight) if self.spec.normalize else 1.0
-        if self.spec.divisor == "kept" and self.per == "batch":
+        if self.spec.divisor == "kept" and self.divides == "batch":
             factor *= float(self.mask_BT.sum() / weighed.divisors[self.mask_BT.any(dim=1)].sum())
         return factor
 
@@ -155,7 +155,7 @@ def make_batch(
         old_BT=padded(old),
         mask_BT=mask_BT,
         corrected=corrected,
-        shares_BT=get(loss.name).shares(mask_BT, corrected.divisors, max_tokens),
+        shares_BT=aggregate_of(loss).shares(mask_BT, corrected.divisors, max_tokens),
         reference_BT=None if reference is None else padded(reference),
     )
 
@@ -173,7 +173,7 @@ def make_one_pass_batch(
 ) -> OnePassBatch:
     """Return the batch of an update in one pass. `known` are log pi_old of rows that are not trained."""
     mask_BT = response_mask(rollouts).to(device)
-    policy_loss = get(loss.name)
+    aggregate = aggregate_of(loss)
     lengths_B = mask_BT.sum(dim=1).clamp(min=1).to(advantages_B.dtype)
     return OnePassBatch(
         rollouts=rollouts,
@@ -181,8 +181,8 @@ def make_one_pass_batch(
         sampler_BT=padded([rollout.logprobs for rollout in rollouts]).to(device),
         mask_BT=mask_BT,
         spec=spec,
-        per=policy_loss.per,
-        shares_BT=policy_loss.shares(mask_BT, lengths_B, max_tokens),
+        divides=aggregate.divides,
+        shares_BT=aggregate.shares(mask_BT, lengths_B, max_tokens),
         reference_BT=None if reference is None else padded(reference),
         logprobs=dict(known or {}),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ..config import Config
+from ..config import MAX_DRAWS, Config
 from ..errors import UserError
 from ..learner.update import Updated
 from . import checkpoint
@@ -37,22 +37,39 @@ class Health:
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
-            what = "no group had two different rewards"
-            why = "the problems are too easy or too hard, or the reward gives all answers the same value"
-            if missing := batch.failures:
-                why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
-            elif cut := batch.counts["truncated"]:
-                why = f"{cut} of {len(batch.samples)} rollouts were truncated and not graded; raise rollout.max_tokens"
-            elif not all(group.no_signal for group in batch.groups):
-                what = "every answer with a signal was truncated"
-                why = "advantage.mask_truncated excludes them from the loss; raise rollout.max_tokens"
-            learned = any(each.learned for each in updates)  # the length penalty advantage.overlong also gives a signal
-            then = "so only their lengths contribute to the loss" if learned else "so nothing is learned"
+            what, why = self._no_signal(batch)
+            learned = any(each.learned for each in updates)  # from lengths, if advantage.overlong penalises them
+            then = "so only their lengths are learned from" if learned else "so nothing is learned"
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
             self.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
         for remark in batch.remarks(self.config.reward):
             self.warn(f"Step {step}: {remark}.")
+
+    def _no_signal(self, batch: RolloutBatch) -> tuple[str, str]:
+        """Return (what happened, why) of a step without any signal."""
+        if missing := batch.failures:
+            why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
+        elif cut := batch.counts["truncated"]:
+            why = f"{cut} of {len(batch.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
+        elif not all(group.no_signal for group in batch.groups):
+            return (
+                "every answer with a signal was cut off",
+                "advantage.mask_truncated leaves them out; raise rollout.max_tokens",
+            )
+        else:
+            why = "the problems are too easy or too hard, or the reward does not distinguish answers"
+        return "no group had two different rewards", why
+
+    def stop_if_refill_fails(self, batch: RolloutBatch) -> None:
+        """End a run whose `rollout.refill` found no signal at all in `SILENT_STEPS` steps in a row."""
+        if self.config.refill and self.state.quiet_steps >= SILENT_STEPS:
+            what, why = self._no_signal(batch)
+            rounds = f"{MAX_DRAWS} rounds of {self.config.rollout.prompts_per_step} prompts"
+            raise UserError(
+                f"rollout.refill found no signal in {self.state.quiet_steps} steps of {rounds}: {what}, because {why}. "
+                "Change data.train or the reward, or set rollout.refill = false."
+            )
 
     def stop_if_not_finite(self) -> None:
         """Raise UserError after `optimizer.max_skipped_updates` consecutive updates with a non-finite loss or gradient."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Config, CorrectionSpec
-from ..learner.losses import get
+from ..learner.losses import aggregate_of
 from .rollouts import RolloutBatch, RolloutGroup
 
 MEASURED_SHARE = 0.25
@@ -38,7 +38,7 @@ def plan_passes(
     first, *later = [[sample for group in groups for sample in group.samples if sample.in_loss] for groups in updates]
     trained = {sample.row for sample in first if other_terms or sample.advantage}
     before = {sample.row for samples in later for sample in samples}
-    if spec.normalize or (spec.divisor == "kept" and get(config.loss.name).per == "batch"):
+    if spec.normalize or (spec.divisor == "kept" and aggregate_of(config.loss).divides == "batch"):
         before |= {sample.row for sample in first} - trained  # they count in a mean over the update
     rest = [row for row in every if row not in trained and row not in before]
     count = min(len(rest), max(MIN_MEASURED, round(MEASURED_SHARE * len(rest))))

@@ -150,13 +150,10 @@ class RolloutSampler:
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
     def draw(self, cursor: int, progress: Callable[[Progress], None] | None) -> RolloutBatch:
-        """Sample and grade the groups of one step, from prompt number `cursor` on.
-
-        With loss `dapo`, sample more groups until `prompts_per_step` of them have a signal, in at most `MAX_DRAWS` draws.
-        """
+        """Sample the groups of the step that starts at `cursor` of the data; with `rollout.refill`, until enough groups have a signal."""
         batch = RolloutBatch()
         wanted = self.config.rollout.prompts_per_step
-        for _ in range(MAX_DRAWS if self.config.loss.name == "dapo" else 1):
+        for _ in range(MAX_DRAWS if self.config.refill else 1):
             missing = wanted - sum(group.has_signal for group in batch.groups)
             self._sample(batch, cursor + batch.prompts, missing if batch.prompts else wanted, progress)
             if sum(group.has_signal for group in batch.groups) >= wanted:
@@ -164,8 +161,8 @@ class RolloutSampler:
         return batch
 
     def learnable(self, batch: RolloutBatch) -> list[RolloutGroup]:
-        """Return the groups that the update uses: all, or only those with a signal (`dapo`, `advantage.drop_zero_signal`)."""
-        if self.config.loss.name == "dapo" or self.config.advantage.drop_zero_signal:
+        """Return the groups that the update uses."""
+        if self.config.refill or self.config.advantage.drop_zero_signal:
             return [group for group in batch.groups if group.has_signal][: self.config.rollout.prompts_per_step]
         return batch.groups
 

@@ -204,6 +204,7 @@ class Trainer:
         self.state.step += 1
         self.state.cursor += batch.prompts
         self.health.after_step(batch, result.updates)
+        self.health.stop_if_refill_fails(batch)
         self._write_rollouts(result)
         memory = self._memory_metrics()
         metrics = self.training_step.metrics(self.state.step - 1, result, rollout_s)

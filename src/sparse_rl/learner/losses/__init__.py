@@ -2,7 +2,9 @@
 
 import difflib
 
+from ...config import LossConfig
 from ...errors import UserError
+from .aggregate import AGGREGATES, Aggregate
 from .base import LossInputs, PolicyLoss
 from .cispo import CISPO
 from .dapo import DAPO
@@ -10,7 +12,7 @@ from .dr_grpo import DR_GRPO
 from .grpo import GRPO
 from .gspo import GSPO
 
-__all__ = ["LOSSES", "LossInputs", "PolicyLoss", "get"]
+__all__ = ["LOSSES", "LossInputs", "PolicyLoss", "aggregate_of", "get"]
 
 LOSSES: dict[str, PolicyLoss] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "dapo": DAPO, "gspo": GSPO, "cispo": CISPO}
 
@@ -22,3 +24,8 @@ def get(name: str) -> PolicyLoss:
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(LOSSES)}."
         raise UserError(f"Unknown loss {name!r}: {hint}")
     return LOSSES[name]
+
+
+def aggregate_of(loss: LossConfig) -> Aggregate:
+    """Return the aggregate of a loss: `loss.aggregate`, or that of its paper."""
+    return AGGREGATES[loss.aggregate or get(loss.name).aggregate]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
@@ -33,21 +32,19 @@ class LossInputs:
     mask: Tensor
     """Bool [B, T]: True for response tokens. Log-probs of other tokens are undefined."""
     shares: Tensor
-    """[B, T]: shares of the tokens, computed by the loss's `shares` over the whole update."""
+    """[B, T], from the aggregate over the whole update."""
     clip_low: float
     clip_high: float
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and its averaging rule."""
+    """A policy loss, and the aggregate of its paper."""
 
     loss: Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
-    """Return (loss of the micro-batch, sums `clipped_tokens` and `tokens`)."""
-    shares: Callable[[Tensor, Tensor, int], Tensor]
-    """Function from (mask [B, T], divisors [B], max_tokens) of the whole update to [B, T]."""
-    per: Literal["sequence", "batch", "constant"]
-    """What the correction's divisors divide: each sequence by its own, all tokens by their sum, or nothing."""
+    """Function that returns (loss of the micro-batch, sums: `clipped_tokens`, `tokens`)."""
+    aggregate: str = "sequence"
+    """Name of its paper's aggregate."""
     std: bool = True
     """True if the loss's paper divides the advantage by the standard deviation of the group."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from .base import LIMIT, LossInputs, PolicyLoss, log_ratios, sums
-from .dapo import shares
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -23,4 +22,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, sums(clipped_BT != ratio_BT, inputs)
 
 
-CISPO = PolicyLoss(loss, shares, per="batch")
+CISPO = PolicyLoss(loss, aggregate="token")

@@ -9,14 +9,6 @@ from torch import Tensor
 from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
 
 
-def shares(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/(B d_i), d_i = |o_i|. B counts every sequence with at least one token, including rejected ones. Empty rows do
-    not count."""
-    mask_BT = mask.bool()
-    sequences = mask_BT.any(dim=1).sum().clamp(min=1)
-    return mask_BT / (sequences * divisors[:, None])
-
-
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return -J and its counts.
 
@@ -25,4 +17,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_surrogate(log_ratios(inputs).clamp(-LIMIT, LIMIT).exp(), inputs)
 
 
-GRPO = PolicyLoss(loss, shares, per="sequence")
+GRPO = PolicyLoss(loss)

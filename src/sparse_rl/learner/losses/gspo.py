@@ -7,7 +7,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
-from .grpo import shares
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -23,4 +22,4 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return clipped_surrogate(log_s_BT.exp(), inputs)
 
 
-GSPO = PolicyLoss(loss, shares, per="sequence")
+GSPO = PolicyLoss(loss)
