@@ -217,6 +217,15 @@ def test_dapo_draws_again_for_groups_without_signal(world, tmp_path):
     assert json.loads((run / "checkpoints/step-3/state.json").read_text())["cursor"] == cursor  # and none is drawn twice
 
 
+@pytest.mark.parametrize(("cache", "suffixes"), [("sparse", {"_sparse"}), ("dense", {""}), ("both", {"", "_sparse"})])
+def test_the_cache_of_the_evaluation_may_be_chosen(world, tmp_path, cache, suffixes):
+    train(world, tmp_path / "run", "--steps", "1", "--eval.problems", "2", "--data.test", str(world / "problems.jsonl"),
+          "--eval.cache", cache)  # fmt: skip
+    for row in (metrics(tmp_path / "run")[0], metrics(tmp_path / "run")[-1]):
+        scored = {key.removeprefix("eval/problems/pass@1") for key in row if key.startswith("eval/problems/pass@1")}
+        assert {each for each in scored if not each.endswith(("_low", "_high"))} == suffixes
+
+
 def test_refill_works_with_any_loss_and_can_be_turned_off(world, tmp_path):
     flags = ["--method", "dense", "--rollout.max-tokens", "8", "--steps", "2"]
     train(world, tmp_path / "refilled", *flags, "--loss.name", "gspo", "--rollout.refill", "true", reward="some")

@@ -18,6 +18,9 @@ from ..world import World
 from .memory import dense_slots
 from .terminal import RunTerminal
 
+MIN_DENSE_SLOTS = 16
+"""Slots of a dense cache below which `eval.cache = auto` evaluates with the sampler's cache alone."""
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -55,15 +58,16 @@ class Evaluator:
     terminal: RunTerminal
 
     def evaluate(self) -> dict[str, float]:
-        """Return the held-out metrics with a dense cache. If the sampler's cache evicts, also return those with its cache."""
+        """Return the held-out metrics with each cache of `eval.cache`."""
         metrics: dict[str, float] = {}
         name, examples = self.held_out.name, self.held_out.examples
         if not examples:
             return metrics
         benchmark = Benchmark(name, examples, self.held_out.prompts, self.config.rollout.sampling(self.config.seed))
-        for suffix in ("", "_sparse") if self.engine.policy.evicts else ("",):
-            engine = self._engine(sparse=suffix == "_sparse")
-            with self.terminal.evaluating(suffix.removeprefix("_") or "dense") as progress, self._grading() as pool:
+        for cache in self.caches():
+            suffix = "_sparse" if cache == "sparse" else ""
+            engine = self._engine(sparse=cache == "sparse")
+            with self.terminal.evaluating(cache) as progress, self._grading() as pool:
                 samples, cost = self._graded(engine, benchmark, pool, progress)
             result = score(samples, cost, benchmark.samples)
             key = f"eval/{name}/pass@1{suffix}"
@@ -82,14 +86,38 @@ class Evaluator:
             del engine  # free its cache before the next engine allocates one
         return metrics
 
+    def caches(self) -> list[str]:
+        """Return the caches to evaluate with: dense, sparse or both. A dense sampler has no sparse cache."""
+        chosen = self.config.eval.cache
+        if not self.engine.policy.evicts:
+            return ["dense"]
+        if chosen == "auto":
+            few = self.plan is not None and self._dense_slots() < min(MIN_DENSE_SLOTS, len(self.held_out.examples))
+            chosen = "sparse" if few else "both"
+        return ["dense", "sparse"] if chosen == "both" else [chosen]
+
+    def remark(self) -> str | None:
+        """Return a sentence if `eval.cache = auto` leaves the dense cache out; else None."""
+        if not self.held_out.examples or self.config.eval.cache != "auto" or "dense" in self.caches():
+            return None
+        return (
+            f"Held-out problems are evaluated with the sampler's cache only, because a dense cache has room for "
+            f"{self._dense_slots()} slots. Set eval.cache = both to evaluate with both."
+        )
+
+    def _dense_slots(self) -> int:
+        if self.config.eval.slots != "auto":
+            return self.config.eval.slots
+        longest = max(map(len, self.held_out.prompts)) + self.config.rollout.max_tokens
+        return dense_slots(self.plan, self.engine, longest)
+
     def _engine(self, *, sparse: bool) -> Engine:
         """Return the training engine if it has the wanted cache and slots, else a new engine for this evaluation."""
         slots = self.config.eval.slots
         if slots == "auto" and sparse == self.engine.policy.evicts:
             return self.engine
         if slots == "auto":
-            longest = max(map(len, self.held_out.prompts)) + self.config.rollout.max_tokens
-            slots = dense_slots(self.plan, self.engine, longest)
+            slots = self._dense_slots()
         kv = self.engine.kv if sparse else KV(policy="full")
         return Engine(self.sampler, kv, slots=min(slots, len(self.held_out.examples)))
 

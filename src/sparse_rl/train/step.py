@@ -1,5 +1,6 @@
 """One training step: sample and grade, compute old log-probs, correct the mismatch, update, compute metrics."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,6 +19,7 @@ from ..learner.update import Updated, update
 from ..models.actor import Actor
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
+from ..rollout.stats import Stats
 from ..world import World
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .passes import plan_passes
@@ -124,6 +126,7 @@ class TrainingStep:
             **response_metrics(rollouts),
             "perf/rollout_s": rollout_s,
             **{f"perf/{name}": sum(getattr(each, name) for each in batch.stats) for name in ENGINE_PARTS},
+            "perf/idle_slots": functools.reduce(Stats.merged_with, batch.stats).idle_share,
             "perf/grade_s": batch.grade_s,
             **({"perf/rank_wait": batch.waited_s / batch.sampled_s} if self.world.size > 1 else {}),
             **{f"perf/{name}": value for name, value in seconds.items()},

@@ -78,6 +78,8 @@ class Trainer:
         self.evaluator = Evaluator(
             config, held_out, self.engine, self.actor.sampler, self.plan, self.tokenizer, pool, world, terminal
         )
+        if remark := self.evaluator.remark():
+            terminal.note(remark)
         self.peak_shown = False
         self.best = Best(config.checkpoint, terminal.warn)
         problems, scored_by = (
