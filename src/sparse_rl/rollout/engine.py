@@ -1,6 +1,6 @@
 """The engine: a model, a bounded KV cache and `generate`. This is the sampler's public API."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -78,23 +78,23 @@ class Engine:
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
-        record: bool = True,
+        record: bool | Collection[int] = True,
         take: Callable[[], int | None] | None = None,
         progress: Callable[[Progress], None] | None = None,
         allow_beyond_context: bool = False,
     ) -> list[Rollout]:
         """Sample rollouts and return them in prompt order, with all samples of a prompt together.
 
-        `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from `sampling.seed`.
-        `limits` sets the maximum response length of each rollout, at most `sampling.max_tokens`. `record=False` does not
-        record evictions (`evicted_at` is then None). `take` returns the index of the next prompt, or None at the end. Engines
-        that share prompts return only the rollouts of the prompts they took. `progress` is called between chunks of steps.
-        `allow_beyond_context` permits responses beyond the model's context length.
+        `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from
+        `sampling.seed`. `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips
+        recording evictions (`evicted_at` is then None); a set of indices of the result records those. `take` returns the index of the next prompt, None at the end:
+        engines that share prompts each return the rollouts of those they took. `progress` is called between chunks of
+        steps. `allow_beyond_context` permits responses beyond the model's context.
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
-            raise UserError("The model's dtype or device has changed since the Engine was created: create a new Engine.")
-        requests = self.request_limits.requests(prompts, samples, sampling, seeds, limits, allow_beyond_context)
+            raise UserError("The model's dtype or device changed since the engine was built: build a new Engine.")
+        requests = self.request_limits.requests(prompts, samples, sampling, seeds, limits, record, allow_beyond_context)
 
         def more() -> list[Request]:
             group = take() if take is not None else None
@@ -113,7 +113,6 @@ class Engine:
             stop=frozenset(sampling.stop if sampling.stop is not None else self._model_stop_ids()),
             chunk=self.chunk,
             prefill_tokens=self.prefill_tokens,
-            record=record,
             progress=progress,
             more=more if take is not None else None,
             graphs=self._graphs(),

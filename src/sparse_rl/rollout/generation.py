@@ -61,14 +61,13 @@ class Generation:
         stop: frozenset[int],
         chunk: int,
         prefill_tokens: int,
-        record: bool,
         progress: Callable[[Progress], None] | None,
         more: Callable[[], list[Request]] | None = None,
         graphs: GraphRunner | None = None,
     ):
         self.model, self.cache, self.policy = model, cache, policy
         self.schedule, self.sampling = schedule, sampling
-        self.chunk, self.prefill_tokens, self.record, self.progress = chunk, prefill_tokens, record, progress
+        self.chunk, self.prefill_tokens, self.progress = chunk, prefill_tokens, progress
         self.runner: StepRunner = graphs or EagerRunner(model, cache)
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
@@ -80,7 +79,7 @@ class Generation:
         self.finished = 0
         self.steps_together = 0  # steps since all slots were last empty
         self.stash: Stash | None = None
-        self.pending_drops: list[tuple[list[tuple[Sequence, int]], Tensor]] = []
+        self.pending_drops: list[tuple[list[tuple[TraceRecorder | None, int]], Tensor]] = []
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
 
@@ -171,12 +170,13 @@ class Generation:
         sequences = []
         for request, dropped_LHN in zip(requests, dropped, strict=True):
             held = self.schedule.held_after_prefill(len(request.prompt))
-            sequence = Sequence(request, held, TraceRecorder(len(request.prompt), self.schedule.interval), kv_peak=held)
+            trace = TraceRecorder(len(request.prompt), self.schedule.interval) if request.record else None
+            sequence = Sequence(request, held, trace, kv_peak=held)
             if self.sampling.repetition is not None:
                 sequence.guard = RepetitionGuard(*self.sampling.repetition)
             if dropped_LHN is not None:
                 self.stats.compactions += 1
-                if self.record:
+                if sequence.trace is not None:
                     sequence.trace.record(0, dropped_LHN[:, None].cpu())
             sequences.append(sequence)
         self._take(sequences, token_rows, logprob_rows)
@@ -296,7 +296,7 @@ class Generation:
                 kv_peak=sequence.kv_peak,
                 temperature=self.sampling.logprob_temperature,
                 seed=request.seed,
-                trace=sequence.trace.finish(shape.layers, shape.kv_heads, tokens) if self.record else None,
+                trace=None if sequence.trace is None else sequence.trace.finish(shape.layers, shape.kv_heads, tokens),
             )
             self.new_ends.append(request.index)
         self.finished += len(finished)
@@ -320,20 +320,28 @@ class Generation:
             )
             for sequence in sequences:
                 sequence.held = self.schedule.budget
-            if self.record:
-                furthest = max(sequence.position for sequence in sequences)
-                dropped_LnHN = dropped_LnHN.short() if furthest <= torch.iinfo(torch.int16).max else dropped_LnHN
-                self.pending_drops.append(
-                    ([(sequence, sequence.entered) for sequence in sequences], to_host_later(dropped_LnHN))
-                )
+            self._record_later(sequences, dropped_LnHN)
             self.stats.compactions += len(sequences)
 
+    def _record_later(self, sequences: list[Sequence], dropped_LnHN: Tensor) -> None:
+        """Start to copy the dropped positions of the recorded sequences to the host."""
+        recorded = [index for index, sequence in enumerate(sequences) if sequence.trace is not None]
+        if not recorded:
+            return
+        if len(recorded) < len(sequences):
+            dropped_LnHN = torch.stack([dropped_LnHN[:, index] for index in recorded], dim=1)
+        if max(sequences[index].position for index in recorded) <= torch.iinfo(torch.int16).max:
+            dropped_LnHN = dropped_LnHN.short()
+        pending = [(sequences[index].trace, sequences[index].entered) for index in recorded]
+        self.pending_drops.append((pending, to_host_later(dropped_LnHN)))
+
     def _record_drops(self) -> None:
-        """Record the positions dropped by the last compactions. Call it after the device has been synchronized."""
-        for sequences, pinned_LnHN in self.pending_drops:
-            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse, because allocating it is slow
-            for index, (sequence, entered) in enumerate(sequences):
-                sequence.trace.record(entered, dropped_LnHN, index)
+        """Record the positions that the last compactions dropped, after the device has been waited for."""
+        for recorders, pinned_LnHN in self.pending_drops:
+            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse: it is slow to allocate
+            for index, (recorder, entered) in enumerate(recorders):
+                assert recorder is not None
+                recorder.record(entered, dropped_LnHN, index)
         self.pending_drops.clear()
 
     def _report(self) -> None:

@@ -1,7 +1,7 @@
 """Sample responses and grade them. Training and evaluation both use this module."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ def sample_and_grade(
     *,
     seeds: Sequence[int],
     limits: Sequence[int] | None = None,
-    record: bool = False,
+    record: bool | Collection[int] = False,
     take: Callable[[], int | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> GradedRollouts:
@@ -64,7 +64,7 @@ def sample_and_grade(
         sampling,
         seeds=seeds,
         limits=limits,
-        record=record and engine.policy.evicts,
+        record=record if engine.policy.evicts else False,
         take=None if take is None else take_next,
         progress=progress,
     )

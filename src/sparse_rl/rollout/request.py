@@ -1,6 +1,6 @@
 """Requests of `generate`: one per rollout, validated before sampling starts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ class Request:
     prompt: list[int]
     seed: int
     max_tokens: int
+    record: bool
+    """True if the evictions of the rollout are recorded."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class RequestLimits:
         sampling: Sampling,
         seeds: Sequence[int] | None,
         limits: Sequence[int] | None,
+        record: bool | Collection[int],
         allow_beyond_context: bool,
     ) -> list[Request]:
         """Return the validated requests, with all samples of a prompt together."""
@@ -63,9 +66,10 @@ class RequestLimits:
             seeds = derive_all(sampling.seed, len(prompts), samples)
         if limits is None:
             limits = [sampling.max_tokens] * len(seeds)
+        recorded = range(len(seeds)) if record is True else record or ()
         lists = [list(prompt) for prompt in prompts]
         return [
-            Request(index, index // samples, lists[index // samples], seed, min(limit, sampling.max_tokens))
+            Request(index, index // samples, lists[index // samples], seed, min(limit, sampling.max_tokens), index in recorded)
             for index, (seed, limit) in enumerate(zip(seeds, limits, strict=True))
         ]
 

@@ -22,8 +22,9 @@ class Sequence:
 
     request: Request
     held: int
-    """Cached tokens per layer and head."""
-    trace: TraceRecorder
+    """Tokens in the cache, per layer and head."""
+    trace: TraceRecorder | None
+    """Recorder of the evictions, if the request asks for them."""
     guard: RepetitionGuard | None = None
     entered: int = 0
     """Response tokens whose keys have entered the cache, including those of steps after the end."""

@@ -44,4 +44,7 @@ def plan_passes(
     count = min(len(rest), max(MIN_MEASURED, round(MEASURED_SHARE * len(rest))))
     measured = random.Random(seed).sample(rest, count)
     weights = dict.fromkeys([*trained, *before], 1.0) | {row: len(rest) / count for row in measured}
-    return PassPlan(sorted(before | set(measured)), dict(sorted(weights.items())))
+    traces = config.log.traces_per_step - sum(row in weights for row in batch.recorded)
+    logged = [row for row in batch.recorded if row not in weights][: max(0, traces)]
+    weights |= dict.fromkeys(logged, 0.0)  # only for the log
+    return PassPlan(sorted(before.union(measured, logged)), dict(sorted(weights.items())))

@@ -30,16 +30,23 @@ SCHEMA = pa.schema(
 
 def write(path: Path, step: int, samples: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
     """Write the file of one step. `rejected` and the `dense` log-probs are in the order of the samples."""
-    order = logged(rejected, rollouts)
-    rows = [_row(step, samples[index], rejected[index], dense[index], place < traces) for place, index in enumerate(order)]
+    order = logged(rejected, [sample.rollout.trace is not None for sample in samples], rollouts, traces)
+    rows = []
+    for index in order:
+        with_trace = samples[index].rollout.trace is not None and traces > 0
+        rows.append(_row(step, samples[index], rejected[index], dense[index], with_trace))
+        traces -= with_trace
     partial = path.with_name(f".{path.name}.partial")
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
     partial.replace(path)
 
 
-def logged(rejected: list[bool], rollouts: int) -> list[int]:
-    """Return the indices of at most `rollouts` rollouts to write, rejected rollouts first."""
-    return sorted(range(len(rejected)), key=lambda index: not rejected[index])[:rollouts]
+def logged(rejected: list[bool], recorded: list[bool], rollouts: int, traces: int) -> list[int]:
+    """Return the indices of the rollouts to write: rejected ones first, and `traces` of them with recorded evictions."""
+    order = sorted(range(len(rejected)), key=lambda index: (not rejected[index], not recorded[index]))
+    with_trace = [index for index in order if recorded[index]][: min(traces, rollouts)]
+    others = [index for index in order if index not in with_trace][: rollouts - len(with_trace)]
+    return sorted([*with_trace, *others], key=lambda index: (not rejected[index], index))
 
 
 def _row(step: int, sample: Any, rejected: bool, dense: Any, with_trace: bool) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..config import MAX_DRAWS, Config, RewardConfig
+from ..config import MAX_DRAWS, SHADOW_METHODS, Config, RewardConfig
 from ..data.examples import Example
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
@@ -24,6 +24,8 @@ from ..world import ALONE, World
 FAILURES = ("no_verdict", "timeouts", "errors")
 """Reasons why the reward did not grade a rollout. `reward/<name>` is the metric of each reason."""
 COUNTED = (*FAILURES, "truncated", "strays")
+NOISE_ROLLOUTS = 8
+"""Rollouts of a step that are replayed to measure engine noise, for methods that do not replay them all."""
 KNOWN_LENGTHS = 2**14
 """Maximum number of problems whose mean response length is stored. state.json holds them and is limited to 1 MiB."""
 
@@ -67,7 +69,9 @@ class RolloutBatch:
     """
     first_error: str | None = None
     parts: dict[str, list[float]] = field(default_factory=dict)
-    """If the reward is a sum of functions: the values of each function, by its name."""
+    """Values of each function of a summed reward."""
+    recorded: list[int] = field(default_factory=list)
+    """Rows whose evictions were recorded."""
     prompts: int = 0
     grade_s: float = 0.0
     waited_s: float = 0.0
@@ -171,6 +175,9 @@ class RolloutSampler:
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
+        first = len(batch.samples)
+        record = self._recorded(len(examples)) if self.engine.policy.evicts else ()
+        batch.recorded += [first + place for place in record]
         part = sample_and_grade(
             self.engine,
             self.tokenizer,
@@ -181,14 +188,13 @@ class RolloutSampler:
             config.rollout.sampling(config.seed),
             seeds=seeds,
             limits=None if self.limits is None else self.limits(seeds),
-            record=True,
+            record=record,
             take=self._work_queue(chosen),
             progress=progress,
         )
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
         samples: list[GradedRollout] = [None] * len(examples)  # type: ignore[list-item]
-        first = len(batch.samples)
         for each in parts:
             for place, rollout, text, reward in zip(each.places, each.rollouts, each.texts, each.graded.values, strict=True):
                 samples[place] = GradedRollout(first + place, examples[place], rollout, text, reward)
@@ -206,6 +212,14 @@ class RolloutSampler:
         if self.world.size > 1:
             for place, index in enumerate(chosen):
                 self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
+
+    def _recorded(self, count: int) -> Sequence[int]:
+        """Return the rollouts of a round whose evictions are recorded: all if the loss uses the sampler's view, else a few for
+        engine noise and the log."""
+        if self.config.method in SHADOW_METHODS:
+            return range(count)
+        few = max(NOISE_ROLLOUTS, self.config.log.traces_per_step)
+        return range(0, count, max(1, count // few))[:few]
 
     def _note_length(self, index: int, group: list[GradedRollout]) -> None:
         self.mean_tokens.pop(str(index), None)

@@ -23,10 +23,8 @@ from ..rollout.stats import Stats
 from ..world import World
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .passes import plan_passes
-from .rollouts import RolloutBatch, RolloutGroup, RolloutSampler
+from .rollouts import NOISE_ROLLOUTS, RolloutBatch, RolloutGroup, RolloutSampler
 
-NOISE_ROLLOUTS = 8
-"""Number of rollouts replayed per step to measure engine noise, for methods that do not replay every rollout."""
 ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
 
 
@@ -158,16 +156,12 @@ class TrainingStep:
         )
         return dict(zip(rows, logprobs, strict=True)), dict(zip(rows, entropies, strict=True))
 
-    def noise_rows(self, count: int) -> Sequence[int]:
-        """Return the indices of the rollouts that are replayed under their evictions: all for shadow methods, else a few."""
-        return range(count) if self.shadow else range(0, count, max(1, count // NOISE_ROLLOUTS))[:NOISE_ROLLOUTS]
-
     def _replay_noise(self, batch: RolloutBatch) -> float | None:
         """Return the engine noise of a few replayed rows. None if the old log-probs are the replay: of a dense cache, and if
         the loss uses the sampler's view."""
         if self.shadow or not self.engine.policy.evicts:
             return None
-        rows = self.noise_rows(len(batch.samples))
+        rows = batch.recorded[:NOISE_ROLLOUTS]
         replayed, _ = self._logprobs(self.actor.learner, batch, rows, "sparse")
         return engine_noise([batch.samples[row].rollout for row in rows], list(replayed.values()))
 

@@ -199,7 +199,7 @@ class Trainer:
         with self.terminal.sampling(self.state.step + 1) as progress:
             batch = self.training_step.sample(self.state.cursor, progress)
         self.health.stop_if_no_verdicts(batch)
-        batch.share_traces(self.training_step.noise_rows(len(batch.samples)), self.world)
+        batch.share_traces(batch.recorded, self.world)
         rollout_s = device_time(device) - started
         with self.terminal.learning(self.state.step + 1):
             result = self.training_step.learn(self.state.step, batch)
@@ -216,8 +216,6 @@ class Trainer:
         """Store some rollouts of the step and the histogram of its ratios."""
         log, rows, samples = self.config.log, list(result.row_weights), result.batch.samples
         rejected, dense = result.corrected.rejected.tolist(), [result.old.dense[row] for row in rows]
-        logged = rollout_log.logged(rejected, log.rollouts_per_step)
-        result.batch.share_traces([rows[place] for place in logged[: log.traces_per_step]], self.world)
         if self.world.is_main:
             with self.folder.writing():
                 rollout_log.write(
