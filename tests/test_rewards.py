@@ -149,6 +149,28 @@ def at_most(seconds):
     assert time.monotonic() - start < seconds
 
 
+def test_samples_are_graded_while_others_are_still_to_come(folder):
+    with RewardPool("my_rewards:length", workers=2, timeout_s=10) as pool:
+        grading = pool.start()
+        grading.add(["?"] * 3, ["x", "xx", "xxx"], {})
+        with at_most(30):
+            while grading.known < 3:
+                grading.advance()
+        grading.add(["?"], ["xxxx"], {})
+        graded = grading.finish()
+        assert graded.values == [1.0, 2.0, 3.0, 4.0]
+        assert graded.reordered([3, 0, 2, 1]).values == [4.0, 1.0, 3.0, 2.0]
+
+
+def test_a_grading_that_is_given_up_leaves_the_pool_usable(folder):
+    with RewardPool("my_rewards:length", workers=2, timeout_s=10) as pool:
+        grading = pool.start()
+        grading.add(["?"] * 50, ["x"] * 50, {})
+        grading.advance()
+        grading.cancel()
+        assert grade(pool, ["xx", "xxx"]).values == [2.0, 3.0]
+
+
 @pytest.mark.parametrize("function", ["my_rewards:length", "my_rewards.length", "my_rewards:later"])
 def test_verdicts_come_back_in_order(folder, function):
     with RewardPool(function, workers=2, timeout_s=10) as pool:

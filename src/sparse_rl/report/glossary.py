@@ -69,7 +69,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "perf/decode_s": "Seconds in which tokens were sampled.",
         "perf/compaction_s": "Seconds in which the cache was compacted: a longer kv.interval makes it less.",
         "perf/idle_slots": "Share of decode steps in which a slot was empty or its rollout had ended.",
-        "perf/grade_s": "Seconds in which answers were decoded and graded.",
+        "perf/grade_s": "Seconds of grading after the last rollout ended.",
         "perf/rank_wait": "Share of the sampling time that ranks waited for the slowest of them.",
         "perf/learner_s": "Seconds of the learner, from its first pass to its last update.",
         "perf/old_logprobs_s": "Seconds of the learner's passes without a gradient.",

@@ -22,7 +22,7 @@ import traceback
 from asyncio import CancelledError
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,11 @@ class Graded:
     strays: int = 0
     """Lines received from workers that matched no request."""
 
+    def reordered(self, order: Sequence[int]) -> "Graded":
+        """Return the same verdicts with that of sample `order[i]` in place i."""
+        parts = {name: [values[sample] for sample in order] for name, values in self.parts.items()}
+        return replace(self, values=[self.values[sample] for sample in order], parts=parts)
+
 
 class RewardPool:
     """Pool of reward workers: `with RewardPool("my_rewards:graded") as pool: pool.grade(…)`. Not safe for concurrent calls."""
@@ -106,7 +111,7 @@ class RewardPool:
         failure = self._fill()
         while not failure and not all(worker.ready for worker in self._workers):
             for worker in self._wait(math.inf):
-                failure = failure or self._handle(worker, _Batch([], []))
+                failure = failure or self._handle(worker, _Batch())
         if failure:
             self.close()
             raise UserError(failure)
@@ -133,13 +138,20 @@ class RewardPool:
         Completions may be strings. If a prompt is a list of messages, its completion is also passed to the function as
         messages. The optional column `finish` states which completions were truncated.
         """
+        grading = self.start()
+        grading.add(prompts, completions, columns)
+        return grading.finish()
+
+    @property
+    def has_workers(self) -> bool:
+        """Return whether worker processes grade, so that grading can run beside other work."""
+        return not self._in_process
+
+    def start(self) -> "Grading":
+        """Start to grade completions that arrive one after another. Finish or cancel it before the next call."""
         assert self._size or self._in_process, "the pool is closed"
         trim(self.log)
-        packed = requests(prompts, completions, columns)
-        finish = columns.get("finish", ["stop"] * len(packed))
-        cut = [self.truncated != "grade" and each != "stop" for each in finish]
-        outcomes = self._in_process.grade(packed) if self._in_process else self._outcomes(_Batch(packed, cut))
-        return self._graded(outcomes, cut)
+        return Grading(self)
 
     def _graded(self, outcomes: list[dict[str, Any]], cut: list[bool]) -> Graded:
         instead = {"value": 0.0 if self.truncated == "zero" else None}
@@ -159,25 +171,27 @@ class RewardPool:
             strays=strays,
         )
 
-    def _outcomes(self, batch: "_Batch") -> list[dict[str, Any]]:
-        """Return the outcome of every sample that is not truncated."""
-        failure = self._fill()  # reason why a worker could not start; this call then starts no more workers
-        try:
-            while batch.unassigned or any(worker.ready and worker.in_flight for worker in self._workers):
-                for worker in self._wait(0 if batch.unassigned and any(worker.idle for worker in self._workers) else POLL_S):
-                    failure = self._handle(worker, batch) or failure
-                failure = failure or self._fill()
-                self._assign(batch)
-                trim(self.log)
-                if not self._workers:
-                    batch.fail_rest(failure)
-        finally:  # after an interrupt, no worker may continue this batch
-            for worker in [worker for worker in self._workers if worker.ready and worker.in_flight]:
-                self._discard(worker)
-            self._strays += sum(worker.strays for worker in self._workers)
-            for worker in self._workers:
-                worker.strays = 0
-        return batch.outcomes
+    def _turn(self, batch: "_Batch", failure: str | None, wait_s: float) -> str | None:
+        """Read messages of the workers, waiting at most `wait_s`, and assign samples. Return the reason why a worker could not
+        start, if there is one; no worker is started after it."""
+        for worker in self._wait(wait_s):
+            failure = self._handle(worker, batch) or failure
+        failure = failure or self._fill()
+        self._assign(batch)
+        if not self._workers:
+            batch.fail_rest(failure)
+        return failure
+
+    def _is_busy(self, batch: "_Batch") -> bool:
+        return batch.unassigned or any(worker.ready and worker.in_flight for worker in self._workers)
+
+    def _end_batch(self) -> None:
+        """Kill the workers that still grade. After an interrupt, no worker may continue a batch."""
+        for worker in [worker for worker in self._workers if worker.ready and worker.in_flight]:
+            self._discard(worker)
+        self._strays += sum(worker.strays for worker in self._workers)
+        for worker in self._workers:
+            worker.strays = 0
 
     def _fill(self) -> str | None:
         """Start missing workers. Return the reason if a worker cannot be started, else None."""
@@ -246,6 +260,54 @@ class RewardPool:
         return worker.kill()
 
 
+class Grading:
+    """One grading by a pool, to which samples are added while others are graded. Verdicts are in the order of `add`."""
+
+    def __init__(self, pool: RewardPool):
+        self._pool, self._batch = pool, _Batch()
+        self._truncated: list[bool] = []
+        self._failure = None if pool._in_process else pool._fill()
+
+    def add(
+        self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], columns: dict[str, list[Any]]
+    ) -> None:
+        """Add completions; see `RewardPool.grade`."""
+        packed = requests(prompts, completions, columns)
+        finish = columns.get("finish", ["stop"] * len(packed))
+        truncated = [self._pool.truncated != "grade" and each != "stop" for each in finish]
+        self._truncated += truncated
+        self._batch.add(packed, truncated)
+
+    def advance(self) -> None:
+        """Read the verdicts that have arrived and hand more samples to the workers, without waiting."""
+        if not self._pool._in_process:
+            self._failure = self._pool._turn(self._batch, self._failure, 0.0)
+
+    @property
+    def known(self) -> int:
+        """Number of samples whose outcome has arrived."""
+        return sum(map(bool, self._batch.outcomes))
+
+    def finish(self) -> Graded:
+        """Wait for the remaining verdicts and return all of them."""
+        pool, batch = self._pool, self._batch
+        if pool._in_process:
+            return pool._graded(pool._in_process.grade(batch.requests), self._truncated)
+        try:
+            while pool._is_busy(batch):
+                idle = batch.unassigned and any(worker.idle for worker in pool._workers)
+                self._failure = pool._turn(batch, self._failure, 0.0 if idle else POLL_S)
+                trim(pool.log)
+        finally:
+            pool._end_batch()
+        return pool._graded(batch.outcomes, self._truncated)
+
+    def cancel(self) -> None:
+        """Give up: no verdict is needed any more."""
+        if not self._pool._in_process:
+            self._pool._end_batch()
+
+
 def pool_for(settings: Settings, function: str, *, log: Path | None = None, workers: int | None = None) -> RewardPool:
     """Return a pool for this function with the configured settings. `workers` overrides the configured number."""
     return RewardPool(
@@ -287,12 +349,18 @@ def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokeni
 class _Batch:
     """Samples to grade and their outcomes. An outcome is a value, an error or a timeout."""
 
-    def __init__(self, requests: list[bytes], cut: list[bool]):
-        self.requests = requests
-        self.outcomes: list[dict[str, Any]] = [{} for _ in requests]
-        self.waiting = deque(sample for sample, each in enumerate(cut) if not each)
+    def __init__(self) -> None:
+        self.requests: list[bytes] = []
+        self.outcomes: list[dict[str, Any]] = []
+        self.waiting: deque[int] = deque()
         self.alone: deque[int] = deque()
         """Samples to grade again, each alone in a worker, because several samples were in flight when their worker failed."""
+
+    def add(self, requests: list[bytes], truncated: list[bool]) -> None:
+        first = len(self.requests)
+        self.requests += requests
+        self.outcomes += [{} for _ in requests]
+        self.waiting.extend(first + sample for sample, each in enumerate(truncated) if not each)
 
     @property
     def unassigned(self) -> bool:

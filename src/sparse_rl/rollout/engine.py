@@ -81,6 +81,7 @@ class Engine:
         record: bool | Collection[int] = True,
         take: Callable[[], int | None] | None = None,
         progress: Callable[[Progress], None] | None = None,
+        on_end: Callable[[int, Rollout], None] | None = None,
         allow_beyond_context: bool = False,
     ) -> list[Rollout]:
         """Sample rollouts and return them in prompt order, with all samples of a prompt together.
@@ -89,7 +90,7 @@ class Engine:
         `sampling.seed`. `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips
         recording evictions (`evicted_at` is then None); a set of indices of the result records those. `take` returns the index of the next prompt, None at the end:
         engines that share prompts each return the rollouts of those they took. `progress` is called between chunks of
-        steps. `allow_beyond_context` permits responses beyond the model's context.
+        steps, `on_end` with the index and the record of each rollout that ends. `allow_beyond_context` permits responses beyond the model's context.
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
@@ -114,6 +115,7 @@ class Engine:
             chunk=self.chunk,
             prefill_tokens=self.prefill_tokens,
             progress=progress,
+            on_end=on_end,
             more=more if take is not None else None,
             graphs=self._graphs(),
         )

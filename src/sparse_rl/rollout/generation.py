@@ -62,12 +62,14 @@ class Generation:
         chunk: int,
         prefill_tokens: int,
         progress: Callable[[Progress], None] | None,
+        on_end: Callable[[int, Rollout], None] | None = None,
         more: Callable[[], list[Request]] | None = None,
         graphs: GraphRunner | None = None,
     ):
         self.model, self.cache, self.policy = model, cache, policy
         self.schedule, self.sampling = schedule, sampling
-        self.chunk, self.prefill_tokens, self.progress = chunk, prefill_tokens, progress
+        self.chunk, self.prefill_tokens = chunk, prefill_tokens
+        self.progress, self.on_end = progress, on_end
         self.runner: StepRunner = graphs or EagerRunner(model, cache)
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
@@ -288,7 +290,7 @@ class Generation:
             request, shape = sequence.request, self.cache.shape
             response, logprobs = sequence.response()
             tokens = len(request.prompt) + len(response)
-            self.rollouts[request.index] = Rollout(
+            rollout = Rollout(
                 prompt=request.prompt,
                 response=response,
                 logprobs=torch.from_numpy(logprobs),
@@ -298,7 +300,10 @@ class Generation:
                 seed=request.seed,
                 trace=None if sequence.trace is None else sequence.trace.finish(shape.layers, shape.kv_heads, tokens),
             )
+            self.rollouts[request.index] = rollout
             self.new_ends.append(request.index)
+            if self.on_end is not None:
+                self.on_end(request.index, rollout)
         self.finished += len(finished)
 
     # Compaction

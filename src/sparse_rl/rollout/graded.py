@@ -25,6 +25,7 @@ class GradedRollouts:
     graded: Graded
     stats: Stats
     grade_s: float
+    """Seconds of grading after the last rollout ended."""
 
     def without_traces(self) -> "GradedRollouts":
         return replace(self, rollouts=[replace(rollout, trace=None) for rollout in self.rollouts])
@@ -45,11 +46,14 @@ def sample_and_grade(
     take: Callable[[], int | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> GradedRollouts:
-    """Sample `samples` responses to each prompt and grade them. The sampling arguments are those of `Engine.generate`.
+    """Sample `samples` responses to each prompt and grade them. The arguments of sampling are those of `Engine.generate`.
 
-    If `take` is given, the result contains only the problems that it returned, in order.
+    Workers grade rollouts that have ended while others are sampled. If `take` is given, only the problems it returned are in
+    the result, in order.
     """
     taken: list[int] = []
+    texts: dict[int, str] = {}  # by index of the rollout, in the order of grading
+    grading = pool.start()
 
     def take_next() -> int | None:
         assert take is not None
@@ -58,21 +62,40 @@ def sample_and_grade(
             taken.append(problem)
         return problem
 
-    rollouts = engine.generate(
-        prompts,
-        samples,
-        sampling,
-        seeds=seeds,
-        limits=limits,
-        record=record if engine.policy.evicts else False,
-        take=None if take is None else take_next,
-        progress=progress,
-    )
+    def grade(index: int, rollout: Rollout) -> None:
+        example = examples[index // samples]
+        texts[index] = tokenizer.decode(rollout.response, skip_special_tokens=True)
+        columns = {name: [example.columns[name]] for name in examples[0].columns}
+        grading.add([example.prompt], [texts[index]], columns | rollout_columns([rollout], tokenizer))
+
+    def advance(state: Progress) -> None:
+        grading.advance()
+        if progress is not None:
+            progress(state)
+
+    try:
+        rollouts = engine.generate(
+            prompts,
+            samples,
+            sampling,
+            seeds=seeds,
+            limits=limits,
+            record=record if engine.policy.evicts else False,
+            take=None if take is None else take_next,
+            progress=advance,
+            on_end=grade if pool.has_workers else None,
+        )
+    except BaseException:
+        grading.cancel()
+        raise
     started = time.perf_counter()
     problems = range(len(prompts)) if take is None else sorted(taken)
     places = [problem * samples + sample for problem in problems for sample in range(samples)]
-    texts = tokenizer.batch_decode([rollout.response for rollout in rollouts], skip_special_tokens=True)
-    asked = [examples[place // samples] for place in places]
-    columns = {name: [example.columns[name] for example in asked] for name in examples[0].columns}
-    graded = pool.grade([example.prompt for example in asked], texts, columns | rollout_columns(rollouts, tokenizer))
-    return GradedRollouts(places, rollouts, texts, graded, engine.stats, time.perf_counter() - started)
+    if not pool.has_workers:  # a reward in this process grades all rollouts in one call, in order
+        for place, rollout in zip(places, rollouts, strict=True):
+            grade(place, rollout)
+    order = {place: number for number, place in enumerate(texts)}
+    graded = grading.finish().reordered([order[place] for place in places])
+    return GradedRollouts(
+        places, rollouts, [texts[place] for place in places], graded, engine.stats, time.perf_counter() - started
+    )
