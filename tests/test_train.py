@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -30,6 +31,7 @@ from sparse_rl.train import held_out, loggers, trainer
 from sparse_rl.train import step as training_step
 from sparse_rl.train.preflight import preflight, response_lengths, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
+from sparse_rl.train.rollouts import RolloutSampler
 from sparse_rl.train.run import arm
 from sparse_rl.train.terminal import RunTerminal
 
@@ -224,6 +226,21 @@ def test_the_cache_of_the_evaluation_may_be_chosen(world, tmp_path, cache, suffi
     for row in (metrics(tmp_path / "run")[0], metrics(tmp_path / "run")[-1]):
         scored = {key.removeprefix("eval/problems/pass@1") for key in row if key.startswith("eval/problems/pass@1")}
         assert {each for each in scored if not each.endswith(("_low", "_high"))} == suffixes
+
+
+def test_prompts_with_the_longest_expected_answers_start_first():
+    """If not all fit at once. A problem that has not been sampled yet counts as typical, and a longer prompt first."""
+    config = Config(rollout={"samples_per_prompt": 2, "prompts_per_step": 4})
+    prompts = [[1] * 5, [1] * 9, [1] * 5, [1] * 5]
+    for slots in (4, 8):
+        engine = SimpleNamespace(slots=slots)
+        sampler = RolloutSampler(config, [], prompts, None, engine, None, None)
+        sampler.mean_tokens = {"0": 100.0, "3": 900.0}
+        take = sampler._work_queue([0, 1, 2, 3])
+        if slots == 8:
+            assert take is None
+        else:
+            assert [take() for _ in range(5)] == [3, 1, 2, 0, None]
 
 
 def test_refill_works_with_any_loss_and_can_be_turned_off(world, tmp_path):

@@ -190,7 +190,7 @@ class RolloutSampler:
             limits=None if self.limits is None else self.limits(seeds),
             record=record,
             take=self._work_queue(chosen),
-            progress=progress,
+            progress=progress if progress is None or self.world.size > 1 else _with_total(progress, len(seeds)),
         )
         parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
         parts[self.world.rank] = part
@@ -209,9 +209,8 @@ class RolloutSampler:
         batch.sampled_s += max(took)
         batch.waited_s += max(took) - sum(took) / len(took)
         batch.prompts += count
-        if self.world.size > 1:
-            for place, index in enumerate(chosen):
-                self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
+        for place, index in enumerate(chosen):
+            self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
 
     def _recorded(self, count: int) -> Sequence[int]:
         """Return the rollouts of a round whose evictions are recorded: all if the loss uses the sampler's view, else a few for
@@ -228,15 +227,18 @@ class RolloutSampler:
             del self.mean_tokens[next(iter(self.mean_tokens))]
 
     def _work_queue(self, chosen: list[int]) -> Callable[[], int | None] | None:
-        """Return a function that returns the next prompt for this rank, or None if there is only one rank.
+        """Return a function that returns the next prompt for this rank, or None if all rollouts start at once on one rank.
 
-        Prompts with the longest expected responses come first.
+        Prompts with the longest expected responses come first, so that few slots are idle at the end.
         """
-        if self.world.size == 1:
+        if self.world.size == 1 and self.engine.slots >= len(chosen) * self.config.rollout.samples_per_prompt:
             return None
         known = self.mean_tokens
         typical = sum(known.values()) / len(known) if known else 0.0
         costs = [known.get(str(index), typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
+        if self.world.size == 1:
+            waiting = iter(sorted(range(len(chosen)), key=lambda place: -costs[place]))
+            return lambda: next(waiting, None)
         room = max(1, self.engine.slots // self.config.rollout.samples_per_prompt)
         return self.world.work_queue(costs, min(room, -(-len(chosen) // self.world.size)))
 
@@ -263,3 +265,8 @@ class RolloutSampler:
                 sample.advantage, sample.in_loss = advantage, in_loss and not masked
             groups.append(group)
         return groups
+
+
+def _with_total(progress: Callable[[Progress], None], total: int) -> Callable[[Progress], None]:
+    """Return a callback that reports the progress out of `total` rollouts, those that have not been taken yet included."""
+    return lambda state: progress(replace(state, total=total))
