@@ -337,7 +337,9 @@ def test_with_adapters_the_sampler_stays_the_learner(world, merge):
     first = None
     with one_thread():
         for step in range(4):
+            actor.merge()
             rollouts = engine.generate([[0, 7, 9, 11]], 4, Sampling(max_tokens=30, stop=()))
+            actor.restore()
             with torch.no_grad():
                 seen = replay(actor.learner, rollouts, "sparse")
             assert max(float((a.logprobs - b).abs().max()) for a, b in zip(rollouts, seen, strict=True)) < 1e-4
@@ -349,6 +351,34 @@ def test_with_adapters_the_sampler_stays_the_learner(world, merge):
         with torch.no_grad():
             moved = replay(actor.learner, first, "sparse")
     assert max(float((a.logprobs - b).abs().max()) for a, b in zip(first, moved, strict=True)) > 1
+
+
+def test_adapters_merged_in_place_sample_like_a_merged_copy_and_leave_the_base(world):
+    """In half precision, to the bit, in storage that stays where it is."""
+    prompt, sampling = [[0, 7, 9, 11]], Sampling(max_tokens=20, stop=())
+    found = []
+    for merge in (True, False):
+        model = load_model(str(world / "model"), dtype="bfloat16", device="cpu")
+        base = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        torch.manual_seed(0)
+        actor = Actor(model, LoraConfig(rank=4, merge=merge))
+        with torch.no_grad():
+            for name, weight in actor.learner.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.5)
+        actor.sync()
+        storage = [weight.data_ptr() for weight in actor.sampler.parameters()]
+        actor.merge()
+        found.append(Engine(actor.sampler, slots=2).generate(prompt, 2, sampling))
+        assert actor.is_merged == (not merge)
+        actor.restore()
+        assert [weight.data_ptr() for weight in actor.sampler.parameters()] == storage
+        learned = dict(actor.learner.named_parameters())
+        for name, weight in base.items():
+            wrapped = name.replace(".weight", ".base_layer.weight").replace(".bias", ".base_layer.bias")
+            assert torch.equal(learned[wrapped if wrapped in learned else name], weight)
+    for left, right in zip(*found, strict=True):
+        assert left.response == right.response and torch.equal(left.logprobs, right.logprobs)
 
 
 def test_the_merged_copy_shares_what_has_no_adapter(world):

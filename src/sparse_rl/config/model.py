@@ -22,7 +22,8 @@ class LoraConfig(Section):
     )
     targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
     merge: bool = Field(
-        True, description="Sample from a copy of the weights with merged adapters: faster, but needs memory for the copy."
+        True,
+        description="Keep a merged copy of the weights for sampling; false: merge in place and restore from host memory, for GPUs with little memory.",
     )
 
 

@@ -1,10 +1,12 @@
 """The actor: the trained weights and the weights that sample.
 
-Without LoRA on one rank, both are the same model. With LoRA they are a base model with adapters and a merged copy. On several
+Without LoRA on one rank, both are the same model. With LoRA they are a base model with adapters and a merged model. On several
 ranks they are a sharded learner and a full model on each rank.
 
-The merged copy shares all tensors that have no adapter. It is updated in place after each optimizer update: W + s·BA is
-computed in float32 and rounded once. Objects that reference its storage, such as CUDA graphs, therefore stay valid.
+Merged weights are W + s·BA, computed in float32 and rounded once. They are written in place, so objects that reference their
+storage, such as CUDA graphs, stay valid. By default the merged model has its own tensors where there is an adapter. Where
+memory is short (`model.lora.merge = false`), it has the learner's: `merge` writes W + s·BA into them for sampling, and
+`restore` copies W back from host memory for learning, to the bit.
 """
 
 import contextlib
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import LoraConfig, RanksConfig
@@ -32,11 +34,16 @@ class Actor:
         self.sampler = model
         self.peft = None
         self.frozen: PreTrainedModel | None = None
+        self.base: dict[str, Tensor] = {}
+        """Base weights of the layers with an adapter in host memory, if the learner and the sampler share their tensors."""
+        self.is_merged = False
         if lora.rank:
             shared = copy.deepcopy(model, {id(weight): weight for weight in (*model.parameters(), *model.buffers())})
             self.peft = _with_adapters(model, lora)
-            if lora.merge:
-                self.sampler = shared
+            self.sampler = shared
+            if not lora.merge:
+                self.base = {name: _on_host(layer.get_base_layer().weight) for name, layer in self._adapted()}
+            else:
                 for name, _ in self._adapted():
                     layer = shared.get_submodule(name)
                     layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
@@ -53,17 +60,35 @@ class Actor:
     @torch.no_grad()
     def sync(self) -> None:
         """Copy the trained weights to the sampler. Call it after every update. It does nothing if both are the same model."""
-        if self.sampler is self.learner:
+        if self.sampler is self.learner or self.base:
             return
         if self.peft is None:
             from .sharded import copy_whole
 
             copy_whole(self.learner, self.sampler)
             return
+        self._write_merged()
+
+    def _write_merged(self) -> None:
         for name, layer in self._adapted():
             base = layer.get_base_layer().weight
             merged = base.float() + layer.get_delta_weight(ADAPTER).float()
             self.sampler.get_submodule(name).weight.copy_(merged)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Prepare to sample: merge the adapters into shared tensors. It does nothing if the sampler has its own."""
+        if self.base and not self.is_merged:
+            self._write_merged()
+            self.is_merged = True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Prepare to learn: copy the base weights back into shared tensors."""
+        if self.is_merged:
+            for name, layer in self._adapted():
+                layer.get_base_layer().weight.copy_(self.base[name], non_blocking=True)
+            self.is_merged = False
 
     def _adapted(self) -> Iterator[tuple[str, Any]]:
         for name, module in self.learner.named_modules():
@@ -79,6 +104,11 @@ class Actor:
         else:
             assert self.frozen is not None, "this actor has no reference model: build it with keep_reference=True"
             yield self.frozen
+
+
+def _on_host(weight: Tensor) -> Tensor:
+    copied = weight.detach().to("cpu", copy=True)
+    return copied.pin_memory() if weight.is_cuda else copied
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig):

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..config import KV, TASK_REWARDS, Config
 from ..data.examples import Example, load, name_of
 from ..data.prompts import encoded
 from ..evaluate.benchmark import Benchmark, Cost, EvalChunk, EvalSample, run, score
+from ..models.actor import Actor
 from ..plan.memory import Plan
 from ..rewards.pool import RewardPool, pool_for
 from ..rollout.engine import Engine
@@ -50,7 +51,7 @@ class Evaluator:
     held_out: HeldOut
     engine: Engine
     """The engine that samples the training rollouts."""
-    sampler: PreTrainedModel
+    actor: Actor
     plan: Plan | None
     tokenizer: PreTrainedTokenizerBase
     pool: RewardPool
@@ -63,6 +64,7 @@ class Evaluator:
         name, examples = self.held_out.name, self.held_out.examples
         if not examples:
             return metrics
+        self.actor.merge()
         benchmark = Benchmark(name, examples, self.held_out.prompts, self.config.rollout.sampling(self.config.seed))
         for cache in self.caches():
             suffix = "_sparse" if cache == "sparse" else ""
@@ -119,7 +121,7 @@ class Evaluator:
         if slots == "auto":
             slots = self._dense_slots()
         kv = self.engine.kv if sparse else KV(policy="full")
-        return Engine(self.sampler, kv, slots=min(slots, len(self.held_out.examples)))
+        return Engine(self.actor.sampler, kv, slots=min(slots, len(self.held_out.examples)))
 
     @contextmanager
     def _grading(self) -> Iterator[RewardPool]:

@@ -80,11 +80,13 @@ class TrainingStep:
 
     def sample(self, cursor: int, progress) -> RolloutBatch:
         """Sample and grade the groups of one step, from prompt number `cursor` on."""
+        self.actor.merge()
         return self.rollout_sampler.draw(cursor, progress)
 
     def learn(self, step: int, batch: RolloutBatch) -> StepResult:
         """Update the weights from a batch. `step` counts from 0."""
         started = self._now()
+        self.actor.restore()
         config = self.config
         groups = split_groups(self.rollout_sampler.learnable(batch), config.optimizer.updates_per_step)
         plan = plan_passes(config, self.spec, batch, groups, derive(config.seed, step))

@@ -75,9 +75,7 @@ class Trainer:
         if held_out.examples:
             self._longest(held_out.prompts, f"the test problems, {config.data.held_out},")
         self.engine.reserve(max(map(len, [self.longest_prompt, *held_out.prompts])) + config.rollout.max_tokens)
-        self.evaluator = Evaluator(
-            config, held_out, self.engine, self.actor.sampler, self.plan, self.tokenizer, pool, world, terminal
-        )
+        self.evaluator = Evaluator(config, held_out, self.engine, self.actor, self.plan, self.tokenizer, pool, world, terminal)
         if remark := self.evaluator.remark():
             terminal.note(remark)
         self.peak_shown = False
