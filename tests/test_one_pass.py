@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -11,11 +12,12 @@ import torch
 from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, replay
 from sparse_rl.config import PRESETS, Config, CorrectionSpec, LossConfig, OptimizerConfig
+from sparse_rl.learner import update as update_module
 from sparse_rl.learner.batch import make_batch, make_one_pass_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES
 from sparse_rl.learner.optimizer import Optimizer
-from sparse_rl.learner.update import update
+from sparse_rl.learner.update import accumulate, update
 from sparse_rl.train.passes import plan_passes
 from sparse_rl.train.rollouts import GradedRollout, RolloutBatch, RolloutGroup
 from sparse_rl.train.step import split_groups
@@ -140,6 +142,37 @@ def test_a_row_that_is_not_finite_leaves_its_pack(sampled):
     assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) <= 1e-6
     broken = [row for row, old in batch.logprobs.items() if not old.isfinite().all()]
     assert sorted(broken) == [1, 4]
+
+
+def test_a_pass_without_rows_does_nothing(sampled):
+    """On a rank that has fewer rows than others, also if the first row is not finite."""
+    model, rollouts = copy.deepcopy(sampled)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output * (torch.nan if 5 < inputs[0].shape[1] < 12 else 1)
+    )
+    loss = LossConfig()
+    rollouts[0] = replace(rollouts[0], response=rollouts[0].response[:3], logprobs=rollouts[0].logprobs[:3])
+    batch = one_pass(rollouts, PRESETS["none"], loss, None)(model)
+    accumulate(model, batch, [[1, 2], []], loss, "dense", None, None)
+    assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+
+
+@pytest.mark.parametrize("spec", [PRESETS["paper"], CorrectionSpec(drop="mean", low=1e3)], ids=["learned", "rejected"])
+def test_the_graph_of_a_pass_is_gone_before_the_next(sampled, spec, monkeypatch):
+    """Also if no row of it needs a backward: two graphs at once would double the memory of the update."""
+    model, rollouts = copy.deepcopy(sampled)
+    alive = []
+
+    def watched(*args):
+        assert not any(graph() is not None for graph in alive)
+        output = forward_pass(*args)
+        alive.append(weakref.ref(output.logprobs_n.grad_fn))
+        return output
+
+    forward_pass = update_module._forward_pass
+    monkeypatch.setattr(update_module, "_forward_pass", watched)
+    weights_after(model, one_pass(rollouts, spec, LossConfig(), None), LossConfig())
+    assert len(alive) > 3
 
 
 def test_an_update_that_rejects_every_row_changes_nothing(sampled):

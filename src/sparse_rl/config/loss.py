@@ -48,7 +48,7 @@ class LossConfig(Section):
     )
     aggregate: Literal["sequence", "token", "constant"] | None = Field(
         None,
-        description="Average over sequences (grpo, gspo), over all tokens (dapo, cispo), or by a constant (dr_grpo); default: the loss's own.",
+        description="Mean over sequences, over tokens, or by a constant; default: the loss's own.",
     )
     clip_low: float | None = Field(
         None,

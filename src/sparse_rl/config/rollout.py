@@ -36,7 +36,7 @@ class RolloutConfig(Section):
 
     refill: bool | None = Field(
         None,
-        description="Drop groups without a signal and sample other prompts for them, in up to 4 rounds; default: only for loss.name = dapo.",
+        description="Replace groups without a signal by other prompts, in up to 4 rounds; default: only for dapo.",
     )
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ class EvalConfig(Section):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after training.")
     cache: Literal["auto", "sparse", "dense", "both"] = Field(
         "auto",
-        description="Cache of the evaluation: the sampler's own, dense, or both; auto: both, but sparse if a dense cache would get fewer than 16 slots.",
+        description="Cache of the evaluation; auto: both, or sparse if a dense cache fits fewer than 16 slots.",
     )
     slots: int | Literal["auto"] = Field(
         "auto",

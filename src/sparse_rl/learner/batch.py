@@ -90,6 +90,9 @@ class OnePassBatch:
     entropies: dict[int, Tensor] = field(default_factory=dict)
     """Sum of the entropy over the tokens, by row."""
 
+    broken: set[int] = field(default_factory=set)
+    """Rows with log-probs that are not finite."""
+
     def rows(self, every_token: bool) -> list[int]:
         """Return the rows to run through the model; see `Batch.rows`."""
         return list(range(len(self.rollouts))) if every_token else torch.nonzero(self.advantages_B).flatten().tolist()
@@ -102,13 +105,13 @@ class OnePassBatch:
         return RowTerms(old_bT, weighed.weights, shares_bT, weighed.kl_mask)
 
     def record(self, rows: Sequence[int], logprobs_n: Tensor, entropy_n: Tensor) -> list[int]:
-        """Record log pi_old of these rows. Return those that are finite."""
+        """Record log pi_old of these rows. Return those that are not finite."""
         lengths = [len(self.rollouts[row].response) for row in rows]
         logprobs = logprobs_n.detach().split(lengths)
         self.logprobs.update(zip(rows, logprobs, strict=True))
         self.entropies.update(zip(rows, (each.sum() for each in entropy_n.detach().split(lengths)), strict=True))
         finite_b = torch.stack([each.isfinite().all() for each in logprobs]).tolist()
-        return [row for row, is_finite in zip(rows, finite_b, strict=True) if is_finite]
+        return [row for row, is_finite in zip(rows, finite_b, strict=True) if not is_finite]
 
     def share(self, world: World) -> None:
         """Exchange the recorded rows between ranks."""

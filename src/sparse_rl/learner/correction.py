@@ -180,7 +180,7 @@ def _metrics(weighed: Weighed, weights_BT: Tensor, row_weights_B: Tensor | None)
         "sparse/xi_p05": _quantile(xi_N, count_N, 0.05),
         "sparse/xi_min": xi_N[count_N > 0].min().item(),
         "sparse/ess": _effective_share(xi_N, count_N),
-        "sparse/effective": _effective_share(weights_BT[valid_BT], count_N) if bool(kept_N.any()) else 0.0,
+        "sparse/effective": _effective_share(weights_BT[valid_BT], count_N) if bool((kept_N & (count_N > 0)).any()) else 0.0,
     }
 
 

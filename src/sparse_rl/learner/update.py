@@ -43,72 +43,82 @@ def accumulate(
     """Add the gradients of the objective over the rows of these passes to the weights. Return sums over tokens, and the
     loss.
 
-    A pass without rows keeps step with other ranks that have rows: any rollout runs through the model and counts nothing.
+    A pass may have no rows, if other ranks have some.
     """
-    parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end: until then the host runs ahead of the GPU
-    every_token = _covers_every_token(batch, loss, smd)
-    dummy_rows = [] if all(passes) else _dummy_rows(batch)
+    parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end
     with fused_layers(model):
         for number, rows in enumerate(passes):
             ranks = sum_over_ranks(model, now=number == len(passes) - 1)
-            output, rows = _finite_pass(model, batch, rows, dummy_rows, view, smd, world)
-            if not rows:
-                if output is not None:
-                    torch.stack([0 * each.sum() for each in output if each is not None]).sum().backward()
-                continue
-            assert output is not None
-            chosen = upload(torch.tensor(rows), batch.mask_BT.device)
-            mask_bT = batch.mask_BT[chosen]
-            where_n = upload(_flat_indices([batch.rollouts[row] for row in rows], mask_bT.shape[1]), mask_bT.device)
-            logprobs_bT = _scatter(output.logprobs_n, where_n, mask_bT)
-            terms = batch.terms(chosen, logprobs_bT)
-            advantages_b, weights_bT = batch.advantages_B[chosen], terms.weights_bT
-            active_b = (weights_bT * terms.shares_bT).any(dim=1) & (advantages_b != 0)
-            parts["active_rows"].append(active_b.sum())
-            if opsm_delta is not None:
-                kept_b = opsm(logprobs_bT, batch.sampler_BT[chosen], advantages_b, mask_bT, opsm_delta)
-                parts["opsm_dropped"].append((~kept_b & active_b).sum())
-                weights_bT = weights_bT * kept_b[:, None]
-            low, high = loss.clips
-            inputs = LossInputs(
-                logprobs=logprobs_bT,
-                old_logprobs=terms.old_bT,
-                advantages=advantages_b,
-                weights=weights_bT,
-                mask=mask_bT,
-                shares=terms.shares_bT,
-                clip_low=low,
-                clip_high=high,
-            )
-            total, counts = get(loss.name).loss(inputs)
-            if batch.reference_BT is not None:
-                kl_bT = kl(logprobs_bT, batch.reference_BT[chosen], mask_bT, loss.kl_estimator)
-                total = total + loss.kl_coef * weighted_sum(kl_bT, terms.kl_mask_bT, terms.shares_bT)
-                parts["kl_ref"].append(kl_bT.detach().sum())
-            if loss.entropy_coef:
-                entropy_bT = _scatter(output.entropy_n, where_n, mask_bT)
-                total = total - loss.entropy_coef * weighted_sum(entropy_bT, terms.kl_mask_bT, terms.shares_bT)
-            if smd is not None:
-                assert output.distance_n is not None
-                distance_bT = _scatter(output.distance_n, where_n, mask_bT)
-                total = total + smd.lambda_ * weighted_sum(distance_bT, terms.kl_mask_bT, terms.shares_bT)
-                parts["distillation_kl"].append(distance_bT.detach().sum())
-            if every_token or is_sharded(model) or isinstance(batch, Batch) or bool(active_b.any()):
-                (total * ranks).backward()  # else every row of the pass is rejected: no gradient
-            parts["loss"].append(total.detach())
-            for name, value in counts.items():
-                parts[name].append(value)
+            _accumulate_pass(model, batch, rows, loss, view, smd, opsm_delta, world, ranks, parts)
     return {name: sum(float(value) for value in values) for name, values in parts.items()}
+
+
+def _accumulate_pass(
+    model: PreTrainedModel,
+    batch: Batch | OnePassBatch,
+    rows: Sequence[int],
+    loss: LossConfig,
+    view: ReplayKind,
+    smd: SMDConfig | None,
+    opsm_delta: float | None,
+    world: World,
+    ranks: int,
+    parts: dict[str, list[Tensor]],
+) -> None:
+    """Run one pass of `accumulate` and add its sums to `parts`. A pass without a backward frees its graph on return."""
+    output, rows = _finite_pass(model, batch, rows, view, smd, world)
+    if not rows:
+        if output is not None:
+            torch.stack([0 * each.sum() for each in output if each is not None]).sum().backward()
+        return
+    assert output is not None
+    chosen = upload(torch.tensor(rows), batch.mask_BT.device)
+    mask_bT = batch.mask_BT[chosen]
+    where_n = upload(_flat_indices([batch.rollouts[row] for row in rows], mask_bT.shape[1]), mask_bT.device)
+    logprobs_bT = _scatter(output.logprobs_n, where_n, mask_bT)
+    terms = batch.terms(chosen, logprobs_bT)
+    advantages_b, weights_bT = batch.advantages_B[chosen], terms.weights_bT
+    active_b = (weights_bT * terms.shares_bT).any(dim=1) & (advantages_b != 0)
+    parts["active_rows"].append(active_b.sum())
+    if opsm_delta is not None:
+        kept_b = opsm(logprobs_bT, batch.sampler_BT[chosen], advantages_b, mask_bT, opsm_delta)
+        parts["opsm_dropped"].append((~kept_b & active_b).sum())
+        weights_bT = weights_bT * kept_b[:, None]
+    low, high = loss.clips
+    inputs = LossInputs(
+        logprobs=logprobs_bT,
+        old_logprobs=terms.old_bT,
+        advantages=advantages_b,
+        weights=weights_bT,
+        mask=mask_bT,
+        shares=terms.shares_bT,
+        clip_low=low,
+        clip_high=high,
+    )
+    total, counts = get(loss.name).loss(inputs)
+    if batch.reference_BT is not None:
+        kl_bT = kl(logprobs_bT, batch.reference_BT[chosen], mask_bT, loss.kl_estimator)
+        total = total + loss.kl_coef * weighted_sum(kl_bT, terms.kl_mask_bT, terms.shares_bT)
+        parts["kl_ref"].append(kl_bT.detach().sum())
+    if loss.entropy_coef:
+        entropy_bT = _scatter(output.entropy_n, where_n, mask_bT)
+        total = total - loss.entropy_coef * weighted_sum(entropy_bT, terms.kl_mask_bT, terms.shares_bT)
+    if smd is not None:
+        assert output.distance_n is not None
+        distance_bT = _scatter(output.distance_n, where_n, mask_bT)
+        total = total + smd.lambda_ * weighted_sum(distance_bT, terms.kl_mask_bT, terms.shares_bT)
+        parts["distillation_kl"].append(distance_bT.detach().sum())
+    every_token = _covers_every_token(batch, loss, smd)
+    if every_token or is_sharded(model) or isinstance(batch, Batch) or bool(active_b.any()):
+        (total * ranks).backward()  # else every row of the pass is rejected: no gradient
+    parts["loss"].append(total.detach())
+    for name, value in counts.items():
+        parts[name].append(value)
 
 
 def _covers_every_token(batch: Batch | OnePassBatch, loss: LossConfig, smd: SMDConfig | None) -> bool:
     """Return whether a term beside the policy loss covers all tokens: those of rejected rows and of rows without a signal."""
     return batch.reference_BT is not None or bool(loss.entropy_coef) or smd is not None
-
-
-def _dummy_rows(batch: Batch | OnePassBatch) -> list[int]:
-    """Return a row for a pass that counts nothing. A rejected row may not be finite, and 0 * inf is not 0."""
-    return batch.rows(every_token=False)[:1] or [0]
 
 
 class PassTensors(NamedTuple):
@@ -124,7 +134,6 @@ def _finite_pass(
     model: PreTrainedModel,
     batch: Batch | OnePassBatch,
     rows: Sequence[int],
-    dummy_rows: Sequence[int],
     view: ReplayKind,
     smd: SMDConfig | None,
     world: World,
@@ -132,20 +141,31 @@ def _finite_pass(
     """Run rows through the model and return (result, rows in it).
 
     In a one-pass batch, a row that is not finite would poison the gradient of its whole pack (0 * NaN). The pack then runs
-    again without it. Ranks of a sharded model repeat a pass together.
+    again without it. Ranks of a sharded model run every pass together: a rank without rows runs a rollout that counts
+    nothing.
     """
     while True:
-        pack = [batch.rollouts[row] for row in rows or dummy_rows]
+        pack = [batch.rollouts[row] for row in rows]
         if not pack:
-            return None, rows
+            if not is_sharded(model):
+                return None, rows
+            pack = [_dummy(batch)]
         output = with_weights(model, _forward_pass, pack, view, smd)
         if isinstance(batch, Batch):
             return output, rows
-        finite = batch.record(rows, output.logprobs_n, output.entropy_n) if rows else []
-        repeats = len(finite) < len(rows)
-        if not (world.any(repeats) if is_sharded(model) else repeats):
+        broken = batch.record(rows, output.logprobs_n, output.entropy_n) if rows else []
+        everywhere = world.gather(broken) if is_sharded(model) else [broken]
+        if not any(everywhere):
             return output, rows
-        rows, dummy_rows = finite, _dummy_rows(batch) if is_sharded(model) else []
+        del output  # frees its graph before the pack runs again
+        batch.broken.update(*everywhere)
+        rows = [row for row in rows if row not in broken]
+
+
+def _dummy(batch: Batch | OnePassBatch) -> Rollout:
+    """Return the shortest rollout that is not known to be broken: 0 * inf is not 0."""
+    rows = batch.active if isinstance(batch, Batch) else [row for row in batch.rows(True) if row not in batch.broken]
+    return min((batch.rollouts[row] for row in rows or [0]), key=lambda each: len(each.response))
 
 
 def _forward_pass(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None) -> PassTensors:

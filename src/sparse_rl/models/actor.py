@@ -11,6 +11,8 @@ memory is short (`model.lora.merge = false`), it has the learner's: `merge` writ
 
 import contextlib
 import copy
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +44,7 @@ class Actor:
             self.peft = _with_adapters(model, lora)
             self.sampler = shared
             if not lora.merge:
+                self._refuse_tied(lora)
                 self.base = {name: _on_host(layer.get_base_layer().weight) for name, layer in self._adapted()}
             else:
                 for name, _ in self._adapted():
@@ -75,12 +78,21 @@ class Actor:
             merged = base.float() + layer.get_delta_weight(ADAPTER).float()
             self.sampler.get_submodule(name).weight.copy_(merged)
 
+    def _refuse_tied(self, lora: LoraConfig) -> None:
+        """Raise UserError if an adapted weight is used elsewhere too: merging it in place would change both places."""
+        uses = Counter(id(weight) for _, weight in self.learner.named_parameters(remove_duplicate=False))
+        if any(uses[id(layer.get_base_layer().weight)] > 1 for _, layer in self._adapted()):
+            raise UserError(
+                f"model.lora.merge = false cannot adapt tied weights (model.lora.targets = {lora.targets}): omit embed_tokens "
+                "and lm_head from the targets, or set model.lora.merge = true."
+            )
+
     @torch.no_grad()
     def merge(self) -> None:
         """Prepare to sample: merge the adapters into shared tensors. It does nothing if the sampler has its own."""
         if self.base and not self.is_merged:
+            self.is_merged = True  # first: an interrupted merge must be restored, never merged again
             self._write_merged()
-            self.is_merged = True
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -107,8 +119,13 @@ class Actor:
 
 
 def _on_host(weight: Tensor) -> Tensor:
+    """Return a copy in host memory, page-locked if it can be. torch's own allocator would round its size up to a power of two."""
     copied = weight.detach().to("cpu", copy=True)
-    return copied.pin_memory() if weight.is_cuda else copied
+    if weight.is_cuda:
+        cudart, address = torch.cuda.cudart(), copied.data_ptr()
+        if int(cudart.cudaHostRegister(address, copied.nbytes, 0)) == 0:
+            weakref.finalize(copied, cudart.cudaHostUnregister, address)
+    return copied
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig):

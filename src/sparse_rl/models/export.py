@@ -26,8 +26,7 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
     shutil.rmtree(partial, ignore_errors=True)
     try:
         whole = merge or actor.peft is None  # the sampler holds all weights; a sharded learner holds only a part
-        if whole:
-            actor.merge()
+        actor.merge() if whole else actor.restore()
         (actor.sampler if whole else actor.peft).save_pretrained(partial)  # type: ignore[union-attr]
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}

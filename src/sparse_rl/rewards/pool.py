@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 PROMPT_END = 8
 """Number of final prompt tokens that are searched for an opening `<think>` tag."""
+UNWATCHED_S = 1.0
+"""Seconds without a look at the workers after which the end of one is not taken for a verdict."""
 POLL_S = 1.0
 """Seconds between checks of the log size during grading."""
 
@@ -105,6 +107,7 @@ class RewardPool:
         self.truncated, self.timeout = truncated, timeout
         self._parts = part_names(function)  # reject a malformed sum before starting workers
         self._size, self._strays = workers, 0
+        self._watched_at, self._unwatched_s = time.monotonic(), 0.0
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._in_process = None if workers else _InProcess(function, log)
@@ -174,8 +177,10 @@ class RewardPool:
     def _turn(self, batch: "_Batch", failure: str | None, wait_s: float) -> str | None:
         """Read messages of the workers, waiting at most `wait_s`, and assign samples. Return the reason why a worker could not
         start, if there is one; no worker is started after it."""
+        self._unwatched_s = time.monotonic() - self._watched_at
         for worker in self._wait(wait_s):
             failure = self._handle(worker, batch) or failure
+        self._watched_at = time.monotonic()
         failure = failure or self._fill()
         self._assign(batch)
         if not self._workers:
@@ -233,7 +238,8 @@ class RewardPool:
             if not ready:
                 return self._no_start(late, ended)
             outcome = {"late": True} if late else {"error": f"the reward's process exited ({ended})"}
-            batch.record(lost, outcome, sure=len(lost) < 2)
+            # after a gap in which nobody looked, a crash cannot be told from a timeout: grade the sample again, alone
+            batch.record(lost, outcome, sure=len(lost) < 2 and self._unwatched_s < UNWATCHED_S)
         elif worker.retiring and not worker.in_flight:
             self._discard(worker)
         return None
@@ -267,6 +273,7 @@ class Grading:
         self._pool, self._batch = pool, _Batch()
         self._truncated: list[bool] = []
         self._failure = None if pool._in_process else pool._fill()
+        pool._watched_at = time.monotonic()
 
     def add(
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], columns: dict[str, list[Any]]

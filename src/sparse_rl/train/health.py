@@ -20,6 +20,8 @@ class Health:
 
     def __init__(self, config: Config, state: checkpoint.State, checkpoints: Place, warn: Callable[[str], None]):
         self.config, self.state, self.checkpoints, self.warn = config, state, checkpoints, warn
+        self.no_signal = ("", "")
+        """What happened and why in the last step without a signal."""
 
     def after_step(self, batch: RolloutBatch, updates: Sequence[Updated]) -> None:
         """Update the counters in `state`. Warn if no group had a signal, an update was skipped, or the reward failed."""
@@ -34,10 +36,12 @@ class Health:
                 f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates, which were skipped."
             )
         quiet = not any(group.has_signal for group in batch.groups)
+        if quiet:
+            self.no_signal = self._no_signal(batch)
         state.quiet_steps = state.quiet_steps + 1 if quiet else 0
         if state.quiet_steps == 1 or (state.quiet_steps and state.quiet_steps % QUIET_STEPS == 0):
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
-            what, why = self._no_signal(batch)
+            what, why = self.no_signal
             learned = any(each.learned for each in updates)  # from lengths, if advantage.overlong penalises them
             then = "so only their lengths are learned from" if learned else "so nothing is learned"
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
@@ -61,10 +65,10 @@ class Health:
             why = "the problems are too easy or too hard, or the reward does not distinguish answers"
         return "no group had two different rewards", why
 
-    def stop_if_refill_fails(self, batch: RolloutBatch) -> None:
+    def stop_if_refill_fails(self) -> None:
         """End a run whose `rollout.refill` found no signal at all in `SILENT_STEPS` steps in a row."""
         if self.config.refill and self.state.quiet_steps >= SILENT_STEPS:
-            what, why = self._no_signal(batch)
+            what, why = self.no_signal
             rounds = f"{MAX_DRAWS} rounds of {self.config.rollout.prompts_per_step} prompts"
             raise UserError(
                 f"rollout.refill found no signal in {self.state.quiet_steps} steps of {rounds}: {what}, because {why}. "

@@ -94,9 +94,14 @@ class Evaluator:
         if not self.engine.policy.evicts:
             return ["dense"]
         if chosen == "auto":
-            few = self.plan is not None and self._dense_slots() < min(MIN_DENSE_SLOTS, len(self.held_out.examples))
-            chosen = "sparse" if few else "both"
+            few = self._dense_slots() < min(MIN_DENSE_SLOTS, len(self.held_out.examples))
+            chosen = "sparse" if few and self._may_skip_dense() else "both"
         return ["dense", "sparse"] if chosen == "both" else [chosen]
+
+    def _may_skip_dense(self) -> bool:
+        """Return whether `auto` may leave the dense cache out: on a GPU, unless its slots or its score are asked for."""
+        asked = self.config.eval.slots != "auto" or self.config.checkpoint.best == f"eval/{self.held_out.name}/pass@1"
+        return self.plan is not None and not asked
 
     def remark(self) -> str | None:
         """Return a sentence if `eval.cache = auto` leaves the dense cache out; else None."""

@@ -116,7 +116,8 @@ class TrainingStep:
         batch, seconds = result.batch, result.seconds
         rollouts = [sample.rollout for sample in batch.samples]
         tokens = sum(len(rollout.response) for rollout in rollouts)
-        passed = sum(len(rollout.prompt) for rollout in rollouts) + tokens
+        ran = [rollouts[row] for row in result.row_weights]
+        passed = sum(len(rollout.prompt) + len(rollout.response) for rollout in ran)
         return {
             **reward_metrics(batch),
             **result.corrected.metrics,

@@ -154,6 +154,7 @@ class Trainer:
                     raise
             self._log(metrics)
             self.health.stop_if_not_finite()
+            self.health.stop_if_refill_fails()
             stopping = self.world.any(stop.requested)
             # Save no checkpoint right after a skipped update: it would replace an older, good one.
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
@@ -204,7 +205,6 @@ class Trainer:
         self.state.step += 1
         self.state.cursor += batch.prompts
         self.health.after_step(batch, result.updates)
-        self.health.stop_if_refill_fails(batch)
         self._write_rollouts(result)
         memory = self._memory_metrics()
         metrics = self.training_step.metrics(self.state.step - 1, result, rollout_s)
