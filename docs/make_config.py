@@ -25,9 +25,9 @@ Generated from the schema by `python docs/make_config.py`. A key is the same in 
 budget = 256   # --kv.budget 256
 ```
 
-Flags override the recipe, the recipe overrides the one it `extends`. Dashes and underscores are equal in flags. Write a list with commas
-(`--log.to wandb,tensorboard`), a table as JSON (`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. Unknown keys are refused
-with the nearest known one. `sparse-rl train … --dry-run` shows the resolved values.
+Flags override the recipe, and a recipe overrides the one it `extends`. Flags may use dashes or underscores. Write a list with commas
+(`--log.to wandb,tensorboard`), a table as JSON (`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. An unknown key is an
+error that suggests the closest match. `sparse-rl train … --dry-run` shows the resolved values.
 """
 GENERATE = """\
 ## `sparse-rl generate`
@@ -37,7 +37,7 @@ GENERATE = """\
 REMOVED_HEAD = """\
 ## Removed options
 
-A stored `config.toml` may still hold these with the value shown, which changed nothing. Other values are refused.
+A stored `config.toml` may still hold these with the value shown, which changed nothing. Other values are errors.
 
 | key | value | instead |
 |---|---|---|"""

@@ -78,10 +78,7 @@ class CorrectionConfig(Section):
 
     preset: Preset | None = Field(
         None,
-        description=(
-            "Correction preset: none paper released reject_only reweight_only tis icepop sequence_mask geometric_mask; "
-            "default: the preset of the method. The options below override single values of the preset."
-        ),
+        description="Correction preset; default: that of the method. The options below override single values of it.",
     )
     weight: Weight | None = Field(
         None,

@@ -43,9 +43,7 @@ class LossConfig(Section):
 
     section: ClassVar[str] = "loss"
 
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = Field(
-        "grpo", description="Policy loss: grpo dr_grpo dapo gspo cispo."
-    )
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = Field("grpo", description="Policy loss.")
     aggregate: Literal["sequence", "token", "constant"] | None = Field(
         None,
         description="Mean over sequences, over tokens, or by a constant; default: the loss's own.",

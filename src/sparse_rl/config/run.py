@@ -94,7 +94,7 @@ class Config(Section):
 
     section: ClassVar[str] = ""
 
-    method: Method = Field("sparse_rl", description="Training method: dense, naive, sparse_rl, smd or on_policy_sparse.")
+    method: Method = Field("sparse_rl", description="Training method.")
     compare: tuple[Method, ...] = Field(
         (), description='Methods to train one after the other and compare, such as ["dense", "sparse_rl"].'
     )
