@@ -30,7 +30,7 @@ def batch(seed=0, rows=8, width=9):
 
 
 def inputs_of(name, tensors, divisors, **changes):
-    shares = LOSSES[name].shares(tensors["mask"], divisors, MAX_TOKENS)
+    shares = AGGREGATES[LOSSES[name].aggregate].shares(tensors["mask"], divisors, MAX_TOKENS)
     low, high = LossConfig(name=name).clips
     return LossInputs(**{**tensors, "shares": shares, "clip_low": low, "clip_high": high, **changes})
 
@@ -136,7 +136,7 @@ def test_micro_batches_change_nothing(name, preset):
     corrected = correct(torch.randn(8, 9, dtype=torch.float64) * 0.5, tensors["mask"], preset)
     tensors["weights"] = corrected.weights
     whole, gradient, metrics = run(name, tensors, corrected.divisors)
-    shares = LOSSES[name].shares(tensors["mask"], corrected.divisors, MAX_TOKENS)
+    shares = AGGREGATES[LOSSES[name].aggregate].shares(tensors["mask"], corrected.divisors, MAX_TOKENS)
     parts = [slice(0, 1), slice(1, 4), slice(4, 8)]
     split = [
         run(name, {k: v[part] for k, v in tensors.items()}, corrected.divisors[part], shares=shares[part]) for part in parts

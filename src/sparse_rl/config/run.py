@@ -26,8 +26,8 @@ class EvalConfig(Section):
 
     section: ClassVar[str] = "eval"
 
-    problems: int = Field(256, ge=0, description="Held-out problems, one rollout each; 0 disables evaluation.")
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after training.")
+    problems: int = Field(256, ge=0, description="Number of held-out problems, one rollout each; 0 disables evaluation.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after training.")
     cache: Literal["auto", "sparse", "dense", "both"] = Field(
         "auto",
         description="Cache of the evaluation; auto: both, or sparse if a dense cache fits fewer than 16 slots.",

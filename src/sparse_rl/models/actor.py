@@ -120,6 +120,8 @@ class Actor:
 
 def _on_host(weight: Tensor) -> Tensor:
     """Return a copy in host memory, page-locked if it can be. torch's own allocator would round its size up to a power of two."""
+    if weight.is_meta:  # a model without weights, for the plan
+        return weight.detach()
     copied = weight.detach().to("cpu", copy=True)
     if weight.is_cuda:
         cudart, address = torch.cuda.cudart(), copied.data_ptr()

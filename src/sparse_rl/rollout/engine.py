@@ -94,7 +94,7 @@ class Engine:
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
-            raise UserError("The model's dtype or device changed since the engine was built: build a new Engine.")
+            raise UserError("The model's dtype or device has changed since the Engine was created: create a new Engine.")
         requests = self.request_limits.requests(prompts, samples, sampling, seeds, limits, record, allow_beyond_context)
 
         def more() -> list[Request]:

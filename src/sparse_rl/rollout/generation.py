@@ -264,7 +264,7 @@ class Generation:
         """Append sampled tokens to the sequences that still run. Return how many each took."""
         running = np.array([sequence.finish is None for sequence in sequences])
         if not np.isfinite(logprobs_Sn[running]).all():
-            raise UserError("The model's logits are not finite: its weights are broken; go back to a checkpoint that samples.")
+            raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
         stops_Sn = np.isin(tokens_Sn, self.stop)
         stop_at_S = np.where(stops_Sn.any(axis=1), stops_Sn.argmax(axis=1), stops_Sn.shape[1]).tolist()
         repeats_at_S = [tokens_Sn.shape[1]] * len(sequences)

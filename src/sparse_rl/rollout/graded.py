@@ -64,7 +64,7 @@ def sample_and_grade(
 
     def grade(index: int, rollout: Rollout) -> None:
         example = examples[index // samples]
-        texts[index] = tokenizer.decode(rollout.response, skip_special_tokens=True)
+        texts[index] = tokenizer.batch_decode([rollout.response], skip_special_tokens=True)[0]
         columns = {name: [example.columns[name]] for name in examples[0].columns}
         grading.add([example.prompt], [texts[index]], columns | rollout_columns([rollout], tokenizer))
 

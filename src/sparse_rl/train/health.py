@@ -43,7 +43,7 @@ class Health:
             since = f" for {state.quiet_steps} steps" if state.quiet_steps > 1 else ""
             what, why = self.no_signal
             learned = any(each.learned for each in updates)  # from lengths, if advantage.overlong penalises them
-            then = "so only their lengths are learned from" if learned else "so nothing is learned"
+            then = "so only their lengths contribute to the loss" if learned else "so nothing is learned"
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
             self.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
@@ -55,14 +55,14 @@ class Health:
         if missing := batch.failures:
             why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
         elif cut := batch.counts["truncated"]:
-            why = f"{cut} of {len(batch.samples)} rollouts were cut off and not graded; raise rollout.max_tokens"
+            why = f"{cut} of {len(batch.samples)} rollouts were truncated and not graded; raise rollout.max_tokens"
         elif not all(group.no_signal for group in batch.groups):
             return (
-                "every answer with a signal was cut off",
-                "advantage.mask_truncated leaves them out; raise rollout.max_tokens",
+                "every answer with a signal was truncated",
+                "advantage.mask_truncated excludes them from the loss; raise rollout.max_tokens",
             )
         else:
-            why = "the problems are too easy or too hard, or the reward does not distinguish answers"
+            why = "the problems are too easy or too hard, or the reward gives all answers the same value"
         return "no group had two different rewards", why
 
     def stop_if_refill_fails(self) -> None:
