@@ -125,7 +125,7 @@ class OnePassBatch:
 
     @property
     def has_scale(self) -> bool:
-        """Return whether a factor of the whole update is known only after the passes. It then needs log pi_old of every row."""
+        """Return whether `scale` may differ from 1. It then needs log pi_old of every row of the update."""
         return self.spec.normalize or (self.spec.divisor == "kept" and self.divides == "batch")
 
     def scale(self) -> float:

@@ -6,6 +6,7 @@ Without a view the function calls transformers' SDPA, so a prepared model behave
 can use it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +34,12 @@ class AttentionView(Protocol):
         ...
 
 
-class AttentionProbe:
+class AttentionProbe(ABC):
     """Base class of a view that also inspects the attention modules."""
 
+    @abstractmethod
     def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Inspect one call of the attention function."""
 
 
 @dataclass(frozen=True)

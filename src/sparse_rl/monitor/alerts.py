@@ -308,7 +308,7 @@ RULES = {
         _zero_std_groups,
         (
             "use easier or harder problems, give partial credit in the reward, raise rollout.samples_per_prompt, or set "
-            "loss.name to dapo, which resamples such groups"
+            "rollout.refill, which replaces such groups"
         ),
         "lower optimizer.lr, from the start or from the best checkpoint: these problems were solved before",
     ),

@@ -22,8 +22,8 @@ include all values outside the range."""
 
 
 def count(log_xi_N: Tensor, stands_for_N: Tensor | None = None) -> list[int]:
-    """Return the tokens per bin, before masking. A ratio that is not finite counts as e^-20, as in `correct`. A token may
-    stand for several: the counts are then estimates of all."""
+    """Return the tokens per bin, before masking. A ratio that is not finite counts as e^-20, as in `correct`. `stands_for_N` is
+    the number of tokens that each token represents; the counts are then estimates."""
     log10_xi_N = log_xi_N.detach().float().cpu().nan_to_num(nan=-LOG_RATIO_LIMIT) / math.log(10)
     place_N = ((log10_xi_N - LOW) * (BINS / (HIGH - LOW))).floor().clamp(0, BINS - 1).long()
     counts = place_N.bincount(weights=None if stands_for_N is None else stands_for_N.double(), minlength=BINS)

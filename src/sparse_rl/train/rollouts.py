@@ -107,20 +107,20 @@ class RolloutBatch:
 
     def remarks(self, reward: RewardConfig) -> list[str]:
         """Return warnings about failed rewards in this step."""
-        told = []
+        sentences = []
         if failures := self.counts["errors"] + self.counts["timeouts"]:
-            told.append(f"the reward failed on {failures} rollouts (see reward.log): {self.first_error or 'timeout'}")
+            sentences.append(f"the reward failed on {failures} rollouts (see reward.log): {self.first_error or 'timeout'}")
         if strays := self.counts["strays"]:
-            told.append(f"{strays} lines that a reward wrote to the channel of its worker process were ignored")
+            sentences.append(f"{strays} lines that a reward wrote to the channel of its worker process were ignored")
         zeros = {"truncated": reward.truncated == "zero", "timeout": reward.timeout == "zero"}
         counts = {"truncated": self.counts["truncated"], "timeout": self.counts["timeouts"]}
         rewards = [sample.reward for sample in self.samples if sample.reward is not None]
         for key in [key for key, is_zero in zeros.items() if is_zero and counts[key] and min(rewards) < 0]:
-            told.append(
+            sentences.append(
                 f"reward.{key} = zero gave {counts[key]} rollouts the reward 0, more than the lowest reward "
                 f"{min(rewards):.3g}: set it to none, or return no reward below 0"
             )
-        return told
+        return sentences
 
     @property
     def failures(self) -> int:
