@@ -198,7 +198,7 @@ def test_opsm_drops_the_same_rows_in_one_pass(sampled):
 def batch_of(advantages):
     """A batch of groups of four with these advantages; rollouts are not needed to plan."""
     samples = [
-        GradedRollout(row, example=None, rollout=None, text="", reward=value, advantage=value, in_loss=True)
+        GradedRollout(row, example=None, rollout=None, reward=value, advantage=value, in_loss=True)
         for row, value in enumerate(advantages)
     ]
     return RolloutBatch(groups=[RolloutGroup(samples[start : start + 4]) for start in range(0, len(samples), 4)])

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,13 +22,16 @@ class GradedRollouts:
     """Index of each rollout among all requested rollouts: problem index * samples + sample index."""
     rollouts: list[Rollout]
     texts: list[str]
+    """Decoded responses; empty if another rank sampled the rollouts."""
     graded: Graded
     stats: Stats
     grade_s: float
     """Seconds of grading after the last rollout ended."""
 
-    def without_traces(self) -> "GradedRollouts":
-        return replace(self, rollouts=[replace(rollout, trace=None) for rollout in self.rollouts])
+
+def text_of(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the decoded response, as rewards see it."""
+    return tokenizer.batch_decode([rollout.response], skip_special_tokens=True)[0]
 
 
 def sample_and_grade(
@@ -64,7 +67,7 @@ def sample_and_grade(
 
     def grade(index: int, rollout: Rollout) -> None:
         example = examples[index // samples]
-        texts[index] = tokenizer.batch_decode([rollout.response], skip_special_tokens=True)[0]
+        texts[index] = text_of(rollout, tokenizer)
         columns = {name: [example.columns[name]] for name in examples[0].columns}
         grading.add([example.prompt], [texts[index]], columns | rollout_columns([rollout], tokenizer))
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from ..rollout.graded import text_of
 
 SCHEMA = pa.schema(
     [
@@ -28,13 +31,24 @@ SCHEMA = pa.schema(
 )
 
 
-def write(path: Path, step: int, samples: list, rejected: list[bool], dense: list, *, rollouts: int, traces: int) -> None:
+def write(
+    path: Path,
+    step: int,
+    samples: list,
+    rejected: list[bool],
+    dense: list,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    rollouts: int,
+    traces: int,
+) -> None:
     """Write the file of one step. `rejected` and the `dense` log-probs are in the order of the samples."""
     order = logged(rejected, [sample.rollout.trace is not None for sample in samples], rollouts, traces)
     rows = []
     for index in order:
         with_trace = samples[index].rollout.trace is not None and traces > 0
-        rows.append(_row(step, samples[index], rejected[index], dense[index], with_trace))
+        text = text_of(samples[index].rollout, tokenizer)
+        rows.append(_row(step, samples[index], text, rejected[index], dense[index], with_trace))
         traces -= with_trace
     partial = path.with_name(f".{path.name}.partial")
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
@@ -49,14 +63,14 @@ def logged(rejected: list[bool], recorded: list[bool], rollouts: int, traces: in
     return sorted([*with_trace, *others], key=lambda index: (not rejected[index], index))
 
 
-def _row(step: int, sample: Any, rejected: bool, dense: Any, with_trace: bool) -> dict[str, Any]:
+def _row(step: int, sample: Any, text: str, rejected: bool, dense: Any, with_trace: bool) -> dict[str, Any]:
     rollout = sample.rollout
     evicted_at = rollout.evicted_at if with_trace else None
     prompt = sample.example.prompt
     return {
         "step": step,
         "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False),
-        "text": sample.text,
+        "text": text,
         "prompt_tokens": rollout.prompt,
         "tokens": rollout.response,
         "sampler_logprobs": rollout.logprobs.numpy(),

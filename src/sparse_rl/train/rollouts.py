@@ -17,6 +17,7 @@ from ..learner.losses import get as get_loss
 from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
 from ..rollout.graded import sample_and_grade
+from ..rollout.packed import pack, unpack
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
 from ..world import ALONE, World
@@ -36,7 +37,6 @@ class GradedRollout:
     """Index of the rollout among all rollouts of the step."""
     example: Example
     rollout: Rollout
-    text: str
     reward: float | None
     advantage: float = 0.0
     in_loss: bool = False
@@ -175,6 +175,7 @@ class RolloutSampler:
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
+        prompts = [self.prompts[index] for index in chosen]
         first = len(batch.samples)
         record = self._recorded(len(examples)) if self.engine.policy.evicts else ()
         batch.recorded += [first + place for place in record]
@@ -183,7 +184,7 @@ class RolloutSampler:
             self.tokenizer,
             self.pool,
             [self.examples[index] for index in chosen],
-            [self.prompts[index] for index in chosen],
+            prompts,
             per_prompt,
             config.rollout.sampling(config.seed),
             seeds=seeds,
@@ -192,12 +193,14 @@ class RolloutSampler:
             take=self._work_queue(chosen),
             progress=progress if progress is None or self.world.size > 1 else _with_total(progress, len(seeds)),
         )
-        parts = self.world.gather(part if self.world.size == 1 else part.without_traces())
-        parts[self.world.rank] = part
+        parts = [part]
+        if self.world.size > 1:
+            received = enumerate(self.world.gather(pack(part)))
+            parts = [part if rank == self.world.rank else unpack(each, prompts, per_prompt, seeds) for rank, each in received]
         samples: list[GradedRollout] = [None] * len(examples)  # type: ignore[list-item]
         for each in parts:
-            for place, rollout, text, reward in zip(each.places, each.rollouts, each.texts, each.graded.values, strict=True):
-                samples[place] = GradedRollout(first + place, examples[place], rollout, text, reward)
+            for place, rollout, reward in zip(each.places, each.rollouts, each.graded.values, strict=True):
+                samples[place] = GradedRollout(first + place, examples[place], rollout, reward)
             batch.counts.update({name: getattr(each.graded, name) for name in COUNTED})
             batch.first_error = batch.first_error or each.graded.first_error
             for name, values in each.graded.parts.items():

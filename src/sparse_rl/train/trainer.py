@@ -222,6 +222,7 @@ class Trainer:
                     [samples[row] for row in rows],
                     rejected,
                     dense,
+                    tokenizer=self.tokenizer,
                     rollouts=log.rollouts_per_step,
                     traces=log.traces_per_step,
                 )
