@@ -11,9 +11,9 @@ from .config import KV
 
 CHUNK_ELEMENTS = 2**26
 """Maximum number of logits in a chunk: 256 MiB in float32, and about four times that with the tensors derived from them."""
-FUSED_CHUNK_ELEMENTS = 2**28
-"""Maximum number of logits in a chunk computed by one fused kernel in half precision: 512 MiB, plus the same for the gradient.
-Larger chunks write the LM head's gradient less often."""
+FUSED_CHUNK_ELEMENTS = 2**27
+"""Maximum number of logits in a chunk computed by one fused kernel: 512 MiB in float32, plus 256 MiB for a gradient in half
+precision. Larger chunks write the LM head's gradient less often."""
 LARGE_VOCABULARY = 16384
 """Vocabulary size below which chunks are not compiled, because they are already cheap."""
 SHADOW_BLOCK = 128

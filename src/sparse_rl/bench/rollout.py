@@ -21,6 +21,7 @@ from ..errors import UserError
 from ..kv.policies import from_settings
 from ..models.load import DTYPES, load_model, place
 from ..models.shapes import SHAPES, random_model
+from ..models.support import set_head_dtype
 from ..plan.dimensions import from_config
 from ..plan.output import wide_console
 from ..plan.roofline import decode_s, find_gpu, mean_held
@@ -98,9 +99,12 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
 
 def bench_model(args: argparse.Namespace) -> PreTrainedModel:
     if args.model not in SHAPES:
-        return load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
-    dtype, device = place(args.dtype, args.device)
-    return random_model(args.model, dtype=DTYPES[dtype], device=device, seed=args.seed)
+        model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
+    else:
+        dtype, device = place(args.dtype, args.device)
+        model = random_model(args.model, dtype=DTYPES[dtype], device=device, seed=args.seed)
+    set_head_dtype(model, args.head_dtype)
+    return model
 
 
 def same_memory_slots(args: argparse.Namespace, kv: KV, model: PreTrainedModel) -> int:

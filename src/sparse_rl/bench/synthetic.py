@@ -16,6 +16,7 @@ from ..data.examples import Example
 from ..errors import UserError
 from ..models.load import DTYPES, load_model, load_tokenizer, place
 from ..models.shapes import SHAPES, random_model
+from ..models.support import set_head_dtype
 from ..plan.dimensions import HUB_SHAPES
 from ..plan.output import parse_size
 from ..rewards.pool import pool_for
@@ -60,6 +61,7 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
         model = random_model(path, dtype=DTYPES[dtype], device=device, seed=config.seed)
     else:
         model = load_model(path, dtype=dtype, device=device, trust_remote_code=config.model.trust_remote_code)
+    set_head_dtype(model, config.model.head_dtype)
     model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = (
         None  # every rollout runs to its maximum length
     )

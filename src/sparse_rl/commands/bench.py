@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rollout.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results, the machine and the versions to this file"
     )
+    _add_head_dtype(rollout)
     add_model_flags(rollout)
     add_flags(rollout, KV)
     _add_bench_learner(benches.add_parser("learner", help="compare an update with the GPU's peak FLOP/s", allow_abbrev=False))
@@ -100,7 +101,14 @@ def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results, the machine and the versions to this file"
     )
+    _add_head_dtype(parser)
     add_model_flags(parser)
+
+
+def _add_head_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--head-dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the logits [float32]"
+    )
 
 
 def _add_bench_run(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,10 @@ class ModelConfig(Section):
             "float32."
         ),
     )
+    head_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Dtype of the logits in sampler and learner. Their products are in model.dtype, summed in float32.",
+    )
     device: str | None = Field(None, description="Device, such as cpu or cuda:0; default: cuda if available.")
     trust_remote_code: bool = Field(False, description="Run the model's custom code from the hub.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")

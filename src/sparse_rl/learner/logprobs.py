@@ -9,21 +9,21 @@ They also need a newer torch or Triton. Any of them can replace the matrix produ
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.compile import fused, fuses
-from ..models.head import Head
+from ..models.head import Head, project
 from ..sizes import CHUNK_ELEMENTS, FUSED_CHUNK_ELEMENTS, LARGE_VOCABULARY
 
 
 def token_logprobs(head: Head, hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return (log-prob of each target, entropy of its distribution), both [N], at the given temperatures."""
     logprobs_N, entropy_N, _ = _TokenLogprobs.apply(
-        head.scale, hidden_ND, head.weight_VD, head.bias_V, targets_N, temperatures_N
+        head.scale, head.dtype, hidden_ND, head.weight_VD, head.bias_V, targets_N, temperatures_N
     )
     return logprobs_N, entropy_N
 
@@ -36,11 +36,11 @@ class _TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, scale, hidden_ND, weight_VD, bias_V, targets_N, temperatures_N):
-        ctx.scale = scale
+    def forward(ctx, scale, dtype, hidden_ND, weight_VD, bias_V, targets_N, temperatures_N):
+        ctx.dtype = dtype
         factors_N = scale / temperatures_N
         chunks = [
-            _of_chunk(chunk_statistics, F.linear(hidden_ND[rows], weight_VD, bias_V), targets_N[rows], factors_N[rows])
+            _of_chunk(chunk_statistics, project(hidden_ND[rows], weight_VD, bias_V, dtype), targets_N[rows], factors_N[rows])
             for rows in _chunks(hidden_ND, weight_VD)
         ]
         logprobs_N, entropy_N, log_Z_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -52,11 +52,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs_N, grad_entropy_N, _):
         hidden_ND, weight_VD, bias_V, *per_token = ctx.saved_tensors
         per_token += [grad_logprobs_N, grad_entropy_N]
-        grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[1:4])
+        grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[2:5])
         for rows in _chunks(hidden_ND, weight_VD):
-            logits_nV = F.linear(hidden_ND[rows], weight_VD, bias_V)
-            grads.add(rows, _of_chunk(chunk_gradient, logits_nV, *(each[rows] for each in per_token)))
-        return None, *grads.finish(), None, None
+            logits_nV = project(hidden_ND[rows], weight_VD, bias_V, ctx.dtype)
+            grads.add(rows, _of_chunk(gradient_in(weight_VD.dtype), logits_nV, *(each[rows] for each in per_token)))
+        return None, None, *grads.finish(), None, None
 
 
 def _of_chunk(function: Callable[..., Any], logits_nV: Tensor, *per_token: Tensor) -> Any:
@@ -97,13 +97,19 @@ def chunk_gradient(
     grad_logprobs_n: Tensor,
     grad_entropy_n: Tensor,
 ) -> Tensor:
-    """Return the gradient with respect to the logits, in the dtype of the logits."""
+    """Return the gradient with respect to the logits, in float32 or wider."""
     logprobs_nV = _full(logits_nV) * factors_n[:, None] - log_Z_n[:, None]
     p_nV = logprobs_nV.exp()
     is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device) == targets_n[:, None]
     grad_nV = grad_logprobs_n[:, None] * (is_target_nV.to(p_nV.dtype) - p_nV)
     grad_nV = grad_nV - grad_entropy_n[:, None] * p_nV * (logprobs_nV + entropy_n[:, None])
-    return (grad_nV * factors_n[:, None]).to(logits_nV.dtype)
+    return grad_nV * factors_n[:, None]
+
+
+@cache
+def gradient_in(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return `chunk_gradient` with its result in the dtype, so that a fused kernel stores no wider one."""
+    return lambda *tensors: chunk_gradient(*tensors).to(dtype)
 
 
 def divergence(
@@ -118,7 +124,9 @@ def divergence(
     def of_chunk(logits_nV: Tensor, teacher_nD: Tensor, temperatures_n: Tensor) -> Tensor:
         student = (logits_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         with torch.no_grad():
-            teacher_nV = _logits(teacher_nD, head.weight_VD, head.bias_V, head.scale)  # same rounding as for the student
+            teacher_nV = _logits(
+                teacher_nD, head.weight_VD, head.bias_V, head.scale, head.dtype
+            )  # same rounding as for the student
             teacher = (teacher_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         if top is not None and top < student.shape[-1]:
             best = teacher.topk(top, dim=-1).indices
@@ -140,16 +148,16 @@ def _lump_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
 def in_chunks(of_chunk: Callable[..., Tensor], head: Head, hidden_ND: Tensor, *per_token: Tensor) -> Tensor:
     """Apply `of_chunk(logits_nV, *per_token_n) -> [K, n]` to all tokens in chunks and return [K, N]. The result is
     differentiable with respect to the hidden states and the LM head."""
-    return _InChunks.apply(of_chunk, head.scale, hidden_ND, head.weight_VD, head.bias_V, *per_token)
+    return _InChunks.apply(of_chunk, head.scale, head.dtype, hidden_ND, head.weight_VD, head.bias_V, *per_token)
 
 
 class _InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, of_chunk, scale, hidden_ND, weight_VD, bias_V, *per_token):
-        ctx.of_chunk, ctx.scale = of_chunk, scale
+    def forward(ctx, of_chunk, scale, dtype, hidden_ND, weight_VD, bias_V, *per_token):
+        ctx.of_chunk, ctx.scale, ctx.dtype = of_chunk, scale, dtype
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, *per_token)
         parts = [
-            of_chunk(_logits(hidden_ND[rows], weight_VD, bias_V, scale), *(each[rows] for each in per_token))
+            of_chunk(_logits(hidden_ND[rows], weight_VD, bias_V, scale, dtype), *(each[rows] for each in per_token))
             for rows in _chunks(hidden_ND, weight_VD, fusible=False)
         ]
         return torch.cat(parts, dim=1)
@@ -157,14 +165,14 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_KN):
         hidden_ND, weight_VD, bias_V, *per_token = ctx.saved_tensors
-        grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[2:5])
+        grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[3:6])
         for rows in _chunks(hidden_ND, weight_VD, fusible=False):
             with torch.enable_grad():
-                logits_nV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale).detach().requires_grad_()
+                logits_nV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale, ctx.dtype).detach().requires_grad_()
                 values_Kn = ctx.of_chunk(logits_nV, *(each[rows] for each in per_token))
             (grad_logits_nV,) = torch.autograd.grad(values_Kn, logits_nV, grad_KN[:, rows])
             grads.add(rows, (grad_logits_nV * ctx.scale).to(weight_VD.dtype))
-        return None, None, *grads.finish(), *(None for _ in per_token)
+        return None, None, None, *grads.finish(), *(None for _ in per_token)
 
 
 class _HeadGradients:
@@ -181,9 +189,15 @@ class _HeadGradients:
         if self.of_hidden is not None:
             self.of_hidden[rows] = grad_logits_nV @ self.weight_VD
         if self.of_weight is not None:
-            self.of_weight += grad_logits_nV.T @ self.hidden_ND[rows]
+            self._add_product(self.of_weight, grad_logits_nV.T, self.hidden_ND[rows])
         if self.of_bias is not None:
             self.of_bias += grad_logits_nV.sum(dim=0)
+
+    def _add_product(self, into: Tensor, left: Tensor, right: Tensor) -> None:
+        if left.is_cuda and left.dtype != into.dtype:  # accumulate in one product, without rounding to half precision
+            torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+        else:
+            into += left @ right
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (
@@ -205,8 +219,8 @@ def _cut(elements: int, tokens: int, vocab: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
-def _logits(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
-    return _full(F.linear(hidden_nD, weight_VD, bias_V)) * scale
+def _logits(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float, dtype: torch.dtype | None) -> Tensor:
+    return _full(project(hidden_nD, weight_VD, bias_V, dtype)) * scale
 
 
 def _full(tensor: Tensor) -> Tensor:

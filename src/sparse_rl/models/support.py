@@ -23,13 +23,15 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
 from ..kv.cache import CacheShape
-from .attention import NAME, AttentionProbe, attend_to_itself, eval_mode, run
-from .head import Head, hidden_states
+from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
+from .head import Head, decoder_output, hidden_states
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Supported entries of layer_types: attention over all keys of a sequence that fits the window."""
 SPARE_ROWS = 8
 """Maximum extra rows of a position table. OPT's table has 2."""
+HEAD_DTYPE = "sparse_rl_head_dtype"
+"""Attribute of a model that holds the dtype of its logits."""
 LARGE_LOGIT = 256.0
 """Magnitude of the logits in the second check of the LM head. Soft caps are 15 to 50."""
 
@@ -108,15 +110,47 @@ def head_of(model: PreTrainedModel) -> Head:
     if scale is None:
         with eval_mode(model):
             scale = _scales[model] = _scale(model, Head(layer.weight, bias, 1.0))
-    return Head(layer.weight, bias, scale)
+    return Head(layer.weight, bias, scale, logits_dtype(model, layer.weight.dtype))
+
+
+def set_head_dtype(model: PreTrainedModel, name: str) -> None:
+    """Set the dtype of the model's logits in sampler and learner. A copy of the model keeps it."""
+    dtype = getattr(torch, name)
+    if torch.promote_types(dtype, model.dtype) != dtype:
+        narrow, wide = name, str(model.dtype).removeprefix("torch.")
+        raise UserError(
+            f"model.head_dtype = {narrow} is narrower than the model's dtype {wide}: set model.head_dtype = float32, or "
+            f"model.dtype = {narrow}."
+        )
+    model.__dict__[HEAD_DTYPE] = dtype
+
+
+def logits_dtype(model: PreTrainedModel, weights: torch.dtype) -> torch.dtype:
+    """Return the dtype of the logits: float32 unless `set_head_dtype` chose another, and never narrower than the weights."""
+    return torch.promote_types(model.__dict__.get(HEAD_DTYPE, torch.float32), weights)
+
+
+def next_logits(
+    model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView, keep: Tensor | int
+) -> Tensor:
+    """Return the logits [B, n, V] of the tokens in `keep`, in the dtype of `logits_dtype`. The model's own forward would round
+    them to the dtype of its weights."""
+    if logits_dtype(model, model.dtype) == model.dtype:
+        return run(model, tokens_BT, positions_BT, view, keep)
+    head = head_of(model)
+    hidden_BTD = decoder_output(model, tokens_BT, positions_BT, view)
+    hidden_BnD = hidden_BTD[:, -keep:] if isinstance(keep, int) else hidden_BTD[:, keep]
+    return head(hidden_BnD.flatten(0, 1)).unflatten(0, hidden_BnD.shape[:2])
 
 
 def copy_support(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Copy the limits and head scale of another model that computes the same function. They then hold for any dtype of the
-    weights."""
+    """Copy the limits, head scale and head dtype of another model that computes the same function. The limits then hold for
+    any dtype of the weights."""
     model.set_attn_implementation(NAME)
     _prepared[model] = replace(prepare(other), any_dtype=True)
     _scales[model] = head_of(other).scale
+    if HEAD_DTYPE in other.__dict__:
+        model.__dict__[HEAD_DTYPE] = other.__dict__[HEAD_DTYPE]
 
 
 # Attention checks

@@ -147,6 +147,10 @@ def itemsize(config: Config) -> int:
     return 4 if config.model.dtype == "float32" else 2
 
 
+def logit_bytes(config: Config) -> int:
+    return max(itemsize(config), 4 if config.model.head_dtype == "float32" else 2)
+
+
 def resident(config: Config, dims: Dimensions) -> dict[str, int]:
     """Return the bytes of weights and optimizer state that stay allocated between steps, by part."""
     size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
@@ -248,11 +252,11 @@ def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> i
 
     In backward this includes the LM head's gradient, accumulated in float32, and the gradient of one chunk.
     """
-    size = itemsize(config)
+    size, logit = itemsize(config), logit_bytes(config)
     if dims.vocab >= LARGE_VOCABULARY:
-        chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * size * (2 if backward else 1)
+        chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * (logit + (size if backward else 0))
     else:
-        chunk = min(CHUNK_ELEMENTS, n * dims.vocab) * (size + (20 if backward else 12))
+        chunk = min(CHUNK_ELEMENTS, n * dims.vocab) * (logit + (20 if backward else 12))
     if backward and config.method == "smd":  # autograd computes the gradient of the divergence
         chunk = max(chunk, min(CHUNK_ELEMENTS, n * dims.vocab) * PLAIN_CHUNK_BYTES)
     if backward and not config.model.lora.rank:
@@ -322,7 +326,7 @@ def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, pr
     First tokens are sampled in batches of at most `FIRST_TOKENS`.
     """
     packed = min(max(PREFILL_TOKENS, prompt_tokens), prompts * prompt_tokens)
-    logits = slots * itemsize(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
+    logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
         "prefill scratch": packed * transient_per_token(config, dims, backward=False),
         "decode step": logits * dims.vocab,

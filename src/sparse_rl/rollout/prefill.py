@@ -19,7 +19,7 @@ from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.prompt_layout import NthSamples, PackedPrompts, nth_samples
 from ..kv.schedule import Schedule
-from ..models.attention import run
+from ..models.support import next_logits
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def prefill(
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
     longest = len(prompts[order[-1]].prompt)
     view = PrefillView(cache, policy, schedule, rows, packed, cu_seqlens, longest)
-    logits = run(model, tokens, positions, view, keep=ends - 1)[0]
+    logits = next_logits(model, tokens, positions, view, keep=ends - 1)[0]
     for each in packed:
         cache.place_packed(each)
     for row, numbers in zip(rows, members, strict=True):

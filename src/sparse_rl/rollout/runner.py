@@ -24,8 +24,8 @@ from ..kernels.jit import next_power_of_2, usable, why_not
 from ..kernels.linear import decode_context
 from ..kernels.nucleus import Truncation
 from ..kv.cache import SlotCache
-from ..models.attention import run
 from ..models.compile import decoding, fuse_projections
+from ..models.support import next_logits
 from .clock import Clock
 from .decode import DecodeView, SlotState
 from .sampling import sample
@@ -91,7 +91,7 @@ class EagerRunner:
         self.longest += 1
         lengths_S = self.cache.lengths_S[: len(self.tokens_S)]
         view = DecodeView(self.cache, self.positions_S, lengths_S, longest=self.longest, even=self.even)
-        logits_SV = run(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
+        logits_SV = next_logits(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
         view.advance()
         self.tokens_S, logprobs_S = sample(logits_SV, uniform(self.seeds_S, self.positions_S + 1), self.sampling)
         self.positions_S = torch.minimum(self.positions_S + 1, self.last_S)
@@ -235,7 +235,7 @@ class GraphRunner:
     def _step(self, slots: int, sampling: Sampling) -> None:
         tokens_S, positions_S, lengths_S, seeds_S, last_S, steps_S = (row[:slots] for row in self.state)
         view = DecodeView(self.cache, positions_S, lengths_S)
-        logits_SV = run(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
+        logits_SV = next_logits(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
         state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
         chunk = (self.sampled_nS[:, :slots], self.logprobs_nS[:, :slots])
         truncation = self.truncation if truncates(sampling) else None
