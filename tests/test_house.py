@@ -24,7 +24,20 @@ LAYERS = [
     {"kv"},
     {"kernels"},
     {"config", "sizes"},
-    {"errors", "format", "text", "terminal", "reading", "hub", "disk", "exit_codes", "backup", "gpu_memory", "__init__"},
+    {
+        "errors",
+        "format",
+        "text",
+        "terminal",
+        "reading",
+        "hub",
+        "disk",
+        "exit_codes",
+        "backup",
+        "gpu_memory",
+        "host_memory",
+        "__init__",
+    },
 ]
 """Top to bottom. A module imports from its own layer and from those below."""
 

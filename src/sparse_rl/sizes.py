@@ -5,7 +5,7 @@ The allocating code and `sparse-rl plan`, which predicts the allocation, use the
 
 from typing import Protocol
 
-from .config import KV
+from .config import KV, SHADOW_METHODS, Config
 
 # Learner
 
@@ -45,6 +45,17 @@ SCRATCH_FLOOR_BYTES = 16 * 2**20
 """Minimum size of the compaction scratch buffer, so that a cache of a few MiB is not compacted row by row."""
 QUERY_POLICIES = ("rkv", "snapkv", "tova")
 """Built-in policies with `uses_queries = True`, which keep a ring buffer of recent queries."""
+NOISE_ROLLOUTS = 8
+"""Rollouts of a step that are replayed to measure engine noise, for methods that do not replay them all."""
+
+
+def recorded_rollouts(config: Config, count: int) -> range:
+    """Return the rollouts of a round of `count` whose evictions are recorded: all if the loss uses the sampler's view, else a
+    few for engine noise and the log."""
+    if config.method in SHADOW_METHODS:
+        return range(count)
+    few = max(NOISE_ROLLOUTS, config.log.traces_per_step)
+    return range(0, count, max(1, count // few))[:few]
 
 
 class AttentionShape(Protocol):

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe",
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory, such as 24GiB or 80GB [memory of --gpu]")
+    parser.add_argument("--host-memory", metavar="SIZE", help="memory of the machine, such as 256GiB [of this machine]")
     parser.add_argument("--gpu", metavar="NAME", help="GPU whose speed is assumed, such as 'RTX 4090' [H200]")
     parser.add_argument("--gpus", dest="ranks.count", metavar="N", help="number of GPUs; alias of --ranks.count [1]")
     parser.add_argument(
@@ -30,4 +31,11 @@ def run(args: argparse.Namespace) -> None:
     from ..plan.output import show_plan
 
     config = from_flags(args, Config, recipe_or_model(args.what))
-    show_plan(config, gpu_memory=args.gpu_memory, gpu_name=args.gpu, prompt_tokens=args.prompt_tokens, file=args.json)
+    show_plan(
+        config,
+        gpu_memory=args.gpu_memory,
+        gpu_name=args.gpu,
+        host_memory=args.host_memory,
+        prompt_tokens=args.prompt_tokens,
+        file=args.json,
+    )

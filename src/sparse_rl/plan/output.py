@@ -11,9 +11,11 @@ from rich.table import Table
 from ..config import Config
 from ..errors import UserError
 from ..format import GIB, gib
+from ..host_memory import machine_bytes
 from ..sizes import slot_bytes
 from ..terminal import Terminal
 from .dimensions import dimensions
+from .host import HostPlan, host_plan
 from .memory import (
     CONTEXT_BYTES,
     Plan,
@@ -50,7 +52,15 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].lower()])
 
 
-def show_plan(config: Config, *, gpu_memory: str | None, gpu_name: str | None, prompt_tokens: int, file: Path | None) -> None:
+def show_plan(
+    config: Config,
+    *,
+    gpu_memory: str | None,
+    gpu_name: str | None,
+    host_memory: str | None,
+    prompt_tokens: int,
+    file: Path | None,
+) -> None:
     if prompt_tokens < 1:
         raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
     if file and not file.parent.is_dir():
@@ -64,15 +74,20 @@ def show_plan(config: Config, *, gpu_memory: str | None, gpu_name: str | None, p
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
     console.print(headline(plan, total), soft_wrap=True, markup=False)
-    console.print(phase_table(plan))
+    console.print(phase_table(plan, "GiB by phase of a step"))
     console.print(activations(plan), soft_wrap=True, markup=False)
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
     if sharded(config):
         console.print(communication_line(plan, gpu), soft_wrap=True, markup=False)
+    host = host_plan(plan, parse_size(host_memory) if host_memory else machine_bytes())
+    console.print(phase_table(host, "GiB in host memory by phase" + (" and rank" if host.ranks > 1 else "")))
+    console.print(host.line, soft_wrap=True, markup=False)
+    if host.warning:
+        console.print(f"warning: {host.warning}", soft_wrap=True, markup=False, style="yellow")
     console.print(verdict(plan, total), soft_wrap=True, markup=False)
     if file:
-        file.write_text(json.dumps(record(plan, gpu, total), indent=1) + "\n")
+        file.write_text(json.dumps(record(plan, gpu, total) | {"host": host.record}, indent=1) + "\n")
 
 
 def wide_console() -> Console:
@@ -96,8 +111,8 @@ def gpus(config: Config) -> str:
     return f"{config.ranks.count} GPUs of " if config.ranks.count > 1 else ""
 
 
-def phase_table(plan: Plan) -> Table:
-    table = Table(title="GiB by phase of a step", title_justify="left")
+def phase_table(plan: Plan | HostPlan, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     names = list(dict.fromkeys(name for phase in plan.phases for name, count in phase.parts.items() if count))
     for phase in plan.phases:

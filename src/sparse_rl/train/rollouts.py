@@ -3,13 +3,13 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..config import MAX_DRAWS, SHADOW_METHODS, Config, RewardConfig
+from ..config import MAX_DRAWS, Config, RewardConfig
 from ..data.examples import Example
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
@@ -20,13 +20,12 @@ from ..rollout.graded import sample_and_grade
 from ..rollout.packed import pack, unpack
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
+from ..sizes import recorded_rollouts
 from ..world import ALONE, World
 
 FAILURES = ("no_verdict", "timeouts", "errors")
 """Reasons why the reward did not grade a rollout. `reward/<name>` is the metric of each reason."""
 COUNTED = (*FAILURES, "truncated", "strays")
-NOISE_ROLLOUTS = 8
-"""Rollouts of a step that are replayed to measure engine noise, for methods that do not replay them all."""
 KNOWN_LENGTHS = 2**14
 """Maximum number of problems whose mean response length is stored. state.json holds them and is limited to 1 MiB."""
 
@@ -177,7 +176,7 @@ class RolloutSampler:
         examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
         prompts = [self.prompts[index] for index in chosen]
         first = len(batch.samples)
-        record = self._recorded(len(examples)) if self.engine.policy.evicts else ()
+        record = recorded_rollouts(config, len(examples)) if self.engine.policy.evicts else ()
         batch.recorded += [first + place for place in record]
         part = sample_and_grade(
             self.engine,
@@ -214,14 +213,6 @@ class RolloutSampler:
         batch.prompts += count
         for place, index in enumerate(chosen):
             self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
-
-    def _recorded(self, count: int) -> Sequence[int]:
-        """Return the rollouts of a round whose evictions are recorded: all if the loss uses the sampler's view, else a few for
-        engine noise and the log."""
-        if self.config.method in SHADOW_METHODS:
-            return range(count)
-        few = max(NOISE_ROLLOUTS, self.config.log.traces_per_step)
-        return range(0, count, max(1, count // few))[:few]
 
     def _note_length(self, index: int, group: list[GradedRollout]) -> None:
         self.mean_tokens.pop(str(index), None)

@@ -20,10 +20,11 @@ from ..models.actor import Actor
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..rollout.stats import Stats
+from ..sizes import NOISE_ROLLOUTS
 from ..world import World
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .passes import plan_passes
-from .rollouts import NOISE_ROLLOUTS, RolloutBatch, RolloutGroup, RolloutSampler
+from .rollouts import RolloutBatch, RolloutGroup, RolloutSampler
 
 ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
 

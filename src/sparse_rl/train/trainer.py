@@ -9,10 +9,12 @@ import torch
 from ..config import Config
 from ..data.order import Order
 from ..errors import PromptError, RankLost, StorageUnavailable, UserError
+from ..host_memory import machine_bytes
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..models.export import write_model
 from ..monitor import ratios
+from ..plan.host import host_plan
 from ..plan.output import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
@@ -187,8 +189,12 @@ class Trainer:
 
     def preflight(self) -> None:
         """Print the planned memory, then run the sampler and the largest micro-batch once to detect out-of-memory errors."""
-        for line in compact(self.plan) if self.plan is not None else ():
-            self.terminal.note(line)
+        if self.plan is not None:
+            host = host_plan(self.plan, machine_bytes())
+            for line in (*compact(self.plan), host.line):
+                self.terminal.note(line)
+            if host.warning:
+                self.terminal.warn(host.warning)
         preflight(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
 
     def step(self) -> dict[str, float]:
