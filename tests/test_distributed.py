@@ -29,6 +29,7 @@ KINDS = {
     "smd, little memory": ["--method", "smd", "--optimizer.tokens-per-microbatch", "64", "--ranks.hold-gradients", "false"],
     "on_policy_sparse": ["--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"],
     "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01"],
+    "refill rejected": ["--rollout.refill-rejected", "true", "--correction.veto", "0.6", "--rollout.slots", "3"],
     "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo"],
     "few slots again": ["--rollout.slots", "2", "--method", "naive", "--eval.slots", "1"],
 }

@@ -139,7 +139,7 @@ def written(tmp_path_factory):
     """The keys that runs write: with every optional term, dense to shadow included."""
     world = small_runs.make_world(tmp_path_factory.mktemp("world"))
     evaluated = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "2", "--rollout.samples-per-prompt", "4"]
-    terms = ["--loss.kl-coef", "0.01", "--correction.opsm", "0.5"]
+    terms = ["--loss.kl-coef", "0.01", "--correction.opsm", "0.5", "--rollout.refill-rejected", "true"]
     keys = set()
     several = ["--reward.function", "{0}:sums + 0.2 * {0}:same".format(world / "rewards.py")]
     for method, more in (("sparse_rl", terms), ("smd", several)):

@@ -236,7 +236,7 @@ def test_prompts_with_the_longest_expected_answers_start_first():
         engine = SimpleNamespace(slots=slots)
         sampler = RolloutSampler(config, [], prompts, None, engine, None, None)
         sampler.mean_tokens = {"0": 100.0, "3": 900.0}
-        take = sampler._work_queue([0, 1, 2, 3])
+        take = sampler._work_queue(sampler._expected_tokens([0, 1, 2, 3]), prompts, 2)
         if slots == 8:
             assert take is None
         else:

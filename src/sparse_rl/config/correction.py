@@ -36,6 +36,11 @@ class CorrectionSpec:
     high: float = math.inf
     divisor: Divisor = "tokens"
 
+    @property
+    def rejects_sequences(self) -> bool:
+        """Return whether a rule drops whole sequences."""
+        return self.veto > 0 or self.drop in ("sequence", "mean")
+
     def __post_init__(self) -> None:
         bounded = self.low > 0 or self.high < math.inf
         if self.low >= self.high:

@@ -8,7 +8,8 @@ from .sampling import Sampling, check_repetition
 from .section import Section
 
 MAX_DRAWS = 4
-"""Rounds of prompts that a step with `rollout.refill` samples until it has enough groups with a signal."""
+"""Rounds that a step samples at most until it has enough groups with a signal (`rollout.refill`), or until no rollout of a
+group is rejected (`rollout.refill_rejected`)."""
 
 
 class RolloutConfig(Section):
@@ -37,6 +38,11 @@ class RolloutConfig(Section):
     refill: bool | None = Field(
         None,
         description="Replace groups without a signal by other prompts, in up to 4 rounds; default: only for dapo.",
+    )
+
+    refill_rejected: bool = Field(
+        False,
+        description="Replace rollouts that a sequence rule of the correction rejects by other samples, in up to 4 rounds.",
     )
 
     @model_validator(mode="after")

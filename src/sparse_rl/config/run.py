@@ -135,13 +135,19 @@ class Config(Section):
                 f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}, "
                 f"so every answer would be penalized. Try --advantage.overlong {self.rollout.max_tokens // 4}."
             )
-        self.correction.spec(self.default_preset)  # raises if the options are inconsistent
+        spec = self.correction.spec(self.default_preset)  # raises if the options are inconsistent
         options = self.correction.model_dump(exclude={"opsm"}, exclude_none=True)
         if self.method in SHADOW_METHODS and options not in ({}, {"preset": "none"}):
             key, value = next(iter(options.items()))
             raise ValueError(
                 f"correction.{key} = {value} has no effect with method = {self.method}, whose policy gradient uses the "
                 "sampler's own log-probs: remove it."
+            )
+        if self.rollout.refill_rejected and not spec.rejects_sequences:
+            remedy = "remove it" if self.method in SHADOW_METHODS else "remove it, or set correction.preset to paper"
+            raise ValueError(
+                f"rollout.refill_rejected = true has no effect with method = {self.method} and correction.preset = "
+                f"{self.correction.preset or self.default_preset}, which reject no sequence: {remedy}."
             )
         return self
 
@@ -158,12 +164,13 @@ class Config(Section):
     def one_pass(self) -> bool:
         """Return whether the first update of a step computes old log-probs in its training pass.
 
-        The shadow methods have no dense training pass. The mean of `normalize` scales the policy term alone, so beside
+        `rollout.refill_rejected` needs them before. The shadow methods have no dense training pass. The mean of `normalize` scales the policy term alone, so beside
         another term it must be known before the pass.
         """
         other_terms = self.loss.kl_coef > 0 or self.loss.entropy_coef != 0
         normalize = self.correction.spec(self.default_preset).normalize
-        return self.method not in SHADOW_METHODS and not (normalize and other_terms)
+        before = self.rollout.refill_rejected or (normalize and other_terms)
+        return self.method not in SHADOW_METHODS and not before
 
     @property
     def defaults_comment(self) -> str:
@@ -190,6 +197,8 @@ class Config(Section):
         rollout, updates = self.rollout, self.optimizer.updates_per_step
         per_update = rollout.rollouts_per_step // updates
         again = f"; refill samples up to {MAX_DRAWS} times as many where groups have no signal" if self.refill else ""
+        if self.rollout.refill_rejected:
+            again += f"; refill_rejected samples rejected rollouts again, up to {MAX_DRAWS - 1} times"
         return (
             f"{self.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
             f"{rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens; {updates} "

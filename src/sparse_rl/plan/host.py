@@ -91,7 +91,7 @@ def host_phases(config: Config, dims: Dimensions, prompt_tokens: int) -> list[Ph
         "optimizer state": 12 * trained if offload else 0,  # float32 masters and two moments
         "base weights": size * dims.adapted_params(lora.targets) if lora.rank and not lora.merge else 0,
     }
-    rollouts = config.rollout.rollouts_per_step * (MAX_DRAWS if config.refill else 1)
+    rollouts = config.rollout.rollouts_per_step * rounds(config)
     tokens = rollouts * config.rollout.max_tokens
     dropped, codes = trace_bytes(config, dims, prompt_tokens)
     held = always | {"rollouts": rollout_bytes(config, prompt_tokens)}
@@ -113,9 +113,14 @@ def host_phases(config: Config, dims: Dimensions, prompt_tokens: int) -> list[Ph
     ]
 
 
+def rounds(config: Config) -> int:
+    """Return how many times the rollouts of a step may be sampled. Replaced rollouts are held, too."""
+    return MAX_DRAWS if config.refill or config.rollout.refill_rejected else 1
+
+
 def rollout_bytes(config: Config, prompt_tokens: int) -> int:
     """Return the bytes of a step's rollouts: all of them are on every rank. Samples of a prompt share the list of its tokens."""
-    prompts = config.rollout.prompts_per_step * (MAX_DRAWS if config.refill else 1)
+    prompts = config.rollout.prompts_per_step * rounds(config)
     return prompts * (config.rollout.samples_per_prompt * config.rollout.max_tokens * TOKEN_BYTES + 8 * prompt_tokens)
 
 
@@ -124,8 +129,7 @@ def trace_bytes(config: Config, dims: Dimensions, prompt_tokens: int) -> tuple[i
     kv, longest = config.sampler_kv, prompt_tokens + config.rollout.max_tokens
     if kv.policy == "full":
         return 0, 0
-    rounds = MAX_DRAWS if config.refill else 1
-    recorded = rounds * len(recorded_rollouts(config, config.rollout.rollouts_per_step))
+    recorded = (MAX_DRAWS if config.refill else 1) * len(recorded_rollouts(config, config.rollout.rollouts_per_step))
     position = 2 if longest < 2**15 else 4
     last_code = config.rollout.max_tokens // kv.interval + 1
     code = next(count for count, most in ((1, 2**8), (2, 2**15), (4, 2**31)) if last_code < most)

@@ -3,10 +3,11 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..config import MAX_DRAWS, Config, RewardConfig
@@ -26,6 +27,8 @@ from ..world import ALONE, World
 FAILURES = ("no_verdict", "timeouts", "errors")
 """Reasons why the reward did not grade a rollout. `reward/<name>` is the metric of each reason."""
 COUNTED = (*FAILURES, "truncated", "strays")
+REPLACED = 2**40
+"""Counter of the seed that replaces a rollout's seed. Sampling uses the positions of tokens as counters."""
 KNOWN_LENGTHS = 2**14
 """Maximum number of problems whose mean response length is stored. state.json holds them and is limited to 1 MiB."""
 
@@ -71,6 +74,12 @@ class RolloutBatch:
     """Values of each function of a summed reward."""
     recorded: list[int] = field(default_factory=list)
     """Rows whose evictions were recorded."""
+    replaced: list[GradedRollout] = field(default_factory=list)
+    """Rejected rollouts in whose place another one was sampled. They are in no group."""
+    old: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
+    """Old log-probs and the sum of the entropy, by row, as far as they were computed to find rejected rollouts."""
+    old_s: float = 0.0
+    """Seconds of computing them."""
     prompts: int = 0
     grade_s: float = 0.0
     waited_s: float = 0.0
@@ -93,7 +102,9 @@ class RolloutBatch:
 
     @property
     def samples(self) -> list[GradedRollout]:
-        return [sample for group in self.groups for sample in group.samples]
+        """Return all sampled rollouts by row, those included that were replaced."""
+        grouped = [sample for group in self.groups for sample in group.samples]
+        return sorted([*grouped, *self.replaced], key=lambda sample: sample.row) if self.replaced else grouped
 
     @property
     def silent(self) -> str | None:
@@ -127,6 +138,10 @@ class RolloutBatch:
         return sum(self.counts[name] for name in FAILURES)
 
 
+ProgressCallback = Callable[[Progress], None]
+FindRejected = Callable[[RolloutBatch, Sequence[int]], Sequence[int]]
+
+
 class RolloutSampler:
     """Samples groups of responses to the next prompts of the data and grades them. The same cursor gives the same groups."""
 
@@ -152,13 +167,20 @@ class RolloutSampler:
         self.config, self.examples, self.prompts, self.order = config, examples, prompts, order
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
-    def draw(self, cursor: int, progress: Callable[[Progress], None] | None) -> RolloutBatch:
-        """Sample the groups of the step that starts at `cursor` of the data; with `rollout.refill`, until enough groups have a signal."""
+    def draw(self, cursor: int, progress: ProgressCallback | None, find_rejected: FindRejected | None = None) -> RolloutBatch:
+        """Sample the groups of the step that starts at `cursor` of the data; with `rollout.refill`, until enough groups have a signal.
+
+        `find_rejected` returns which rows of a batch the correction rejects. Each of them is replaced by another sample of its
+        prompt, in up to `MAX_DRAWS` rounds with the first.
+        """
         batch = RolloutBatch()
         wanted = self.config.rollout.prompts_per_step
         for _ in range(MAX_DRAWS if self.config.refill else 1):
             missing = wanted - sum(group.has_signal for group in batch.groups)
+            first = len(batch.groups)
             self._sample(batch, cursor + batch.prompts, missing if batch.prompts else wanted, progress)
+            if find_rejected is not None:
+                self._replace_rejected(batch, range(first, len(batch.groups)), find_rejected, progress)
             if sum(group.has_signal for group in batch.groups) >= wanted:
                 break
         return batch
@@ -169,50 +191,108 @@ class RolloutSampler:
             return [group for group in batch.groups if group.has_signal][: self.config.rollout.prompts_per_step]
         return batch.groups
 
-    def _sample(self, batch: RolloutBatch, cursor: int, count: int, progress) -> None:
+    def _sample(self, batch: RolloutBatch, cursor: int, count: int, progress: ProgressCallback | None) -> None:
+        """Sample and grade groups of the next `count` prompts, and add them to the batch."""
         config, per_prompt = self.config, self.config.rollout.samples_per_prompt
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
-        examples = [self.examples[index] for index in chosen for _ in range(per_prompt)]
-        prompts = [self.prompts[index] for index in chosen]
+        examples, prompts = [self.examples[index] for index in chosen], [self.prompts[index] for index in chosen]
+        record = recorded_rollouts(config, len(seeds)) if self.engine.policy.evicts else range(0)
         first = len(batch.samples)
-        record = recorded_rollouts(config, len(examples)) if self.engine.policy.evicts else ()
         batch.recorded += [first + place for place in record]
+        expected = self._expected_tokens(chosen)
+        samples = self._sample_round(batch, examples, prompts, per_prompt, seeds, expected, record, progress)
+        batch.groups += self._with_advantages(samples)
+        batch.prompts += count
+        for place, index in enumerate(chosen):
+            self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
+
+    def _replace_rejected(
+        self, batch: RolloutBatch, groups: Iterable[int], find_rejected: FindRejected, progress: ProgressCallback | None
+    ) -> None:
+        """Replace rejected rollouts of these groups. Those that the last round rejects stay."""
+        rows = [sample.row for number in groups for sample in batch.groups[number].samples]
+        for _ in range(MAX_DRAWS - 1):
+            rejected = set(find_rejected(batch, rows))
+            if not rejected:
+                return
+            places = [
+                (number, place)
+                for number in groups
+                for place, sample in enumerate(batch.groups[number].samples)
+                if sample.row in rejected
+            ]
+            before = [batch.groups[number].samples[place] for number, place in places]
+            samples = self._sample_round(
+                batch,
+                [sample.example for sample in before],
+                [sample.rollout.prompt for sample in before],
+                1,
+                [derive(sample.rollout.seed, REPLACED) for sample in before],
+                [float(len(sample.rollout.response)) for sample in before],
+                (),
+                progress,
+            )
+            for (number, place), sample in zip(places, samples, strict=True):
+                batch.groups[number].samples[place] = sample
+            for sample in before:
+                sample.advantage, sample.in_loss = 0.0, False
+            batch.replaced += before
+            for number in sorted({number for number, _ in places}):
+                (batch.groups[number],) = self._with_advantages(batch.groups[number].samples)
+            rows = [sample.row for sample in samples]
+
+    def _sample_round(
+        self,
+        batch: RolloutBatch,
+        examples: list[Example],
+        prompts: list[list[int]],
+        per_prompt: int,
+        seeds: list[int],
+        expected: list[float],
+        record: Collection[int],
+        progress: ProgressCallback | None,
+    ) -> list[GradedRollout]:
+        """Sample and grade on all ranks, and add the costs to the batch. `expected` are response lengths by prompt."""
         part = sample_and_grade(
             self.engine,
             self.tokenizer,
             self.pool,
-            [self.examples[index] for index in chosen],
+            examples,
             prompts,
             per_prompt,
-            config.rollout.sampling(config.seed),
+            self.config.rollout.sampling(self.config.seed),
             seeds=seeds,
             limits=None if self.limits is None else self.limits(seeds),
             record=record,
-            take=self._work_queue(chosen),
+            take=self._work_queue(expected, prompts, per_prompt),
             progress=progress if progress is None or self.world.size > 1 else _with_total(progress, len(seeds)),
         )
         parts = [part]
         if self.world.size > 1:
             received = enumerate(self.world.gather(pack(part)))
             parts = [part if rank == self.world.rank else unpack(each, prompts, per_prompt, seeds) for rank, each in received]
-        samples: list[GradedRollout] = [None] * len(examples)  # type: ignore[list-item]
+        first = len(batch.samples)
+        samples: list[GradedRollout] = [None] * len(seeds)  # type: ignore[list-item]
         for each in parts:
             for place, rollout, reward in zip(each.places, each.rollouts, each.graded.values, strict=True):
-                samples[place] = GradedRollout(first + place, examples[place], rollout, reward)
+                samples[place] = GradedRollout(first + place, examples[place // per_prompt], rollout, reward)
             batch.counts.update({name: getattr(each.graded, name) for name in COUNTED})
             batch.first_error = batch.first_error or each.graded.first_error
             for name, values in each.graded.parts.items():
                 batch.parts.setdefault(name, []).extend(value for value in values if value is not None)
-        batch.groups += self._with_advantages(samples)
         batch.stats.append(functools.reduce(Stats.merged_with, (each.stats for each in parts)))
         batch.grade_s += max(each.grade_s for each in parts)
         took = [each.stats.seconds + each.grade_s for each in parts]
         batch.sampled_s += max(took)
         batch.waited_s += max(took) - sum(took) / len(took)
-        batch.prompts += count
-        for place, index in enumerate(chosen):
-            self._note_length(index, samples[place * per_prompt : (place + 1) * per_prompt])
+        return samples
+
+    def _expected_tokens(self, chosen: list[int]) -> list[float]:
+        """Return the mean response length of each problem when it was last sampled, or the mean of all others."""
+        known = self.mean_tokens
+        typical = sum(known.values()) / len(known) if known else 0.0
+        return [known.get(str(index), typical) for index in chosen]
 
     def _note_length(self, index: int, group: list[GradedRollout]) -> None:
         self.mean_tokens.pop(str(index), None)
@@ -220,21 +300,21 @@ class RolloutSampler:
         if len(self.mean_tokens) > KNOWN_LENGTHS:
             del self.mean_tokens[next(iter(self.mean_tokens))]
 
-    def _work_queue(self, chosen: list[int]) -> Callable[[], int | None] | None:
+    def _work_queue(
+        self, expected: Sequence[float], prompts: Sequence[list[int]], per_prompt: int
+    ) -> Callable[[], int | None] | None:
         """Return a function that returns the next prompt for this rank, or None if all rollouts start at once on one rank.
 
         Prompts with the longest expected responses come first, so that few slots are idle at the end.
         """
-        if self.world.size == 1 and self.engine.slots >= len(chosen) * self.config.rollout.samples_per_prompt:
+        if self.world.size == 1 and self.engine.slots >= len(prompts) * per_prompt:
             return None
-        known = self.mean_tokens
-        typical = sum(known.values()) / len(known) if known else 0.0
-        costs = [known.get(str(index), typical) + 1e-3 * len(self.prompts[index]) for index in chosen]
+        costs = [tokens + 1e-3 * len(prompt) for tokens, prompt in zip(expected, prompts, strict=True)]
         if self.world.size == 1:
-            waiting = iter(sorted(range(len(chosen)), key=lambda place: -costs[place]))
+            waiting = iter(sorted(range(len(prompts)), key=lambda place: -costs[place]))
             return lambda: next(waiting, None)
-        room = max(1, self.engine.slots // self.config.rollout.samples_per_prompt)
-        return self.world.work_queue(costs, min(room, -(-len(chosen) // self.world.size)))
+        room = max(1, self.engine.slots // per_prompt)
+        return self.world.work_queue(costs, min(room, -(-len(prompts) // self.world.size)))
 
     def _with_advantages(self, samples: list[GradedRollout]) -> list[RolloutGroup]:
         config = self.config

@@ -210,12 +210,12 @@ def refuse_folders(configs: list[Config], run_dir: str, *, resume: bool, overwri
 def arm(config: Config, method: str) -> Config:
     """Return the configuration of one method of a comparison. Its run folder is `run_dir`/`method`.
 
-    Only `sparse_rl` keeps the correction settings; the other methods use their defaults.
+    Only `sparse_rl` keeps the correction settings and `rollout.refill_rejected`; the other methods use their defaults.
     """
     values = config.model_dump(by_alias=True) | {"method": method, "compare": ()}
     values["run_dir"] = str(Path(config.run_dir) / method)
     if method != "sparse_rl":
-        values["correction"] = {}
+        values["correction"], values["rollout"]["refill_rejected"] = {}, False
     return Config(**values)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import SHADOW_METHODS, Config
 from ..kernels.counter_rng import derive
 from ..learner.batch import Batch, OnePassBatch, make_batch, make_one_pass_batch, padded, response_mask
-from ..learner.correction import Corrected, correct
+from ..learner.correction import Corrected, correct, weigh
 from ..learner.old_logprobs import old_logprobs
 from ..learner.optimizer import Optimizer
 from ..learner.replay import ReplayKind
@@ -82,7 +82,20 @@ class TrainingStep:
     def sample(self, cursor: int, progress) -> RolloutBatch:
         """Sample and grade the groups of one step, from prompt number `cursor` on."""
         self.actor.merge()
-        return self.rollout_sampler.draw(cursor, progress)
+        replaces = self.config.rollout.refill_rejected
+        return self.rollout_sampler.draw(cursor, progress, self._find_rejected if replaces else None)
+
+    def _find_rejected(self, batch: RolloutBatch, rows: Sequence[int]) -> list[int]:
+        """Return the rows that the correction rejects. Add their old log-probs to the batch, for the update."""
+        started = self._now()
+        self.actor.restore()
+        dense, entropies = self._logprobs(self.actor.learner, batch, rows, "dense")
+        batch.old |= {row: (dense[row], entropies[row]) for row in rows}
+        rejected_B = weigh(*self._log_xi(batch, rows, dense), self.spec).rejected
+        rejected = [row for row, is_rejected in zip(rows, rejected_B.tolist(), strict=True) if is_rejected]
+        self.actor.merge()
+        batch.old_s += self._now() - started
+        return self.world.gather(rejected)[0]  # ranks must sample the same rows again
 
     def learn(self, step: int, batch: RolloutBatch) -> StepResult:
         """Update the weights from a batch. `step` counts from 0."""
@@ -94,13 +107,13 @@ class TrainingStep:
         # 1. Log-probs that the training passes do not give: of later updates, of rows without a signal, of the reference
         old = self._old_logprobs(batch, plan.before, groups)
         noise = self._replay_noise(batch)
-        old_s = self._now() - started
+        before_s = self._now() - started
         # 2. One optimizer update for each part of the groups
         updates = [
             self._update(step, batch, part, old, one_pass=config.one_pass and number == 0)
             for number, part in enumerate(groups)
         ]
-        update_s = self._now() - started - old_s
+        update_s = self._now() - started - before_s
         # 3. New weights for the sampler
         self.actor.sync()
         # 4. The mismatch of sampler and learner, over the whole step
@@ -109,7 +122,8 @@ class TrainingStep:
         if noise is None:
             rollouts = {row: batch.samples[row].rollout for row in row_weights}
             noise = engine_noise(list(rollouts.values()), [old.learned[row] for row in rollouts])
-        seconds = {"old_logprobs_s": old_s, "update_s": update_s, "learner_s": self._now() - started}
+        learner_s = self._now() - started + batch.old_s
+        seconds = {"old_logprobs_s": before_s + batch.old_s, "update_s": update_s, "learner_s": learner_s}
         return StepResult(batch, old, row_weights, corrected, noise, updates, seconds)
 
     def metrics(self, step: int, result: StepResult, rollout_s: float) -> dict[str, float]:
@@ -122,6 +136,7 @@ class TrainingStep:
         return {
             **reward_metrics(batch),
             **result.corrected.metrics,
+            **({"sparse/replaced": float(len(batch.replaced))} if self.config.rollout.refill_rejected else {}),
             "sparse/engine_noise": result.engine_noise,
             **kv_metrics(batch, self.engine),
             **policy_metrics(result.updates, tokens, result.entropy, self.optimizer.lr_at(step)),
@@ -141,7 +156,9 @@ class TrainingStep:
     ) -> OldLogprobs:
         """Compute the log-probs of these rows, and of the reference for the rows of the updates."""
         learner = self.actor.learner
-        dense, entropies = self._logprobs(learner, batch, rows, "dense")
+        dense, entropies = self._logprobs(learner, batch, [row for row in rows if row not in batch.old], "dense")
+        dense |= {row: logprobs for row, (logprobs, _) in batch.old.items()}
+        entropies |= {row: entropy for row, (_, entropy) in batch.old.items()}
         learned = self._logprobs(learner, batch, rows, "sparse")[0] if self.shadow else dense
         old = OldLogprobs(dense, learned, entropies)
         if self.config.loss.kl_coef > 0:
