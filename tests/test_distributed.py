@@ -128,6 +128,8 @@ def test_two_ranks_learn_what_one_learns(world, pairs, kind):
         assert left.keys() == right.keys()
         for key in left.keys() - {"kv/dense_bytes", "kv/peak_bytes"}:  # of one rank
             assert left[key] == pytest.approx(right[key], rel=1e-3, abs=1e-5), key
+    if kind == "refill rejected":
+        assert all(row["sparse/replaced"] > 0 for row in metrics(two)[1:])
     assert "step 3/3" in (two / "logs/rank-1.log").read_text()
     assert all(0 <= row["perf/rank_wait"] < 1 for row in metrics(two)[1:])
 
