@@ -254,13 +254,13 @@ def test_a_prompt_the_chat_template_refuses_is_the_users_to_mend(tokenizer):
 
 
 def test_settings_say_what_to_evaluate_on():
-    assert DataConfig().held_out == "arithmetic"
-    assert DataConfig(test="test.jsonl").held_out == "test.jsonl"
-    assert DataConfig(train="train.jsonl").held_out is None
-    assert DataConfig(train="train.jsonl", test="arithmetic").held_out == "arithmetic"
-    assert DataConfig(train="gsm8k").held_out == "gsm8k"
-    assert DataConfig(train="simplerl-zoo-hard").held_out is None
-    assert DataConfig(train="simplerl-zoo-hard", test="math500").held_out == "math500"
+    assert DataConfig().held_out == ("arithmetic",)
+    assert DataConfig(test="test.jsonl").held_out == ("test.jsonl",)
+    assert DataConfig(train="train.jsonl").held_out == ()
+    assert DataConfig(train="train.jsonl", test="arithmetic").held_out == ("arithmetic",)
+    assert DataConfig(train="gsm8k").held_out == ("gsm8k",)
+    assert DataConfig(train="simplerl-zoo-hard").held_out == ()
+    assert DataConfig(train="simplerl-zoo-hard", test="math500").held_out == ("math500",)
 
 
 def test_a_template_without_the_problem_is_refused():

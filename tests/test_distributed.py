@@ -108,7 +108,7 @@ def lengths(run: Path) -> dict[str, float]:
 def pairs(world, tmp_path_factory):
     """Runs of all kinds, on one rank and on two; and on two the run that others are disturbed in."""
     folder = tmp_path_factory.mktemp("runs")
-    tested = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "5"]
+    tested = ["--data.test", f"{world / 'problems.jsonl'},arithmetic", "--eval.problems", "5"]
     flags = {kind: [*STEPS, "--steps", "3", *options, *tested] for kind, options in KINDS.items()}
     for number, kind in enumerate(KINDS):
         train(world, folder / f"one-{number}", *flags[kind])

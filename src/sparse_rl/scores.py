@@ -17,6 +17,11 @@ def score_keys(row: Row) -> list[str]:
     return [key for key in row if key.startswith("eval/") and key.endswith(CACHES)]
 
 
+def score_set(key: str) -> str:
+    """Return the held-out set of a score key, e.g. `gsm8k`."""
+    return key.removeprefix("eval/").rsplit("/", 1)[0]
+
+
 def are_shares(rows: Iterable[Row]) -> bool:
     """Return whether all held-out rewards were 0 or 1.
 

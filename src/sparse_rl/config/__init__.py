@@ -43,5 +43,6 @@ from .sampling import Sampling as Sampling
 from .section import Section as Section
 from .tasks import TASKS as TASKS
 from .tasks import HubData as HubData
+from .tasks import Origin as Origin
 from .tasks import Split as Split
 from .tasks import Task as Task

@@ -28,12 +28,11 @@ class DataConfig(Section):
         description=f"Task ({', '.join(name for name, task in TASKS.items() if task.train)}), file (.jsonl, .parquet, .csv) or hub "
         "dataset (owner/name:configuration:split).",
     )
-    test: str | None = Field(
+    test: str | tuple[str, ...] | None = Field(
         None,
-        min_length=1,
         description="Evaluation data, as above, or a benchmark "
-        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}); default: the task's held-out "
-        "problems.",
+        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}), or a list of them; default: the "
+        "task's held-out problems.",
     )
     dir: str | None = Field(
         None, min_length=1, description="Folder with the data files of the tasks; default: load them from the hub."
@@ -56,6 +55,14 @@ class DataConfig(Section):
         default_factory=dict, description="Keyword arguments for the chat template, such as enable_thinking = false for Qwen3."
     )
 
+    @field_validator("test")
+    @classmethod
+    def _held_out_sets_have_names(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if value is not None and not (value and all(value)):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"data.test = {shown!r} names no held-out set: name a task or a file, or remove the option.")
+        return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _leaves_our_own(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -73,10 +80,12 @@ class DataConfig(Section):
         return self
 
     @property
-    def held_out(self) -> str | None:
-        """Source of the held-out problems. Some tasks define a held-out split; a file of training problems does not."""
+    def held_out(self) -> tuple[str, ...]:
+        """Sources of the held-out sets. Some tasks define a held-out split; a file of training problems does not."""
+        if self.test is not None:
+            return (self.test,) if isinstance(self.test, str) else self.test
         task = TASKS.get(self.train)
-        return self.test or (self.train if task and task.test else None)
+        return (self.train,) if task and task.test else ()
 
     @property
     def reading(self) -> dict[str, str | None]:

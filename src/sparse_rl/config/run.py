@@ -21,16 +21,22 @@ SHADOW_METHODS = ("smd", "on_policy_sparse")
 """Methods whose policy gradient is computed under the sampler's own view."""
 
 
+MIN_DENSE_SLOTS = 16
+"""Slots of a dense cache below which `eval.cache = auto` evaluates with the sampler's cache alone."""
+
+
 class EvalConfig(Section):
     """Held-out evaluation before the first step, during training and after the last step."""
 
     section: ClassVar[str] = "eval"
 
-    problems: int = Field(256, ge=0, description="Number of held-out problems, one rollout each; 0 disables evaluation.")
+    problems: int = Field(
+        256, ge=0, description="Number of problems per held-out set, one rollout each; 0 disables evaluation."
+    )
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after training.")
     cache: Literal["auto", "sparse", "dense", "both"] = Field(
         "auto",
-        description="Cache of the evaluation; auto: both, or sparse if a dense cache fits fewer than 16 slots.",
+        description=f"Cache of the evaluation; auto: both, or sparse if a dense cache fits fewer than {MIN_DENSE_SLOTS} slots.",
     )
     slots: int | Literal["auto"] = Field(
         "auto",
@@ -159,6 +165,30 @@ class Config(Section):
     def refill(self) -> bool:
         """Return whether groups without a signal are dropped and other prompts sampled: dynamic sampling."""
         return self.loss.name == "dapo" if self.rollout.refill is None else self.rollout.refill
+
+    @property
+    def evaluated_problems(self) -> int:
+        """Return the maximum number of problems of each held-out set; 0 if the run is not evaluated."""
+        return self.eval.problems if self.data.held_out else 0
+
+    def evaluation_caches(self, *, evicts: bool, dense_slots: int | None, problems: int) -> list[str]:
+        """Return the caches of the held-out evaluation: dense, sparse or both. The plan and the trainer use this rule.
+
+        A sampler that never evicts has only a dense cache. `eval.cache = auto` leaves the dense cache out if it has few slots,
+        unless `eval.slots` sets them or `checkpoint.best` is a dense score. `dense_slots` is None if memory is not planned.
+        """
+        if not problems or not evicts:
+            return ["dense"] if problems else []
+        chosen, best = self.eval.cache, self.checkpoint.best
+        if chosen == "auto":
+            asked = self.eval.slots != "auto" or (best.startswith("eval/") and "_sparse" not in best.rpartition("/")[2])
+            few = dense_slots is not None and dense_slots < min(MIN_DENSE_SLOTS, problems)
+            chosen = "sparse" if few and not asked else "both"
+        return ["dense", "sparse"] if chosen == "both" else [chosen]
+
+    def evaluates_after(self, step: int) -> bool:
+        """Return whether the held-out sets are evaluated after `step`: every `eval.every` steps and after the last."""
+        return step == self.steps or bool(self.eval.every and step % self.eval.every == 0)
 
     @property
     def one_pass(self) -> bool:

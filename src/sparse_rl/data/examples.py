@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ..config import PLACEHOLDER, TASKS, HubData, Split, Task
+from ..config import PLACEHOLDER, TASKS, DataConfig, HubData, Origin, Split, Task
 from ..errors import UserError
 from ..text import listed
 from .arithmetic import make_problems
@@ -75,9 +75,7 @@ def load(
     if source not in TASKS:
         return _gather(_own_rows(source, split), source, prompt_column, answer_column)
     task = TASKS[source]
-    origin = task.origin(split)
-    if origin is None:
-        raise UserError(_no_such_split(task, split))
+    origin = _origin(task, split)
     if origin.file is None:
         problems = make_problems(n, seed, split=split)
         return LoadedExamples([Example(problem.prompt, problem.answer, {"answer": problem.answer}) for problem in problems])
@@ -101,10 +99,25 @@ def name_of(source: str) -> str:
 # Sources of rows
 
 
-def check_source(source: str) -> None:
-    """Raise if a source is neither a task, nor a file, nor a valid data set name. Reads no data."""
-    if source not in TASKS and not os.path.exists(source):
-        _on_the_hub(source, "train")
+def check_sources(data: DataConfig, *, evaluates: bool) -> None:
+    """Raise if a source of the run is unknown, or if two held-out sets have the same name. Reads no data."""
+    _check_source(data.train, "train")
+    named: dict[str, str] = {}
+    for source in data.held_out if evaluates else ():
+        _check_source(source, "test")
+        name = name_of(source)
+        if name in named:
+            raise UserError(
+                f"data.test has two sets named {name} ({named[name]} and {source}): list it once, or give one of them a file with another name."
+            )
+        named[name] = source
+
+
+def _check_source(source: str, split: Split) -> None:
+    if source in TASKS:
+        _origin(TASKS[source], split)
+    elif not os.path.exists(source):
+        _on_the_hub(source, split)
 
 
 def _own_rows(source: str, split: Split) -> list[DataRow]:
@@ -132,11 +145,13 @@ def _nearest(path: Path) -> str:
     )
 
 
-def _no_such_split(task: Task, split: Split) -> str:
+def _origin(task: Task, split: Split) -> Origin:
+    if origin := task.origin(split):
+        return origin
     others = ", ".join(other.name for other in TASKS.values() if other.origin(split))
     if split == "train":
-        return f"{task.name} is a benchmark and has no training problems: use one of {others}, or a file."
-    return f"{task.name} has no test problems: use one of {others}, or a file."
+        raise UserError(f"{task.name} is a benchmark and has no training problems: use one of {others}, or a file.")
+    raise UserError(f"{task.name} has no test problems: use one of {others}, or a file.")
 
 
 def _file_in(dir: str, name: str, task: Task) -> str:

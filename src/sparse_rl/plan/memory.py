@@ -70,7 +70,9 @@ class Plan:
     memory_bytes: int | None = None
     phases: list[Phase] = field(default_factory=list)
     evaluation_slots: int = 0
-    """Slots of the dense evaluation cache; 0 if the evaluation uses the sampler's cache or is off."""
+    """Slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's cache or is off."""
+    evaluation_caches: list[str] = field(default_factory=list)
+    """Caches of the held-out evaluation: dense, sparse or both; empty if it is off."""
 
     @property
     def fullest(self) -> Phase:
@@ -113,9 +115,11 @@ def make_plan(
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
     phases = step_phases(config, dims, int(wanted), prompt_tokens)
     evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens)
-    if evaluated:
+    evicts, problems = config.sampler_kv.policy != "full", config.evaluated_problems
+    caches = config.evaluation_caches(evicts=evicts, dense_slots=evaluated, problems=problems)
+    if evaluated and (config.eval.slots != "auto" or "dense" in caches):
         phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens)]
-    return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, evaluated)
+    return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, evaluated, caches)
 
 
 def auto_limit(config: Config) -> int:
@@ -378,13 +382,14 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
 
 
 def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
-    """Return the slots of the dense evaluation cache; 0 if the evaluation uses the sampler's cache or is off.
+    """Return the slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's or is off.
 
     The number is `eval.slots`. With "auto", use as many slots as keep the evaluation below the peak of a training step, and at
     least one. The evaluation thus does not reduce the memory of the sampler and the learner.
     """
-    problems, wanted = config.eval.problems if config.data.held_out is not None else 0, config.eval.slots
-    if not problems or (config.sampler_kv.policy == "full" and wanted == "auto"):
+    problems, wanted = config.evaluated_problems, config.eval.slots
+    sampler_alone = config.sampler_kv.policy == "full" or config.eval.cache == "sparse"
+    if not problems or (sampler_alone and wanted == "auto"):
         return 0
     if wanted != "auto":
         return min(wanted, problems)
@@ -398,9 +403,10 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
 
 
 def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int) -> Phase:
-    """Return the evaluation phase: a dense cache of `count` slots and its decode graphs, plus the sampler's cache."""
+    """Return the evaluation phase: a cache of `count` slots and its decode graphs, plus the sampler's cache."""
     longest, size = prompt_tokens + config.rollout.max_tokens, itemsize(config)
-    cache = count * sum(slot_bytes(dims, KV(policy="full"), longest, size))
+    kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
+    cache = count * sum(slot_bytes(dims, kv, longest, size))
     parts = prefill_parts(config, dims, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
     return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens) | parts | {"evaluation cache": cache})

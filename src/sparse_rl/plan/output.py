@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..config import Config
+from ..data.examples import name_of
 from ..errors import UserError
 from ..format import GIB, gib
 from ..host_memory import machine_bytes
 from ..sizes import slot_bytes
 from ..terminal import Terminal
+from ..text import printable
 from .dimensions import dimensions
+from .evaluation import evaluation_times, evaluations, share_of_run
 from .host import HostPlan, host_plan
 from .memory import (
     CONTEXT_BYTES,
@@ -78,6 +82,7 @@ def show_plan(
     console.print(activations(plan), soft_wrap=True, markup=False)
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
+    console.print(evaluation_table(plan, gpu) if evaluations(config) else no_evaluation(config))
     if sharded(config):
         console.print(communication_line(plan, gpu), soft_wrap=True, markup=False)
     host = host_plan(plan, parse_size(host_memory) if host_memory else machine_bytes())
@@ -207,6 +212,27 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
     return table
 
 
+def evaluation_table(plan: Plan, gpu: GPU) -> Table:
+    title = f"Best-case evaluation time, computed for {gpu.name}, all responses at full length"
+    table = Table(title=title, title_justify="left")
+    for heading in ("cache", "held-out sets", "rollouts", "slots", "evaluation s", "evaluations", "share of the run"):
+        table.add_column(heading, justify="left" if heading in ("cache", "held-out sets") else "right")
+    sets = escape(printable(", ".join(map(name_of, plan.config.data.held_out))))
+    times, run_share = evaluation_times(plan, gpu), share_of_run(plan, gpu)
+    total = sum(each.seconds for each in times)
+    for each in times:
+        cost = ["does not fit"]
+        if plan.fits:
+            share = run_share * each.seconds / total
+            cost = [str(each.slots), f"{each.seconds:,.1f}", str(evaluations(plan.config)), f"{share:.1%}"]
+        table.add_row(each.cache, sets, f"{each.rollouts:,}", *cost)
+    return table
+
+
+def no_evaluation(config: Config) -> str:
+    return f"No evaluation ({'eval.problems = 0' if config.data.held_out else 'no held-out problems: set data.test'})."
+
+
 def communication_line(plan: Plan, gpu: GPU) -> str:
     travels, waits = communication(plan), step_time(plan, gpu).exposed_s
     return (
@@ -253,6 +279,14 @@ def record(plan: Plan, gpu: GPU, total: int) -> dict[str, Any]:
         "needed_bytes": plan.needed_bytes,
         "phases": {phase.name: phase.parts | {"all": phase.total} for phase in plan.phases},
         "step_time_computed_s": {name: step_time(arm, gpu).total_s if arm.fits else None for name, arm in arms(plan)},
+        "evaluation": {
+            "evaluations": evaluations(plan.config),
+            "caches": {
+                each.cache: {"rollouts": each.rollouts, "slots": each.slots, "time_computed_s": each.seconds}
+                for each in (evaluation_times(plan, gpu) if plan.fits else [])
+            },
+            "share_of_run_computed": share_of_run(plan, gpu) if plan.fits else None,
+        },
         "gpu": gpu.name,
         "config": plan.config.model_dump(mode="json", by_alias=True),
     }

@@ -106,11 +106,22 @@ def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) ->
     return prompt_tokens + response_held
 
 
-def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None) -> float:
-    """Return the seconds of a decode step of the plan's slots, or of `slots`, at the mean number of cached tokens."""
+def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None = None) -> float:
+    """Return the seconds of a decode step at the mean number of cached tokens, by default of the sampler's slots and cache."""
     longest = plan.config.rollout.max_tokens
-    held = mean_held(plan.config.sampler_kv, plan.prompt_tokens, longest, longest / 2)
+    held = mean_held(kv or plan.config.sampler_kv, plan.prompt_tokens, longest, longest / 2)
     return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu)
+
+
+def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:
+    """Return the seconds to decode `rollouts` responses of full length in waves of `slots`."""
+    waves, rest = divmod(rollouts, slots)
+    last = decode_step_s(plan, gpu, rest, kv) if rest else 0.0
+    return plan.config.rollout.max_tokens * (waves * decode_step_s(plan, gpu, slots, kv) + last)
+
+
+def prefill_s(plan: Plan, gpu: GPU, prompts: float) -> float:
+    return 2 * plan.dims.active_params * prompts * plan.prompt_tokens / (gpu.flops * FLOPS_SHARE)
 
 
 def step_time(plan: Plan, gpu: GPU) -> StepTime:
@@ -118,8 +129,6 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     rollout, optimizer = config.rollout, config.optimizer
     step = decode_step_s(plan, gpu)
     rollouts = rollouts_of_rank(config)
-    waves, rest = divmod(rollouts, plan.slots)
-    decode = rollout.max_tokens * (waves * step + (decode_step_s(plan, gpu, rest) if rest else 0.0))
     length = plan.prompt_tokens + rollout.max_tokens
     tokens = rollouts * length
     forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of all pairs
@@ -132,13 +141,12 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     if optimizer.state == "offload" and not config.model.lora.rank:
         microbatches = -(-tokens // max(length, optimizer.tokens_per_microbatch))
         update += (microbatches * 2 + 4 * optimizer.updates_per_step) * dims.params / HOST_BYTES_PER_S
-    prefill = 2 * dims.active_params * rollouts / rollout.samples_per_prompt * plan.prompt_tokens / (gpu.flops * FLOPS_SHARE)
     old = passes_before_update(config) * forward / learner
     travels = communication(plan)
     return StepTime(
         step,
-        prefill,
-        decode,
+        prefill_s(plan, gpu, rollouts / rollout.samples_per_prompt),
+        decode_all_s(plan, gpu, rollouts, plan.slots),
         max(old, travels.old_s),
         max(update, travels.update_s),
         plan.slots / step,

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -75,8 +76,11 @@ def _plots(runs: Sequence[Run]) -> Iterator[tuple[str, Callable[[Any], None]]]:
     for name, (key, label) in CURVES.items():
         if key in written:
             yield name, partial(_curve, runs=runs, key=key, label=label)
+    names: Counter[str] = Counter()
     for key in sorted(key for key in written if key.endswith(("/pass@1", "/pass@1_sparse"))):
         name = re.sub(r"[^\w-]+", "-", key.replace("pass@1", "pass1"), flags=re.ASCII)[:80]
+        names[name] += 1
+        name += f"-{names[name]}" if names[name] > 1 else ""  # sets such as a.b and a-b
         yield name, partial(_curve, runs=runs, key=key, label=printable(key.removeprefix("eval/"), 40))
     if "kv/peak_bytes" in written:
         yield "kv-memory", partial(_memory, runs=runs)

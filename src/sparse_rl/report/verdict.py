@@ -10,7 +10,7 @@ from ..config import AlertsConfig
 from ..format import size
 from ..monitor.alerts import check
 from ..monitor.limits import limit
-from ..scores import are_shares, score_keys, score_text
+from ..scores import are_shares, score_keys, score_set, score_text
 from ..text import printable
 from .runs import Run
 
@@ -137,19 +137,21 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
             f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers are nearly "
             "identical, and exploration has stopped."
         )
-    if fallen := _held_out_fell(run):
-        broke = fallen[-1].mean < _limit(run, "reward") * fallen[0].mean
-        words = f"held-out score fell from {fallen[0]} to {fallen[-1]}."
-        return ("collapsed", f"Collapse: yes. The {words}") if broke else ("fell", f"Collapse: no, but the {words}")
+    if fallen := _held_out_moved(run, -1):
+        broken = {name: ends for name, ends in fallen.items() if ends[1].mean < _limit(run, "reward") * ends[0].mean}
+        name, (before, after) = next(iter((broken or fallen).items()))
+        words = f"{name} fell from {before} to {after}."
+        return ("collapsed", f"Collapse: yes. The {words}") if broken else ("fell", f"Collapse: no, but the {words}")
     if fall > sure and reward.last < reward.first:
         return "fell", (
             f"Collapse: no, but the mean reward fell back from {best:.3g} around step {step} to {reward.last:.3g}."
         )
     if _gained(run, reward):
-        rose = _held_out_rose(run)
+        rose = _held_out_moved(run, 1)
         words = f"the mean reward went from {reward.first:.3g} to {reward.last:.3g}"
         if rose and reward.trend <= SURE:
-            words = f"the held-out score rose from {rose[0]} to {rose[-1]}"
+            name, (before, after) = next(iter(rose.items()))
+            words = f"the {name} rose from {before} to {after}"
         alike = f", while the entropy fell from {entropy.first:.3g} to {entropy.last:.3g}" if crashed else ""
         return "learned", f"Collapse: no. The run learned: {words}{alike}."
     return "flat", (
@@ -158,7 +160,7 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
 
 
 def _gained(run: Run, reward: Curve) -> bool:
-    return len(reward.values) >= FEWEST and (reward.trend > SURE or bool(_held_out_rose(run)))
+    return len(reward.values) >= FEWEST and (reward.trend > SURE or bool(_held_out_moved(run, 1)))
 
 
 def signs(run: Run) -> list[str]:
@@ -233,12 +235,15 @@ def apart(before: HeldOutScore, after: HeldOutScore) -> int:
     return int(after.low > before.high) - int(after.high < before.low)  # type: ignore[operator]
 
 
-def _held_out_fell(run: Run) -> list[HeldOutScore]:
-    return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) < 0), [])
-
-
-def _held_out_rose(run: Run) -> list[HeldOutScore]:
-    return next((found for found in scores(run).values() if len(found) > 1 and apart(found[0], found[-1]) > 0), [])
+def _held_out_moved(run: Run, direction: int) -> dict[str, tuple[HeldOutScore, HeldOutScore]]:
+    """Return (first, last) of the held-out scores that clearly rose (1) or fell (-1), by name. One set needs no name."""
+    found = scores(run)
+    several = len(set(map(score_set, found))) > 1
+    moved: dict[str, tuple[HeldOutScore, HeldOutScore]] = {}
+    for key, (first, *others) in found.items():
+        if others and apart(first, others[-1]) == direction:
+            moved.setdefault(f"held-out score{f' of {_benchmark(key)}' if several else ''}", (first, others[-1]))
+    return moved
 
 
 # Sentences
@@ -301,7 +306,7 @@ def _held_out(run: Run) -> list[str]:
 
 
 def _benchmark(key: str) -> str:
-    return printable(key.removeprefix("eval/").rsplit("/", 1)[0], 60)
+    return printable(score_set(key), 60)
 
 
 def _savings(run: Run) -> list[str]:

@@ -1,54 +1,30 @@
 """Held-out evaluation during training, with a dense cache and with the sampler's cache."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from ..config import KV, TASK_REWARDS, Config
-from ..data.examples import Example, load, name_of
-from ..data.prompts import encoded
 from ..evaluate.benchmark import Benchmark, Cost, EvalChunk, EvalSample, run, score
 from ..models.actor import Actor
 from ..plan.memory import Plan
 from ..rewards.pool import RewardPool, pool_for
 from ..rollout.engine import Engine
 from ..world import World
+from .inputs import HeldOut
 from .memory import dense_slots
 from .terminal import RunTerminal
-
-MIN_DENSE_SLOTS = 16
-"""Slots of a dense cache below which `eval.cache = auto` evaluates with the sampler's cache alone."""
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The held-out problems of a run. Empty if the run has no held-out data (`data.test`) or `eval.problems` is 0."""
-
-    name: str
-    examples: list[Example]
-    prompts: list[list[int]]
-
-
-def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, terminal: RunTerminal) -> HeldOut:
-    source = config.data.held_out or ""
-    examples: list[Example] = []
-    if source and config.eval.problems:
-        loaded = load(source, "test", n=config.eval.problems, seed=0, **config.data.reading)
-        examples = loaded.examples[: config.eval.problems]
-        if loaded.note:
-            terminal.note(loaded.note)
-    return HeldOut(name_of(source), examples, encoded(tokenizer, examples, config.data))
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the sampler's weights on the held-out problems."""
+    """Evaluates the sampler's weights on the held-out sets."""
 
     config: Config
-    held_out: HeldOut
+    sets: Sequence[HeldOut]
     engine: Engine
     """The engine that samples the training rollouts."""
     actor: Actor
@@ -59,53 +35,54 @@ class Evaluator:
     terminal: RunTerminal
 
     def evaluate(self) -> dict[str, float]:
-        """Return the held-out metrics with each cache of `eval.cache`."""
-        metrics: dict[str, float] = {}
-        name, examples = self.held_out.name, self.held_out.examples
-        if not examples:
-            return metrics
+        """Return the metrics of all held-out sets, one set after the other, with each cache of `eval.cache`."""
+        if not self.sets:
+            return {}
         self.actor.merge()
-        benchmark = Benchmark(name, examples, self.held_out.prompts, self.config.rollout.sampling(self.config.seed))
+        metrics: dict[str, dict[str, float]] = {held_out.name: {} for held_out in self.sets}
         for cache in self.caches():
-            suffix = "_sparse" if cache == "sparse" else ""
             engine = self._engine(sparse=cache == "sparse")
-            with self.terminal.evaluating(cache) as progress, self._grading() as pool:
-                samples, cost = self._graded(engine, benchmark, pool, progress)
-            result = score(samples, cost, benchmark.samples)
-            key = f"eval/{name}/pass@1{suffix}"
-            metrics |= {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
-            metrics[f"eval/{name}/no_verdict{suffix}"] = float(result.ungraded)
-            if result.graded:
-                metrics[f"eval/{name}/graded"] = 1.0
-            if result.ungraded:
-                self.terminal.warn(
-                    f"{result.ungraded} of {len(examples)} evaluation rollouts got no verdict and are excluded from {key}."
-                )
-            if cost.timeouts and pool.timeout == "zero":
-                self.terminal.warn(
-                    f"{cost.timeouts} of {len(examples)} evaluation rollouts timed out and count as 0 in {key}."
-                )
+            for held_out in self.sets:
+                metrics[held_out.name] |= self._scored(engine, held_out, cache)
             del engine  # free its cache before the next engine allocates one
+        return {key: value for of_set in metrics.values() for key, value in of_set.items()}
+
+    def _scored(self, engine: Engine, held_out: HeldOut, cache: str) -> dict[str, float]:
+        """Return the metrics of one held-out set with one cache."""
+        name, problems, suffix = held_out.name, len(held_out.examples), "_sparse" if cache == "sparse" else ""
+        benchmark = Benchmark(name, held_out.examples, held_out.prompts, self.config.rollout.sampling(self.config.seed))
+        with self.terminal.evaluating(name, cache) as progress, self._grading(held_out.source) as pool:
+            samples, cost = self._graded(engine, benchmark, pool, progress)
+        result = score(samples, cost, benchmark.samples)
+        key = f"eval/{name}/pass@1{suffix}"
+        metrics = {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
+        metrics[f"eval/{name}/no_verdict{suffix}"] = float(result.ungraded)
+        if result.graded:
+            metrics[f"eval/{name}/graded"] = 1.0
+        if result.ungraded:
+            self.terminal.warn(
+                f"{result.ungraded} of {problems} evaluation rollouts got no verdict and are excluded from {key}."
+            )
+        if cost.timeouts and pool.timeout == "zero":
+            self.terminal.warn(f"{cost.timeouts} of {problems} evaluation rollouts timed out and count as 0 in {key}.")
         return metrics
 
-    def caches(self) -> list[str]:
-        """Return the caches to evaluate with: dense, sparse or both. A dense sampler has no sparse cache."""
-        chosen = self.config.eval.cache
-        if not self.engine.policy.evicts:
-            return ["dense"]
-        if chosen == "auto":
-            few = self._dense_slots() < min(MIN_DENSE_SLOTS, len(self.held_out.examples))
-            chosen = "sparse" if few and self._may_skip_dense() else "both"
-        return ["dense", "sparse"] if chosen == "both" else [chosen]
+    @property
+    def problems(self) -> int:
+        """Number of problems of the largest set."""
+        return max(len(held_out.examples) for held_out in self.sets)
 
-    def _may_skip_dense(self) -> bool:
-        """Return whether `auto` may leave the dense cache out: on a GPU, unless its slots or its score are asked for."""
-        asked = self.config.eval.slots != "auto" or self.config.checkpoint.best == f"eval/{self.held_out.name}/pass@1"
-        return self.plan is not None and not asked
+    def caches(self) -> list[str]:
+        """Return the caches to evaluate with: dense, sparse or both. Without a plan, memory does not decide."""
+        return self.config.evaluation_caches(
+            evicts=self.engine.policy.evicts,
+            dense_slots=self._dense_slots() if self.plan is not None else None,
+            problems=self.problems,
+        )
 
     def remark(self) -> str | None:
         """Return a sentence if `eval.cache = auto` leaves the dense cache out; else None."""
-        if not self.held_out.examples or self.config.eval.cache != "auto" or "dense" in self.caches():
+        if not self.sets or self.config.eval.cache != "auto" or "dense" in self.caches():
             return None
         return (
             f"Held-out problems are evaluated with the sampler's cache only, because a dense cache has room for "
@@ -115,8 +92,12 @@ class Evaluator:
     def _dense_slots(self) -> int:
         if self.config.eval.slots != "auto":
             return self.config.eval.slots
-        longest = max(map(len, self.held_out.prompts)) + self.config.rollout.max_tokens
-        return dense_slots(self.plan, self.engine, longest)
+        return dense_slots(self.plan, self.engine, self._longest)
+
+    @property
+    def _longest(self) -> int:
+        longest_prompt = max(len(prompt) for held_out in self.sets for prompt in held_out.prompts)
+        return longest_prompt + self.config.rollout.max_tokens
 
     def _engine(self, *, sparse: bool) -> Engine:
         """Return the training engine if it has the wanted cache and slots, else a new engine for this evaluation."""
@@ -126,12 +107,14 @@ class Evaluator:
         if slots == "auto":
             slots = self._dense_slots()
         kv = self.engine.kv if sparse else KV(policy="full")
-        return Engine(self.actor.sampler, kv, slots=min(slots, len(self.held_out.examples)))
+        engine = Engine(self.actor.sampler, kv, slots=min(slots, self.problems))
+        engine.reserve(self._longest)  # once for all sets
+        return engine
 
     @contextmanager
-    def _grading(self) -> Iterator[RewardPool]:
-        """Yield the reward pool for the evaluation: the held-out task's reward, even if training uses another reward."""
-        reward, source = self.config.reward, self.config.data.held_out or ""
+    def _grading(self, source: str) -> Iterator[RewardPool]:
+        """Yield the reward pool for a held-out set: its task's reward, even if training uses another reward."""
+        reward = self.config.reward
         if source not in TASK_REWARDS or reward.function_for(source) == self.pool.function:
             yield self.pool
             return

@@ -6,11 +6,27 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import Config
-from ..data.examples import TASK_PROBLEMS, Example, filter_by_length, load, too_few_note
+from ..data.examples import TASK_PROBLEMS, Example, filter_by_length, load, name_of, too_few_note
 from ..data.prompts import encoded
 from ..models.load import load_model, load_tokenizer
 from ..models.support import set_head_dtype
 from ..rewards.weighted_sum import refuse_without_answers
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The problems of one held-out set."""
+
+    source: str
+    examples: list[Example]
+    prompts: list[list[int]]
+    note: str | None = None
+    """Message about skipped rows; None if no row was skipped."""
+
+    @property
+    def name(self) -> str:
+        """The set's name in metrics, such as `eval/<name>/pass@1`."""
+        return name_of(self.source)
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,8 @@ class RunInputs:
     """Sentences about the data that are shown to the user."""
     places: Sequence[int] = ()
     """Index of each example in the data source, before prompts longer than `data.max_prompt_tokens` are removed."""
+    held_out: Sequence[HeldOut] = ()
+    """The held-out sets. Empty if the run is not evaluated."""
 
 
 def load_all(config: Config) -> RunInputs:
@@ -38,6 +56,7 @@ def load_all(config: Config) -> RunInputs:
     prompts = encoded(tokenizer, loaded.examples, config.data)
     places, note = filter_by_length(config.data.train, prompts, config.data.max_prompt_tokens)
     few = too_few_note(config.data.train, len(places), config.rollout.prompts_per_step)
+    held_out = load_held_out(config, tokenizer)  # before the model: an empty set ends the run
     model = load_model(
         settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
     )
@@ -47,6 +66,17 @@ def load_all(config: Config) -> RunInputs:
         tokenizer,
         [loaded.examples[place] for place in places],
         [prompts[place] for place in places],
-        notes=[line for line in (loaded.note, note, few) if line],
+        notes=[line for line in (loaded.note, note, few, *(each.note for each in held_out)) if line],
         places=places,
+        held_out=held_out,
     )
+
+
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
+    """Load at most `eval.problems` problems of every held-out set. Return an empty list if the run is not evaluated."""
+    sets, most = [], config.eval.problems
+    for source in config.data.held_out if most else ():
+        loaded = load(source, "test", n=most, seed=0, **config.data.reading)
+        examples = loaded.examples[:most]
+        sets.append(HeldOut(source, examples, encoded(tokenizer, examples, config.data), loaded.note))
+    return sets

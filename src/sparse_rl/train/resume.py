@@ -8,12 +8,12 @@ import hashlib
 import json
 import tomllib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import TASK_REWARDS, Config, flat, migrated, to_toml
-from ..data.examples import Example
+from ..data.examples import Example, name_of
 from ..errors import UserError
 
 FREE_OPTIONS = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
@@ -109,16 +109,23 @@ def answer_digest(examples: Sequence[Example]) -> str:
     return digest.hexdigest()
 
 
-def scored_by(config: Config, examples: Sequence[Example], held_out: Sequence[Example]) -> dict[str, str]:
-    """Return the settings, other than the weights, that the metric `checkpoint.best` depends on, by option name."""
+def scored_by(config: Config, examples: Sequence[Example], held_out: Mapping[str, Sequence[Example]]) -> dict[str, str]:
+    """Return the settings, other than the weights, that the metric `checkpoint.best` depends on, by option name.
+
+    `held_out` maps the source of each held-out set to its problems.
+    """
     best, data = config.checkpoint.best, config.data
     found = {"checkpoint.best": best}
     for key, value in config.reward.model_dump(mode="json").items():
         if key not in SPEED:
             found[f"reward.{key}"] = str(value)
-    source = data.held_out or "" if best.startswith("eval/") else data.train
+    source = data.train
+    if best.startswith("eval/"):
+        scored = next((each for each in data.held_out if best.startswith(f"eval/{name_of(each)}/")), None)
+        source = scored or next(iter(data.held_out), "")
+        examples = held_out.get(source, [])
     found["reward.function"] = config.reward.function or TASK_REWARDS.get(source, "")
-    found[f"the answers of {source}"] = answer_digest(held_out if best.startswith("eval/") else examples)
+    found[f"the answers of {source}"] = answer_digest(examples)
     return found
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..config import Config, to_toml
-from ..data.examples import TASK_PROBLEMS, check_source, filter_by_length, load, too_few_note
+from ..data.examples import TASK_PROBLEMS, check_sources, filter_by_length, load, too_few_note
 from ..data.prompts import encoded
 from ..errors import MissingResource, UserError
 from ..format import duration, gib
@@ -43,6 +43,7 @@ def dry_run(config: Config) -> None:
 
     A missing package or an unreachable hub is reported, not fatal.
     """
+    check_sources(config.data, evaluates=config.eval.problems > 0)
     if config.model.path != "tiny" and config.model.path not in HUB_SHAPES:
         refuse_missing(config.model.path)
         check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -147,8 +148,7 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
             raise UserError("compare needs a --run-dir on a local disk: on remote storage, pass one --method.")
         again = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
-    for source in filter(None, (config.data.train, config.data.held_out if config.eval.problems else None)):
-        check_source(source)  # report a misspelt name before any other work
+    check_sources(config.data, evaluates=config.eval.problems > 0)  # report a misspelt name before any other work
     if world.is_main:
         refuse_folders(configs, config.run_dir, resume=resume, overwrite=overwrite)
     from ..kv.policies import from_settings

@@ -1,11 +1,13 @@
 """Build the summary table printed after training: held-out scores before and after, and the KV cost of rollouts."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..config import Config
 from ..format import size
-from ..scores import are_shares, score_keys, score_name, score_text
+from ..scores import are_shares, score_keys, score_name, score_set, score_text
+from ..text import printable
 from .run_folder import RunFolder
 
 HEADINGS = ("method", "cache", "before", "after", "KV allocated", "dense KV", "tokens not held", "rejected")
@@ -25,15 +27,18 @@ def summary_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> 
     share = are_shares(row for rows in runs for row in rows)
     title = f"{_held_out(configs, share)}; KV: all rollouts that run at once; other columns: means over steps"
     table = Table(title=title, title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("method", "cache") else "right", overflow="fold")
+    several = len({score_set(key) for rows in runs for row in rows for key in score_keys(row)}) > 1
+    for heading in ("method", *(["held-out set"] if several else []), *HEADINGS[1:]):
+        left = heading in ("method", "held-out set", "cache")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for config, rows in zip(configs, runs, strict=True):
-        for number, key in enumerate(sorted({key for row in rows for key in score_keys(row)}) or [""]):
+        for number, key in enumerate(dict.fromkeys(key for row in rows for key in score_keys(row)) or [""]):
             scored = [row for row in rows if key in row]
             before, after = (_score(scored[end], key, share) if scored else "" for end in (0, -1))
             cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else _cache(config)
             costs = _costs(rows) if number == 0 else [""] * 4
-            table.add_row(config.method if number == 0 else "", cache, before, after, *costs)
+            held_out = [escape(printable(score_set(key), 60))] if several else []
+            table.add_row(config.method if number == 0 else "", *held_out, cache, before, after, *costs)
     return table
 
 

@@ -97,9 +97,9 @@ class RunTerminal:
         yield
 
     @contextmanager
-    def evaluating(self, name: str) -> Iterator[Callable[[Progress], None]]:
+    def evaluating(self, name: str, cache: str) -> Iterator[Callable[[Progress], None]]:
         yield lambda progress: self._set_status(
-            f"evaluating ({name} cache): {progress.finished}/{progress.total}, "
+            f"evaluating {name} ({cache} cache): {progress.finished}/{progress.total}, "
             f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
         )
 

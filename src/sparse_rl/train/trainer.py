@@ -26,7 +26,7 @@ from . import checkpoint, rollout_log
 from . import resume as resuming
 from .best import Best
 from .health import Health
-from .held_out import Evaluator, load_held_out
+from .held_out import Evaluator
 from .inputs import RunInputs, load_all
 from .loggers import Logger
 from .memory import peak_line, peak_metrics, plan_run, slots_of
@@ -64,8 +64,8 @@ class Trainer:
         device = inputs.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        held_out = load_held_out(config, self.tokenizer, terminal)
-        self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *held_out.prompts])))
+        evaluated = [prompt for held_out in inputs.held_out for prompt in held_out.prompts]
+        self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *evaluated])))
         self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
@@ -74,17 +74,19 @@ class Trainer:
             config, inputs.examples, inputs.prompts, order, self.engine, self.tokenizer, self.pool, inputs.limits, world
         )
         self.longest_prompt = self._longest(inputs.prompts, config.data.train, inputs.places)
-        if held_out.examples:
-            self._longest(held_out.prompts, f"the test problems, {config.data.held_out},")
-        self.engine.reserve(max(map(len, [self.longest_prompt, *held_out.prompts])) + config.rollout.max_tokens)
-        self.evaluator = Evaluator(config, held_out, self.engine, self.actor, self.plan, self.tokenizer, pool, world, terminal)
+        for held_out in inputs.held_out:
+            self._longest(held_out.prompts, f"the test problems, {held_out.source},")
+        self.engine.reserve(max(map(len, [self.longest_prompt, *evaluated])) + config.rollout.max_tokens)
+        self.evaluator = Evaluator(
+            config, inputs.held_out, self.engine, self.actor, self.plan, self.tokenizer, pool, world, terminal
+        )
         if remark := self.evaluator.remark():
             terminal.note(remark)
         self.peak_shown = False
         self.best = Best(config.checkpoint, terminal.warn)
         problems, scored_by = (
             resuming.problem_digest(inputs.prompts),
-            resuming.scored_by(config, inputs.examples, held_out.examples),
+            resuming.scored_by(config, inputs.examples, {each.source: each.examples for each in inputs.held_out}),
         )
         options = resuming.kept_options(config)
         self.state = checkpoint.State(ranks=world.size, problems=problems, scored_by=scored_by, config=options)
@@ -144,7 +146,7 @@ class Trainer:
             metrics = self.step()
             self.best.after_step(self.state, metrics)
             step, last = self.state.step, self.state.step == self.config.steps
-            if last or (self.config.eval.every and step % self.config.eval.every == 0):
+            if self.config.evaluates_after(step):
                 try:
                     metrics |= self._evaluate()
                 except Exception:

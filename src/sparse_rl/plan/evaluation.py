@@ -1,0 +1,48 @@
+"""Compute what the held-out evaluation of a run costs: rollouts, slots, best-case time and its share of the run."""
+
+from dataclasses import dataclass
+
+from ..config import KV, Config
+from .memory import Plan
+from .roofline import GPU, decode_all_s, prefill_s, step_time
+
+
+@dataclass(frozen=True)
+class EvaluationTime:
+    """One evaluation of all held-out sets with one cache, if every response has `max_tokens` tokens."""
+
+    cache: str
+    rollouts: int
+    """Rollouts on all sets; fewer if a set has fewer than `eval.problems` problems."""
+    slots: int
+    """Slots that run at once on each GPU."""
+    seconds: float
+
+
+def evaluation_times(plan: Plan, gpu: GPU) -> list[EvaluationTime]:
+    """Return the best-case time of an evaluation with each cache. The sets are evaluated in turn, shared by the ranks."""
+    config = plan.config
+    sets, problems = len(config.data.held_out), config.evaluated_problems
+    of_rank = -(-problems // config.ranks.count)
+    found = []
+    for cache in plan.evaluation_caches:
+        kv = config.sampler_kv if cache == "sparse" else KV(policy="full")
+        sampler_alone = config.eval.slots == "auto" and kv.policy == config.sampler_kv.policy
+        slots = min(plan.slots if sampler_alone else plan.evaluation_slots, of_rank)
+        seconds = sets * (decode_all_s(plan, gpu, of_rank, slots, kv) + prefill_s(plan, gpu, of_rank))
+        found.append(EvaluationTime(cache, sets * problems, slots, seconds))
+    return found
+
+
+def evaluations(config: Config) -> int:
+    """Return the number of evaluations: one before training, and those of `Config.evaluates_after`."""
+    if not config.evaluated_problems:
+        return 0
+    every = config.eval.every or config.steps
+    return 1 + -(-config.steps // every)
+
+
+def share_of_run(plan: Plan, gpu: GPU) -> float:
+    """Return the share of all evaluations in the time of all steps and evaluations."""
+    evaluated = evaluations(plan.config) * sum(each.seconds for each in evaluation_times(plan, gpu))
+    return evaluated / (evaluated + plan.config.steps * step_time(plan, gpu).total_s)
