@@ -297,7 +297,7 @@ def test_the_table_lives_on_a_terminal():
             with view.learning(step):
                 pass
             view.step(step, dict.fromkeys(KEYS, 0.5 if step % 2 else float("nan")))
-        with view.evaluating("sparse") as progress:
+        with view.evaluating("arithmetic", "sparse") as progress:
             progress(Progress(finished=0, total=2, tokens=0, seconds=0.0, new={}, ended=[]))
         key = "eval/arithmetic/pass@1"
         view.step(20, {key: 0.5, f"{key}_low": 0.25, f"{key}_high": 0.75})
