@@ -11,8 +11,10 @@ from conftest import ARCHITECTURES, random_model
 from sparse_rl.config import OptimizerConfig
 from sparse_rl.learner.logprobs import chunk_gradient, chunk_statistics
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
+from sparse_rl.learner.replay import logprobs_of
 from sparse_rl.models import compile as compiler
 from sparse_rl.models.compile import decoder_layers, decoding, fuse_projections, fused, fused_layers
+from sparse_rl.rollout.rollout import Rollout
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
 
@@ -35,31 +37,42 @@ def compilations(monkeypatch):
     monkeypatch.setattr(compiler, "_broken", [])
     monkeypatch.setattr(compiler, "WORTH_COMPILING", 0)
     monkeypatch.setattr(
-        compiler, "_compiled", lambda function: made.setdefault(function, torch.compile(function, backend=count))
+        compiler,
+        "_compiled",
+        lambda function, any_length=None, **how: made.setdefault(
+            function, torch.compile(function, backend=count, dynamic=any_length)
+        ),
     )
     return seen
 
 
-def logprobs_and_gradients(model, tokens, checkpointing):
+def logprobs_and_gradients(model, rollouts, checkpointing):
     model.zero_grad()
     with checkpointed(model, checkpointing):
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-    return [loss.detach(), *(weight.grad.clone() for weight in model.parameters())]
+        logprobs, _ = logprobs_of(model, rollouts, "dense")
+        logprobs.sum().backward()
+    return [logprobs.detach(), *(weight.grad.clone() for weight in model.parameters())]
+
+
+def rollouts_of(*lengths):
+    generator = torch.Generator().manual_seed(0)
+    responses = [torch.randint(61, (length,), generator=generator).tolist() for length in lengths]
+    return [Rollout([5, 6], each, torch.zeros(len(each)), "length", 0, 1.0, 0, None) for each in responses]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_model_with_compiled_pieces_is_the_same_model(compilations, checkpointing):
-    model = random_model("qwen2")
-    for length in (7, 12, 33):
-        tokens = torch.randint(61, (1, length), generator=torch.Generator().manual_seed(length))
-        plain = logprobs_and_gradients(model, tokens, checkpointing)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_with_compiled_layers_is_the_same_model(compilations, name, checkpointing):
+    model = random_model(name)
+    for lengths in ((7, 5), (33,), (12, 3, 8)):
+        rollouts = rollouts_of(*lengths)
+        plain = logprobs_and_gradients(model, rollouts, checkpointing)
         with fused_layers(model):
-            compiled = logprobs_and_gradients(model, tokens, checkpointing)
+            compiled = logprobs_and_gradients(model, rollouts, checkpointing)
         for left, right in zip(plain, compiled, strict=True):
             torch.testing.assert_close(left, right)
     assert not compiler._broken
-    assert len(compilations) == 2  # a norm and an MLP, whatever the layer and the length
+    assert len(compilations) == 5  # four parts of a layer, around attention, and the final norm
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

@@ -133,7 +133,11 @@ def test_activations_are_what_autograd_keeps(name, rank, compiled, monkeypatch):
     """In half precision; a layer more keeps so much more. Compiled as for a GPU up to the kernels, which need a compiler."""
     if compiled:
         monkeypatch.setattr(compiler, "fuses", lambda device: True)
-        monkeypatch.setattr(compiler, "_compiled", lambda plain: torch.compile(plain, backend="aot_eager_decomp_partition"))
+        monkeypatch.setattr(
+            compiler,
+            "_compiled",
+            lambda plain, **how: torch.compile(plain, backend="aot_eager_decomp_partition", dynamic=True),
+        )
         for module in (compiler, memory):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0)
     dims = from_config(MODELS[name].to_dict(), name)

@@ -1,12 +1,12 @@
-"""Compile parts of an unmodified transformers model on a GPU: norms and MLPs for the learner, whole layers for the sampler.
+"""Compile the layers of an unmodified transformers model on a GPU, for the learner and the sampler.
 
-The learner (`fused`, `fused_layers`) compiles only parts without attention, each once for all layers and lengths. Compilation
-takes seconds, and only the view determines how attention is computed. On other devices, or if compilation fails, the parts run
-in eager mode.
+A layer is compiled once for all layers and lengths, except for its attention, which only the view determines. Compiled layers
+round where eager mode rounds, so that sampler and learner stay close. On other devices, or if compilation fails, layers run in
+eager mode.
 
-The sampler (`fuse_projections`, `decoding`) captures a decode step with compiled layers, and with one matrix product for all
-projections that share an input. The model's modules are restored afterwards. One change remains: projections that share an
-input are stored in one tensor, and their parameters are views of it.
+The learner (`fused`, `fused_layers`) also compiles functions of logits. The sampler (`fuse_projections`, `decoding`) captures
+a decode step, with one matrix product for all projections that share an input. The model's modules are restored afterwards. One
+change remains: projections that share an input are stored in one tensor, and their parameters are views of it.
 """
 
 # I inputs, O outputs of all projections of a group
@@ -45,17 +45,30 @@ def fused(function: Callable[..., Any], *tensors: Tensor, plain: Callable[..., A
     """Return `function(*tensors)`, compiled on a GPU for any number of rows. If compilation is not possible, return
     `plain(*tensors)`."""
     plain = plain or function
-    return _compiled_or_plain(function, plain, tensors, rows=0) if fuses(tensors[0].device) else plain(*tensors)
+    if not fuses(tensors[0].device):
+        return plain(*tensors)
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    try:
+        return _compiled(function)(*tensors)
+    except compiler_errors() as error:
+        _give_up(error)
+        return plain(*tensors)
 
 
 @contextmanager
 def fused_layers(model: nn.Module) -> Iterator[None]:
-    """Compile the norms and MLPs of a large model on a GPU inside the block, if they take a single tensor.
+    """Compile the layers and the final norm of a large model on a GPU inside the block.
 
     All learner passes, including backward, run inside this block, so that equal weights give equal log-probs in all passes.
     """
-    pieces = [module for module in model.modules() if _elementwise(module)] if _worth_compiling(model) else []
-    with _replaced_forwards(pieces, _Fused):
+    if not _worth_compiling(model):
+        yield
+        return
+    layers = decoder_layers(model)
+    inside = {module for layer in layers for module in layer.modules()}
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm") and module not in inside]
+    with _opaque_attention(), _replaced_forwards([*layers, *norms], _Fused):
         yield
 
 
@@ -64,33 +77,21 @@ def _worth_compiling(model: nn.Module) -> bool:
     return fuses(weights[0].device) and sum(weight.numel() for weight in weights) >= WORTH_COMPILING
 
 
-def _elementwise(module: nn.Module) -> bool:
-    """Return whether a module is a norm or MLP, judged by its class name in transformers."""
-    return type(module).__name__.endswith(("RMSNorm", "MLP"))
-
-
 class _Fused:
-    """Compiled forward of a module. It is compiled once for all modules of the same class."""
+    """Compiled forward of a module. It is compiled once for all modules of the same class and all lengths."""
 
     def __init__(self, module: nn.Module):
         self.module = module
 
-    def __call__(self, *args: Tensor, **kwargs: Any) -> Tensor:
+    def __call__(self, hidden_1ND: Tensor, **kwargs: Any) -> Tensor:
         plain = type(self.module).forward
-        if kwargs or len(args) != 1 or not fuses(args[0].device):
-            return plain(self.module, *args, **kwargs)
-        return _compiled_or_plain(plain, plain, (self.module, args[0]), rows=1)
-
-
-def _compiled_or_plain(function: Callable[..., Any], plain: Callable[..., Any], args: tuple[Any, ...], rows: int) -> Any:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            torch._dynamo.maybe_mark_dynamic(arg, rows)
-    try:
-        return _compiled(function)(*args)
-    except compiler_errors() as error:  # only these: checkpointing ends a forward early with its own exception
-        _give_up(error)
-        return plain(*args)
+        if not fuses(hidden_1ND.device):
+            return plain(self.module, hidden_1ND, **kwargs)
+        try:
+            return _compiled(plain, rounds_like_eager=True, any_length=True)(self.module, hidden_1ND, **kwargs)
+        except compiler_errors() as error:  # only these: checkpointing ends a forward early with its own exception
+            _give_up(error)
+            return plain(self.module, hidden_1ND, **kwargs)
 
 
 def compiler_errors() -> type[Exception]:
@@ -153,18 +154,11 @@ def decoding(model: PreTrainedModel, *, compile: bool) -> Iterator[None]:
     if not compile:
         yield
         return
-    try:
-        # if traced, attention would be compiled for every layer
-        AttentionInterface.register(NAME, torch.compiler.disable(attention))
-        with _replaced_forwards(decoder_layers(model), _compiled_layer), _shared_products(model):
-            yield
-    finally:
-        AttentionInterface.register(NAME, attention)
+    with _opaque_attention(), _replaced_forwards(decoder_layers(model), _compiled_layer), _shared_products(model):
+        yield
 
 
 def _compiled_layer(layer: nn.Module) -> Callable[..., Any]:
-    """Return the compiled forward of the layer. It rounds where the eager model rounds, to keep the sampler close to the
-    learner."""
     return partial(_compiled(type(layer).forward, rounds_like_eager=True), layer)
 
 
@@ -226,10 +220,26 @@ def _shared(params: list[Tensor]) -> Tensor | None:
 # Shared
 
 
+@contextmanager
+def _opaque_attention() -> Iterator[None]:
+    """Keep the compiler out of attention inside the block. If traced, attention would be compiled for every layer."""
+    try:
+        AttentionInterface.register(NAME, torch.compiler.disable(attention))
+        yield
+    finally:
+        AttentionInterface.register(NAME, attention)
+
+
 @cache
-def _compiled(function: Callable[..., Any], *, rounds_like_eager: bool = False) -> Callable[..., Any]:
-    """Return the compiled function. `rounds_like_eager` rounds intermediate values where eager mode rounds them."""
-    return torch.compile(function, options={"emulate_precision_casts": True} if rounds_like_eager else None)
+def _compiled(
+    function: Callable[..., Any], *, rounds_like_eager: bool = False, any_length: bool = False
+) -> Callable[..., Any]:
+    """Return the compiled function.
+
+    `rounds_like_eager` rounds intermediate values where eager mode rounds them. `any_length` compiles once for all lengths.
+    """
+    options: dict[str, Any] | None = {"emulate_precision_casts": True} if rounds_like_eager else None
+    return torch.compile(function, options=options, dynamic=True if any_length else None)
 
 
 @contextmanager

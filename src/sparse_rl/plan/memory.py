@@ -1,7 +1,7 @@
 """Compute the GPU memory of a training run, by part and by phase. The peak is the phase with the most bytes.
 
 The sizes of weights, optimizer state and cache are exact. Activation sizes are derived from the tensors that autograd saves in
-a layer with compiled norms and MLP. `sizes.py` holds the constants that the plan shares with the engine and the learner.
+a compiled layer. `sizes.py` holds the constants that the plan shares with the engine and the learner.
 """
 
 # N tokens of a micro-batch, n response tokens among them, S slots, D hidden size, F intermediate size, V vocabulary size
@@ -232,8 +232,10 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     kept = 2 * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.qk_norm else 0)
     # linear layers save their input: the output of the norm, or a float32 copy of it for adapters
     if adapted:
-        kept += widen * dims.hidden * sum(name in adapted for name in ("q_proj", "k_proj", "v_proj"))
-        kept += widen * ((1 if fused else 2) * dims.hidden + dims.intermediate)  # if compiled, gate and up share one copy
+        copies = sum(name in adapted for name in ("q_proj", "k_proj", "v_proj")), 2
+        if fused:  # projections that share an input share its copy
+            copies = min(copies[0], 1), 1
+        kept += widen * (sum(copies) * dims.hidden + dims.intermediate)
     else:
         kept += 2 * dims.hidden * size
     # attention saves queries, keys, values, output and one sum per head; float32 attention also repeats keys, copies outputs
