@@ -48,7 +48,7 @@ def compilations(monkeypatch):
 
 def logprobs_and_gradients(model, rollouts, checkpointing):
     model.zero_grad()
-    with checkpointed(model, checkpointing):
+    with checkpointed(model, 2 * checkpointing):
         logprobs, _ = logprobs_of(model, rollouts, "dense")
         logprobs.sum().backward()
     return [logprobs.detach(), *(weight.grad.clone() for weight in model.parameters())]

@@ -28,12 +28,12 @@ from sparse_rl.models.actor import Actor
 from sparse_rl.models.shapes import SHAPES
 from sparse_rl.plan import dimensions, make_plan, memory, remedies
 from sparse_rl.plan.dimensions import from_config
-from sparse_rl.plan.memory import gradient_bytes, resident
+from sparse_rl.plan.memory import RESERVED_SHARE, gradient_bytes, peak_held, resident, step_phases
 from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
-from sparse_rl.train.memory import dense_slots, out_of_memory, peak_line, slots_of
+from sparse_rl.train.memory import checkpointed_layers, dense_slots, out_of_memory, peak_line, slots_of
 
 GIB = 2**30
 SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -184,7 +184,7 @@ def kept_bytes(config, layers, rank):
         (["--kv.budget", "256"], ["--kv.budget", "257"]),
         (["--rollout.max-tokens", "4096"], ["--rollout.max-tokens", "8192"]),
         (["--optimizer.tokens-per-microbatch", "8192"], ["--optimizer.tokens-per-microbatch", "16384"]),
-        (["--optimizer.gradient-checkpointing"], []),
+        (["--optimizer.gradient-checkpointing"], ["--optimizer.gradient-checkpointing", "false"]),
         (["--optimizer.state", "offload"], ["--optimizer.state", "8bit"]),
         (["--optimizer.state", "8bit"], ["--optimizer.state", "fp32"]),
         (["--model.lora.rank", "16"], []),
@@ -211,6 +211,25 @@ def test_auto_slots_are_as_many_as_fit_and_one_more_does_not():
     assert planned(*flags, "--rollout.prompts-per-step", "2", memory_gib=500).slots == 16
     assert planned(*flags, "--rollout.slots", "7").slots == 7
     assert planned(*flags, "--method", "dense").slots < plan.slots / 4
+
+
+def test_as_few_layers_recompute_their_activations_as_fit():
+    layers = dimensions("1.5B").layers
+    flags = ["--optimizer.state", "8bit", "--rollout.slots", "64"]
+    counts = [planned(*flags, memory_gib=gib).checkpointed_layers for gib in (500, 60, 50, 40, 30, 25, 1)]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == layers and 0 < counts[3] < layers
+    plan = planned(*flags, memory_gib=40)
+    assert plan.fits and not any(
+        planned(*flags, "--optimizer.gradient-checkpointing", word, memory_gib=40).checkpointed_layers
+        == plan.checkpointed_layers
+        for word in ("true", "false")
+    )
+    fewer = step_phases(plan.config, plan.dims, plan.slots, plan.prompt_tokens, plan.checkpointed_layers - 1)
+    assert peak_held(fewer, plan.pool_bytes) > plan.memory_bytes / (1 + RESERVED_SHARE)
+    cpu, cuda = (SimpleNamespace(device=torch.device(kind), config=MODELS["qwen2"]) for kind in ("cpu", "cuda"))
+    assert checkpointed_layers(plan.config, plan, cuda) == plan.checkpointed_layers
+    assert checkpointed_layers(plan.config, None, cuda) == cuda.config.num_hidden_layers  # not planned: as little as can be
+    assert checkpointed_layers(plan.config, None, cpu) == 0
 
 
 def test_slots_of_a_run():
@@ -288,7 +307,8 @@ def test_out_of_memory_says_what_would_fit():
     for remedy in remedies(surprised, ran_out=True):
         assert planned(*flags[:-1], "64", *remedy.split()).needed_bytes <= 0.9 * surprised.needed_bytes
     assert "a smaller model or a larger GPU" in str(out_of_memory(Config(), planned(memory_gib=1)))
-    assert "--optimizer.gradient-checkpointing true, or" in str(out_of_memory(Config()))  # without a plan
+    never = Config(optimizer={"gradient_checkpointing": False})
+    assert "--optimizer.gradient-checkpointing true, or" in str(out_of_memory(never))  # without a plan
 
 
 def test_prediction_and_peak_are_put_side_by_side():
@@ -544,7 +564,7 @@ def test_a_step_counts_every_pass_over_the_rollouts():
     """A reference's, the sampler's own view, and what Shadow Mask Distillation passes again."""
 
     def at(*flags):
-        return step_time(planned(*flags), GPUS["h200"])
+        return step_time(planned("--optimizer.gradient-checkpointing", "false", *flags), GPUS["h200"])
 
     plain, reference = at(), at("--loss.kl-coef", "0.01")
     assert plain.old_s == 0 and reference.update_s == plain.update_s  # the training pass gives old log-probs

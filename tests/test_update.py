@@ -16,6 +16,7 @@ from sparse_rl.learner.losses import LOSSES
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
 from sparse_rl.learner.replay import forward, packs
 from sparse_rl.learner.update import accumulate, update
+from sparse_rl.models.compile import decoder_layers
 from sparse_rl.models.support import head_of
 
 MAX_TOKENS = 24
@@ -215,14 +216,15 @@ def test_log_prob_chunks_do_not_change_an_update(sampled, monkeypatch):
 
 
 @pytest.mark.parametrize("view", ["dense", "sparse"])
-def test_gradient_checkpointing_changes_no_gradient(sampled, view):
+@pytest.mark.parametrize("layers", [1, 2])
+def test_gradient_checkpointing_changes_no_gradient(sampled, view, layers):
     sampler, rollouts = sampled
     learner, loss = moved(sampler, 1), LossConfig()
     batch = batch_of(sampler, rollouts, loss, "none", view=view)
     plain, _ = gradient_of(learner, batch, loss, view=view)
-    with checkpointed(learner, True):
-        training = [module for module in learner.modules() if module.training]
-        assert training and all(module.gradient_checkpointing for module in training)
+    with checkpointed(learner, layers):
+        training = [layer.training for layer in decoder_layers(learner)]
+        assert training == [True] * layers + [False] * (len(training) - layers)
         again, _ = gradient_of(learner, batch, loss, view=view)
     assert not any(module.training for module in learner.modules())
     assert_close(again, plain, 1e-12)

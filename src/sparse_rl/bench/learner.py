@@ -75,7 +75,7 @@ def bench(args: argparse.Namespace) -> None:
     optimizer.allocate()
 
     def learn(view: ReplayKind) -> None:
-        with checkpointed(model, args.gradient_checkpointing):
+        with checkpointed(model, optimizer.checkpointed_layers):
             accumulate(model, batch, list(packs(rollouts, args.tokens_per_microbatch)), loss, view, None, None)
 
     def update(view: ReplayKind) -> None:

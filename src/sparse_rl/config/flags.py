@@ -31,8 +31,8 @@ def add_flags(
         default = field.get_default(call_default_factory=True)
         shown = "" if default in (None, PydanticUndefined, ()) or default == {} else f" [{default}]"
         how: dict[str, Any] = {"metavar": _metavar(name, field.annotation)}
-        if field.annotation is bool:
-            how = {"nargs": "?", "const": "true", "metavar": "true|false"}
+        if field.annotation is bool or bool in get_args(field.annotation):
+            how = {"nargs": "?", "const": "true", "metavar": _truth(field.annotation)}
         dest, dashed = _dotted(section) + key, key.replace("_", "-")
         group.add_argument(f"--{prefix}{dashed}", dest=dest, help=f"{field.description}{shown}".replace("%", "%%"), **how)
         if dashed != key:
@@ -69,6 +69,11 @@ def _fields(section: type[Section]):
 
 def _metavar(name: str, annotation: Any) -> str:
     return "LIST" if _is_container(annotation, tuple) else "JSON" if _is_container(annotation) else name.upper()
+
+
+def _truth(annotation: Any) -> str:
+    words = [word for kind in get_args(annotation) for word in get_args(kind)]
+    return "|".join(["true", "false", *words])
 
 
 def _section_of(annotation: Any) -> type[Section] | None:

@@ -30,7 +30,10 @@ class OptimizerConfig(Section):
     )
     updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; a step's groups are split over them.")
     tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens per forward pass of the learner, prompts included.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Recompute activations in the backward pass: in all layers, in none, or (auto) in as many as the GPU's memory demands.",
+    )
     max_skipped_updates: int = Field(
         5, ge=1, description="Stop the run after this many consecutive updates with a loss or gradient that is not finite."
     )

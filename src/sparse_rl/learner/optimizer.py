@@ -14,11 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from ..config import OptimizerConfig
 from ..errors import UserError
+from ..models.compile import decoder_layers
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, settings: OptimizerConfig, steps: int):
+    def __init__(self, model: nn.Module, settings: OptimizerConfig, steps: int, *, checkpointed_layers: int | None = None):
+        """Set up the optimizer. By default all layers are checkpointed if `gradient_checkpointing` is True, else none."""
         self.settings, self.steps = settings, steps
+        if checkpointed_layers is None:
+            checkpointed_layers = len(decoder_layers(model)) if settings.gradient_checkpointing is True else 0
+        self.checkpointed_layers = checkpointed_layers
+        """Number of layers that recompute their activations in the backward pass, from the first on."""
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
         if not self.params:
@@ -144,12 +150,13 @@ class Optimizer:
 
 
 @contextmanager
-def checkpointed(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Enable gradient checkpointing inside the block.
+def checkpointed(model: nn.Module, layers: int) -> Iterator[None]:
+    """Enable gradient checkpointing of the first `layers` layers inside the block.
 
-    Only the checkpointed layers are set to training mode. Dropout stays off, so that the log-probs match the sampler's.
+    The first layers are the last in the backward pass: when they recompute, the others have freed their activations. Only
+    checkpointed layers are set to training mode. Dropout stays off, so that the log-probs match the sampler's.
     """
-    if not enabled:
+    if not layers:
         yield
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
@@ -157,13 +164,15 @@ def checkpointed(model: nn.Module, enabled: bool) -> Iterator[None]:
             f"{type(model).__name__} does not support gradient checkpointing: set optimizer.gradient_checkpointing to false."
         )
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    was = [layer.training for layer in layers]
-    for layer in layers:
-        layer.training = True
+    for layer in decoder_layers(model)[layers:]:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    chosen = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    was = [module.training for module in chosen]
+    for module in chosen:
+        module.training = True
     try:
         yield
     finally:
-        for layer, training in zip(layers, was, strict=True):
-            layer.training = training
+        for module, training in zip(chosen, was, strict=True):
+            module.training = training
         model.gradient_checkpointing_disable()  # type: ignore[operator]

@@ -236,7 +236,7 @@ def update(
     if not rows:
         return Updated({}, 0.0, learned=False, finite=True)
     settings = optimizer.settings
-    with checkpointed(model, settings.gradient_checkpointing):
+    with checkpointed(model, optimizer.checkpointed_layers):
         passes = passes_of([batch.rollouts[row] for row in rows], settings.tokens_per_microbatch, world)
         passes = [[rows[index] for index in indices] for indices in passes]
         sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta, world)))

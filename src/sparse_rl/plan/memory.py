@@ -69,6 +69,8 @@ class Plan:
     slots: int
     memory_bytes: int | None = None
     phases: list[Phase] = field(default_factory=list)
+    checkpointed_layers: int = 0
+    """Number of layers that recompute their activations in the backward pass."""
     evaluation_slots: int = 0
     """Slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's cache or is off."""
     evaluation_caches: list[str] = field(default_factory=list)
@@ -113,13 +115,20 @@ def make_plan(
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
-    phases = step_phases(config, dims, int(wanted), prompt_tokens)
-    evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens)
-    evicts, problems = config.sampler_kv.policy != "full", config.evaluated_problems
-    caches = config.evaluation_caches(evicts=evicts, dense_slots=evaluated, problems=problems)
-    if evaluated and (config.eval.slots != "auto" or "dense" in caches):
-        phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens)]
-    return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, evaluated, caches)
+
+    def plan_with(checkpointed: int) -> Plan:
+        phases = step_phases(config, dims, int(wanted), prompt_tokens, checkpointed)
+        evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens)
+        evicts, problems = config.sampler_kv.policy != "full", config.evaluated_problems
+        caches = config.evaluation_caches(evicts=evicts, dense_slots=evaluated, problems=problems)
+        if evaluated and (config.eval.slots != "auto" or "dense" in caches):
+            phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens)]
+        return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, checkpointed, evaluated, caches)
+
+    chosen = config.optimizer.gradient_checkpointing
+    if chosen == "auto":
+        return plan_with(dims.layers - largest(lambda plain: plan_with(dims.layers - plain).fits, dims.layers))
+    return plan_with(dims.layers if chosen else 0)
 
 
 def auto_limit(config: Config) -> int:
@@ -280,12 +289,14 @@ def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
     return lengths[: rollouts_of_rank(config)]
 
 
-def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[str, int]:
-    """Return the bytes of the backward pass of the largest micro-batch, by part.
+def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpointed: int) -> dict[str, int]:
+    """Return the bytes of the backward pass of the largest micro-batch, by part, if the first `checkpointed` layers recompute
+    their activations.
 
-    The peak occurs either in the LM head, while all activations are saved, or in the last layer. The larger one counts.
+    The peak occurs in the LM head, while all activations are saved, or in the last layer, or in the last layer that recomputes
+    its activations. The largest one counts.
     """
-    size, checkpointed = itemsize(config), config.optimizer.gradient_checkpointing
+    size = itemsize(config)
     lengths = response_lengths(prompt_tokens, config)
     n = sum(lengths)
     tokens = n + prompt_tokens * len(lengths)
@@ -294,18 +305,20 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int) -> dict[s
     if shadow:  # FlexAttention pads the sequence to a power of two
         layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens
-    kept = (dims.hidden * size * tokens if checkpointed else layer) * dims.layers + ends
+    inputs = checkpointed * dims.hidden * size * tokens + ends
+    kept = inputs + (dims.layers - checkpointed) * layer
     if config.method == "smd" and config.loss.smd.direction != "shadow_to_dense":
-        kept *= 2
+        inputs, kept = 2 * inputs, 2 * kept
     evictions = 0
     if shadow:
         evictions = 5 * dims.layers * dims.kv_heads * tokens * 4
-        evictions += block_list_bytes(dims, padded_length(tokens), 1 if checkpointed else dims.layers)
+        evictions += block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed))
     in_head = kept, head_bytes(config, dims, n, backward=True)
     head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
-    at_work = (layer if checkpointed else 0) + transient_per_token(config, dims, backward=True) * tokens
+    at_work = transient_per_token(config, dims, backward=True) * tokens
     in_layer = kept + at_work, head_gradient
-    activations, logits = max(in_head, in_layer, key=sum)
+    recomputing = (inputs + layer + at_work if checkpointed else 0), head_gradient
+    activations, logits = max(in_head, in_layer, recomputing, key=sum)
     batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
     return {
         "gathered layers": gathered_bytes(config, dims),
@@ -351,7 +364,7 @@ def always_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: in
     return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens + config.rollout.max_tokens)
 
 
-def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> list[Phase]:
+def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, checkpointed: int) -> list[Phase]:
     always = always_parts(config, dims, slots, prompt_tokens)
     scratch = 0
     if config.sampler_kv.policy != "full":
@@ -378,7 +391,7 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
         Phase("prefill", always | prefill),
         Phase("sampling", always | step | {"compaction scratch": scratch}),
         Phase("old log-probs", always | old),
-        Phase("update", always | update_parts(config, dims, prompt_tokens)),
+        Phase("update", always | update_parts(config, dims, prompt_tokens, checkpointed)),
         Phase("optimizer", always | optimizer),
     ]
 

@@ -16,7 +16,7 @@ from ..format import GIB, gib
 from ..host_memory import machine_bytes
 from ..sizes import slot_bytes
 from ..terminal import Terminal
-from ..text import printable
+from ..text import listed, printable
 from .dimensions import dimensions
 from .evaluation import evaluation_times, evaluations, share_of_run
 from .host import HostPlan, host_plan
@@ -129,15 +129,19 @@ def phase_table(plan: Plan | HostPlan, title: str) -> Table:
     return table
 
 
+def _recomputing(count: int, layers: int) -> str:
+    if count in (0, layers):
+        return "all layers recompute them" if count else "no layer recomputes them"
+    return f"{count} of {layers} layers recompute them"
+
+
 def activations(plan: Plan) -> str:
     """Return a sentence with the size of the activations, with and without gradient checkpointing."""
-    config = plan.config
-    found = []
-    for enabled in (False, True):
-        optimizer = config.optimizer.model_copy(update={"gradient_checkpointing": enabled})
-        parts = update_parts(config.model_copy(update={"optimizer": optimizer}), plan.dims, plan.prompt_tokens)
-        found.append(gib(parts["activations"]))
-    return f"Activations of the fullest micro-batch: {found[0]} GiB, with optimizer.gradient_checkpointing {found[1]} GiB."
+    layers, chosen = plan.dims.layers, plan.checkpointed_layers
+    counts = sorted({0, chosen, layers})
+    sizes = [gib(update_parts(plan.config, plan.dims, plan.prompt_tokens, count)["activations"]) for count in counts]
+    found = [f"{size} GiB if {_recomputing(count, layers)}" for count, size in zip(counts, sizes, strict=True)]
+    return f"Activations of the fullest micro-batch: {listed(found)}. In this run, {_recomputing(chosen, layers)}."
 
 
 def arms(plan: Plan) -> list[tuple[str, Plan]]:

@@ -133,7 +133,7 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     tokens = rollouts * length
     forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of all pairs
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
-    passes = 1 + backward + (1 if optimizer.gradient_checkpointing else 0)
+    passes = 1 + backward + plan.checkpointed_layers / dims.layers
     if config.method == "smd":  # smd adds a dense pass; without gradient if the dense model is the teacher
         passes += 1 if config.loss.smd.direction == "shadow_to_dense" else passes
     learner = gpu.flops * LEARNER_MFU
@@ -188,7 +188,7 @@ def communication(plan: Plan) -> Communication:
     passes = -(-rollouts_of_rank(config) * length // max(length, config.optimizer.tokens_per_microbatch))
     whole, others = dims.params * itemsize(config), (ranks - 1) / ranks
     speed = NODE_BYTES_PER_S if ranks <= NODE_GPUS else NETWORK_BYTES_PER_S
-    again = 3 if config.optimizer.gradient_checkpointing else 2
+    again = 2 + plan.checkpointed_layers / dims.layers
     reduced = 4 * dims.params * others * (config.optimizer.updates_per_step if config.ranks.hold_gradients else passes)
     old, update, sync = passes_before_update(config) * passes * whole * others, again * passes * whole * others, whole * others
     return Communication(old + update + sync, reduced, old / speed, (update + reduced) / speed, sync / speed)

@@ -46,6 +46,18 @@ def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
     return min(slots, MAX_AUTO_SLOTS, rollouts_of_rank(config))
 
 
+def checkpointed_layers(config: Config, plan: Plan | None, model: PreTrainedModel) -> int:
+    """Return the number of layers that recompute their activations.
+
+    "auto" is the plan's number. Without a plan it is all layers on a GPU, and none on a CPU.
+    """
+    chosen = config.optimizer.gradient_checkpointing
+    if chosen == "auto" and plan is not None:
+        return plan.checkpointed_layers
+    everywhere = chosen is True or (chosen == "auto" and model.device.type == "cuda")
+    return model.config.get_text_config().num_hidden_layers if everywhere else 0
+
+
 def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:
     """Return the slots of the dense evaluation cache, for sequences of `longest` tokens, in addition to the sampler's cache.
 

@@ -70,7 +70,7 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
     smd = config.loss.smd if config.method == "smd" else None
     try:
         optimizer.allocate()
-        with checkpointed(model, config.optimizer.gradient_checkpointing):
+        with checkpointed(model, optimizer.checkpointed_layers):
             twice = [*passes, *passes]  # moments, accumulated gradients and activations coexist only in the second micro-batch
             accumulate(model, batch, twice, config.loss, view, smd, None)
     finally:

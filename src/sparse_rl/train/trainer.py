@@ -29,7 +29,7 @@ from .health import Health
 from .held_out import Evaluator
 from .inputs import RunInputs, load_all
 from .loggers import Logger
-from .memory import peak_line, peak_metrics, plan_run, slots_of
+from .memory import checkpointed_layers, peak_line, peak_metrics, plan_run, slots_of
 from .preflight import preflight
 from .rollouts import RolloutSampler
 from .run_folder import RunFolder
@@ -67,7 +67,8 @@ class Trainer:
         evaluated = [prompt for held_out in inputs.held_out for prompt in held_out.prompts]
         self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *evaluated])))
         self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
-        self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps)
+        layers = max(world.gather(checkpointed_layers(config, self.plan, self.actor.learner)))  # FSDP runs layers together
+        self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps, checkpointed_layers=layers)
         self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
         order = Order(len(inputs.examples), config.seed).take
         self.rollout_sampler = RolloutSampler(
