@@ -7,7 +7,7 @@ from sparse_rl import KV, NEVER, Engine, Sampling
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.rollout import generation
 from sparse_rl.rollout.prefill import prefill
-from sparse_rl.rollout.runner import EagerRunner
+from sparse_rl.rollout.runner import EagerRunner, graph_slots
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, [11, 12], list(range(59, 10, -1))]
 SEEDS = [101, 102, 103, 104, 105]
@@ -130,3 +130,12 @@ def test_new_sequences_wait_for_each_other_and_change_nothing(model, monkeypatch
     for left, right in zip(*runs, strict=True):
         assert_same(left, right)
     assert prefills[1] < prefills[0]
+
+
+def test_a_graph_holds_the_active_slots_and_few_more():
+    for slots in (1, 7, 16, 40, 256, 300, 1024):
+        sizes = [graph_slots(active, slots) for active in range(1, slots + 1)]
+        assert sizes == sorted(sizes) and sizes[-1] == slots
+        assert all(active <= size <= max(16, active + slots // 4, 2 * active - 1) for active, size in enumerate(sizes, 1))
+        assert len(set(sizes)) <= 16  # each is captured once
+    assert [graph_slots(active, 256) for active in (3, 17, 33, 129, 161, 225)] == [16, 32, 64, 160, 192, 256]

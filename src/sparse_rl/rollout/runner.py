@@ -32,6 +32,15 @@ from .sampling import sample
 
 SMALLEST = 16
 """Smallest slot count of a graph. A graph with fewer slots would not be faster."""
+SIZES = 8
+"""Number of evenly spaced graph sizes up to all slots. Smaller graphs have power-of-two sizes."""
+
+
+def graph_slots(active: int, slots: int) -> int:
+    """Return the size of the smallest graph that holds the active slots."""
+    spacing = max(SMALLEST, next_power_of_2(slots) // SIZES)
+    size = -(-active // spacing) * spacing if active > spacing else max(SMALLEST, next_power_of_2(active))
+    return min(size, slots)
 
 
 class NotCapturable(RuntimeError):
@@ -161,7 +170,7 @@ class GraphRunner:
     def start(self, slots: SlotState, sampling: Sampling) -> None:
         """Upload the state of the active slots, and capture the step if its slot count is new."""
         self.active = len(slots.tokens)
-        bucket = min(self.cache.slots, max(SMALLEST, next_power_of_2(self.active)))
+        size = graph_slots(self.active, self.cache.slots)
         self.temperature_1.fill_(sampling.logprob_temperature)
         self.truncation.top_k_1.fill_(sampling.top_k)
         self.truncation.top_p_1.fill_(sampling.top_p)
@@ -169,10 +178,10 @@ class GraphRunner:
         host.fill(0)
         for row, values in enumerate((slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last)):
             host[row, : self.active] = values
-        key = (bucket, sampling.temperature == 0, truncates(sampling))
+        key = (size, sampling.temperature == 0, truncates(sampling))
         if key not in self.graphs:
             try:
-                self.graphs[key] = self._capture(bucket, sampling)
+                self.graphs[key] = self._capture(size, sampling)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
