@@ -105,7 +105,7 @@ def test_an_offloaded_optimizer_holds_masters_moments_and_gradients(rank):
     learner = actor.learner.to(torch.bfloat16) if rank else actor.learner
     optimizer = Optimizer(learner, OptimizerConfig(state="offload"), steps=1)
     learner(torch.tensor([[1, 2, 3]])).logits.float().square().mean().backward()
-    gradients = sum(master.grad.nbytes for master in optimizer.masters)
+    gradients = sum(collector.grad.nbytes for collector in optimizer.collectors)
     masters = sum(master.nbytes for master in optimizer.masters)
     moments = sum(state[name].nbytes for state in optimizer.moments.values() for name in ("exp_avg", "exp_avg_sq"))
     counted = parts_of("update", run_config(**{"optimizer": {"state": "offload"}, **adapted(rank)}))

@@ -410,6 +410,21 @@ def test_offloaded_state_gives_the_same_weights():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+def test_offloaded_half_precision_weights_are_the_same_and_gradients_gather_beside_them():
+    """To the bit: they pass through memory of the host once in an update, and stand-ins for the masters take no room."""
+    plain, offloaded = toy(torch.bfloat16), toy(torch.bfloat16)
+    train_toy(plain, OptimizerConfig(lr=1e-2), micro=2)
+    optimizer = train_toy(offloaded, OptimizerConfig(lr=1e-2, state="offload"), micro=2)
+    for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert all(collector.untyped_storage().nbytes() == 4 for collector in optimizer.collectors)
+    buffers = {grad.data_ptr() for grad in optimizer._host_grads.values()}
+    (offloaded(torch.ones(4, 8, dtype=torch.bfloat16)) ** 2).sum().backward()
+    assert all(master.grad is None for master in optimizer.masters)
+    optimizer.update(0)
+    assert {grad.data_ptr() for grad in optimizer._host_grads.values()} == buffers  # allocated once
+
+
 def test_long_gradients_are_clipped_and_reported_whole():
     model = toy()
     optimizer = Optimizer(model, OptimizerConfig(clip_norm=1e-3), steps=1)

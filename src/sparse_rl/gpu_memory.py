@@ -1,6 +1,9 @@
-"""GPU memory that torch can use in this process."""
+"""GPU memory that torch can use in this process, and page-locked host memory for fast copies to and from a GPU."""
+
+import weakref
 
 import torch
+from torch import Tensor
 from torch import device as Device
 
 
@@ -18,6 +21,13 @@ def room_bytes(device: Device) -> int:
 def free_bytes(device: Device) -> int:
     """Return the bytes that torch can still allocate on this GPU, including reserved memory that is not in use."""
     return max(0, room_bytes(device) - torch.cuda.memory_allocated(device))
+
+
+def page_lock(tensor: Tensor) -> None:
+    """Page-lock the memory of a host tensor, if CUDA allows it. torch's own allocator would round its size up to a power of two."""
+    cudart, address = torch.cuda.cudart(), tensor.data_ptr()
+    if int(cudart.cudaHostRegister(address, tensor.nbytes, 0)) == 0:
+        weakref.finalize(tensor, cudart.cudaHostUnregister, address)
 
 
 def with_index(device: Device) -> Device:

@@ -97,8 +97,8 @@ def bench(args: argparse.Namespace) -> None:
         optimizer.clear()
 
     def optimizer_alone() -> None:
-        for master in optimizer.masters:
-            master.grad = torch.zeros_like(master)
+        for collector in optimizer.collectors:
+            collector.grad = torch.zeros_like(collector)
         optimizer.update(0)
 
     forward_flops = pass_flops(model, rollouts)

@@ -99,8 +99,8 @@ def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
             response_logprobs(model, forward(model, rollouts, "dense"))
 
     def optimize() -> None:
-        for master in trainer.optimizer.masters:
-            master.grad = torch.zeros_like(master)
+        for collector in trainer.optimizer.collectors:
+            collector.grad = torch.zeros_like(collector)
         trainer.optimizer.update(0)
 
     def learn() -> None:

@@ -189,15 +189,9 @@ class _HeadGradients:
         if self.of_hidden is not None:
             self.of_hidden[rows] = grad_logits_nV @ self.weight_VD
         if self.of_weight is not None:
-            self._add_product(self.of_weight, grad_logits_nV.T, self.hidden_ND[rows])
+            self.of_weight += grad_logits_nV.T @ self.hidden_ND[rows]
         if self.of_bias is not None:
             self.of_bias += grad_logits_nV.sum(dim=0)
-
-    def _add_product(self, into: Tensor, left: Tensor, right: Tensor) -> None:
-        if left.is_cuda and left.dtype != into.dtype:  # accumulate in one product, without rounding to half precision
-            torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
-        else:
-            into += left @ right
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (

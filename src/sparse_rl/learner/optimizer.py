@@ -1,6 +1,8 @@
 """AdamW over float32 master weights for a model of any dtype, with a learning rate schedule and gradient clipping.
 
-Gradients of half-precision weights are accumulated in float32, so the result does not depend on how a batch is split.
+Gradients of half-precision weights are accumulated in float32, so the result does not depend on how a batch is split. They are
+accumulated where the weights are. With `state = "offload"`, masters and moments are in page-locked host memory: each update
+copies the gradients there and the new weights back.
 """
 
 import math
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config import OptimizerConfig
 from ..errors import UserError
+from ..gpu_memory import page_lock
 from ..models.compile import decoder_layers
 
 
@@ -30,6 +33,9 @@ class Optimizer:
         if not self.params:
             raise UserError("The model has no trainable weights: set requires_grad for at least one parameter.")
         self.masters = [self._master(param) for param in self.params]
+        self.collectors = [self._collector(param, master) for param, master in zip(self.params, self.masters, strict=True)]
+        """Tensors whose `grad` accumulates the gradients of an update: the masters, or stand-ins where these are offloaded."""
+        self._host_grads: dict[int, Tensor] = {}
         decayed = [master for master in self.masters if master.dim() > 1]
         plain = [master for master in self.masters if master.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
@@ -42,17 +48,28 @@ class Optimizer:
         if param.dtype in (torch.float32, torch.float64) and device == param.device:
             return param
         master = nn.Parameter(param.detach().to(device, torch.float32, copy=True))
+        if param.is_cuda and not master.is_cuda:
+            page_lock(master)
+        return master
+
+    def _collector(self, param: nn.Parameter, master: nn.Parameter) -> nn.Parameter:
+        """Return the tensor that accumulates the gradient of a parameter, and make the parameter pass its gradients on."""
+        if param is master:
+            return master
+        offloaded = self.settings.state == "offload"
+        # a stand-in on the parameter's device has its shape, but only one element of memory
+        collector = nn.Parameter(torch.zeros((), device=param.device).expand(param.shape)) if offloaded else master
 
         def collect(param: Tensor) -> None:
             assert param.grad is not None
-            if master.grad is None:
-                master.grad = param.grad.to(master.device, torch.float32)
+            if collector.grad is None:
+                collector.grad = param.grad.to(torch.float32)
             else:
-                master.grad.add_(param.grad.to(master.device))  # accumulate in float32, whatever the dtype of the gradient
+                collector.grad.add_(param.grad)  # in float32, whatever the dtype of the gradient
             param.grad = None
 
         param.register_post_accumulate_grad_hook(collect)
-        return master
+        return collector
 
     def _adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         how: dict[str, Any] = {
@@ -81,21 +98,23 @@ class Optimizer:
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply the collected gradients by a factor."""
-        torch._foreach_mul_([master.grad for master in self.masters if master.grad is not None], factor)
+        torch._foreach_mul_([collector.grad for collector in self.collectors if collector.grad is not None], factor)
 
     def update(self, step: int) -> float | None:
         """Run one AdamW update with the accumulated gradients and return the gradient norm.
 
         If the norm is not finite, skip the update and return None.
         """
-        grads = [master.grad for master in self.masters if master.grad is not None]
+        grads = [collector.grad for collector in self.collectors if collector.grad is not None]
         total = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
             self.clear()
             return None
         if norm > self.settings.clip_norm:
-            nn.utils.clip_grads_with_norm_(self.masters, self.settings.clip_norm, torch.tensor(norm))
+            nn.utils.clip_grads_with_norm_(self.collectors, self.settings.clip_norm, torch.tensor(norm))
+        del grads
+        self._offload_gradients()
         for group in self.adamw.param_groups:
             if isinstance(group["lr"], Tensor):  # torchao keeps the learning rate on the device
                 group["lr"].fill_(self.lr_at(step))
@@ -105,6 +124,23 @@ class Optimizer:
         self.clear()
         self._write_back()
         return norm
+
+    def _offload_gradients(self) -> None:
+        """Move the gradients to the masters, where these are offloaded."""
+        moved = [
+            pair for pair in enumerate(self.collectors) if pair[1] is not self.masters[pair[0]] and pair[1].grad is not None
+        ]
+        for index, collector in moved:
+            assert collector.grad is not None
+            if index not in self._host_grads:
+                self._host_grads[index] = torch.empty_like(self.masters[index].detach())
+                if collector.is_cuda:
+                    page_lock(self._host_grads[index])
+            self._host_grads[index].copy_(collector.grad, non_blocking=True)
+        if moved and moved[0][1].is_cuda:
+            torch.cuda.synchronize(moved[0][1].device)
+        for index, collector in moved:
+            self.masters[index].grad, collector.grad = self._host_grads[index], None
 
     def allocate(self) -> None:
         """Allocate the optimizer moments now instead of in the first update. The step count stays 0."""
@@ -123,13 +159,16 @@ class Optimizer:
         self.clear()
 
     def clear(self) -> None:
-        for weight in (*self.masters, *self.params):
+        for weight in (*self.masters, *self.collectors, *self.params):
             weight.grad = None
 
     @torch.no_grad()
     def _write_back(self) -> None:
         pairs = [(param, master) for param, master in zip(self.params, self.masters, strict=True) if param is not master]
-        if pairs:
+        if pairs and pairs[0][0].device != pairs[0][1].device:
+            for param, master in pairs:
+                param.copy_(master.to(param.device, non_blocking=True))  # the dtype changes on the GPU
+        elif pairs:
             params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(params, masters)
 

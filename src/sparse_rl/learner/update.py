@@ -243,7 +243,7 @@ def update(
     if isinstance(batch, OnePassBatch):
         batch.share(world)
     if not is_sharded(model):
-        world.sum_gradients(optimizer.masters)
+        world.sum_gradients(optimizer.collectors)
     active = sums.get("active_rows", 0)
     if not active or (sums.get("opsm_dropped") == active and not every_token):  # every row with a signal was dropped
         optimizer.clear()

@@ -11,7 +11,6 @@ memory is short (`model.lora.merge = false`), it has the learner's: `merge` writ
 
 import contextlib
 import copy
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..config import LoraConfig, RanksConfig
 from ..errors import UserError
+from ..gpu_memory import page_lock
 
 ADAPTER = "default"
 
@@ -119,14 +119,12 @@ class Actor:
 
 
 def _on_host(weight: Tensor) -> Tensor:
-    """Return a copy in host memory, page-locked if it can be. torch's own allocator would round its size up to a power of two."""
+    """Return a copy in host memory, page-locked if it can be."""
     if weight.is_meta:  # a model without weights, for the plan
         return weight.detach()
     copied = weight.detach().to("cpu", copy=True)
     if weight.is_cuda:
-        cudart, address = torch.cuda.cudart(), copied.data_ptr()
-        if int(cudart.cudaHostRegister(address, copied.nbytes, 0)) == 0:
-            weakref.finalize(copied, cudart.cudaHostUnregister, address)
+        page_lock(copied)
     return copied
 
 

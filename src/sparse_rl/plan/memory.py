@@ -187,14 +187,9 @@ def resident(config: Config, dims: Dimensions) -> dict[str, int]:
 
 
 def gradient_bytes(config: Config, dims: Dimensions) -> int:
-    """Return the bytes of the gradients, which are accumulated in float32 over the micro-batches of an update.
-
-    With optimizer.state = "offload", each weight's gradient is moved to host memory as soon as it is computed.
-    """
+    """Return the bytes of the gradients, which are accumulated in float32 over the micro-batches of an update."""
     lora = config.model.lora
     trained = dims.adapter_params(lora.targets, lora.rank) if lora.rank else dims.params
-    if config.optimizer.state == "offload":
-        return 0 if lora.rank else itemsize(config) * dims.embedding_params
     if sharded(config):
         held = dims.params if config.ranks.hold_gradients else max(dims.layer_params, outside_layers(dims))
         return 4 * (dims.params // config.ranks.count + held)

@@ -139,8 +139,7 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     learner = gpu.flops * LEARNER_MFU
     update = passes * forward / learner
     if optimizer.state == "offload" and not config.model.lora.rank:
-        microbatches = -(-tokens // max(length, optimizer.tokens_per_microbatch))
-        update += (microbatches * 2 + 4 * optimizer.updates_per_step) * dims.params / HOST_BYTES_PER_S
+        update += 8 * optimizer.updates_per_step * dims.params / HOST_BYTES_PER_S  # float32 gradients there, weights back
     old = passes_before_update(config) * forward / learner
     travels = communication(plan)
     return StepTime(
