@@ -24,10 +24,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's custom code from the hub")
 
 
+def is_recipe(what: str) -> bool:
+    return what in recipe_names() or what.endswith(".toml")
+
+
 def recipe_or_model(what: str) -> dict[str, Any]:
     """Return the config values of a recipe. If `what` is not a recipe, return `{"model": {"path": what}}`."""
-    is_recipe = what in recipe_names() or what.endswith(".toml")
-    return recipe(what) if is_recipe else {"model": {"path": what}}
+    return recipe(what) if is_recipe(what) else {"model": {"path": what}}
 
 
 def refuse_rank_count(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..config import Config, add_flags, from_flags
-from .arguments import recipe_or_model
+from .arguments import is_recipe, recipe_or_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         metavar="MODEL_OR_RECIPE",
         help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe",
+    )
+    parser.add_argument(
+        "--longest",
+        action="store_true",
+        help="print the longest response that trains instead; --gpu-memory then takes several sizes: 24GB,80GB",
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory, such as 24GiB or 80GB [memory of --gpu]")
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of the machine, such as 256GiB [of this machine]")
@@ -28,14 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from ..plan.longest import refuse_length, show_longest
     from ..plan.output import show_plan
 
     config = from_flags(args, Config, recipe_or_model(args.what))
-    show_plan(
-        config,
-        gpu_memory=args.gpu_memory,
-        gpu_name=args.gpu,
-        host_memory=args.host_memory,
-        prompt_tokens=args.prompt_tokens,
-        file=args.json,
-    )
+    options = {
+        "gpu_memory": args.gpu_memory,
+        "gpu_name": args.gpu,
+        "host_memory": args.host_memory,
+        "prompt_tokens": args.prompt_tokens,
+        "file": args.json,
+    }
+    if args.longest:
+        refuse_length(getattr(args, "rollout.max_tokens"))
+        show_longest(config, is_recipe=is_recipe(args.what), **options)
+    else:
+        show_plan(config, **options)

@@ -25,6 +25,15 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
+def context_length(positions: int | None, rope: dict[str, Any] | None) -> int | None:
+    """Return the context length that a config states. YaRN multiplies that of the original training."""
+    rope = rope or {}
+    kind = rope.get("rope_type") or rope.get("type")  # older files say type
+    if positions is None or kind != "yarn" or not rope.get("factor"):
+        return positions
+    return max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)))
+
+
 def refuse_missing(path: str) -> None:
     """Raise if a path does not exist locally and cannot be a hub id."""
     here = Path(path)

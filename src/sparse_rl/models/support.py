@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..errors import UserError, first_line
 from ..kv.cache import CacheShape
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
+from .folder import context_length
 from .head import Head, decoder_output, hidden_states
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -182,12 +183,7 @@ def _refuse_by_layers(config, kind: str) -> None:
 
 
 def _context(config) -> int | None:
-    """Return the context length in the configuration. YaRN multiplies that of the original training."""
-    positions = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if positions is None or rope.get("rope_type") != "yarn" or not rope.get("factor"):
-        return positions
-    return max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)))
+    return context_length(getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None))
 
 
 def _has_table(model: PreTrainedModel, context: int) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..models.folder import checked_config
+from ..models.folder import checked_config, context_length
 from ..models.shapes import SHAPES
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
@@ -42,6 +42,7 @@ class Dimensions:
     """Names of the linear layers with a bias."""
     qk_norm: bool = False
     context: int | None = None
+    """Maximum number of tokens of a sequence, if the config states one."""
 
     @property
     def q_width(self) -> int:
@@ -132,7 +133,9 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
         tied=bool(config.get("tie_word_embeddings", False)),
         biases=biases,
         qk_norm=kind == "qwen3",
-        context=config.get("max_position_embeddings"),
+        context=context_length(
+            config.get("max_position_embeddings"), config.get("rope_parameters") or config.get("rope_scaling")
+        ),
     )
 
 

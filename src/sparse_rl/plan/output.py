@@ -65,16 +65,11 @@ def show_plan(
     prompt_tokens: int,
     file: Path | None,
 ) -> None:
-    if prompt_tokens < 1:
-        raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
-    if file and not file.parent.is_dir():
-        raise UserError(f"The folder of {file} does not exist: create it first.")
+    config = checked_inputs(config, prompt_tokens, file)
     named = find_gpu(gpu_name or "H200")
     total = parse_size(gpu_memory) if gpu_memory else named.memory_bytes
     gpu = named if gpu_name else min(GPUS.values(), key=lambda card: abs(card.memory_bytes - total))
     dims = dimensions(config.model.path)
-    if config.model.dtype is None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
     console.print(headline(plan, total), soft_wrap=True, markup=False)
@@ -93,6 +88,17 @@ def show_plan(
     console.print(verdict(plan, total), soft_wrap=True, markup=False)
     if file:
         file.write_text(json.dumps(record(plan, gpu, total) | {"host": host.record}, indent=1) + "\n")
+
+
+def checked_inputs(config: Config, prompt_tokens: int, file: Path | None) -> Config:
+    """Check the arguments of `plan`. Return the config with the dtype that a GPU uses by default."""
+    if prompt_tokens < 1:
+        raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
+    if file and not file.parent.is_dir():
+        raise UserError(f"The folder of {file} does not exist: create it first.")
+    if config.model.dtype is not None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
 
 
 def wide_console() -> Console:
@@ -129,7 +135,7 @@ def phase_table(plan: Plan | HostPlan, title: str) -> Table:
     return table
 
 
-def _recomputing(count: int, layers: int) -> str:
+def recomputing(count: int, layers: int) -> str:
     if count in (0, layers):
         return "all layers recompute them" if count else "no layer recomputes them"
     return f"{count} of {layers} layers recompute them"
@@ -140,8 +146,8 @@ def activations(plan: Plan) -> str:
     layers, chosen = plan.dims.layers, plan.checkpointed_layers
     counts = sorted({0, chosen, layers})
     sizes = [gib(update_parts(plan.config, plan.dims, plan.prompt_tokens, count)["activations"]) for count in counts]
-    found = [f"{size} GiB if {_recomputing(count, layers)}" for count, size in zip(counts, sizes, strict=True)]
-    return f"Activations of the fullest micro-batch: {listed(found)}. In this run, {_recomputing(chosen, layers)}."
+    found = [f"{size} GiB if {recomputing(count, layers)}" for count, size in zip(counts, sizes, strict=True)]
+    return f"Activations of the fullest micro-batch: {listed(found)}. In this run, {recomputing(chosen, layers)}."
 
 
 def arms(plan: Plan) -> list[tuple[str, Plan]]:

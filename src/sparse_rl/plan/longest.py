@@ -1,0 +1,215 @@
+"""`sparse-rl plan --longest`: compute the longest response that trains, and what limits it. Nothing is measured."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..config import Config
+from ..errors import UserError
+from ..format import GIB, gib
+from ..host_memory import machine_bytes
+from .dimensions import Dimensions, dimensions
+from .host import host_plan
+from .memory import CONTEXT_BYTES, Plan, largest, make_plan
+from .output import checked_inputs, parse_size, recomputing, wide_console
+from .remedies import sentence
+from .roofline import find_gpu
+
+LIMIT_TOKENS = 2**24
+"""Length at which the search ends."""
+RANK = 16
+"""LoRA rank of the table, if the config trains all weights."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest response that trains. `tokens` is 0 if no response does."""
+
+    tokens: int
+    """Largest `rollout.max_tokens` within the memory and the model's context."""
+    by_memory: int
+    """Largest `rollout.max_tokens` within the memory alone."""
+    bound: str
+    """What limits `tokens`: the phase that exceeds the GPU's memory at one more token, `host memory` or `context`."""
+    plan: Plan
+    """Plan at `tokens`, or at one token if no response fits."""
+
+
+def longest_response(
+    config: Config, dims: Dimensions, *, memory_bytes: int, prompt_tokens: int = 256, host_bytes: int | None = None
+) -> Longest:
+    """Return the longest response for which the plan fits with `rollout.slots`, or with one group in the slots if "auto".
+
+    A micro-batch holds at least one rollout. `optimizer.tokens_per_microbatch` is lowered to one rollout if more do not fit.
+    """
+    fewest = config.rollout.samples_per_prompt if config.rollout.slots == "auto" else config.rollout.slots
+
+    def plan_at(tokens: int, slots: int | None, microbatch: int = 1) -> Plan:
+        changed = with_length(config, tokens, max(microbatch, prompt_tokens + tokens))
+        return make_plan(changed, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots)
+
+    by_gpu = largest(lambda tokens: plan_at(tokens, fewest).fits, LIMIT_TOKENS)
+    by_memory = by_gpu
+    if host_bytes is not None:
+        by_memory = largest(lambda tokens: host_plan(plan_at(tokens, fewest)).peak_bytes <= host_bytes, by_gpu)
+    room = LIMIT_TOKENS if dims.context is None else max(0, dims.context - prompt_tokens)
+    tokens = min(by_memory, room)
+    configured = config.optimizer.tokens_per_microbatch
+    fits_as_configured = plan_at(max(1, tokens), fewest, configured).fits
+    plan = plan_at(max(1, tokens), None, configured if fits_as_configured else 1)
+    if room < by_memory:
+        bound = "context"
+    elif by_memory < by_gpu:
+        bound = "host memory"
+    else:
+        bound = plan_at(by_memory + 1, fewest).fullest.name
+    return Longest(tokens, by_memory, bound, plan)
+
+
+def with_length(config: Config, tokens: int, microbatch: int) -> Config:
+    """Return the config for responses of `tokens` and micro-batches of at most `microbatch` tokens."""
+    rollout = config.rollout.model_copy(update={"max_tokens": tokens})
+    microbatch = min(config.optimizer.tokens_per_microbatch, microbatch)
+    optimizer = config.optimizer.model_copy(update={"tokens_per_microbatch": microbatch})
+    return config.model_copy(update={"rollout": rollout, "optimizer": optimizer})
+
+
+# Output
+
+
+def show_longest(
+    config: Config,
+    *,
+    is_recipe: bool,
+    gpu_memory: str | None,
+    gpu_name: str | None,
+    host_memory: str | None,
+    prompt_tokens: int,
+    file: Path | None,
+) -> None:
+    """Print the longest response of a recipe, or a table for a model, for each size in `gpu_memory` (`24GB,80GB`)."""
+    config = checked_inputs(config, prompt_tokens, file)
+    gpu = find_gpu(gpu_name or "H200")
+    sizes = {size.strip(): parse_size(size) for size in gpu_memory.split(",")} if gpu_memory else {gpu.name: gpu.memory_bytes}
+    dims, host_bytes = dimensions(config.model.path), parse_size(host_memory) if host_memory else None
+    console, rows = wide_console(), []
+    for names, arm in [(named(config), config)] if is_recipe else arms(config):
+        for size, total in sizes.items():
+            room = total - CONTEXT_BYTES
+            found = longest_response(arm, dims, memory_bytes=room, prompt_tokens=prompt_tokens, host_bytes=host_bytes)
+            rows.append((*names, size, found))
+    if is_recipe:
+        for row in rows:
+            for line in sentences(row[-1], row[-2]):
+                console.print(line, soft_wrap=True, markup=False)
+    else:
+        console.print(longest_table(rows, list(sizes)))
+        for line in notes(config, dims, prompt_tokens):
+            console.print(line, soft_wrap=True, markup=False)
+    if file:
+        record = {"model": config.model.path, "prompt_tokens": prompt_tokens, "rows": [row_record(*row) for row in rows]}
+        file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def named(config: Config) -> tuple[str, str, str]:
+    """Return (trained weights, optimizer state, sampler) of a config in words."""
+    lora, kv = config.model.lora, config.kv
+    sampler = "dense" if config.sampler_kv.policy == "full" else f"{kv.policy} {kv.budget}+{kv.interval}"
+    return f"LoRA rank {lora.rank}" if lora.rank else "all weights", config.optimizer.state, sampler
+
+
+def arms(config: Config) -> list[tuple[tuple[str, str, str], Config]]:
+    """Return the rows of a model's table: all weights with each optimizer state, and LoRA, with a sparse and a dense sampler."""
+    rank = config.model.lora.rank or RANK
+    trained = [(0, state) for state in ("fp32", "8bit", "offload")] + [(rank, config.optimizer.state)]
+    sparse = "sparse_rl" if config.method == "dense" else config.method
+    made = []
+    for lora_rank, state in trained:
+        lora = config.model.lora.model_copy(update={"rank": lora_rank, "merge": False})
+        update = {
+            "model": config.model.model_copy(update={"lora": lora}),
+            "optimizer": config.optimizer.model_copy(update={"state": state}),
+        }
+        made += [config.model_copy(update=update | {"method": method}) for method in (sparse, "dense")]
+    return [(named(each), each) for each in made]
+
+
+def longest_table(rows: list[tuple[str, str, str, str, Longest]], sizes: list[str]) -> Table:
+    table = Table(title="Longest response that trains, in tokens; slots at that length; what limits it", title_justify="left")
+    for heading in ("trained", "optimizer state", "sampler"):
+        table.add_column(heading)
+    for size in sizes:
+        table.add_column(size, justify="right")
+    for start in range(0, len(rows), len(sizes)):
+        group = rows[start : start + len(sizes)]
+        table.add_row(*group[0][:3], *(cell(row[-1]) for row in group))
+    return table
+
+
+def cell(found: Longest) -> str:
+    if not found.tokens:
+        return "none"
+    alone = f" (memory: {found.by_memory:,})" if found.bound == "context" else ""
+    return f"{found.tokens:,}; {found.plan.slots:,} slots; {found.bound}{alone}"
+
+
+def notes(config: Config, dims: Dimensions, prompt_tokens: int) -> list[str]:
+    rollout = config.rollout
+    found = [
+        f"Computed by the plan, not measured: prompts of {prompt_tokens:,} tokens, {rollout.rollouts_per_step:,} rollouts per "
+        f"step in at least {rollout.samples_per_prompt if rollout.slots == 'auto' else rollout.slots} slots, micro-batches of "
+        "one rollout if more do not fit."
+    ]
+    if dims.context:
+        found.append(f"The model's config states a context of {dims.context:,} tokens, prompt included: train refuses more.")
+    return found
+
+
+def sentences(found: Longest, size: str) -> list[str]:
+    """Return the answer for one memory size in sentences."""
+    plan = found.plan
+    if not found.tokens:
+        if found.by_memory:
+            return [f"No response trains: the prompt fills the model's context of {plan.dims.context:,} tokens."]
+        advice = "it needs more host memory" if plan.fits else sentence(plan)
+        return [f"No response trains in {size}, computed by the plan: {advice}."]
+    rollout, optimizer = plan.config.rollout, plan.config.optimizer
+    parts = ", ".join(f"{name} {gib(count)}" for name, count in plan.fullest.parts.items() if count >= GIB // 100)
+    alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""
+    host = host_plan(plan, machine_bytes())
+    lines = [
+        f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
+        f"{rollout.rollouts_per_step:,} rollouts per step. Computed by the plan, not measured.",
+        f"Limited by: {found.bound}{alone}.",
+        f"Fullest phase: {plan.fullest.name}, {gib(plan.peak_bytes)} GiB ({parts}); "
+        f"activations: {recomputing(plan.checkpointed_layers, plan.dims.layers)}.",
+        f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}",
+        host.line,
+    ]
+    return lines + ([f"warning: {host.warning}"] if host.warning and found.bound != "host memory" else [])
+
+
+def row_record(trained: str, state: str, sampler: str, size: str, found: Longest) -> dict[str, Any]:
+    return {
+        "memory": size,
+        "trained": trained,
+        "optimizer_state": state,
+        "sampler": sampler,
+        "tokens": found.tokens,
+        "tokens_by_memory": found.by_memory,
+        "bound": found.bound if found.tokens else None,
+        "slots": found.plan.slots if found.tokens else 0,
+        "peak_bytes": found.plan.peak_bytes if found.tokens else None,
+        "host_peak_bytes": host_plan(found.plan).peak_bytes if found.tokens else None,
+    }
+
+
+def refuse_length(flag: Any) -> None:
+    """Raise UserError if a length was passed on the command line together with --longest."""
+    if flag is not None:
+        raise UserError(
+            f"--rollout.max-tokens {flag} has no effect with --longest, which searches for it: remove one of them."
+        )
