@@ -178,6 +178,12 @@ def refused(capsys, *arguments: str) -> str:
     return err.removeprefix("sparse-rl: ").strip()
 
 
+def cpu_of_children() -> float:
+    """Seconds of CPU that ended child processes took: a busy machine does not add to them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def metrics(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

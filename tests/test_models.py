@@ -514,7 +514,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(load, monkeypatch):
     with pytest.raises(UserError) as error:
         load("nobody/nothing-of-ours")
     assert str(error.value).startswith(f"{UNREACHABLE} for the model 'nobody/nothing-of-ours' (Name or service not known)")
-    assert time.perf_counter() - started < 3  # transformers alone would try for most of a minute
+    assert time.perf_counter() - started < 15  # transformers alone would try for most of a minute
 
 
 def test_settings_beside_a_model_are_not_waited_for_where_the_hub_is_out_of_reach(monkeypatch, capfd):
@@ -524,7 +524,7 @@ def test_settings_beside_a_model_are_not_waited_for_where_the_hub_is_out_of_reac
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
     started = time.perf_counter()
     assert stored_kv("nobody/nothing-of-ours") == {}
-    assert time.perf_counter() - started < 3 and capfd.readouterr().err == ""
+    assert time.perf_counter() - started < 15 and capfd.readouterr().err == ""
 
 
 def test_a_models_own_policy_imports_nothing_unless_the_user_names_it(tmp_path):

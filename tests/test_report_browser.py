@@ -339,4 +339,4 @@ def test_long_rollouts_do_not_freeze_the_page(looked_at, tmp_path, opened):
         page.wait_for_function(
             "k => document.getElementById('held').textContent.startsWith(`response token ${k + 1}:`)", arg=k
         )
-    assert time.monotonic() - started < 12  # a dozen answers, on a machine that may be busy
+    assert time.monotonic() - started < 60  # a dozen answers, on a machine that may be very busy; a frozen page takes minutes

@@ -30,6 +30,11 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that share an input, in the models that have them."""
 
 
+COMPILATIONS = 64
+"""Maximum number of compilations of a function. Sampler and learner compile a layer several times each: with and without
+gradients, for one or for any length, for a model and for its adapters. Beyond the limit, torch runs it in eager mode."""
+
+
 # Learner
 
 
@@ -239,7 +244,13 @@ def _compiled(
     `rounds_like_eager` rounds intermediate values where eager mode rounds them. `any_length` compiles once for all lengths.
     """
     options: dict[str, Any] | None = {"emulate_precision_casts": True} if rounds_like_eager else None
-    return torch.compile(function, options=options, dynamic=True if any_length else None)
+    compiled = torch.compile(function, options=options, dynamic=True if any_length else None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
