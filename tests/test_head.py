@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from conftest import random_model
 from small_runs import arguments, refused
+from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.config import LoraConfig
 from sparse_rl.errors import UserError
 from sparse_rl.learner.logprobs import token_logprobs
@@ -20,6 +21,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat
 
 def half(name="qwen2", **how):
     return random_model(name, **how).to(torch.bfloat16)
+
+
+def noise(dtype):
+    """Return the mean distance of the sampler's log-probs and the replayed ones, of the embedded model in half precision."""
+    model = load_model("tiny", dtype="bfloat16", device="cpu")
+    set_head_dtype(model, dtype)
+    vocab = model.config.vocab_size
+    prompts = torch.randint(vocab, (8, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = Engine(model, KV(budget=32, interval=8), slots=8)
+    rollouts = engine.generate(prompts, sampling=Sampling(max_tokens=64, stop=()))
+    with torch.no_grad():
+        pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
+        return float(torch.cat([(ours - rollout.logprobs).abs() for ours, rollout in pairs]).mean())
+
+
+def test_logits_in_float32_leave_less_noise_between_sampler_and_learner():
+    assert noise("float32") < 0.6 * noise("bfloat16")
 
 
 def test_log_probs_are_those_of_products_that_are_not_rounded():

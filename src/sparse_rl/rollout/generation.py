@@ -17,6 +17,7 @@ from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.schedule import Schedule, by_length
 from ..kv.trace import TraceRecorder
+from ..models.compile import fused_layers
 from ..sizes import FIRST_TOKENS
 from .clock import Clock
 from .decode import SlotState
@@ -131,7 +132,8 @@ class Generation:
                 prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group]))
         self.stash = None if prompts else self.stash
         if prompts:
-            first_logits, dropped_of = prefill(self.model, self.cache, self.policy, self.schedule, prompts)
+            with fused_layers(self.model):
+                first_logits, dropped_of = prefill(self.model, self.cache, self.policy, self.schedule, prompts)
             for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
