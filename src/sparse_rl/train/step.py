@@ -14,7 +14,7 @@ from ..learner.batch import Batch, OnePassBatch, make_batch, make_one_pass_batch
 from ..learner.correction import Corrected, correct, weigh
 from ..learner.old_logprobs import old_logprobs
 from ..learner.optimizer import Optimizer
-from ..learner.replay import ReplayKind
+from ..learner.replay import ReplayKind, packs
 from ..learner.update import Updated, update
 from ..models.actor import Actor
 from ..rollout.clock import device_time
@@ -178,13 +178,15 @@ class TrainingStep:
         return dict(zip(rows, logprobs, strict=True)), dict(zip(rows, entropies, strict=True))
 
     def _replay_noise(self, batch: RolloutBatch) -> float | None:
-        """Return the engine noise of a few replayed rows. None if the old log-probs are the replay: of a dense cache, and if
-        the loss uses the sampler's view."""
+        """Return the engine noise of a few rows, as many as one pass replays. None if the old log-probs are the replay: of a
+        dense cache, and if the loss uses the sampler's view."""
         if self.shadow or not self.engine.policy.evicts:
             return None
         rows = batch.recorded[:NOISE_ROLLOUTS]
+        rollouts = [batch.samples[row].rollout for row in rows]
+        rows = rows[: len(next(packs(rollouts, self.config.optimizer.tokens_per_microbatch)))]
         replayed, _ = self._logprobs(self.actor.learner, batch, rows, "sparse")
-        return engine_noise([batch.samples[row].rollout for row in rows], list(replayed.values()))
+        return engine_noise(rollouts[: len(rows)], list(replayed.values()))
 
     def _mismatch(self, batch: RolloutBatch, old: OldLogprobs, row_weights: dict[int, float]) -> Corrected:
         """Correct for xi = pi_old / pi_sampler over the rows with log-probs, for the metrics and the list of rejected rows."""
