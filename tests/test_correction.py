@@ -92,6 +92,9 @@ def test_measures_are_of_every_valid_token(preset):
     assert out.metrics == pytest.approx(
         {
             "sparse/rejection_rate": np.mean([rejected for _, rejected, _, _ in rows]),
+            "sparse/unlikely": np.mean(
+                [bool((row[m] < math.log(1e-4)).any()) for row, m in zip(log_ratio, mask, strict=True)]
+            ),
             "sparse/wasted_tokens": np.mean([weight == 0 for weights, *_ in rows for weight in weights]),
             "sparse/mismatch_k1": np.mean(-logs),
             "sparse/mismatch_k3": np.mean(xi - 1 - logs),

@@ -36,7 +36,7 @@ from sparse_rl.train.run import arm
 from sparse_rl.train.terminal import RunTerminal
 
 METRICS = {
-    "sparse": "rejection_rate wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess effective engine_noise",
+    "sparse": "rejection_rate unlikely wasted_tokens mismatch_k1 mismatch_k3 xi_p05 xi_min ess effective engine_noise",
     "reward": "mean std zero_std_groups no_verdict timeouts errors",
     "kv": "token_savings peak_bytes dense_bytes peak_tokens evictions budget",
     "policy": "loss clip_ratio entropy grad_norm lr skipped_updates",
@@ -618,6 +618,16 @@ def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, 
     assert metrics(tmp_path / "run")[-1]["step"] == 2 and (tmp_path / "run/checkpoints/step-2").is_dir()
     said = " ".join(capsys.readouterr().out.split())
     assert "TensorBoard did not log the metrics of step 1 (ConnectionError: the network is unreachable)." in said
+
+
+def test_prompts_that_fill_the_budget_are_told_what_protects_them():
+    kv, half = KV(budget=100), [[0] * 40, [0] * 60, [0] * 90]
+    told = kv.remark(half, 500)
+    assert "A typical prompt fills 60% of kv.budget = 100" in told
+    assert "kv.protect_prompt = true and kv.budget = 190" in told
+    assert "1 of 2 prompts are longer" in kv.remark([[0], [0] * 101], 500)
+    for kv, prompts in ((kv, [[0] * 40, [0] * 50, [0] * 90]), (KV(budget=100, protect_prompt=True), half), (kv, [])):
+        assert kv.remark(prompts, 500) is None
 
 
 def test_a_budget_that_is_never_filled_is_told(world, tmp_path, capsys):

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 from ..errors import PromptError
 from .section import Section
 
+LARGE_PROMPT = 0.5
+"""Share of the budget from which a typical prompt is worth a warning."""
+
 
 class KV(Section):
     """Size and policy of the KV cache."""
@@ -58,8 +61,8 @@ class KV(Section):
         )
 
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
-        """Return a message if the budget is never filled by these prompts and responses, or if prompts alone exceed it; else
-        None."""
+        """Return a message if the budget is never filled by these prompts and responses, or if prompts fill most of it and may be
+        evicted; else None."""
         if self.policy == "full":
             return None
         if (longest := max(map(len, prompts), default=0) + max_tokens) <= self.budget:
@@ -68,14 +71,23 @@ class KV(Section):
                 f"slot still allocates {self.capacity:,} tokens. Lower kv.budget (docs/choosing-a-budget.md), or use a "
                 "dense cache."
             )
-        lengths = [len(prompt) for prompt in prompts if len(prompt) > self.budget]
-        if self.protect_prompt or not lengths:
+        if self.protect_prompt or not prompts:
             return None
-        return (
-            f"{len(lengths):,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to "
-            f"{max(lengths):,} tokens), so part of each is evicted before the answer begins: raise kv.budget, or skip "
-            f"these prompts with --data.max-prompt-tokens {self.budget}."
-        )
+        lengths = sorted(map(len, prompts))
+        typical, most = lengths[len(lengths) // 2], lengths[-1]
+        enough = f"kv.protect_prompt = true and kv.budget = {self.budget + most}"
+        if longer := sum(length > self.budget for length in lengths):
+            return (
+                f"{longer:,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to {most:,} tokens), so "
+                f"part of each is evicted before the answer begins: set {enough}, or skip these prompts with "
+                f"--data.max-prompt-tokens {self.budget}."
+            )
+        if typical > LARGE_PROMPT * self.budget:
+            return (
+                f"A typical prompt fills {typical / self.budget:.0%} of kv.budget = {self.budget} and is evicted like other "
+                f"tokens: set {enough} if answers need the whole prompt."
+            )
+        return None
 
     @property
     def capacity(self) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import LOG_RATIO_LIMIT as LIMIT
-from ..config import CorrectionConfig, CorrectionSpec
+from ..config import PRESETS, CorrectionConfig, CorrectionSpec
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,23 @@ def _metrics(weighed: Weighed, weights_BT: Tensor, row_weights_B: Tensor | None)
     valid_BT, rejected_B = weighed.valid, weighed.rejected
     log_xi_N = weighed.log_xi[valid_BT].clamp(-LIMIT, LIMIT)
     if log_xi_N.numel() == 0:
-        keys = ("rejection_rate", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "effective")
+        keys = (
+            "rejection_rate",
+            "unlikely",
+            "wasted_tokens",
+            "mismatch_k1",
+            "mismatch_k3",
+            "xi_p05",
+            "xi_min",
+            "ess",
+            "effective",
+        )
         return {f"sparse/{key}": math.nan for key in keys}
     rows_B = valid_BT.any(dim=1).double() * (1 if row_weights_B is None else row_weights_B)
     count_N = rows_B[:, None].expand(valid_BT.shape)[valid_BT]  # tokens that each token stands for
     total = count_N.sum()
     kept_N = weighed.keep[valid_BT]
+    unlikely_B = (weighed.log_xi < math.log(PRESETS["paper"].veto)).any(dim=1)
     xi_N = log_xi_N.exp()
 
     def mean(values_N: Tensor) -> float:
@@ -174,6 +185,7 @@ def _metrics(weighed: Weighed, weights_BT: Tensor, row_weights_B: Tensor | None)
 
     return {
         "sparse/rejection_rate": ((rejected_B * rows_B).sum() / rows_B.sum()).item(),
+        "sparse/unlikely": ((unlikely_B * rows_B).sum() / rows_B.sum()).item(),
         "sparse/wasted_tokens": 1 - mean(kept_N),
         "sparse/mismatch_k1": -mean(log_xi_N),
         "sparse/mismatch_k3": mean(log_xi_N.expm1() - log_xi_N),  # xi - 1 - log xi, exact near 1
