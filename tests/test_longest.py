@@ -1,11 +1,15 @@
 """`plan --longest`: the length it names fits and the next one does not, and it names what ends it."""
 
+import argparse
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from small_runs import refused
+from small_runs import one_thread, refused
 from sparse_rl.cli import main
 from sparse_rl.config import Config, recipe
 from sparse_rl.plan import dimensions, make_plan
@@ -138,3 +142,38 @@ def test_a_length_and_the_longest_length_are_not_asked_together(capsys):
     line = refused(capsys, "plan", "1.5B", "--longest", "--max-tokens", "4096")
     assert line == "--rollout.max-tokens 4096 has no effect with --longest, which searches for it: remove one of them."
     assert "not a valid size" in refused(capsys, "plan", "1.5B", "--longest", "--gpu-memory", "24GB,much")
+
+
+# The script that measures it
+
+
+def test_the_script_trains_the_planned_length_and_one_a_tenth_longer(tmp_path):
+    out = tmp_path / "longest.json"
+    flags = ["--shapes", "tiny", "--memory", "618MB", "--prompt-tokens", "16", "--cases", "LoRA", "--json", str(out)]
+    command = [sys.executable, "benchmarks/longest.py", *flags]
+    first, again = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert again.returncode == 0 and "already" in again.stdout
+    record = json.loads(out.read_text())
+    assert record["benchmark"] == "longest" and record["seed"] == 0 and record["versions"]["torch"]
+    (case,) = record["cases"]
+    assert (case["shape"], case["trained"], case["memory"], case["state"]) == ("tiny", "LoRA rank 16", "618MB", "fp32")
+    planned, longer = case["runs"]
+    assert planned["tokens"] == case["planned_tokens"] > 128 and longer["tokens"] == round(1.1 * planned["tokens"])
+    for run in case["runs"]:
+        assert run["trained"] and run["trained_tokens"] == run["tokens"] and not run["sampled"]
+        assert run["seconds"] > 0 and run["grad_norm"] > 0 and not run["out_of_memory"]
+        assert run["peak_bytes"] is None  # the allocator of a CPU counts nothing
+    room = parse_size("618MB") - CONTEXT_BYTES
+    assert planned["planned_needed_bytes"] <= room < longer["planned_needed_bytes"]
+
+
+def test_the_script_runs_a_whole_step():
+    spec = importlib.util.spec_from_file_location("longest", ROOT / "benchmarks/longest.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    case = script.plan_case("tiny", "full", "622MB", argparse.Namespace(prompt_tokens=16, sample=True))
+    assert case["planned_tokens"] > 128
+    with one_thread():
+        run = script.run(case | {"tokens": 150, "sample": True, "prompt_tokens": 16})
+    assert run["trained"] and run["trained_tokens"] == 2 * 150 and run["seconds"] == run["phases_s"]["step_s"] > 0

@@ -59,6 +59,9 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
     path = HUB_SHAPES.get(config.model.path, config.model.path)
     if path in SHAPES:
         model = random_model(path, dtype=DTYPES[dtype], device=device, seed=config.seed)
+        # random weights were trained for no context, so the shape's does not limit a benchmark
+        longest_sequence = prompt_tokens + config.rollout.max_tokens
+        model.config.max_position_embeddings = max(model.config.max_position_embeddings, longest_sequence)
     else:
         model = load_model(path, dtype=dtype, device=device, trust_remote_code=config.model.trust_remote_code)
     set_head_dtype(model, config.model.head_dtype)

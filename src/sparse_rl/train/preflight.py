@@ -60,7 +60,19 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
     Weights and moments do not change.
     """
     rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in response_lengths(len(prompt), config)]
-    count, passes = len(rollouts), list(packs(rollouts, config.optimizer.tokens_per_microbatch))
+    passes = list(packs(rollouts, config.optimizer.tokens_per_microbatch))
+    try:
+        # moments, accumulated gradients and activations coexist only in the second micro-batch
+        add_gradients(model, optimizer, rollouts, [*passes, *passes], config)
+    finally:
+        optimizer.clear()
+
+
+def add_gradients(
+    model: PreTrainedModel, optimizer: Optimizer, rollouts: list[Rollout], passes: list[list[int]], config: Config
+) -> None:
+    """Allocate the moments, then add the gradients of synthetic rollouts, one micro-batch per pass."""
+    count = len(rollouts)
     zeros = [torch.zeros(len(rollout.response), device=model.device) for rollout in rollouts]
     mask = response_mask(rollouts).to(model.device)
     corrected = correct(torch.zeros(mask.shape, device=model.device), mask, "none")
@@ -68,13 +80,9 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
     batch = make_batch(rollouts, torch.ones(count), zeros, corrected, config.loss, config.rollout.max_tokens, reference)
     view: ReplayKind = "sparse" if config.method in SHADOW_METHODS else "dense"
     smd = config.loss.smd if config.method == "smd" else None
-    try:
-        optimizer.allocate()
-        with checkpointed(model, optimizer.checkpointed_layers):
-            twice = [*passes, *passes]  # moments, accumulated gradients and activations coexist only in the second micro-batch
-            accumulate(model, batch, twice, config.loss, view, smd, None)
-    finally:
-        optimizer.clear()
+    optimizer.allocate()
+    with checkpointed(model, optimizer.checkpointed_layers):
+        accumulate(model, batch, passes, config.loss, view, smd, None)
 
 
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:
