@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,21 @@ def test_a_length_and_the_longest_length_are_not_asked_together(capsys):
     line = refused(capsys, "plan", "1.5B", "--longest", "--max-tokens", "4096")
     assert line == "--rollout.max-tokens 4096 has no effect with --longest, which searches for it: remove one of them."
     assert "not a valid size" in refused(capsys, "plan", "1.5B", "--longest", "--gpu-memory", "24GB,much")
+
+
+def test_the_documented_lengths_are_those_of_the_plan():
+    page = (ROOT / "docs/plan.md").read_text()
+    lines = re.findall(r"^\| (1.5B|7B), (all weights|LoRA) \| (.*) \| (.*) \| (.*) \|$", page, flags=re.MULTILINE)
+    assert len(lines) == 4
+    for shape, trained, *cells in lines:
+        for size, text in zip(("24GB", "80GB", "141GB"), cells, strict=True):
+            thousands, state = re.fullmatch(r"(\d+|none)(?: \((.*)\))?", text).groups()
+            lora = {"rank": 16, "merge": False} if trained == "LoRA" else {}
+            values = {"model": {"path": shape, **BF16, "lora": lora}, "optimizer": {"state": state or "fp32"}}
+            values |= {"rollout": {"prompts_per_step": 1, "samples_per_prompt": 2}, "eval": {"problems": 0}}
+            tokens = found(values, (parse_size(size) - CONTEXT_BYTES) / GIB).by_memory
+            written = 0 if thousands == "none" else int(thousands)
+            assert tokens / 1000 == pytest.approx(written, rel=0.02, abs=0.5), f"{shape} {trained} {size}: {tokens:,} tokens"
 
 
 # The script that measures it
