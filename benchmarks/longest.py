@@ -4,7 +4,7 @@
 
 Random weights, one prompt of 256 tokens, two rollouts, a sparse sampler of two slots (R-KV 512+128). The shape's context is not
 a limit. The process is capped at each memory size less the plan's CUDA context. Every run is a process of its own, shortest
-first; what is already in the JSON is not run again.
+first; what is already in the JSON is not run again, unless it failed.
 
 By default sampling is cut short: the sampler's cache and decode graphs are allocated and run for one chunk, then one synthetic
 rollout of the length runs forward and backward, beside accumulated gradients, and the optimizer steps. `--sample` runs a whole
@@ -66,7 +66,7 @@ def main() -> None:
         args.json.write_text(json.dumps(run(json.loads(args.run))))
         return
     record = json.loads(args.json.read_text()) if args.json.exists() else {}
-    done = {case["name"]: case for case in record.get("cases", [])}
+    done = {case["name"]: case for case in record.get("cases", []) if not any("failed" in each for each in case["runs"])}
     planned = [
         plan_case(shape, trained, memory, args)
         for shape in args.shapes.split(",")
