@@ -1,5 +1,6 @@
 """GPU memory that torch can use in this process, and page-locked host memory for fast copies to and from a GPU."""
 
+import contextlib
 import weakref
 
 import torch
@@ -28,6 +29,9 @@ def page_lock(tensor: Tensor) -> None:
     cudart, address = torch.cuda.cudart(), tensor.data_ptr()
     if int(cudart.cudaHostRegister(address, tensor.nbytes, 0)) == 0:
         weakref.finalize(tensor, cudart.cudaHostUnregister, address)
+        return
+    with contextlib.suppress(RuntimeError):  # CUDA reports the failure again at the next kernel: let that be this one
+        torch.zeros(1, device="cuda")
 
 
 def with_index(device: Device) -> Device:

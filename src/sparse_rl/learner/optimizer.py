@@ -203,6 +203,8 @@ def checkpointed(model: nn.Module, layers: int) -> Iterator[None]:
             f"{type(model).__name__} does not support gradient checkpointing: set optimizer.gradient_checkpointing to false."
         )
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    # transformers lets embeddings require gradients for reentrant checkpointing, and does not undo it
+    model.disable_input_require_grads()  # type: ignore[operator]
     for layer in decoder_layers(model)[layers:]:
         layer.gradient_checkpointing = False  # type: ignore[assignment]
     chosen = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]

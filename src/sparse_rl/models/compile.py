@@ -88,15 +88,15 @@ class _Fused:
     def __init__(self, module: nn.Module):
         self.module = module
 
-    def __call__(self, hidden_1ND: Tensor, **kwargs: Any) -> Tensor:
+    def __call__(self, hidden_1ND: Tensor, *args: Any, **kwargs: Any) -> Any:
         plain = type(self.module).forward
         if not fuses(hidden_1ND.device):
-            return plain(self.module, hidden_1ND, **kwargs)
+            return plain(self.module, hidden_1ND, *args, **kwargs)
         try:
-            return _compiled(plain, rounds_like_eager=True, any_length=True)(self.module, hidden_1ND, **kwargs)
+            return _compiled(plain, rounds_like_eager=True, any_length=True)(self.module, hidden_1ND, *args, **kwargs)
         except compiler_errors() as error:  # only these: checkpointing ends a forward early with its own exception
             _give_up(error)
-            return plain(self.module, hidden_1ND, **kwargs)
+            return plain(self.module, hidden_1ND, *args, **kwargs)
 
 
 def compiler_errors() -> type[Exception]:
@@ -247,7 +247,8 @@ def _compiled(
     compiled = torch.compile(function, options=options, dynamic=True if any_length else None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+        # a float that is not specialized would be an input in host memory
+        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS, specialize_float=True):
             return compiled(*args, **kwargs)
 
     return call

@@ -14,6 +14,8 @@ from ..learner.correction import correct
 from ..learner.optimizer import Optimizer, checkpointed
 from ..learner.replay import ReplayKind, packs
 from ..learner.update import accumulate
+from ..models.compile import decoder_layers
+from ..models.sharded import is_sharded
 from ..plan import Plan
 from ..plan.memory import response_lengths
 from ..rollout.engine import Engine
@@ -31,13 +33,17 @@ def preflight(
 ) -> None:
     """Run the sampler, then the learner, on a GPU; raise UserError if memory runs out. On a CPU, do nothing.
 
-    The sampler runs first, so that its CUDA graphs already hold their memory when the learner runs.
+    The sampler runs first, so that its CUDA graphs already hold their memory when the learner runs. If memory runs out while
+    `optimizer.gradient_checkpointing = auto` spares some layers on one rank, all layers are checkpointed.
     """
     if model.device.type != "cuda":
         return
     try:
         try_sampler(engine, prompt, config)
-        try_learner(model, optimizer, prompt, config, engine.limits.shape)
+        if not _learner_fits(model, optimizer, prompt, config, engine.limits.shape):
+            optimizer.checkpointed_layers = len(decoder_layers(model))
+            torch.cuda.empty_cache()
+            try_learner(model, optimizer, prompt, config, engine.limits.shape)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(config, plan) from error
     finally:
@@ -83,6 +89,18 @@ def add_gradients(
     optimizer.allocate()
     with checkpointed(model, optimizer.checkpointed_layers):
         accumulate(model, batch, passes, config.loss, view, smd, None)
+
+
+def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> bool:
+    """Run `try_learner`. Return False if memory runs out and more layers can be checkpointed; else raise."""
+    try:
+        try_learner(model, optimizer, prompt, config, shape)
+    except torch.OutOfMemoryError:
+        spared = optimizer.checkpointed_layers < len(decoder_layers(model))
+        if config.optimizer.gradient_checkpointing != "auto" or not spared or is_sharded(model):
+            raise
+        return False
+    return True
 
 
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:
