@@ -19,6 +19,7 @@ def arguments(**changes):
             "tokens_per_microbatch": 64,
             "microbatches": 2,
             "gradient_checkpointing": False,
+            "head_dtype": "float32",
             "seed": 0,
             "dtype": "float32",
             "device": "cpu",
