@@ -25,7 +25,10 @@ def free_bytes(device: Device) -> int:
 
 
 def page_lock(tensor: Tensor) -> None:
-    """Page-lock the memory of a host tensor, if CUDA allows it. torch's own allocator would round its size up to a power of two."""
+    """Page-lock the memory of a host tensor, if CUDA allows it.
+
+    torch's own allocator of page-locked memory would round the size up to a power of two.
+    """
     cudart, address = torch.cuda.cudart(), tensor.data_ptr()
     if int(cudart.cudaHostRegister(address, tensor.nbytes, 0)) == 0:
         weakref.finalize(tensor, cudart.cudaHostUnregister, address)

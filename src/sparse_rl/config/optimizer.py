@@ -32,7 +32,9 @@ class OptimizerConfig(Section):
     tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens per forward pass of the learner, prompts included.")
     gradient_checkpointing: bool | Literal["auto"] = Field(
         "auto",
-        description="Recompute activations in the backward pass: in all layers, in none, or (auto) in as many as the GPU's memory demands.",
+        description=(
+            "Recompute activations in the backward pass: in all layers, in none, or (auto) in as few as the GPU's memory needs."
+        ),
     )
     max_skipped_updates: int = Field(
         5, ge=1, description="Stop the run after this many consecutive updates with a loss or gradient that is not finite."

@@ -127,20 +127,19 @@ class Optimizer:
 
     def _offload_gradients(self) -> None:
         """Move the gradients to the masters, where these are offloaded."""
-        moved = [
-            pair for pair in enumerate(self.collectors) if pair[1] is not self.masters[pair[0]] and pair[1].grad is not None
-        ]
-        for index, collector in moved:
-            assert collector.grad is not None
+        gpu = None
+        for index, (collector, master) in enumerate(zip(self.collectors, self.masters, strict=True)):
+            if collector is master or collector.grad is None:
+                continue
             if index not in self._host_grads:
-                self._host_grads[index] = torch.empty_like(self.masters[index].detach())
+                self._host_grads[index] = torch.empty_like(master.detach())
                 if collector.is_cuda:
                     page_lock(self._host_grads[index])
+            gpu = collector.device if collector.is_cuda else None
             self._host_grads[index].copy_(collector.grad, non_blocking=True)
-        if moved and moved[0][1].is_cuda:
-            torch.cuda.synchronize(moved[0][1].device)
-        for index, collector in moved:
-            self.masters[index].grad, collector.grad = self._host_grads[index], None
+            master.grad, collector.grad = self._host_grads[index], None
+        if gpu is not None:
+            torch.cuda.synchronize(gpu)
 
     def allocate(self) -> None:
         """Allocate the optimizer moments now instead of in the first update. The step count stays 0."""

@@ -31,7 +31,7 @@ class Head:
 
 
 def project(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Return hidden @ weight.T + bias in the dtype. Autograd does not see through it."""
+    """Return hidden @ weight.T + bias in the dtype. The caller computes gradients: on CUDA, autograd has none for this product."""
     if dtype is None or dtype == weight_VD.dtype:
         return F.linear(hidden_nD, weight_VD, bias_V)
     if not weight_VD.is_cuda:  # float32 copies of half-precision operands have the same products

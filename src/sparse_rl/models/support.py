@@ -118,10 +118,9 @@ def set_head_dtype(model: PreTrainedModel, name: str) -> None:
     """Set the dtype of the model's logits in sampler and learner. A copy of the model keeps it."""
     dtype = getattr(torch, name)
     if torch.promote_types(dtype, model.dtype) != dtype:
-        narrow, wide = name, str(model.dtype).removeprefix("torch.")
         raise UserError(
-            f"model.head_dtype = {narrow} is narrower than the model's dtype {wide}: set model.head_dtype = float32, or "
-            f"model.dtype = {narrow}."
+            f"model.head_dtype = {name} is narrower than the model's dtype {str(model.dtype).removeprefix('torch.')}: set "
+            f"model.head_dtype = float32, or model.dtype = {name}."
         )
     model.__dict__[HEAD_DTYPE] = dtype
 

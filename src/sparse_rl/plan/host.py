@@ -1,6 +1,7 @@
 """Compute the host memory of a training run, by part and by phase, for responses of full length.
 
-Counted is what grows with the run: rollouts, weights, optimizer state. Python, CUDA's libraries and reward workers come on top.
+The plan counts what grows with the run: rollouts, weights, optimizer state. It does not count Python, CUDA's libraries and
+reward workers.
 """
 
 # L layers, H kv heads, T tokens of the longest sequence (prompt and response)

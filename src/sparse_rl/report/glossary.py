@@ -34,7 +34,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sparse/ess": "Effective sample size of the token weights, as a fraction of the tokens. Far below 1, a few tokens dominate the update.",
         "sparse/rejection_rate": "Fraction of rollouts that were rejected. If it rises, the budget is too small.",
         "sparse/unlikely": "Fraction of rollouts with a token that the dense model finds 10,000 times less likely than the sampler did. Under naive, these are the rollouts that sparse_rl would reject.",
-        "sparse/replaced": "Number of rejected rollouts in whose place another one was sampled (rollout.refill_rejected).",
+        "sparse/replaced": "Number of rejected rollouts that were replaced by another sample (rollout.refill_rejected).",
         "sparse/wasted_tokens": "Fraction of response tokens that are not learned from. If it exceeds the rejection rate, mostly long answers are rejected.",
         "sparse/effective": "Effective sample size of the update after rejection, as a fraction of the sampled tokens. Far below the accepted fraction, a few sequences dominate the update.",
         "sparse/engine_noise": "Difference between sampler and learner log-probs caused by rounding alone. It should be far below the mismatch.",

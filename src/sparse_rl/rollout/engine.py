@@ -86,11 +86,12 @@ class Engine:
     ) -> list[Rollout]:
         """Sample rollouts and return them in prompt order, with all samples of a prompt together.
 
-        `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from
-        `sampling.seed`. `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips
-        recording evictions (`evicted_at` is then None); a set of indices of the result records those. `take` returns the index of the next prompt, None at the end:
-        engines that share prompts each return the rollouts of those they took. `progress` is called between chunks of
-        steps, `on_end` with the index and the record of each rollout that ends. `allow_beyond_context` permits responses beyond the model's context.
+        `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from `sampling.seed`.
+        `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips recording evictions
+        (`evicted_at` is then None); a set of indices records only those rollouts. `take` returns the index of the next prompt,
+        or None at the end; engines that share prompts each return the rollouts of the prompts they took. `progress` is called
+        between chunks of steps. `on_end` is called with the index and the record of each finished rollout.
+        `allow_beyond_context` permits responses beyond the model's context.
         """
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:

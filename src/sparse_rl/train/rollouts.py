@@ -75,9 +75,9 @@ class RolloutBatch:
     recorded: list[int] = field(default_factory=list)
     """Rows whose evictions were recorded."""
     replaced: list[GradedRollout] = field(default_factory=list)
-    """Rejected rollouts in whose place another one was sampled. They are in no group."""
+    """Rejected rollouts that were replaced by another sample. They belong to no group."""
     old: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
-    """Old log-probs and the sum of the entropy, by row, as far as they were computed to find rejected rollouts."""
+    """Old log-probs and the sum of the entropy, by row, of the rows that were checked for rejection."""
     old_s: float = 0.0
     """Seconds of computing them."""
     prompts: int = 0
@@ -102,7 +102,7 @@ class RolloutBatch:
 
     @property
     def samples(self) -> list[GradedRollout]:
-        """Return all sampled rollouts by row, those included that were replaced."""
+        """Return all sampled rollouts by row, including replaced ones."""
         grouped = [sample for group in self.groups for sample in group.samples]
         return sorted([*grouped, *self.replaced], key=lambda sample: sample.row) if self.replaced else grouped
 
@@ -168,7 +168,8 @@ class RolloutSampler:
         self.engine, self.tokenizer, self.pool = engine, tokenizer, pool
 
     def draw(self, cursor: int, progress: ProgressCallback | None, find_rejected: FindRejected | None = None) -> RolloutBatch:
-        """Sample the groups of the step that starts at `cursor` of the data; with `rollout.refill`, until enough groups have a signal.
+        """Sample the groups of the step that starts at `cursor` of the data. With `rollout.refill`, sample until enough groups
+        have a signal.
 
         `find_rejected` returns which rows of a batch the correction rejects. Each of them is replaced by another sample of its
         prompt, in up to `MAX_DRAWS` rounds with the first.
@@ -342,5 +343,5 @@ class RolloutSampler:
 
 
 def _with_total(progress: Callable[[Progress], None], total: int) -> Callable[[Progress], None]:
-    """Return a callback that reports the progress out of `total` rollouts, those that have not been taken yet included."""
+    """Return a callback that reports the progress out of `total` rollouts, including those that have not started."""
     return lambda state: progress(replace(state, total=total))
