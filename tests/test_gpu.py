@@ -1,5 +1,7 @@
 """The same promises on a CUDA device, where equality is up to rounding. Run with `pytest -m gpu` on a machine with one."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -177,6 +179,16 @@ def test_packed_attention_and_its_gradient_are_those_of_float64(dtype, lengths, 
     reference = with_gradients(lambda q, k, v: view.attend(0, q, k, v, 0.1, None), exact)
     assert farthest_from(reference, ours) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
     assert not shadow._broken
+
+
+@pytest.mark.parametrize("lengths", [[4096], [4097, 6000], [33000]])
+def test_long_rollouts_attend_by_cudnn_as_by_flash_attention(lengths):
+    tensors = packed_tensors(sum(lengths), torch.bfloat16)
+    view = ReplayView(packed_spans(lengths, evict=False))
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    ours = with_gradients(lambda q, k, v: view.attend(0, q, k, v, 0.1, None), tensors)
+    flash = with_gradients(lambda q, k, v: packed_causal_attention(q, k, v, bounds, max(lengths), 0.1), tensors)
+    assert farthest_from(flash, ours) < 2e-2
 
 
 @pytest.mark.parametrize("evict", [False, True], ids=["dense", "shadow"])

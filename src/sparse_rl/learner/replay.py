@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from ..kernels import shadow
+from ..kernels import long_attention, shadow
 from ..kernels.attention import causal_attention, packed_causal_attention, shadow_attention
+from ..kernels.long_attention import long_causal_attention
 from ..kernels.shadow import Shadow
 from ..kv.trace import NEVER
 from ..models.attention import eval_mode
@@ -175,12 +176,15 @@ class ReplayView:
 
     def __init__(self, spans: list[Span]):
         self.spans = spans
+        self.bounds = [0, *(span.stop for span in spans)]
         self.longest = max(span.stop - span.start for span in spans)
         self._on: dict[torch.device, Pack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         pack = self._pack(queries_1QND.device)
         if pack.until_LHN is None:
+            if long_attention.usable(queries_1QND, self.bounds):
+                return long_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, scale)
             return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, pack.bounds, self.longest, scale)
         if shadow.usable(queries_1QND):
             try:
@@ -202,7 +206,7 @@ class ReplayView:
     def _pack(self, device: torch.device) -> "Pack":
         """Return the pack on the device. It is uploaded once, at the first layer."""
         if device not in self._on:
-            bounds = torch.tensor([0, *(span.stop for span in self.spans)], dtype=torch.int32)
+            bounds = torch.tensor(self.bounds, dtype=torch.int32)
             until_LHN = packed_until(self.spans)
             self._on[device] = Pack(upload(bounds, device), None if until_LHN is None else upload(until_LHN, device))
         return self._on[device]
