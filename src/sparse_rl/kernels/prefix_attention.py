@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import HALF, causal_attention, has_varlen, varlen_causal_attention
+from .upload import upload
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class PrefixAttention:
     def __init__(self, segments: Sequence[Segment], device: torch.device):
         self.segments = segments
         runs = [run for each in segments for run in ((each.prefix_start, each.prefix_stop), (each.start, each.stop))]
-        self.keys_M = torch.cat([torch.arange(*run) for run in runs]).to(device)
+        self.keys_M = upload(torch.cat([torch.arange(*run) for run in runs]), device)
         self.query_bounds, self.key_bounds = (
-            torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            upload(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), device)
             for counts in ([each.queries for each in segments], [each.keys for each in segments])
         )
         self.most_queries = max(each.queries for each in segments)

@@ -17,6 +17,7 @@ from ..kernels.attention import causal_attention, packed_causal_attention, shado
 from ..kernels.long_attention import long_causal_attention
 from ..kernels.prefix_attention import PrefixAttention, Segment
 from ..kernels.shadow import Shadow
+from ..kernels.upload import upload
 from ..kv.trace import NEVER
 from ..models.attention import AttentionView, eval_mode
 from ..models.compile import compiler_errors, fused_layers
@@ -101,11 +102,6 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
         upload(torch.tensor([token for rollout in pack for token in rollout.response]), device),
         upload(temperatures_b.repeat_interleave(lengths), device),
     )
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy the tensor to the device without synchronizing."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def logprobs_of(

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import LossConfig, SMDConfig
+from ..kernels.upload import upload
 from ..models.compile import fused_layers
 from ..models.sharded import is_sharded, sum_over_ranks, with_weights
 from ..models.support import head_of
@@ -28,7 +29,7 @@ from .losses import LossInputs, get
 from .losses.regularizers import kl, weighted_sum
 from .optimizer import Optimizer, checkpointed
 from .packing import passes_of
-from .replay import PassOutput, ReplayKind, forward, response_logprobs, upload
+from .replay import PassOutput, ReplayKind, forward, response_logprobs
 
 
 def accumulate(
