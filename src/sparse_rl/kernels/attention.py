@@ -1,11 +1,12 @@
-"""Attention for sampler and learner: one query over a slot, causal sequences, and shadow attention over one sequence.
+"""Attention for sampler and learner: one query over a slot, with or without a stored prompt, causal sequences, and shadow
+attention over one sequence.
 
 Sequences that share one row are packed: they follow each other without padding. `cu_seqlens` holds their boundaries, from 0 to
 N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
 # B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, C capacity, D head
-# dimension
+# dimension; in stored prompts: P pages of a prompt, N pages of the pool, T tokens of a page
 
 import inspect
 import itertools
@@ -38,6 +39,43 @@ def decode_attention(
         queries_SHGD, keys_SHCD[:, :, :longest], values_SHCD[:, :, :longest], attn_mask=mask, scale=scale
     )
     return out_SHGD.reshape(slots, q_heads, dim)
+
+
+def attention_part(
+    queries_SQD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, lengths_S: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output over the first `lengths` keys of each row, and the log-sum-exp of its logits.
+
+    The results are float32 [S, Q, D] and [S, Q]. `merged_parts` combines the results of several segments. A row must have at
+    least one key.
+    """
+    slots, q_heads, dim = queries_SQD.shape
+    kv_heads, total = keys_SHTD.shape[1:3]
+    queries_SHGD = queries_SQD.float().view(slots, kv_heads, q_heads // kv_heads, dim)
+    logits_SHGT = queries_SHGD @ keys_SHTD.float().transpose(-1, -2) * scale
+    held_ST = torch.arange(total, device=lengths_S.device) < lengths_S[:, None]
+    logits_SHGT = logits_SHGT.masked_fill(~held_ST[:, None, None], -torch.inf)
+    sums_SHG = logits_SHGT.logsumexp(dim=-1)
+    out_SHGD = (logits_SHGT - sums_SHG[..., None]).exp() @ values_SHTD.float()
+    return out_SHGD.reshape(slots, q_heads, dim), sums_SHG.reshape(slots, q_heads)
+
+
+def merged_parts(*parts: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the attention output [S, Q, D] over all segments. Each part is the result of `attention_part` for one segment.
+
+    A segment's share of the softmax is exp(its log-sum-exp - the log-sum-exp of all).
+    """
+    outs_nSQD, sums_nSQ = (torch.stack(each) for each in zip(*parts, strict=True))
+    return (sums_nSQ.softmax(dim=0)[..., None] * outs_nSQD).sum(dim=0)
+
+
+def gathered_prompts(stored_NHTD: Tensor, pages_SP: Tensor, tokens: int) -> Tensor:
+    """Return a copy of the first `tokens` tokens in each row's pages, as [S, H, tokens, D]."""
+    heads, page, dim = stored_NHTD.shape[1:]
+    token = torch.arange(tokens, device=pages_SP.device)
+    head_H1 = torch.arange(heads, device=pages_SP.device)[:, None]
+    index_SHt = (pages_SP.long()[:, token // page][:, None] * heads + head_H1) * page + token % page
+    return stored_NHTD.flatten(0, 2).index_select(0, index_SHt.flatten()).view(len(pages_SP), heads, tokens, dim)
 
 
 def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:

@@ -85,7 +85,6 @@ def printable(text: str) -> str:
 def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     stats, cache = engine.stats, engine.cache
     assert cache is not None
-    token_bytes = cache.kv_bytes // (cache.slots * cache.capacity)
     longest = max(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
     ends = Counter(rollout.finish for rollout in rollouts)
     table = Table(show_header=False)
@@ -93,8 +92,8 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     table.add_row("tokens", f"{stats.tokens:,} in {stats.seconds:.1f} s, {stats.tokens_per_s:,.1f} tokens/s")
     table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens")
     held = max(rollout.kv_peak for rollout in rollouts)
-    table.add_row("peak held", f"{held} tokens of a sequence, {size(held * token_bytes)}")
-    table.add_row("dense cache", f"{longest} tokens, {size(longest * token_bytes)}")
+    table.add_row("peak held", f"{held} tokens of a sequence, {size(held * cache.token_bytes)}")
+    table.add_row("dense cache", f"{longest} tokens, {size(longest * cache.token_bytes)}")
     if stats.compactions:
         table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's tokens, over all steps")
         table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import SHADOW_METHODS, Config
-from ..kv.cache import CacheShape
+from ..kv.shape import CacheShape
 from ..kv.trace import TraceRecorder
 from ..learner.batch import make_batch, response_mask
 from ..learner.correction import correct
