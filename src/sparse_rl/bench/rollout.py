@@ -224,8 +224,10 @@ def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, unifor
     """Compile and capture everything that a call with such lengths needs, including steps with fewer slots as slots become
     idle."""
     tokens = tokens if engine.use_graphs else WARM_UP_TOKENS
-    limits = drawn_lengths(range(len(prompts)), tokens) if uniform else None
-    engine.generate(prompts, sampling=Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)
+    samples = min(GROUP, len(prompts)) if engine.schedule.stores_prompts else 1  # as many groups as the store holds
+    prompts = prompts[: -(-len(prompts) // samples)]
+    limits = drawn_lengths(range(len(prompts) * samples), tokens) if uniform else None
+    engine.generate(prompts, samples, Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)
 
 
 def share_of_roofline(model: PreTrainedModel, slots: int, held: float, tokens_per_s: float | None) -> float | None:

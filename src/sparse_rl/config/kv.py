@@ -83,6 +83,11 @@ class KV(Section):
         return None
 
     @property
+    def stores_prompts(self) -> bool:
+        """True if prompts are in the prompt store, and not in the slots."""
+        return self.protect_prompt and self.policy != "full"
+
+    @property
     def capacity(self) -> int:
         """Maximum number of tokens that a layer and head of a slot holds after prefill."""
         return self.budget + self.interval
