@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparse_rl.config import Sampling
-from sparse_rl.kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts
+from sparse_rl.kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
 from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
@@ -13,8 +13,8 @@ from sparse_rl.kernels.importance import decode_importance, fused_importance, wi
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
-from sparse_rl.kernels.rows import Rows
-from sparse_rl.kernels.slot_attention import StoredPrompts, attend_and_append, splits_for
+from sparse_rl.kernels.rows import Rows, StoredPrompts
+from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
 from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
 from sparse_rl.rollout.sampling import sample, truncate
@@ -59,9 +59,8 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
         whole.append((weights @ both[1]).reshape(q_heads, dim))
     tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
     some = prompts > 0  # the reference needs a prompt
-    in_prompt = (gathered_prompts(each, table, 200)[some] for each in (stored_keys, stored_values))
     merged = merged_parts(
-        attention_part(query[some], *in_prompt, prompts[some], scale=0.2),
+        prompt_attention(query[some], StoredPrompts(stored_keys, stored_values, table[some], prompts[some]), scale=0.2),
         attention_part(query[some], expected_keys[some], expected_values[some], lengths[some] + 1, scale=0.2),
     )
     torch.testing.assert_close(merged, torch.stack(whole)[some])

@@ -2,8 +2,8 @@
 
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
 one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
-the program reads the prompt's pages first; the reference is then `attention.attention_part` and `merged_parts`. If there are
-few slots, several programs share a row and a second launch combines their results.
+the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If there
+are few slots, several programs share a row and a second launch combines their results.
 """
 
 # S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window; in stored prompts: N
@@ -11,29 +11,16 @@ few slots, several programs share a row and a second launch combines their resul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from .jit import jit, next_power_of_2, precision, product, tl
+from .rows import StoredPrompts
 
 BLOCK = 64
 """Number of keys that a program reads at a time."""
 PROGRAMS_PER_SM = 4
 """Programs per multiprocessor below which memory bandwidth is not saturated. Rows are then split."""
-
-
-@dataclass(frozen=True)
-class StoredPrompts:
-    """Prompts of the slots in one layer of the prompt store."""
-
-    keys_NHTD: Tensor
-    values_NHTD: Tensor
-    pages_SP: Tensor
-    """Pages of each slot's prompt, int32."""
-    lengths_S: Tensor
-    """Tokens of each slot's prompt."""
 
 
 def attend_and_append(

@@ -55,10 +55,11 @@ class PromptStore:
         for stored_NHTD, new in ((self.keys_LNHTD[layer], keys_1HND), (self.values_LNHTD[layer], values_1HND)):
             stored_NHTD[packed.pages_M, :, packed.places_M] = new[0].transpose(0, 1)
 
-    def assign(self, slots: list[int], pages: list[int]) -> None:
-        """Let these slots read a prompt in these pages."""
-        row_P = torch.tensor(pages, dtype=torch.int32, device=self.pages_SP.device)
-        self.pages_SP[slots, : len(pages)] = row_P
+    def assign(self, pages: dict[int, list[int]]) -> None:
+        """Let slots read the prompts in these pages, by slot."""
+        rows = [[*of_slot, *[0] * (self.pages_SP.shape[1] - len(of_slot))] for of_slot in pages.values()]
+        device = self.pages_SP.device
+        self.pages_SP[torch.tensor(list(pages), device=device)] = torch.tensor(rows, dtype=torch.int32, device=device)
 
     def prompts_before(self, own_RHTD: Tensor, stored_LNHTD: Tensor, layer_R: Tensor, slot_R: Tensor, tokens: int) -> Tensor:
         """Return a copy of `own` after the first `tokens` tokens of each slot's prompt. `stored` is `keys_LNHTD` or

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts
+from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
 from ..kernels.jit import usable
-from ..kernels.slot_attention import StoredPrompts, attend_and_append, splits_for
+from ..kernels.rows import StoredPrompts
+from ..kernels.slot_attention import attend_and_append, splits_for
 from ..kv.cache import SlotCache
 
 
@@ -17,8 +18,8 @@ class DecodeView:
     """Attention view of slots 0 to n - 1 of the cache, each with one new token.
 
     If the cache has a prompt store, a slot attends to its stored prompt of `prompts` tokens and then to its own tokens.
-    `longest` and `even` describe the lengths of the slots including the new token, and `longest_prompt` the prompts, as known
-    on the host; a kernel reads the lengths on the device. With `kernels=False` no kernel is compiled.
+    `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
+    lengths on the device. With `kernels=False` no kernel is compiled.
     """
 
     def __init__(
@@ -30,12 +31,11 @@ class DecodeView:
         *,
         longest: int = 0,
         even: bool = False,
-        longest_prompt: int = 0,
         kernels: bool = True,
     ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
         self.prompts_S = None if cache.prompts is None else prompts_S
-        self.longest, self.even, self.longest_prompt = longest, even, longest_prompt
+        self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
@@ -71,12 +71,9 @@ class DecodeView:
             return decode_attention(
                 queries_SQD, keys_SHCD, values_SHCD, lengths_S, longest=self.longest, even=self.even, scale=scale
             )
-        prompt_keys_SHTD, prompt_values_SHTD = (
-            gathered_prompts(each, stored.pages_SP, self.longest_prompt) for each in (stored.keys_NHTD, stored.values_NHTD)
-        )
         keys_SHTD, values_SHTD = keys_SHCD[:, :, : self.longest], values_SHCD[:, :, : self.longest]
         out_SQD = merged_parts(
-            attention_part(queries_SQD, prompt_keys_SHTD, prompt_values_SHTD, stored.lengths_S, scale=scale),
+            prompt_attention(queries_SQD, stored, scale=scale),
             attention_part(queries_SQD, keys_SHTD, values_SHTD, lengths_S, scale=scale),
         )
         return out_SQD.to(queries_SQD.dtype)

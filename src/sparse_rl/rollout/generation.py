@@ -123,14 +123,14 @@ class Generation:
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
         prompts: list[PromptInSlots] = []
+        pages_of_slots: dict[int, list[int]] = {}
         logits: list[Tensor] = []
         dropped: list[Tensor | None] = []
         for group in groups:
             slots = list(range(slot, slot + len(group)))
             slot += len(group)
             pages = [] if self.pages is None else self.pages.of_group[group[0].group]
-            if self.cache.prompts is not None:
-                self.cache.prompts.assign(slots, pages)
+            pages_of_slots |= dict.fromkeys(slots, pages)
             if self.stash is not None and self.stash.group == group[0].group:
                 for each in slots:
                     self.cache.copy_slot(self.stash.cache, 0, each, self.stash.held)
@@ -138,6 +138,8 @@ class Generation:
                 dropped += [self.stash.dropped_LHN] * len(group)
             else:
                 prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group], pages))
+        if self.cache.prompts is not None:
+            self.cache.prompts.assign(pages_of_slots)
         self.stash = None if prompts else self.stash
         if prompts:
             with fused_layers(self.model):

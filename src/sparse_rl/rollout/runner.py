@@ -87,7 +87,6 @@ class EagerRunner:
         )
         self.longest = max(slots.lengths)
         self.even = self.longest == min(slots.lengths)
-        self.longest_prompt = max(slots.prompts)
         self.cache.lengths_S[: len(slots.lengths)] = torch.tensor(slots.lengths, device=device)
 
     def launch(self, steps: int, clock: Clock) -> "TakenSteps":
@@ -105,7 +104,6 @@ class EagerRunner:
             *(self.cache, self.positions_S, lengths_S, self.prompts_S),
             longest=self.longest,
             even=self.even,
-            longest_prompt=self.longest_prompt,
         )
         logits_SV = next_logits(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
         view.advance()
