@@ -9,7 +9,7 @@ from conftest import random_model
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kv.cache import SlotCache
-from sparse_rl.kv.policies import POLICIES, from_settings
+from sparse_rl.kv.policies import POLICIES, Policy, from_settings
 from sparse_rl.kv.prompt_store import PagePool
 from sparse_rl.kv.schedule import DENSE
 from sparse_rl.models.support import next_logits
@@ -91,6 +91,36 @@ def test_slots_and_neighbours_change_nothing(model, slots):
     for left, right in zip(whole, part, strict=True):
         assert left.response == right.response and torch.equal(left.evicted_at, right.evicted_at)
         torch.testing.assert_close(left.logprobs, right.logprobs, atol=1e-5, rtol=0)
+
+
+def test_prompts_taken_from_a_queue_are_stored_when_they_are_taken(model):
+    """Engines that share prompts take them in any order, and may wait for pages between two of them."""
+    prompts = [prompt_of(tokens, seed) for seed, tokens in enumerate((100, 3, 129, 64, 70))]
+    sampling = Sampling(max_tokens=40, stop=())
+    expected = Engine(model, PROTECTED, slots=10).generate(prompts, 2, sampling)
+    engine, order = Engine(model, PROTECTED, slots=3), iter([4, 1, 2, 0, 3])
+    engine.reserve_prompts(129, prompts=1, samples=2)
+    found = engine.generate(prompts, 2, sampling, take=lambda: next(order, None), record={0, 5})
+    assert [rollout.response for rollout in found] == [rollout.response for rollout in expected]
+    assert [rollout.trace is not None for rollout in found] == [index in (0, 5) for index in range(10)]
+    assert torch.equal(found[5].evicted_at, expected[5].evicted_at)
+
+
+class LargeValues(Policy):
+    """A policy that reads values and says nothing of them: the base class then passes those of prompt and slot."""
+
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        assert bool((positions.diff(dim=-1) > 0).all()) and bool((positions[..., 0] == 0).all())
+        return values.float().norm(dim=-1) + 1e-3 * keys.float().norm(dim=-1)
+
+
+def test_a_policy_sees_the_values_and_positions_of_the_prompt(model):
+    engine = Engine(model, PROTECTED.model_copy(update={"policy": "test_prompt_store:LargeValues"}), slots=3)
+    for rollout in engine.generate([prompt_of(70), prompt_of(9)], 2, Sampling(max_tokens=60, stop=())):
+        tokens, _, kept = alone(engine, rollout.prompt, rollout.seed, 60)
+        assert rollout.response == tokens
+        never = torch.nonzero(rollout.evicted_at[1, 0, : len(rollout.prompt) + 59] == NEVER).flatten()
+        assert torch.equal(never, kept[1, 0].long())
 
 
 def test_groups_wait_for_pages(model):
