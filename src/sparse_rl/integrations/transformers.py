@@ -74,7 +74,16 @@ class BoundedCache(Cache):
         kv = KV(**stored)
         if kv.policy == "full":
             raise UserError(f"{path} was trained with a dense cache: use transformers' DynamicCache, or {remedy}.")
-        return cls(**kv.model_dump(), seed=seed)
+        return cls(
+            kv.policy,
+            kv.budget,
+            interval=kv.interval,
+            window=kv.window,
+            sinks=kv.sinks,
+            protect_prompt=kv.protect_prompt,
+            options=kv.options,
+            seed=seed,
+        )
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         while len(self.layers) <= layer_idx:

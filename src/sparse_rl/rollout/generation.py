@@ -106,6 +106,8 @@ class Generation:
                     self._compact()
             self._report()
         self._count_time()
+        if self.pages is not None:
+            self.stats.count_pages(self.pages, 0)
         assert self.finished == self.total
         return [rollout for rollout in self.rollouts if rollout is not None]
 
