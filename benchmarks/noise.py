@@ -24,6 +24,7 @@ def main():
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--head-dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dtype, device = place(args.dtype, None)
@@ -31,11 +32,13 @@ def main():
         model = random_model(args.model, dtype=DTYPES[dtype], device=device, seed=0)
     else:
         model = load_model(args.model, dtype=dtype, device=device)
-    rows = [row for head in ("bfloat16", "float32") for row in noise(model, head, args)]
-    if args.json:
-        asked = {name: value for name, value in vars(args).items() if name != "json"}
-        record = environment("noise", model.device) | {"seed": 0, "asked": asked, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    rows: list[dict] = []
+    for head in args.head_dtypes:
+        rows += noise(model, head, args)
+        if args.json:
+            asked = {name: value for name, value in vars(args).items() if name != "json"}
+            record = environment("noise", model.device) | {"seed": 0, "asked": asked, "rows": rows}
+            args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 @torch.no_grad()

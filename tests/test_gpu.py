@@ -1,5 +1,7 @@
 """The same promises on a CUDA device, where equality is up to rounding. Run with `pytest -m gpu` on a machine with one."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.cli import main
 from sparse_rl.kernels import shadow
 from sparse_rl.kernels.attention import packed_causal_attention
+from sparse_rl.kernels.prefix_attention import PrefixAttention, Segment
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner.logprobs import token_logprobs
@@ -120,7 +123,7 @@ def test_memory_that_does_not_suffice_shows_before_the_first_step(tmp_path, caps
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert exit.value.code == 2
     message = capsys.readouterr().err
-    assert "by the plan it fits with --optimizer.tokens-per-microbatch" in message and message.count("\n") == 1
+    assert "the plan fits with --optimizer.tokens-per-microbatch" in message and message.count("\n") == 1
 
 
 def test_an_update_is_the_same_on_cpu_and_gpu():
@@ -177,6 +180,27 @@ def test_packed_attention_and_its_gradient_are_those_of_float64(dtype, lengths, 
     reference = with_gradients(lambda q, k, v: view.attend(0, q, k, v, 0.1, None), exact)
     assert farthest_from(reference, ours) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
     assert not shadow._broken
+
+
+@pytest.mark.parametrize("lengths", [[4096], [4097, 6000], [33000]])
+def test_long_rollouts_attend_by_cudnn_as_by_flash_attention(lengths):
+    tensors = packed_tensors(sum(lengths), torch.bfloat16)
+    view = ReplayView(packed_spans(lengths, evict=False))
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    ours = with_gradients(lambda q, k, v: view.attend(0, q, k, v, 0.1, None), tensors)
+    flash = with_gradients(lambda q, k, v: packed_causal_attention(q, k, v, bounds, max(lengths), 0.1), tensors)
+    assert farthest_from(flash, ours) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_responses_that_share_a_prompt_attend_as_on_a_cpu(dtype):
+    segments = [Segment(0, 300), Segment(300, 340, 0, 300), Segment(340, 1000, 0, 300), Segment(1000, 1100)]
+    tensors = packed_tensors(1100, dtype)
+    exact = [tensor.detach().cpu().double().requires_grad_() for tensor in tensors]
+    on_gpu, on_cpu = (PrefixAttention(segments, each[0].device) for each in (tensors, exact))
+    ours = [each.cpu() for each in with_gradients(lambda q, k, v: on_gpu.attend(q, k, v, 0.1), tensors)]
+    reference = with_gradients(lambda q, k, v: on_cpu.attend(q, k, v, 0.1), exact)
+    assert farthest_from(reference, ours) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("evict", [False, True], ids=["dense", "shadow"])

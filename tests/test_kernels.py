@@ -109,6 +109,7 @@ def test_a_step_of_attention_appends_and_attends(q_heads, kv_heads, dim, splits,
     [
         (256, 2, 640, 1),  # 512 programs nearly fill 4 on each of 132 processors
         (1000, 8, 32768, 1),  # more than fill them
+        (128, 2, 640, 1),  # 256 programs fill half: splitting costs more than it gains
         (16, 8, 32768, 4),  # 128 programs fill a quarter
         (8, 2, 2048, 16),  # would fill with 33, but each has two blocks of 64 keys
         (1, 2, 200, 1),

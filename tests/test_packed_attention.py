@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from sparse_rl.kernels import shadow
 from sparse_rl.kernels.attention import causal_attention, packed_causal_attention
+from sparse_rl.kernels.long_attention import LONG, UNPADDED, padded_tokens
 from sparse_rl.kernels.shadow import Shadow, block_relations
 from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner import replay
@@ -186,3 +187,9 @@ def test_packed_causal_attention_is_that_of_each_sequence():
 
 def test_lengths_are_rounded_up_to_few_values():
     assert [padded_length(tokens) for tokens in (1, 128, 129, 4352, 16384)] == [128, 128, 256, 8192, 16384]
+
+
+def test_padded_lengths_are_few_and_waste_little():
+    assert all(0 <= padded_tokens(n) - n < n / 8 for n in range(LONG, 40_000))
+    assert len({padded_tokens(n) for n in range(LONG, UNPADDED)}) <= 3 * 8 + 1
+    assert padded_tokens(40_001) == 40_001

@@ -21,8 +21,10 @@ from small_runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.cli import main
 from sparse_rl.config import Config, CorrectionConfig, LoraConfig, OptimizerConfig
+from sparse_rl.kv.cache import CacheShape
 from sparse_rl.learner.batch import make_one_pass_batch
 from sparse_rl.learner.optimizer import Optimizer
+from sparse_rl.learner.packing import pack_tokens, packs
 from sparse_rl.models.actor import Actor
 from sparse_rl.rewards.pool import pool_for
 from sparse_rl.rollout.clock import device_time
@@ -30,7 +32,7 @@ from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
 from sparse_rl.train import held_out, loggers, trainer
 from sparse_rl.train import step as training_step
-from sparse_rl.train.preflight import preflight, response_lengths, try_sampler
+from sparse_rl.train.preflight import largest_microbatch, preflight, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.rollouts import RolloutSampler
 from sparse_rl.train.run import arm
@@ -453,10 +455,12 @@ def test_the_rehearsal_is_the_fullest_micro_batch():
             rollout={"max_tokens": max_tokens, "prompts_per_step": 8, "samples_per_prompt": 8},
             optimizer={"tokens_per_microbatch": tokens},
         )
-        lengths = response_lengths(prompt, config)
-        total = sum(prompt + length for length in lengths)
-        assert lengths[0] == max_tokens
-        assert tokens - prompt <= total <= max(tokens, prompt + max_tokens)
+        shape = CacheShape(1, 1, 1, 4, torch.float32, torch.device("cpu"))
+        rollouts = largest_microbatch(list(range(prompt)), config, shape)
+        assert len(rollouts[0].response) == max_tokens
+        assert list(packs(rollouts, max(tokens, prompt + max_tokens), share_prompts=True)) == [list(range(len(rollouts)))]
+        fed = len(pack_tokens(rollouts, share_prompts=True).tokens) + len(rollouts)  # last tokens are not fed
+        assert tokens - prompt <= fed <= max(tokens, prompt + max_tokens)
 
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])

@@ -14,7 +14,8 @@ from sparse_rl.learner.batch import make_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
-from sparse_rl.learner.replay import forward, packs
+from sparse_rl.learner.packing import packs
+from sparse_rl.learner.replay import forward
 from sparse_rl.learner.update import accumulate, update
 from sparse_rl.models.compile import decoder_layers
 from sparse_rl.models.support import head_of
@@ -67,7 +68,7 @@ def gradients(model):
 
 def gradient_of(model, batch, loss, *, tokens=10**6, view="dense", smd=None):
     model.zero_grad()
-    sums = accumulate(model, batch, list(packs(batch.rollouts, tokens)), loss, view, smd, None)
+    sums = accumulate(model, batch, list(packs(batch.rollouts, tokens, share_prompts=view == "dense")), loss, view, smd, None)
     return gradients(model), sums
 
 

@@ -26,6 +26,11 @@ def padded_length(tokens: int) -> int:
     return max(SHADOW_BLOCK, 1 << (tokens - 1).bit_length())
 
 
+def worth_sharing(prompt_tokens: int, response_tokens: int) -> bool:
+    """Return whether a learner pass computes the prompt once for several responses, of which one has this length."""
+    return 16 * prompt_tokens >= response_tokens
+
+
 # Sampler
 
 PREFILL_TOKENS = 8192

@@ -18,7 +18,8 @@ from ..learner.batch import Batch, make_batch, response_mask
 from ..learner.correction import correct
 from ..learner.logprobs import token_logprobs
 from ..learner.optimizer import Optimizer, checkpointed
-from ..learner.replay import ReplayKind, packs, replay
+from ..learner.packing import packs
+from ..learner.replay import ReplayKind, replay
 from ..learner.update import accumulate
 from ..models.support import head_of, prepare
 from ..rollout.clock import device_time
@@ -68,6 +69,7 @@ def bench(args: argparse.Namespace) -> None:
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
     rollouts = synthetic_rollouts(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
     batch, loss = _batch(model, rollouts), LossConfig()
+    passes = list(packs(rollouts, args.tokens_per_microbatch, share_prompts=False))  # every prompt is different
     settings = OptimizerConfig(
         lr=1e-9, tokens_per_microbatch=args.tokens_per_microbatch, gradient_checkpointing=args.gradient_checkpointing
     )
@@ -76,7 +78,7 @@ def bench(args: argparse.Namespace) -> None:
 
     def learn(view: ReplayKind) -> None:
         with checkpointed(model, optimizer.checkpointed_layers):
-            accumulate(model, batch, list(packs(rollouts, args.tokens_per_microbatch)), loss, view, None, None)
+            accumulate(model, batch, passes, loss, view, None, None)
 
     def update(view: ReplayKind) -> None:
         learn(view)

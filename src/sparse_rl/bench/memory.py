@@ -15,9 +15,8 @@ from ..config import Config
 from ..errors import UserError, first_line
 from ..learner.replay import forward, response_logprobs
 from ..models.compile import fused_layers
-from ..plan.memory import response_lengths
 from ..plan.output import wide_console
-from ..train.preflight import longest_rollout, try_learner
+from ..train.preflight import largest_microbatch, try_learner
 from ..train.trainer import Trainer
 from .record import environment
 from .synthetic import cap_memory, synthetic_trainer
@@ -81,9 +80,7 @@ def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
     """Return the phases in the order of a step. The update runs as in the preflight."""
     config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
     prompt = trainer.longest_prompt
-    rollouts = [
-        longest_rollout(prompt, tokens, config, engine.limits.shape) for tokens in response_lengths(len(prompt), config)
-    ]
+    rollouts = largest_microbatch(prompt, config, engine.limits.shape)
     full = config.kv.capacity + 1 if engine.policy.evicts else config.kv.interval
     held = 0 if engine.schedule.stores_prompts else len(prompt)
     tokens = min(config.rollout.max_tokens, max(config.kv.interval, full - held + config.kv.interval))

@@ -5,8 +5,8 @@ Sequences that share one row are packed: they follow each other without padding.
 N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
-# B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, C capacity, D head
-# dimension; in stored prompts: P pages of a prompt, N pages of the pool, T tokens of a page
+# B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, M packed keys, C capacity, D
+# head dimension; in stored prompts: P pages of a prompt, N pages of the pool, T tokens of a page
 
 import inspect
 import itertools
@@ -126,9 +126,9 @@ def packed_causal_attention(
     length of the longest sequence. In half precision on a GPU, one kernel computes all sequences. It copies nothing if the
     tensors are transposed views of [1, N, heads, D], as in transformers. Otherwise each sequence is a separate call.
     """
-    if _has_varlen(queries_1QND):
+    if has_varlen(queries_1QND):
         q, k, v = (each[0].transpose(0, 1) for each in (queries_1QND, keys_1HND, values_1HND))
-        return _varlen(q, k, v, cu_seqlens, longest, scale).transpose(0, 1)[None]
+        return varlen_causal_attention(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale).transpose(0, 1)[None]
     places = cu_seqlens.tolist()
     spans = [slice(start, stop) for start, stop in itertools.pairwise(places)]
     outputs = [
@@ -138,7 +138,8 @@ def packed_causal_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _has_varlen(queries: Tensor) -> bool:
+def has_varlen(queries: Tensor) -> bool:
+    """Return whether one kernel computes all packed sequences for such queries."""
     dim = queries.shape[-1]
     return queries.is_cuda and queries.dtype in HALF and dim % 8 == 0 and dim <= 256 and _ampere(queries.device)
 
@@ -148,17 +149,27 @@ def _ampere(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _varlen(
-    queries_NQD: Tensor, keys_NHD: Tensor, values_NHD: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+def varlen_causal_attention(
+    queries_NQD: Tensor,
+    keys_MHD: Tensor,
+    values_MHD: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    most_queries: int,
+    most_keys: int,
+    scale: float,
 ) -> Tensor:
+    """Return the attention output [N, Q, D] of packed sequences. If a sequence has more keys than queries, its queries are the
+    last ones: the last query sees all keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale}
     known = _varlen_options()
     options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:  # without this argument, the kernel always supports grouped-query attention
-        options["enable_gqa"] = queries_NQD.shape[1] != keys_NHD.shape[1]
-    out_NQD = varlen_attn(queries_NQD, keys_NHD, values_NHD, cu_seqlens, cu_seqlens, longest, longest, **options)
+        options["enable_gqa"] = queries_NQD.shape[1] != keys_MHD.shape[1]
+    bounds = (query_bounds, key_bounds, most_queries, most_keys)
+    out_NQD = varlen_attn(queries_NQD, keys_MHD, values_MHD, *bounds, **options)
     assert isinstance(out_NQD, Tensor)
     return out_NQD
 

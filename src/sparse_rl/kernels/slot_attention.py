@@ -18,9 +18,10 @@ from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredPrompts
 
 BLOCK = 64
-"""Number of keys that a program reads at a time."""
+"""Number of keys that a program reads at a time, if several programs share a row. Otherwise half of it, with half of the
+warps, is faster."""
 PROGRAMS_PER_SM = 4
-"""Programs per multiprocessor below which memory bandwidth is not saturated. Rows are then split."""
+"""Programs per multiprocessor up to which splitting rows pays, if each row is split at least three times."""
 
 
 def attend_and_append(
@@ -53,7 +54,7 @@ def attend_and_append(
     if splits > 1:
         parts = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
         marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
-    block = BLOCK if dim <= 128 else BLOCK // 2
+    block = BLOCK if dim <= 128 and splits > 1 else BLOCK // 2
     stored, width, page = (keys, values, lengths_S, lengths_S), 0, block
     if prompts is not None:
         stored = (prompts.keys_NHTD, prompts.values_NHTD, prompts.pages_SP, prompts.lengths_S)
@@ -74,8 +75,8 @@ def attend_and_append(
         PAGE=page,
         BLOCK=block,
         PRECISION=precision(queries),
-        num_warps=4,
-        num_stages=2,
+        num_warps=4 if splits > 1 else 2,
+        num_stages=2 if splits > 1 else 3,
     )
     if splits > 1:
         _combine[(slots, q_heads)](
@@ -94,7 +95,7 @@ def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int
     """Return the number of programs that share a row, so that few slots also occupy the whole device. Each program gets at
     least two blocks of a full row."""
     wanted = PROGRAMS_PER_SM * processors // (slots * kv_heads)
-    return max(1, min(wanted, capacity // (2 * BLOCK), 64))
+    return max(1, min(wanted, capacity // (2 * BLOCK), 64)) if wanted > 2 else 1
 
 
 def _rows(tensor: Tensor) -> Tensor:

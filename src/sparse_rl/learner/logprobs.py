@@ -189,7 +189,7 @@ class _HeadGradients:
         if self.of_hidden is not None:
             self.of_hidden[rows] = grad_logits_nV @ self.weight_VD
         if self.of_weight is not None:
-            self.of_weight += grad_logits_nV.T @ self.hidden_ND[rows]
+            _add_product(self.of_weight, grad_logits_nV.T, self.hidden_ND[rows])
         if self.of_bias is not None:
             self.of_bias += grad_logits_nV.sum(dim=0)
 
@@ -199,6 +199,14 @@ class _HeadGradients:
             None if self.of_weight is None else self.of_weight.to(self.weight_VD.dtype),
             None if self.of_bias is None or self.bias_V is None else self.of_bias.to(self.bias_V.dtype),
         )
+
+
+def _add_product(sum_VD: Tensor, left_Vn: Tensor, right_nD: Tensor) -> None:
+    """Add left @ right to the sum in place. On CUDA the product is not rounded to half precision first."""
+    if sum_VD.is_cuda and sum_VD.dtype != left_Vn.dtype:
+        torch.addmm(sum_VD, left_Vn, right_nD, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD += left_Vn @ right_nD
 
 
 def _chunks(hidden_ND: Tensor, weight_VD: Tensor, *, fusible: bool = True) -> list[slice]:

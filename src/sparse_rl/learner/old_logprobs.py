@@ -10,7 +10,8 @@ from ..models.compile import fused_layers
 from ..models.sharded import release_weights, with_weights
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
-from .replay import ReplayKind, logprobs_of, passes_of
+from .packing import passes_of
+from .replay import ReplayKind, logprobs_of
 
 
 @torch.no_grad()
@@ -23,7 +24,7 @@ def old_logprobs(
         return [], []
     logprobs: dict[int, Tensor] = {}
     entropies: dict[int, Tensor] = {}
-    for indices in passes_of(rollouts, tokens_per_pass, world):
+    for indices in passes_of(rollouts, tokens_per_pass, world, share_prompts=view == "dense"):
         pack = [rollouts[index] for index in indices or [0]]  # a pass without rows keeps step with other ranks
         with fused_layers(model):
             logprobs_n, entropy_n = with_weights(model, logprobs_of, pack, view)

@@ -2,7 +2,7 @@
 
 # N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, n response tokens, D hidden dimension
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,17 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError
-from ..kernels import shadow
+from ..kernels import long_attention, shadow
 from ..kernels.attention import causal_attention, packed_causal_attention, shadow_attention
+from ..kernels.long_attention import long_causal_attention
+from ..kernels.prefix_attention import PrefixAttention, Segment
 from ..kernels.shadow import Shadow
 from ..kv.trace import NEVER
-from ..models.attention import eval_mode
+from ..models.attention import AttentionView, eval_mode
 from ..models.compile import compiler_errors, fused_layers
 from ..models.head import hidden_states
 from ..models.support import head_of, prepare
 from ..rollout.rollout import Rollout
-from ..world import World
 from .logprobs import token_logprobs
+from .packing import pack_tokens, packs
 
 ReplayKind = Literal["sparse", "dense"]
 
@@ -49,8 +51,9 @@ def replay(
         raise UserError(f"temperature = {temperature} is invalid: it must not be negative.")
     _refuse_beyond_table(model, rollouts)
     results: list[Tensor] = []
+    share_prompts = view == "dense" or all(_evictions(rollout) is None for rollout in rollouts)
     with fused_layers(model), eval_mode(model):
-        for indices in packs(rollouts, tokens_per_pass):
+        for indices in packs(rollouts, tokens_per_pass, share_prompts=share_prompts):
             pack = [rollouts[index] for index in indices]
             logprobs_n, _ = logprobs_of(model, pack, view, temperature)
             results += logprobs_n.split([len(rollout.response) for rollout in pack])
@@ -67,28 +70,6 @@ def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) ->
         )
 
 
-def packs(rollouts: Sequence[Rollout], tokens_per_pass: int) -> Iterator[list[int]]:
-    """Yield the indices of the rollouts of each pass, in order: up to `tokens_per_pass` tokens and at least one rollout."""
-    pack: list[int] = []
-    tokens = 0
-    for index, rollout in enumerate(rollouts):
-        length = len(rollout.prompt) + len(rollout.response)
-        if pack and tokens + length > tokens_per_pass:
-            yield pack
-            pack, tokens = [], 0
-        pack.append(index)
-        tokens += length
-    if pack:
-        yield pack
-
-
-def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World) -> list[list[int]]:
-    """Return the passes of this rank. With one rank they keep the order of the rollouts."""
-    if world.size == 1:
-        return list(packs(rollouts, tokens_per_pass))
-    return world.passes([len(rollout.prompt) + len(rollout.response) for rollout in rollouts], tokens_per_pass)
-
-
 @dataclass(frozen=True)
 class PassOutput:
     """Result of one pass over packed rollouts: the inputs of the LM head at the tokens that predict a response token, and the
@@ -102,24 +83,15 @@ class PassOutput:
 def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> PassOutput:
     prepare(model)
     device = model.device
-    tokens: list[int] = []
-    positions: list[int] = []
-    predicting: list[int] = []
-    spans = []
-    for rollout in pack:
-        fed = rollout.prompt + rollout.response[:-1]  # the last token was sampled but never fed
-        start = len(tokens)
-        predicting += range(start + len(rollout.prompt) - 1, start + len(fed))
-        tokens += fed
-        positions += range(len(fed))
-        spans.append(Span(start, start + len(fed), _evictions(rollout, len(fed)) if view == "sparse" else None))
-    hidden_nD = hidden_states(
-        model,
-        upload(torch.tensor([tokens]), device),
-        upload(torch.tensor([positions]), device),
-        ReplayView(spans),
-        upload(torch.tensor(predicting), device),
-    )
+    evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
+    row = pack_tokens(pack, share_prompts=all(evicted_at_LHT is None for evicted_at_LHT in evictions))
+    seen: AttentionView
+    if row.shared:
+        seen = SharedPromptView(row.segments)
+    else:
+        seen = ReplayView([Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)])
+    tokens_1N, positions_1N, predicting_n = (upload(each, device) for each in row.tensors())
+    hidden_nD = hidden_states(model, tokens_1N, positions_1N, seen, predicting_n)
     # greedy rollouts use temperature 1
     temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]
     lengths = torch.tensor([len(rollout.response) for rollout in pack])
@@ -148,11 +120,11 @@ def response_logprobs(model: PreTrainedModel, seen: PassOutput) -> tuple[Tensor,
     return token_logprobs(head_of(model), seen.hidden_nD, seen.targets_n, seen.temperatures_n)
 
 
-def _evictions(rollout: Rollout, tokens: int) -> Tensor | None:
-    """Return the eviction times [L, H, tokens], or None if no key was evicted."""
+def _evictions(rollout: Rollout) -> Tensor | None:
+    """Return the eviction times [L, H, T] of the fed tokens, or None if no key was evicted."""
     if rollout.trace is None:  # sampled with a policy that never evicts
         return None
-    evicted_at_LHT = rollout.trace.evicted_at[:, :, :tokens]
+    evicted_at_LHT = rollout.trace.evicted_at[:, :, : len(rollout.prompt) + len(rollout.response) - 1]
     return evicted_at_LHT if bool((evicted_at_LHT != NEVER).any()) else None
 
 
@@ -165,6 +137,20 @@ class Span:
     evicted_at_LHT: Tensor | None
 
 
+class SharedPromptView:
+    """Attention view of packed responses that read their prompts' keys, of which none was evicted."""
+
+    def __init__(self, segments: Sequence[Segment]):
+        self.segments = segments
+        self._on: dict[torch.device, PrefixAttention] = {}
+
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
+        device = queries_1QND.device
+        if device not in self._on:
+            self._on[device] = PrefixAttention(self.segments, device)
+        return self._on[device].attend(queries_1QND, keys_1HND, values_1HND, scale)
+
+
 class ReplayView:
     """Attention view of packed rollouts, each attending only to itself. Evicted keys are hidden as they were from the sampler.
 
@@ -175,12 +161,15 @@ class ReplayView:
 
     def __init__(self, spans: list[Span]):
         self.spans = spans
+        self.bounds = [0, *(span.stop for span in spans)]
         self.longest = max(span.stop - span.start for span in spans)
         self._on: dict[torch.device, Pack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         pack = self._pack(queries_1QND.device)
         if pack.until_LHN is None:
+            if long_attention.usable(queries_1QND, self.bounds):
+                return long_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, scale)
             return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, pack.bounds, self.longest, scale)
         if shadow.usable(queries_1QND):
             try:
@@ -202,7 +191,7 @@ class ReplayView:
     def _pack(self, device: torch.device) -> "Pack":
         """Return the pack on the device. It is uploaded once, at the first layer."""
         if device not in self._on:
-            bounds = torch.tensor([0, *(span.stop for span in self.spans)], dtype=torch.int32)
+            bounds = torch.tensor(self.bounds, dtype=torch.int32)
             until_LHN = packed_until(self.spans)
             self._on[device] = Pack(upload(bounds, device), None if until_LHN is None else upload(until_LHN, device))
         return self._on[device]

@@ -27,7 +27,8 @@ from .logprobs import divergence
 from .losses import LossInputs, get
 from .losses.regularizers import kl, weighted_sum
 from .optimizer import Optimizer, checkpointed
-from .replay import PassOutput, ReplayKind, forward, passes_of, response_logprobs, upload
+from .packing import passes_of
+from .replay import PassOutput, ReplayKind, forward, response_logprobs, upload
 
 
 def accumulate(
@@ -237,7 +238,8 @@ def update(
         return Updated({}, 0.0, learned=False, finite=True)
     settings = optimizer.settings
     with checkpointed(model, optimizer.checkpointed_layers):
-        passes = passes_of([batch.rollouts[row] for row in rows], settings.tokens_per_microbatch, world)
+        trained = [batch.rollouts[row] for row in rows]
+        passes = passes_of(trained, settings.tokens_per_microbatch, world, share_prompts=view == "dense")
         passes = [[rows[index] for index in indices] for indices in passes]
         sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta, world)))
     if isinstance(batch, OnePassBatch):

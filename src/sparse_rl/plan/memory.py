@@ -27,6 +27,7 @@ from ..sizes import (
     store_bytes,
 )
 from .dimensions import Dimensions
+from .microbatch import largest_pack, rollouts_of_rank
 
 # Constants that only the plan uses. `sparse-rl bench memory` compares the plan with a measured peak (docs/plan.md).
 PLAIN_CHUNK_BYTES = 28
@@ -210,10 +211,6 @@ def gathered_bytes(config: Config, dims: Dimensions) -> int:
     return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
 
 
-def rollouts_of_rank(config: Config) -> int:
-    return -(-config.rollout.rollouts_per_step // config.ranks.count)
-
-
 def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
     kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
     keys, beside = slot_bytes(dims, kv, prompt_tokens + rollout.max_tokens, size)
@@ -279,16 +276,6 @@ def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> i
     return chunk + n * dims.hidden * size * (2 if backward else 1)
 
 
-def response_lengths(prompt_tokens: int, config: Config) -> list[int]:
-    """Return the response lengths of the largest micro-batch: as many of `max_tokens` as fit, plus one that fills the rest."""
-    longest = prompt_tokens + config.rollout.max_tokens
-    count, left = divmod(config.optimizer.tokens_per_microbatch, longest)
-    lengths = [config.rollout.max_tokens] * max(1, count)
-    if count and left > prompt_tokens:
-        lengths.append(left - prompt_tokens)
-    return lengths[: rollouts_of_rank(config)]
-
-
 def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpointed: int) -> dict[str, int]:
     """Return the bytes of the backward pass of the largest micro-batch, by part, if the first `checkpointed` layers recompute
     their activations.
@@ -297,9 +284,8 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     its activations. The largest one counts.
     """
     size = itemsize(config)
-    lengths = response_lengths(prompt_tokens, config)
-    n = sum(lengths)
-    tokens = n + prompt_tokens * len(lengths)
+    pack = largest_pack(prompt_tokens, config)
+    n, tokens = pack.responses, pack.tokens
     shadow = config.method in SHADOW_METHODS
     layer = kept_per_token(config, dims) * tokens
     if shadow:  # FlexAttention pads the sequence to a power of two
@@ -372,12 +358,11 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, slots, prompts, prompt_tokens)
-    lengths = response_lengths(prompt_tokens, config)
-    tokens = sum(lengths) + prompt_tokens * len(lengths)
+    pack = largest_pack(prompt_tokens, config)
     old = {
         "gathered layers": gathered_bytes(config, dims),
-        "activations": tokens * transient_per_token(config, dims, backward=False),
-        "logits chunk": head_bytes(config, dims, sum(lengths), backward=False),
+        "activations": pack.tokens * transient_per_token(config, dims, backward=False),
+        "logits chunk": head_bytes(config, dims, pack.responses, backward=False),
     }
     largest_weight = max(dims.embedding_params, dims.hidden * dims.intermediate)
     lora = config.model.lora

@@ -12,7 +12,8 @@ from ..errors import UserError
 from ..format import GIB
 from ..sizes import token_bytes
 from .dimensions import Dimensions
-from .memory import Plan, itemsize, rollouts_of_rank, sharded
+from .memory import Plan, itemsize, sharded
+from .microbatch import rollouts_of_rank, samples_per_computed_prompt
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Attainable shares of peak FLOP/s and bandwidth, from an H200 (780 of 989 TFLOP/s in large matrix products, 4.3 of 4.8 TB/s
@@ -131,8 +132,11 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     step = decode_step_s(plan, gpu)
     rollouts = rollouts_of_rank(config)
     length = plan.prompt_tokens + rollout.max_tokens
-    tokens = rollouts * length
-    forward = tokens * (2 * dims.active_params + 2 * dims.layers * dims.q_width * length)  # causal: half of all pairs
+    prompts = rollouts / samples_per_computed_prompt(plan.prompt_tokens, config)
+    tokens = rollouts * rollout.max_tokens + prompts * plan.prompt_tokens
+    forward = (
+        2 * dims.active_params * tokens + 2 * dims.layers * dims.q_width * rollouts * length**2
+    )  # causal: half of all pairs
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
     passes = 1 + backward + plan.checkpointed_layers / dims.layers
     if config.method == "smd":  # smd adds a dense pass; without gradient if the dense model is the teacher

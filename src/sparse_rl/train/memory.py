@@ -10,7 +10,7 @@ from ..format import gib
 from ..gpu_memory import room_bytes
 from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
-from ..plan.memory import rollouts_of_rank
+from ..plan.microbatch import rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
 from ..sizes import MAX_AUTO_SLOTS

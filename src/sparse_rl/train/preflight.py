@@ -12,12 +12,12 @@ from ..kv.trace import TraceRecorder
 from ..learner.batch import make_batch, response_mask
 from ..learner.correction import correct
 from ..learner.optimizer import Optimizer, checkpointed
-from ..learner.replay import ReplayKind, packs
+from ..learner.replay import ReplayKind
 from ..learner.update import accumulate
 from ..models.compile import decoder_layers
 from ..models.sharded import is_sharded
 from ..plan import Plan
-from ..plan.memory import response_lengths
+from ..plan.microbatch import largest_pack
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from .memory import out_of_memory
@@ -66,8 +66,8 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
 
     Weights and moments do not change.
     """
-    rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in response_lengths(len(prompt), config)]
-    passes = list(packs(rollouts, config.optimizer.tokens_per_microbatch))
+    rollouts = largest_microbatch(prompt, config, shape)
+    passes = [list(range(len(rollouts)))]
     try:
         # moments, accumulated gradients and activations coexist only in the second micro-batch
         add_gradients(model, optimizer, rollouts, [*passes, *passes], config)
@@ -102,6 +102,15 @@ def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int
             raise
         return False
     return True
+
+
+def largest_microbatch(prompt: list[int], config: Config, shape: CacheShape) -> list[Rollout]:
+    """Return the synthetic rollouts of the plan's largest micro-batch. Each group has a different prompt, of equal length."""
+    rollouts = []
+    for index, tokens in enumerate(largest_pack(len(prompt), config).lengths):
+        turn = index // config.rollout.samples_per_prompt % len(prompt)
+        rollouts.append(longest_rollout(prompt[turn:] + prompt[:turn], tokens, config, shape))
+    return rollouts
 
 
 def longest_rollout(prompt: list[int], tokens: int, config: Config, shape: CacheShape) -> Rollout:

@@ -14,7 +14,8 @@ from ..learner.batch import Batch, OnePassBatch, make_batch, make_one_pass_batch
 from ..learner.correction import Corrected, correct, weigh
 from ..learner.old_logprobs import old_logprobs
 from ..learner.optimizer import Optimizer
-from ..learner.replay import ReplayKind, packs
+from ..learner.packing import packs
+from ..learner.replay import ReplayKind
 from ..learner.update import Updated, update
 from ..models.actor import Actor
 from ..rollout.clock import device_time
@@ -184,7 +185,8 @@ class TrainingStep:
             return None
         rows = batch.recorded[:NOISE_ROLLOUTS]
         rollouts = [batch.samples[row].rollout for row in rows]
-        rows = rows[: len(next(packs(rollouts, self.config.optimizer.tokens_per_microbatch)))]
+        first = next(packs(rollouts, self.config.optimizer.tokens_per_microbatch, share_prompts=False))
+        rows = rows[: len(first)]
         replayed, _ = self._logprobs(self.actor.learner, batch, rows, "sparse")
         return engine_noise(rollouts[: len(rows)], list(replayed.values()))
 

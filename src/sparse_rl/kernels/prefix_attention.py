@@ -1,0 +1,93 @@
+"""Causal attention of packed sequences that share prefixes: a prompt is computed once for all samples of its group.
+
+A segment is a run of packed tokens. Its queries see the keys of its prefix, which is an earlier run of packed tokens, and its
+own keys up to themselves.
+"""
+
+# Q query heads, H kv heads, N packed tokens, M keys of all segments with their prefixes, n queries and m keys of a segment,
+# D head dimension
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import HALF, causal_attention, has_varlen, varlen_causal_attention
+
+
+@dataclass(frozen=True)
+class Segment:
+    start: int
+    stop: int
+    prefix_start: int = 0
+    prefix_stop: int = 0
+
+    @property
+    def queries(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def keys(self) -> int:
+        """Number of keys of the prefix and of the segment."""
+        return self.prefix_stop - self.prefix_start + self.queries
+
+
+class PrefixAttention:
+    """Attention of one row of segments, which cover the row in order."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device):
+        self.segments = segments
+        runs = [run for each in segments for run in ((each.prefix_start, each.prefix_stop), (each.start, each.stop))]
+        self.keys_M = torch.cat([torch.arange(*run) for run in runs]).to(device)
+        self.query_bounds, self.key_bounds = (
+            torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            for counts in ([each.queries for each in segments], [each.keys for each in segments])
+        )
+        self.most_queries = max(each.queries for each in segments)
+        self.most_keys = max(each.keys for each in segments)
+
+    def attend(self, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float) -> Tensor:
+        """Return the attention output [1, Q, N, D]. It is differentiable.
+
+        In half precision on a GPU, one kernel computes all segments. Otherwise each segment is a separate call.
+        """
+        if not has_varlen(queries_1QND):
+            outputs = [self._attend_segment(each, queries_1QND, keys_1HND, values_1HND, scale) for each in self.segments]
+            return torch.cat(outputs, dim=2)
+        keys_MHD, values_MHD = (_Repeat.apply(each[0].transpose(0, 1), self.keys_M) for each in (keys_1HND, values_1HND))
+        queries_NQD, most = queries_1QND[0].transpose(0, 1), (self.most_queries, self.most_keys)
+        out_NQD = varlen_causal_attention(queries_NQD, keys_MHD, values_MHD, self.query_bounds, self.key_bounds, *most, scale)
+        return out_NQD.transpose(0, 1)[None]
+
+    def _attend_segment(self, segment: Segment, queries_1QND, keys_1HND, values_1HND, scale: float) -> Tensor:
+        own, prefix = slice(segment.start, segment.stop), slice(segment.prefix_start, segment.prefix_stop)
+        queries_1QnD = queries_1QND[:, :, own]
+        if segment.keys == segment.queries:
+            return causal_attention(queries_1QnD, keys_1HND[:, :, own], values_1HND[:, :, own], scale=scale)
+        keys_1HmD, values_1HmD = (torch.cat([each[:, :, prefix], each[:, :, own]], dim=2) for each in (keys_1HND, values_1HND))
+        groups = queries_1QnD.shape[1] // keys_1HmD.shape[1]
+        if groups > 1 and queries_1QnD.is_cuda and queries_1QnD.dtype not in HALF:  # as in causal_attention
+            keys_1HmD, values_1HmD = (each.repeat_interleave(groups, dim=1) for each in (keys_1HmD, values_1HmD))
+        sees_nm = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=queries_1QnD.device)
+        sees_nm = sees_nm.tril(segment.keys - segment.queries)
+        return F.scaled_dot_product_attention(
+            queries_1QnD, keys_1HmD, values_1HmD, attn_mask=sees_nm, scale=scale, enable_gqa=groups > 1
+        )
+
+
+class _Repeat(torch.autograd.Function):
+    """Select rows, some of them several times. The gradient sums over equal rows in float32."""
+
+    @staticmethod
+    def forward(ctx, packed_NHD, rows_M):
+        ctx.save_for_backward(rows_M)
+        ctx.shape = packed_NHD.shape
+        return packed_NHD.index_select(0, rows_M)
+
+    @staticmethod
+    def backward(ctx, grad_MHD):
+        (rows_M,) = ctx.saved_tensors
+        sums_NHD = torch.zeros(ctx.shape, dtype=torch.float32, device=grad_MHD.device)
+        return sums_NHD.index_add_(0, rows_M, grad_MHD.float()).to(grad_MHD.dtype), None

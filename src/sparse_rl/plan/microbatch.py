@@ -1,0 +1,50 @@
+"""The largest micro-batch of a run: the responses and prompts that a learner pass computes."""
+
+from dataclasses import dataclass
+
+from ..config import SHADOW_METHODS, Config
+from ..sizes import worth_sharing
+
+
+def rollouts_of_rank(config: Config) -> int:
+    return -(-config.rollout.rollouts_per_step // config.ranks.count)
+
+
+@dataclass(frozen=True)
+class LargestPack:
+    """Rollouts of the largest micro-batch."""
+
+    lengths: list[int]
+    """Response tokens of each rollout."""
+    prompts: int
+    """Prompts that are computed: those of samples of one group are shared."""
+    prompt_tokens: int
+
+    @property
+    def responses(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return self.responses + self.prompts * self.prompt_tokens
+
+
+def samples_per_computed_prompt(prompt_tokens: int, config: Config) -> int:
+    """Return how many rollouts of full length share their prompt in the learner. In a shadow pass, and with several ranks,
+    they do not."""
+    shares = config.ranks.count == 1 and config.method not in SHADOW_METHODS
+    return config.rollout.samples_per_prompt if shares and worth_sharing(prompt_tokens, config.rollout.max_tokens) else 1
+
+
+def largest_pack(prompt_tokens: int, config: Config) -> LargestPack:
+    """Return the largest micro-batch: as many responses of `max_tokens` as fit, plus one that fills the rest."""
+    longest, room = config.rollout.max_tokens, config.optimizer.tokens_per_microbatch
+    group = samples_per_computed_prompt(prompt_tokens, config)
+    pack = LargestPack([longest], 1, prompt_tokens)
+    while len(pack.lengths) < rollouts_of_rank(config):
+        prompts = len(pack.lengths) // group + 1
+        response = min(longest, room - pack.responses - prompts * prompt_tokens)
+        if response < 1:
+            break
+        pack = LargestPack([*pack.lengths, response], prompts, prompt_tokens)
+    return pack
