@@ -4,7 +4,7 @@
     python experiments/budgets.py --table benchmarks/results/budgets.json
 
 The first 400 test problems, one sample each at temperature 1 and top_p 1 (what training samples with), at most 1,024 tokens,
-interval = budget / 4. With a protected prompt only budgets that hold the longest prompt and the window are possible. Every
+interval = budget / 4. With a protected prompt the budget counts response tokens: 92 and 156 are 192 and 256 less a mean prompt. Every
 policy is a `sparse-rl eval` of its own; they share the GPU, so tokens/s are not measured here.
 """
 
@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 POLICIES = ("rkv", "snapkv", "streaming", "random")
 BUDGETS = (96, 128, 160, 192, 256)
-PROTECTED_BUDGETS = (192, 256)
-"""The longest of the 400 prompts has 178 tokens, and the window is 8."""
+PROTECTED_BUDGETS = ("92+48", "156+64")
+"""Budget and interval of 192 and 256 tokens with the prompt, which has 100 tokens on average."""
 MISMATCH = {"rejection_rate": "rejected", "mismatch_k3": "k3", "xi_p05": "ξ p05", "ess": "ESS", "engine_noise": "noise"}
 
 

@@ -8,8 +8,9 @@ import torch
 
 from sparse_rl import KV, NEVER, Engine, Sampling, replay
 from sparse_rl.kv import cache as cache_module
-from sparse_rl.kv.cache import CacheShape, SlotCache
+from sparse_rl.kv.cache import SlotCache
 from sparse_rl.kv.policies import get
+from sparse_rl.kv.shape import CacheShape
 
 BUDGET, INTERVAL = 64, 16
 

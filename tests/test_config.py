@@ -9,7 +9,9 @@ import pytest
 
 from small_runs import arguments, refused, train
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import Config, from_flags, migrated, recipe, recipe_names, to_toml
+from sparse_rl.config import KV, Config, from_flags, migrated, recipe, recipe_names, to_toml
+from sparse_rl.errors import UserError
+from sparse_rl.train.resume import changes_since, kept_options
 
 
 def parsed(*flags, base=None):
@@ -73,10 +75,42 @@ def test_options_of_earlier_versions_are_read(tmp_path):
     assert migrated(stored) == {"kv.options": {"mix": 0.2}, "seed": 3}
 
 
+@pytest.mark.parametrize(
+    ("most", "sentence"),
+    [
+        (None, r"kv.budget = 1920 .* counts the prompt.* set it to 1920 less the tokens of the longest prompt, and add"),
+        (1112, r"set it to 808, which is 1920 less data.max_prompt_tokens, and add the line format = 2"),
+    ],
+)
+def test_a_stored_budget_that_counts_the_prompt_is_refused(tmp_path, most, sentence):
+    """Files of runs hold every option, and `format` since the budget of a protected prompt counts response tokens."""
+    path, config = tmp_path / "config.toml", Config(kv=KV(budget=1920, protect_prompt=True), data={"max_prompt_tokens": most})
+    path.write_text(to_toml(config))
+    with pytest.raises(UserError, match=sentence):
+        recipe(str(path))
+    path.write_text(f"format = 2\n{to_toml(config)}")
+    assert Config(**recipe(str(path))) == config
+    path.write_text("[kv]\nbudget = 808\nprotect_prompt = true\n")  # written by hand
+    assert Config(**recipe(str(path))).kv == KV(budget=808, protect_prompt=True)
+    path.write_text(to_toml(Config(kv=KV(policy="full", protect_prompt=True))))  # a cache without a budget
+    assert Config(**recipe(str(path))).kv.policy == "full"
+
+
+def test_a_checkpoint_whose_budget_counts_the_prompt_is_refused():
+    config = Config(kv=KV(budget=1920, protect_prompt=True), data={"max_prompt_tokens": 1112})
+    now = kept_options(config)
+    assert changes_since("run", now, now) == []
+    old = {key: value for key, value in now.items() if key != "format"}
+    with pytest.raises(UserError, match="start a new run with another --run-dir and --kv.budget 808, which is 1920 less"):
+        changes_since("run", old, now)
+    free = kept_options(Config())
+    assert changes_since("run", {key: value for key, value in free.items() if key != "format"}, free) == []
+
+
 def test_the_config_of_a_run_is_the_config_it_ran(world, tmp_path):
     flags = ["--steps", "1", "--model.dtype", "float32", "--rollout.max-tokens", "4", "--loss.smd.lambda", "0.2"]
     train(world, tmp_path / "run", *flags)
-    stored = Config(**tomllib.loads((tmp_path / "run/config.toml").read_text()))
+    stored = Config(**recipe(str(tmp_path / "run/config.toml")))
     assert stored == parsed(*arguments(world, tmp_path / "run", *flags)[1:])
 
 

@@ -141,7 +141,7 @@ def written(tmp_path_factory):
     evaluated = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "2", "--rollout.samples-per-prompt", "4"]
     terms = ["--loss.kl-coef", "0.01", "--correction.opsm", "0.5", "--rollout.refill-rejected", "true"]
     keys = set()
-    several = ["--reward.function", "{0}:sums + 0.2 * {0}:same".format(world / "rewards.py")]
+    several = ["--reward.function", "{0}:sums + 0.2 * {0}:same".format(world / "rewards.py"), "--kv.protect-prompt", "true"]
     for method, more in (("sparse_rl", terms), ("smd", several)):
         run = world / method
         small_runs.train(world, run, "--method", method, *evaluated, *more)

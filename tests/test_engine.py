@@ -192,11 +192,10 @@ def test_beyond_the_context_is_allowed_when_asked_for(model):
     torch.testing.assert_close(replay(model, beyond, "sparse")[0].detach(), beyond[0].logprobs, atol=1e-4, rtol=0)
 
 
-def test_a_protected_prompt_that_leaves_no_room_is_refused(model):
+def test_a_protected_prompt_may_be_longer_than_the_budget(model):
     engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2, protect_prompt=True), slots=1)
-    engine.generate([[5] * 19], sampling=Sampling(max_tokens=2))
-    with pytest.raises(UserError, match=r"Prompt 0 has 20 tokens, and kv.protect_prompt leaves.*window \+ 1 = 5"):
-        engine.generate([[5] * 20])
+    (rollout,) = engine.generate([[5] * 100], sampling=Sampling(max_tokens=2))
+    assert rollout.kv_peak == 101 and engine.cache.capacity == 30
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, k
     with pytest.raises(UserError, match=f"The prompt has {most + 1} tokens"):
         engine.check_prompt([5] * (most + 1), sampling)
     engine.limits = replace(engine.limits, context=None, sliding_window=None)
-    assert engine.most_prompt_tokens(sampling) == (min(prefill, 19) if kv.protect_prompt else prefill)
+    assert engine.most_prompt_tokens(sampling) == prefill
 
 
 def test_what_is_no_model_and_no_kv_is_refused(model):

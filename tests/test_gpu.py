@@ -260,6 +260,26 @@ def test_a_graph_samples_what_single_steps_sample():
         assert gap(model, others) < 1e-3
 
 
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "full"])
+def test_stored_prompts_are_read_by_graphs_and_by_single_steps(policy):
+    """Prompts within a page, of many pages and in slots that are refilled; a longer prompt rebuilds store and graphs."""
+    model = random_model("qwen2").cuda()
+    kv = KV(policy=policy, protect_prompt=True, **SMALL)
+    prompts = [*PROMPTS, list(range(3, 60)) * 5, [9] * 64]
+    engines = [Engine(model, kv, slots=slots, compile=False) for slots in (5, 5, 12)]
+    engines[0].use_graphs = False
+    sampling = Sampling(max_tokens=100, stop=())
+    alone, graphed, wide = (engine.generate(prompts, 3, sampling) for engine in engines)
+    for others in (graphed, wide):
+        assert [each.response[:40] for each in others] == [each.response[:40] for each in alone]
+    for rollouts in (alone, graphed, wide):
+        assert gap(model, rollouts) < 1e-3
+        assert all(bool((each.evicted_at[:, :, : len(each.prompt)] == NEVER).all()) for each in rollouts)
+    graphs = engines[1].graphs
+    assert gap(model, engines[1].generate(prompts[:2], 3, sampling)) < 1e-3 and engines[1].graphs is graphs
+    assert gap(model, engines[1].generate([[7] * 1500], 3, sampling)) < 1e-3 and engines[1].graphs is not graphs
+
+
 def test_one_engine_serves_every_kind_of_sampling():
     model = random_model("llama").cuda()
     engine = Engine(model, KV(policy="rkv", **SMALL), slots=4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparse_rl.config import Sampling
-from sparse_rl.kernels.attention import decode_attention
+from sparse_rl.kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
 from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
@@ -13,7 +13,7 @@ from sparse_rl.kernels.importance import decode_importance, fused_importance, wi
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
-from sparse_rl.kernels.rows import Rows
+from sparse_rl.kernels.rows import Rows, StoredPrompts
 from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
 from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
@@ -31,6 +31,47 @@ def reproducible():
 def test_triton_is_installed():
     """Without it every test here would say nothing."""
     assert triton is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 24), (4, 2, 160)])
+def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, splits, dtype):
+    """Prompts in scattered pages, two of them shared, of one token, of full pages and of many; and a slot without a prompt,
+    as the rows that fill up a graph are."""
+    slots, capacity, pages, page = 6, 200, 12, 64
+    lengths = torch.tensor([0, 1, 130, 199, 64, 5], device=DEVICE)
+    prompts = torch.tensor([1, 200, 200, 128, 63, 0], device=DEVICE)
+    table = torch.tensor([[7, 0, 0, 0], [3, 11, 1, 9], [3, 11, 1, 9], [2, 8, 0, 0], [5, 0, 0, 0], [4, 4, 4, 4]], device=DEVICE)
+    stored_keys, stored_values = torch.randn(2, pages, kv_heads, page, dim, device=DEVICE).to(dtype)
+    keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE).to(dtype)
+    query = torch.randn(slots, q_heads, dim, device=DEVICE).to(dtype)
+    key, value = torch.randn(2, slots, kv_heads, dim, device=DEVICE).to(dtype)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    whole = []
+    for slot, (length, tokens) in enumerate(zip(lengths.tolist(), prompts.tolist(), strict=True)):
+        expected_keys[slot, :, length], expected_values[slot, :, length] = key[slot], value[slot]
+        both = []
+        for stored, own in ((stored_keys, expected_keys), (stored_values, expected_values)):
+            prompt = torch.cat(list(stored[table[slot]]), dim=1)[:, :tokens]
+            both.append(torch.cat([prompt, own[slot, :, : length + 1]], dim=1).float())
+        weights = (query[slot].float().view(kv_heads, -1, dim) @ both[0].transpose(-1, -2) * 0.2).softmax(dim=-1)
+        whole.append((weights @ both[1]).reshape(q_heads, dim))
+    tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
+    some = prompts > 0  # the reference needs a prompt
+    merged = merged_parts(
+        prompt_attention(query[some], StoredPrompts(stored_keys, stored_values, table[some], prompts[some]), scale=0.2),
+        attention_part(query[some], expected_keys[some], expected_values[some], lengths[some] + 1, scale=0.2),
+    )
+    torch.testing.assert_close(merged, torch.stack(whole)[some])
+    places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
+    ring = torch.zeros(slots, q_heads, 0, dim, dtype=dtype, device=DEVICE)
+    state = (keys, values, places, ring, lengths, prompts + lengths)
+    stored = StoredPrompts(stored_keys, stored_values, table.int(), prompts)
+    out = attend_and_append(query, key, value, *state, scale=0.2, splits=splits, prompts=stored)
+    torch.testing.assert_close(out.float(), torch.stack(whole), **tolerance)
+    torch.testing.assert_close(keys, expected_keys, rtol=0, atol=0)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

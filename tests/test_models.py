@@ -533,4 +533,4 @@ def test_a_models_own_policy_imports_nothing_unless_the_user_names_it(tmp_path):
         UserError, match=", which would import custom code. If you trust the code, pass the policy with --kv.policy."
     ):
         stored_kv(str(tmp_path))
-    assert stored_kv(str(tmp_path), "antigravity:Policy")["budget"] == 64
+    assert stored_kv(str(tmp_path), {"policy": "antigravity:Policy"})["budget"] == 64

@@ -21,6 +21,8 @@ from sparse_rl.gpu_memory import room_bytes
 from sparse_rl.kernels import shadow
 from sparse_rl.kv import cache
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.prompt_store import PromptStore
+from sparse_rl.kv.shape import CacheShape
 from sparse_rl.models import compile as compiler
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
@@ -86,7 +88,7 @@ def test_parameters_of_named_shapes(shape):
 def test_the_cache_is_what_is_allocated(policy, model, dtype):
     """The same function gives the bytes of a slot to the plan, by dimensions, and to an evaluation, by the cache's shape."""
     dims = from_config(MODELS[model].to_dict(), model)
-    shape = cache.CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, dtype, torch.device("cpu"))
+    shape = CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, dtype, torch.device("cpu"))
     kv = KV(policy=policy, budget=40, interval=8)
     capacity = kv.capacity if policy != "full" else 100 + sizes.CHUNK_STEPS["cuda"]
     made = cache.SlotCache(shape, 3, capacity, kv.window if POLICIES[policy].uses_queries else 0)
@@ -96,8 +98,46 @@ def test_the_cache_is_what_is_allocated(policy, model, dtype):
     assert 3 * beside == made.side_bytes - made.lengths_S.nbytes
 
 
+def test_the_prompt_store_is_what_is_allocated():
+    """The plan counts the pages that a run reserves, and slots hold response tokens alone."""
+    flags = ["--kv.protect-prompt", "true", "--rollout.prompts-per-step", "32", "--rollout.samples-per-prompt", "8"]
+    plan = planned(*flags, memory_gib=500, prompt_tokens=1100, slots=256)
+    rollout, dims = plan.config.rollout, plan.dims
+    shape = CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, torch.bfloat16, torch.device("meta"))
+    pages = sizes.pool_pages([1100] * rollout.prompts_per_step, 256, rollout.samples_per_prompt)
+    store = PromptStore(shape, 256, pages, 1100)
+    free = planned(*flags[2:], memory_gib=500, prompt_tokens=1100, slots=256)
+    for ours, theirs in zip(plan.phases, free.phases, strict=True):
+        assert ours.parts["prompt store"] == store.kv_bytes == 32 * 18 * 64 * sizes.token_bytes(dims, 2)
+        assert theirs.parts["prompt store"] == 0
+        assert ours.parts["KV cache"] == theirs.parts["KV cache"]
+        assert ours.parts["positions, queries"] == theirs.parts["positions, queries"] + store.side_bytes
+    reads, before = decode_step_s(plan, find_gpu("H200")), decode_step_s(free, find_gpu("H200"))
+    held = 256 * sizes.token_bytes(dims, 2) * 1100 / (find_gpu("H200").bandwidth * 0.9)
+    assert reads - before == pytest.approx(held)
+    lean = ["--optimizer.gradient-checkpointing", "--optimizer.state", "8bit", "--optimizer.tokens-per-microbatch", "5200"]
+    fewer, more = (planned(*lean, *each, memory_gib=22, prompt_tokens=1100) for each in (flags, flags[2:]))
+    assert fewer.fits and 1 < fewer.slots < more.slots < 256
+    assert not planned(*lean, *flags, memory_gib=22, prompt_tokens=1100, slots=fewer.slots + 1).fits
+
+
 def test_policies_with_a_ring_of_queries_are_named_for_the_plan():
     assert set(sizes.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
+
+
+def test_an_evaluation_leaves_room_for_its_prompts(monkeypatch):
+    shape = SimpleNamespace(**vars(dimensions("1.5B")), dtype=torch.bfloat16, device=torch.device("cuda:0"))
+    probe = SimpleNamespace(limits=SimpleNamespace(shape=shape, vocab=shape.vocab))
+    kv, prompts = KV(protect_prompt=True), [1000] * 300
+
+    def needed(slots, samples):
+        keys, _ = sizes.slot_bytes(shape, kv, 5000, 2)
+        return slots * (keys + 4 * shape.vocab) + sizes.store_bytes(shape, prompts, slots, samples, 2)[0]
+
+    monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device: 8 * 2**30)
+    for samples in (1, 8):
+        slots = evaluate_slots.auto_slots(probe, kv, 5000, prompts, samples)
+        assert needed(slots, samples) <= evaluate_slots.SHARE * 8 * 2**30 < needed(slots + 1, samples)
 
 
 @pytest.mark.parametrize(("policy", "slots"), [("rkv", 123), ("full", 37)])
@@ -108,9 +148,9 @@ def test_an_evaluation_takes_the_slots_that_fit_the_free_memory(policy, slots, m
     keys, _ = sizes.slot_bytes(shape, kv, longest, 2)
     free = int((keys + 4 * shape.vocab) * (slots + 0.5) / evaluate_slots.SHARE)
     monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device: free)
-    assert evaluate_slots.auto_slots(probe, kv, longest) == slots
+    assert evaluate_slots.auto_slots(probe, kv, longest, [256] * 500, 1) == slots
     shape.device = torch.device("cpu")
-    assert evaluate_slots.auto_slots(probe, kv, longest) == 64
+    assert evaluate_slots.auto_slots(probe, kv, longest, [256] * 500, 1) == 64
 
 
 @pytest.mark.parametrize("tokens", [100, 300])

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import tomllib
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -155,15 +156,24 @@ def test_problems_with_long_prompts_are_left_out_of_training_alone(world, tmp_pa
         out = " ".join(capsys.readouterr().out.split())
         assert "1 of 11 problems" in out and "2 of 10 prompts are longer than kv.budget = 20 (up to 41 tokens)" in out
     assert "prompts: 9 to 41 tokens, median 9" in out
-    problems.write_text(too_long + short + longer)
-    for last, named in (([], "Problem 10 of"), (["--dry-run"], "The longest problem of")):
-        with pytest.raises(SystemExit):
-            train(world, tmp_path / "protected", *flags, str(tokens), "--kv.protect-prompt", "true", *last)
-        error = capsys.readouterr().err
-        assert re.search(
-            rf"{named} .* has {tokens} tokens, and kv.protect_prompt leaves.* try --kv.budget {tokens + 5}", error
-        )
-        assert last or "skip 1 of 9 problems with --data.max-prompt-tokens 15." in error
+
+
+def test_protected_prompts_train_beyond_the_budget(world, tmp_path):
+    """Prompts of more than twice the budget, sampled, evaluated and replayed; the store is reserved for the longest."""
+    problems, run = tmp_path / "long.jsonl", tmp_path / "run"
+    rows = [{"prompt": "1" * number, "answer": "2"} for number in (40, 70, 9, 130)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--data.train", str(problems), "--data.test", str(problems), "--eval.problems", "4", "--eval.cache", "sparse"]
+    flags += ["--kv.protect-prompt", "true", "--method", "smd", "--rollout.slots", "3", "--rollout.max-tokens", "40"]
+    train(world, run, *flags)
+    first, last = metrics(run)[1:]
+    assert first["kv/peak_tokens"] > 41 and first["kv/evictions"] > 0 and first["kv/budget"] == 20
+    token = 2 * 2 * 2 * 8 * 4
+    assert first["kv/peak_bytes"] == last["kv/peak_bytes"] == (3 * 24 + 6 * 64) * token  # two prompts of three pages
+    assert first["sparse/engine_noise"] < 1e-4 and "eval/long/pass@1_sparse" in last
+    assert tomllib.loads((run / "config.toml").read_text())["format"] == 2
+    train(world, run, *flags, "--steps", "3", "--resume")
+    assert metrics(run)[-1]["step"] == 3
 
 
 def test_the_plan_counts_the_longest_prompt_of_all(world, tmp_path, monkeypatch):
@@ -628,10 +638,12 @@ def test_prompts_that_fill_the_budget_are_told_what_protects_them():
     kv, half = KV(budget=100), [[0] * 40, [0] * 60, [0] * 90]
     told = kv.remark(half, 500)
     assert "A typical prompt fills 60% of kv.budget = 100" in told
-    assert "kv.protect_prompt = true and kv.budget = 190" in told
+    assert "set kv.protect_prompt = true, with which kv.budget counts response tokens alone" in told
     assert "1 of 2 prompts are longer" in kv.remark([[0], [0] * 101], 500)
     assert kv.remark([[0] * 40, [0] * 50, [0] * 90], 500) is kv.remark([], 500) is None
-    assert KV(budget=100, protect_prompt=True).remark(half, 500) is None
+    protected = KV(budget=100, protect_prompt=True)
+    assert protected.remark(half, 101) is None
+    assert "kv.budget = 100 never evicts: a response has at most 100 tokens." in protected.remark(half, 100)
 
 
 def test_a_budget_that_is_never_filled_is_told(world, tmp_path, capsys):

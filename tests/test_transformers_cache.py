@@ -39,6 +39,17 @@ def test_generate_with_a_bounded_cache_is_the_engine(models, architecture, polic
     assert greedy(model, PROMPTS, BoundedCache(policy, **SETTINGS)) == [rollout.response for rollout in expected]
 
 
+@pytest.mark.parametrize("policy", ["rkv", "snapkv", "tova", "knorm"])
+def test_protected_prompts_are_those_of_the_engine(model, policy):
+    """The rows hold their prompts, and the budget counts new tokens, as in the engine's slots beside its prompt store."""
+    engine = Engine(model, KV(policy=policy, protect_prompt=True, **SETTINGS), slots=3)
+    expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=70, temperature=0, stop=()))
+    cache = BoundedCache(policy, protect_prompt=True, **SETTINGS)
+    assert greedy(model, PROMPTS, cache, tokens=70) == [rollout.response for rollout in expected]
+    assert cache.kv_bytes == 2 * model.config.num_hidden_layers * 3 * 2 * (37 + 24 + 6) * 16 * 4
+    assert cache.layers[0].held == [len(prompt) + 24 + 3 for prompt in PROMPTS]
+
+
 def test_padding_changes_nothing_and_never_enters_the_cache(model):
     cache = BoundedCache("streaming", **SETTINGS)
     together = greedy(model, PROMPTS, cache)

@@ -51,6 +51,7 @@ TESTS: dict[str, tuple[str, str]] = {
     "kernels/shadow.py": ("packed_attention", "not compil"),
     "kernels/slot_attention.py": ("kernels", "share_rows or (step_of_attention and (4-4-24 or 40-2))"),
     "kv/cache.py": ENGINE,
+    "kv/prompt_store.py": ("prompt_store", FEW),
     "kv/trace.py": ENGINE,
     "kv/policies/base.py": ("golden policies", FEW),
     "kv/policies/rkv.py": ("golden policies", FEW),

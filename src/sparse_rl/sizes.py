@@ -3,6 +3,7 @@
 The allocating code and `sparse-rl plan`, which predicts the allocation, use these values.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from .config import KV, SHADOW_METHODS, Config
@@ -48,6 +49,11 @@ SCRATCH_SHARE = 0.05
 """Share of the cache size reserved for temporary buffers during compaction."""
 SCRATCH_FLOOR_BYTES = 16 * 2**20
 """Minimum size of the compaction scratch buffer, so that a cache of a few MiB is not compacted row by row."""
+PAGE_TOKENS = 64
+"""Tokens of a page of the prompt store."""
+STRAGGLER_FACTOR = 2
+"""Groups that the prompt store has room for, as a multiple of the groups that fill the slots. A group keeps its pages until its
+last sample ends. With response lengths uniform up to a maximum and 8 samples per group, 1.8 times as many groups are alive."""
 QUERY_POLICIES = ("rkv", "snapkv", "tova")
 """Built-in policies with `uses_queries = True`, which keep a ring buffer of recent queries."""
 NOISE_ROLLOUTS = 8
@@ -92,3 +98,31 @@ def slot_bytes(shape: AttentionShape, kv: KV, longest: int, itemsize: int) -> tu
     ring = 0 if dense or (kv.policy not in QUERY_POLICIES and "." not in kv.policy) else kv.window
     positions = shape.layers * shape.kv_heads * capacity * 4
     return capacity * token_bytes(shape, itemsize), positions + shape.layers * shape.q_heads * shape.head_dim * ring * itemsize
+
+
+def pages_of(tokens: int) -> int:
+    """Return the number of pages that a prompt takes in the prompt store."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def pool_pages(prompt_lengths: Iterable[int], slots: int, samples: int) -> int:
+    """Return the pages of a prompt store for `samples` responses to each of these prompts in `slots` slots.
+
+    The store holds the longest prompts that can be alive at once. The number is rounded up, by less than an eighth, so that a
+    similar call can reuse the store.
+    """
+    groups = min(slots, STRAGGLER_FACTOR * -(-slots // samples))
+    needed = sum(sorted(map(pages_of, prompt_lengths), reverse=True)[:groups])
+    step = max(1, (1 << needed.bit_length()) // 16)
+    return -(-needed // step) * step
+
+
+def page_table_width(longest: int) -> int:
+    """Return the columns of the page table of a slot, for prompts of at most `longest` tokens."""
+    return 1 << (pages_of(longest) - 1).bit_length()
+
+
+def store_bytes(shape: AttentionShape, prompt_lengths: list[int], slots: int, samples: int, itemsize: int) -> tuple[int, int]:
+    """Return (bytes of keys and values, bytes of side tables) of the prompt store, as `PromptStore` allocates them."""
+    keys = pool_pages(prompt_lengths, slots, samples) * PAGE_TOKENS * token_bytes(shape, itemsize)
+    return keys, 4 * slots * page_table_width(max(prompt_lengths))

@@ -82,7 +82,8 @@ def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
     prompt = trainer.longest_prompt
     rollouts = largest_microbatch(prompt, config, engine.limits.shape)
     full = config.kv.capacity + 1 if engine.policy.evicts else config.kv.interval
-    tokens = min(config.rollout.max_tokens, max(config.kv.interval, full - len(prompt) + config.kv.interval))
+    held = 0 if engine.schedule.stores_prompts else len(prompt)
+    tokens = min(config.rollout.max_tokens, max(config.kv.interval, full - held + config.kv.interval))
     sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
 
     def sample() -> None:

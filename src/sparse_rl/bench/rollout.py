@@ -29,6 +29,7 @@ from ..rollout.clock import Clock, device_time
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
 from ..rollout.stats import Progress
+from ..sizes import store_bytes
 from .lengths import GROUP, drawn_lengths, live_tokens, mean_response_tokens_held
 from .record import environment
 
@@ -114,10 +115,12 @@ def same_memory_slots(args: argparse.Namespace, kv: KV, model: PreTrainedModel) 
     """
     engine = Engine(model, kv, slots=1)
     assert engine.cache is not None
-    slot_bytes = engine.cache.kv_bytes + engine.cache.side_bytes
-    token_bytes = engine.cache.kv_bytes / kv.capacity
+    sparse_bytes = args.batch * (engine.cache.kv_bytes + engine.cache.side_bytes)
+    if engine.schedule.stores_prompts:
+        lengths = [args.prompt_tokens] * -(-args.batch // GROUP)
+        sparse_bytes += sum(store_bytes(engine.limits.shape, lengths, args.batch, GROUP, model.dtype.itemsize))
     live = live_tokens(response_lengths(args, 4096), args.prompt_tokens)
-    return max(1, int(args.batch * slot_bytes / (token_bytes * live)))
+    return max(1, int(sparse_bytes / (engine.cache.token_bytes * live)))
 
 
 def response_lengths(args: argparse.Namespace, count: int) -> list[int]:
@@ -197,6 +200,7 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     lengths = response_lengths(args, rollouts)
     engine = Engine(model, kv, slots=slots)
     engine.reserve(args.prompt_tokens + args.max_tokens)
+    engine.reserve_prompts(args.prompt_tokens, len(prompts), samples)
     warm_up(engine, (prompts * slots)[:slots], min(args.max_tokens, kv.capacity), uniform=args.lengths == "uniform")
     meter = Meter(engine, slots)
     sampling = Sampling(max_tokens=args.max_tokens, stop=(), seed=args.seed)
@@ -211,7 +215,8 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     arm.seconds_by_part = {name: getattr(stats, f"{name}_s") for name in ("prefill", "decode", "compaction", "host")}
     if engine.use_graphs:
         arm.roofline_share = share_of_roofline(model, slots, arm.held_tokens, arm.decode_tokens_per_s)
-        arm.decode_by_part = profile(engine, int(arm.held_tokens))
+        stored = args.prompt_tokens if engine.schedule.stores_prompts else 0
+        arm.decode_by_part = profile(engine, int(arm.held_tokens), stored)
     return arm
 
 
@@ -219,8 +224,10 @@ def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, unifor
     """Compile and capture everything that a call with such lengths needs, including steps with fewer slots as slots become
     idle."""
     tokens = tokens if engine.use_graphs else WARM_UP_TOKENS
-    limits = drawn_lengths(range(len(prompts)), tokens) if uniform else None
-    engine.generate(prompts, sampling=Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)
+    samples = min(GROUP, len(prompts)) if engine.schedule.stores_prompts else 1  # as many groups as the store holds
+    prompts = prompts[: -(-len(prompts) // samples)]
+    limits = drawn_lengths(range(len(prompts) * samples), tokens) if uniform else None
+    engine.generate(prompts, samples, Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)
 
 
 def share_of_roofline(model: PreTrainedModel, slots: int, held: float, tokens_per_s: float | None) -> float | None:
@@ -241,12 +248,13 @@ PARTS = {
 }
 
 
-def decode_chunks(engine: Engine, held: int) -> Callable[[], None]:
-    """Return a function that runs one chunk of decode steps. Every slot starts with `held` tokens."""
+def decode_chunks(engine: Engine, held: int, stored: int = 0) -> Callable[[], None]:
+    """Return a function that runs one chunk of decode steps. Every slot starts with `held` tokens, of which the prompt store
+    holds `stored`."""
     graphs, clock = engine._graphs(), Clock(engine.model.device)
     assert graphs is not None and engine.cache is not None
     slots = engine.cache.slots
-    state = SlotState([5] * slots, [held] * slots, [held] * slots, [1] * slots, [2**20] * slots)
+    state = SlotState(*([5] * slots, [held] * slots, [held - stored] * slots, [stored] * slots, [1] * slots, [2**20] * slots))
 
     @torch.no_grad()
     def run() -> None:
@@ -267,12 +275,12 @@ def decode_step_s(engine: Engine, held: int) -> float:
     return statistics.median(seconds) / engine.chunk
 
 
-def profile(engine: Engine, held: int) -> dict[str, float]:
+def profile(engine: Engine, held: int, stored: int = 0) -> dict[str, float]:
     """Return the shares of kernel time in decode steps in which every slot holds about `held` tokens."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recording
 
-    run = decode_chunks(engine, held)
+    run = decode_chunks(engine, held, stored)
     with recording(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
     sums: dict[str, float] = dict.fromkeys([*PARTS, "other"], 0.0)

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     from ..models.stored_kv import stored_kv
 
     flags = flag_values(args, KV)
-    caches = settings(args.compare, flags, {} if args.compare else stored_kv(args.model, flags.get("policy")))
+    caches = settings(args.compare, flags, {} if args.compare else stored_kv(args.model, flags))
     workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # more workers: the GPU idles while a chunk is graded
     data, reward = from_flags(args, DataConfig), from_flags(args, RewardConfig, {"workers": workers})
     from ..evaluate.evaluation import evaluate

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..models.stored_kv import stored_kv
 
-    stored = stored_kv(args.model, flag_values(args, KV).get("policy"))
+    stored = stored_kv(args.model, flag_values(args, KV))
     kv, sampling = from_flags(args, KV, stored), from_flags(args, Sampling)
     data = from_flags(args, DataConfig, {"raw": args.raw})
     from ..rollout.console import stream

@@ -14,9 +14,11 @@ from .flags import from_flags as from_flags
 from .kv import KV as KV
 from .loss import LossConfig as LossConfig
 from .loss import SMDConfig as SMDConfig
+from .migrate import FORMAT as FORMAT
 from .migrate import flat as flat
 from .migrate import migrated as migrated
 from .migrate import migrated_tables as migrated_tables
+from .migrate import refuse_total_budget as refuse_total_budget
 from .model import WORTH_COMPILING as WORTH_COMPILING
 from .model import LoraConfig as LoraConfig
 from .model import ModelConfig as ModelConfig

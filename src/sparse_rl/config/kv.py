@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ..errors import PromptError
 from .section import Section
 
 LARGE_PROMPT = 0.5
@@ -23,15 +22,18 @@ class KV(Section):
             "Eviction policy: full rkv snapkv streaming tova knorm keydiff random, or package.module:Class of a custom policy."
         ),
     )
-    budget: int = Field(512, ge=1, description="Number of tokens kept by a compaction.")
-    interval: int = Field(
-        128, description="Response tokens between compactions; the cache holds up to budget + interval tokens."
+    budget: int = Field(
+        512, ge=1, description="Number of tokens kept by a compaction; with protect_prompt, of response tokens."
     )
+    interval: int = Field(128, description="Response tokens between compactions; a slot holds up to budget + interval tokens.")
     window: int = Field(
         8, ge=0, description="Number of most recent tokens that are never evicted; their queries score the other tokens."
     )
     sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")
-    protect_prompt: bool = Field(False, description="Never evict prompt tokens.")
+    protect_prompt: bool = Field(
+        False,
+        description="Never evict prompt tokens, store them once for all samples of a prompt, and let budget count the response.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description='Policy options, such as {"mix": 0.2}: kernel mix threshold (rkv), kernel form pool (snapkv).',
@@ -49,33 +51,24 @@ class KV(Section):
             )
         return self
 
-    def protection_error(self, prompt_tokens: int) -> PromptError | None:
-        """Return the error for a prompt that is too long to be protected, or None."""
-        least = prompt_tokens + self.window + 1
-        if self.policy == "full" or not self.protect_prompt or self.budget >= least:
-            return None
-        return PromptError(
-            f"has {prompt_tokens} tokens, and kv.protect_prompt leaves fewer than window + 1 = {self.window + 1} tokens of "
-            f"kv.budget = {self.budget} for the response",
-            f"try --kv.budget {least}",
-        )
-
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
         """Return a message if the budget is never filled by these prompts and responses, or if prompts fill most of it and may be
         evicted; else None."""
         if self.policy == "full":
             return None
-        if (longest := max(map(len, prompts), default=0) + max_tokens) <= self.budget:
+        longest, what = max(map(len, prompts), default=0) + max_tokens, "a prompt and its response have"
+        if self.protect_prompt:
+            longest, what = max_tokens, "a response has"
+        if longest <= self.budget:
             return (
-                f"kv.budget = {self.budget} never evicts: a prompt and its response have at most {longest:,} tokens. Each "
-                f"slot still allocates {self.capacity:,} tokens. Lower kv.budget (docs/choosing-a-budget.md), or use a "
-                "dense cache."
+                f"kv.budget = {self.budget} never evicts: {what} at most {longest:,} tokens. Each slot still allocates "
+                f"{self.capacity:,} tokens. Lower kv.budget (docs/choosing-a-budget.md), or use a dense cache."
             )
         if self.protect_prompt or not prompts:
             return None
         lengths = sorted(map(len, prompts))
         typical, most = lengths[len(lengths) // 2], lengths[-1]
-        enough = f"kv.protect_prompt = true and kv.budget = {self.budget + most}"
+        enough = "kv.protect_prompt = true, with which kv.budget counts response tokens alone"
         if longer := sum(length > self.budget for length in lengths):
             return (
                 f"{longer:,} of {len(prompts):,} prompts are longer than kv.budget = {self.budget} (up to {most:,} tokens), so "
@@ -90,6 +83,11 @@ class KV(Section):
         return None
 
     @property
+    def stores_prompts(self) -> bool:
+        """True if prompts are in the prompt store, and not in the slots."""
+        return self.protect_prompt and self.policy != "full"
+
+    @property
     def capacity(self) -> int:
-        """Maximum number of tokens that a layer and head holds after prefill."""
+        """Maximum number of tokens that a layer and head of a slot holds after prefill."""
         return self.budget + self.interval

@@ -15,6 +15,11 @@ REMOVED: dict[str, tuple[Any, str]] = {
 CHANGED = ("loss.smd.estimator", "loss.kl_estimator")
 
 
+FORMAT = 2
+"""Value of `format` in files that sparse-rl writes. Before format 2, `kv.budget` also counted a protected prompt."""
+ALWAYS_WRITTEN = ("kv.policy", "kv.budget", "kv.interval", "kv.window", "kv.sinks", "kv.protect_prompt")
+"""Options that files written by sparse-rl have always held. Files written by hand rarely set them all."""
+
 FREE_TABLES = ("kv.options", "data.chat_template_kwargs")
 """Options whose value is a table with user-defined keys."""
 
@@ -40,10 +45,34 @@ def migrated(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def migrated_tables(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of a TOML file, migrated in the same way as `migrated`."""
+    """Return the tables of a TOML file, migrated in the same way as `migrated` and without `format`."""
+    written = {key: value for key, value in values.items() if key == "format"}
+    for section in ("kv", "data"):
+        table = values.get(section)
+        written |= {f"{section}.{key}": value for key, value in table.items()} if isinstance(table, dict) else {}
+    refuse_total_budget(written, f"set it to {{}}, and add the line format = {FORMAT} at the top of the file")
     for key in (*REMOVED, *CHANGED):
         values = _migrated_in(values, key.split("."), key)
-    return values
+    return {key: value for key, value in values.items() if key != "format"}
+
+
+def refuse_total_budget(options: dict[str, Any], remedy: str) -> None:
+    """Raise if sparse-rl wrote these options, by dotted key, when `kv.budget` counted a protected prompt.
+
+    `remedy` may contain `{}`, which is replaced by the budget that counts response tokens.
+    """
+    if "format" in options or not options.keys() >= set(ALWAYS_WRITTEN):
+        return
+    if options["kv.protect_prompt"] is not True or options["kv.policy"] == "full":
+        return
+    budget, prompt = options["kv.budget"], options.get("data.max_prompt_tokens")
+    converted = f"{budget} less the tokens of the longest prompt"
+    if isinstance(budget, int) and isinstance(prompt, int) and budget > prompt:
+        converted = f"{budget - prompt}, which is {budget} less data.max_prompt_tokens"
+    raise UserError(
+        f"kv.budget = {budget} was written by an earlier version and counts the prompt. With kv.protect_prompt it now counts "
+        f"response tokens: {remedy.format(converted)}."
+    )
 
 
 def _migrated_in(table: dict[str, Any], path: list[str], key: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.record import environment
-from ..config import DataConfig, RewardConfig, Sampling
+from ..config import FORMAT, DataConfig, RewardConfig, Sampling
 from ..data.examples import Example, name_of
 from ..data.prompts import encoded
 from ..errors import PromptError, UserError
@@ -141,6 +141,7 @@ def identity(
         "reward.truncated": reward.truncated,
         "reward.timeout": reward.timeout,
         "settings": {setting.name: setting.kv.model_dump(mode="json") for setting in settings},
+        **({"format": FORMAT} if any(setting.kv.stores_prompts for setting in settings) else {}),
         "benchmarks": {
             source.name: {
                 "source": source.path,
@@ -285,7 +286,9 @@ class Runner:
                 if each is setting and (not dense or other.sampling.max_tokens == source.sampling.max_tokens)
             ]
             longest = max(benchmark.longest for benchmark, _ in alike)
-            slots = self.args.slots or auto_slots(self.probe, setting.kv, longest)
+            prompts = [len(prompt) for benchmark, _ in alike for prompt in benchmark.prompts]
+            samples = min(benchmark.samples for benchmark, _ in alike)
+            slots = self.args.slots or auto_slots(self.probe, setting.kv, longest, prompts, samples)
             most = max(len(missing) * benchmark.samples for benchmark, missing in alike)
             self.engine, self.engine_key = Engine(self.model, setting.kv, slots=min(slots, most)), key
             self.engine.reserve(longest)

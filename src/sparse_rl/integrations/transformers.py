@@ -6,7 +6,8 @@
 `BoundedCache.from_pretrained(path)` uses the settings with which sparse-rl trained the model.
 
 The schedule is that of the engine: a prompt is compressed to the budget, and the cache is compressed to the budget after every
-`interval` new tokens. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
+`interval` new tokens. With `protect_prompt`, prompts are never evicted and the budget counts new tokens; each row holds its own
+copy of its prompt. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
@@ -24,16 +25,18 @@ from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
 from ..kernels.jit import on
-from ..kv.cache import CacheShape, SlotCache
+from ..kv.cache import SlotCache
 from ..kv.policies import Policy, from_settings
 from ..kv.prompt_layout import nth_samples
 from ..kv.schedule import Schedule, by_length
+from ..kv.shape import CacheShape
 from ..models.attention import BoundKeys
 from ..models.stored_kv import stored_kv
 
 
 class BoundedCache(Cache):
-    """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill."""
+    """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill, in addition to
+    protected prompts."""
 
     def __init__(
         self,
@@ -43,10 +46,19 @@ class BoundedCache(Cache):
         interval: int = 128,
         window: int = 8,
         sinks: int = 4,
+        protect_prompt: bool = False,
         options: dict[str, Any] | None = None,
         seed: int = 0,
     ):
-        self.kv = KV(policy=policy, budget=budget, interval=interval, window=window, sinks=sinks, options=options or {})
+        self.kv = KV(
+            policy=policy,
+            budget=budget,
+            interval=interval,
+            window=window,
+            sinks=sinks,
+            protect_prompt=protect_prompt,
+            options=options or {},
+        )
         if policy == "full":
             raise UserError("BoundedCache does not support policy='full': use transformers' DynamicCache.")
         chosen = from_settings(self.kv)
@@ -62,9 +74,16 @@ class BoundedCache(Cache):
         kv = KV(**stored)
         if kv.policy == "full":
             raise UserError(f"{path} was trained with a dense cache: use transformers' DynamicCache, or {remedy}.")
-        if kv.protect_prompt:
-            raise UserError(f"{path} was trained with kv.protect_prompt, which BoundedCache does not support: use Engine.")
-        return cls(kv.policy, kv.budget, interval=kv.interval, window=kv.window, sinks=kv.sinks, options=kv.options, seed=seed)
+        return cls(
+            kv.policy,
+            kv.budget,
+            interval=kv.interval,
+            window=kv.window,
+            sinks=kv.sinks,
+            protect_prompt=kv.protect_prompt,
+            options=kv.options,
+            seed=seed,
+        )
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         while len(self.layers) <= layer_idx:
@@ -138,7 +157,8 @@ class BoundedLayer(CacheLayerMixin):
             raise UserError("The first prefill chunk of a prompt is all padding: omit prefill_chunk_size, or pad less.")
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
         ring = self.kv.window if self.policy.uses_queries else 0
-        self.cache = SlotCache(shape, rows, self.kv.capacity, ring, first_layer=self.layer)
+        protected = max(counts) if self.kv.protect_prompt else 0
+        self.cache = SlotCache(shape, rows, protected + self.kv.capacity, ring, first_layer=self.layer)
         self.is_initialized = True
         self.keys = self.cache.keys_LSHCD[0]
         self.values = self.cache.values_LSHCD[0]
@@ -147,10 +167,14 @@ class BoundedLayer(CacheLayerMixin):
             q, k, v = (tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
             out_BQTD[row, :, total - count :] = causal_attention(q, k, v, scale=scale)[0]
             place = nth_samples([[row]], [[derive(self.seed, row)]], shape.device)
-            self.cache.fill(0, place, q, k, v, self.kv.budget, self.policy)
+            self.cache.fill(0, place, q, k, v, self._protected(count) + self.kv.budget, self.policy)
         self.prompts = counts
-        self.held = [self.schedule.held_after_prefill(count) for count in counts]
+        self.held = [self._protected(count) + self.schedule.held_after_prefill(count) for count in counts]
         return out_BQTD
+
+    def _protected(self, prompt_tokens: int) -> int:
+        """Return the tokens of a prompt that are never evicted. They are not among those that the schedule counts."""
+        return prompt_tokens if self.kv.protect_prompt else 0
 
     def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float) -> Tensor:
         cache = self.cache
@@ -176,14 +200,16 @@ class BoundedLayer(CacheLayerMixin):
 
     def _compact(self) -> None:
         assert self.cache is not None
-        due = [(row, held) for row, held in enumerate(self.held) if self.schedule.is_due(self.entered, held)]
-        for held, rows in by_length(due).items():
+        lengths = [(row, self._protected(self.prompts[row]), held) for row, held in enumerate(self.held)]
+        due = [each for each in lengths if self.schedule.is_due(self.entered, each[2] - each[1])]
+        for (protected, held), rows in by_length(due).items():
             ends = [self.prompts[row] + self.entered for row in rows]
             seeds = [derive(self.seed, row) for row in rows]
+            kept = protected + self.kv.budget
             with on(self.cache.shape.device):
-                self.cache.compact(rows, held, self.kv.budget, self.policy, ends=ends, seeds=seeds)
+                self.cache.compact(rows, held, kept, self.policy, ends=ends, seeds=seeds, protected=protected)
             for row in rows:
-                self.held[row] = self.kv.budget
+                self.held[row] = kept
 
     # Interface of a transformers cache layer
 

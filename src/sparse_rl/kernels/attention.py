@@ -1,11 +1,12 @@
-"""Attention for sampler and learner: one query over a slot, causal sequences, and shadow attention over one sequence.
+"""Attention for sampler and learner: one query over a slot, with or without a stored prompt, causal sequences, and shadow
+attention over one sequence.
 
 Sequences that share one row are packed: they follow each other without padding. `cu_seqlens` holds their boundaries, from 0 to
 N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
-# B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, M packed keys, C capacity, D head
-# dimension
+# B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, M packed keys, C capacity, D
+# head dimension; in stored prompts: P pages of a prompt, N pages of the pool, T tokens of a page
 
 import inspect
 import itertools
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .rows import StoredPrompts
 
 HALF = (torch.bfloat16, torch.float16)
 SHADOW_TILE = 512  # queries per tile; the mask of a tile is [H, tile, T]
@@ -38,6 +41,67 @@ def decode_attention(
         queries_SHGD, keys_SHCD[:, :, :longest], values_SHCD[:, :, :longest], attn_mask=mask, scale=scale
     )
     return out_SHGD.reshape(slots, q_heads, dim)
+
+
+def attention_part(
+    queries_SQD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, lengths_S: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output over the first `lengths` keys of each row, and the log-sum-exp of its logits.
+
+    The results are float32 [S, Q, D] and [S, Q]. `merged_parts` combines the results of several segments. A row must have at
+    least one key.
+    """
+    slots, q_heads, dim = queries_SQD.shape
+    kv_heads, total = keys_SHTD.shape[1:3]
+    queries_SHGD = queries_SQD.float().view(slots, kv_heads, q_heads // kv_heads, dim)
+    logits_SHGT = queries_SHGD @ keys_SHTD.float().transpose(-1, -2) * scale
+    held_ST = torch.arange(total, device=lengths_S.device) < lengths_S[:, None]
+    logits_SHGT = logits_SHGT.masked_fill(~held_ST[:, None, None], -torch.inf)
+    sums_SHG = logits_SHGT.logsumexp(dim=-1)
+    out_SHGD = (logits_SHGT - sums_SHG[..., None]).exp() @ values_SHTD.float()
+    return out_SHGD.reshape(slots, q_heads, dim), sums_SHG.reshape(slots, q_heads)
+
+
+def merged_parts(*parts: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the attention output [S, Q, D] over all segments. Each part is the result of `attention_part` for one segment.
+
+    A segment's share of the softmax is exp(its log-sum-exp - the log-sum-exp of all).
+    """
+    outs_nSQD, sums_nSQ = (torch.stack(each) for each in zip(*parts, strict=True))
+    return (sums_nSQ.softmax(dim=0)[..., None] * outs_nSQD).sum(dim=0)
+
+
+def prompt_attention(queries_SQD: Tensor, prompts: StoredPrompts, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention output of each slot's query over its stored prompt, and the log-sum-exp of its logits, as
+    `attention_part` does.
+
+    Each prompt is gathered once for all slots that read it.
+    """
+    slots_of: dict[int, list[int]] = {}
+    for slot, first_page in enumerate(prompts.pages_SP[:, 0].tolist()):
+        slots_of.setdefault(first_page, []).append(slot)
+    heads, dim = prompts.keys_NHTD.shape[1], queries_SQD.shape[2]
+    out_SQD, sums_SQ = torch.empty_like(queries_SQD, dtype=torch.float32), queries_SQD.new_empty(queries_SQD.shape[:2]).float()
+    for slots in slots_of.values():
+        tokens_1, pages_1P = prompts.lengths_S[slots[:1]], prompts.pages_SP[slots[:1]]
+        keys_1HTD, values_1HTD = (
+            gathered_prompts(each, pages_1P, int(tokens_1)) for each in (prompts.keys_NHTD, prompts.values_NHTD)
+        )
+        # the queries of all slots of a group are those of one row with more query heads per kv head
+        queries_HnGD = queries_SQD[slots].unflatten(1, (heads, -1)).transpose(0, 1)
+        part = attention_part(queries_HnGD.reshape(1, -1, dim), keys_1HTD, values_1HTD, tokens_1, scale=scale)
+        out_SQD[slots] = part[0].view(queries_HnGD.shape).transpose(0, 1).flatten(1, 2)
+        sums_SQ[slots] = part[1].view(queries_HnGD.shape[:3]).transpose(0, 1).flatten(1, 2)
+    return out_SQD, sums_SQ
+
+
+def gathered_prompts(stored_NHTD: Tensor, pages_SP: Tensor, tokens: int) -> Tensor:
+    """Return a copy of the first `tokens` tokens in each row's pages, as [S, H, tokens, D]."""
+    heads, page, dim = stored_NHTD.shape[1:]
+    token = torch.arange(tokens, device=pages_SP.device)
+    head_H1 = torch.arange(heads, device=pages_SP.device)[:, None]
+    index_SHt = (pages_SP.long()[:, token // page][:, None] * heads + head_H1) * page + token % page
+    return stored_NHTD.flatten(0, 2).index_select(0, index_SHt.flatten()).view(len(pages_SP), heads, tokens, dim)
 
 
 def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:

@@ -1,6 +1,7 @@
-"""References to rows of the cache. Kernels read the rows in place; all other code uses a copy."""
+"""References to rows of the cache and to prompts of the prompt store. Kernels read them in place; all other code uses a copy."""
 
-# N cached rows, R referenced rows, H kv heads, C capacity, T tokens held, D head dimension
+# N cached rows, R referenced rows, H kv heads, C capacity, T tokens held, D head dimension; in stored prompts: S slots, N
+# pages of the pool, T tokens of a page, P pages of the longest prompt
 
 from dataclasses import dataclass
 
@@ -42,3 +43,15 @@ class Rows:
     def take(self) -> Tensor:
         """Return a copy of the referenced rows."""
         return self.stored_NHCD[self.rows_R, :, : self.held]
+
+
+@dataclass(frozen=True)
+class StoredPrompts:
+    """Prompts of the slots in one layer of the prompt store."""
+
+    keys_NHTD: Tensor
+    values_NHTD: Tensor
+    pages_SP: Tensor
+    """Pages of each slot's prompt, int32."""
+    lengths_S: Tensor
+    """Tokens of each slot's prompt."""

@@ -1,11 +1,13 @@
 """One decode step of one layer in one launch: store the new key, value and query in their slot, and attend over the slot.
 
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
-one kv head, and reads the slot's keys once for all query heads of that kv head. If there are few slots, several programs share
-a row and a second launch combines their results.
+one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
+the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If there
+are few slots, several programs share a row and a second launch combines their results.
 """
 
-# S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window
+# S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window; in stored prompts: N
+# pages of the pool, T tokens of a page, P pages of the longest prompt
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .jit import jit, next_power_of_2, precision, product, tl
+from .rows import StoredPrompts
 
 BLOCK = 64
 """Number of keys that a program reads at a time, if several programs share a row. Otherwise half of it, with half of the
@@ -34,8 +37,9 @@ def attend_and_append(
     *,
     scale: float,
     splits: int = 1,
+    prompts: StoredPrompts | None = None,
 ) -> Tensor:
-    """Return the attention output [S, Q, D] of each slot's query over its first `lengths` keys and the new key.
+    """Return the attention output [S, Q, D] of each slot's query over its prompt, its first `lengths` keys and the new key.
 
     The new key is stored at index `lengths`. The function writes the caches, the positions and the ring buffer in place. The
     caller increments the lengths at the end of the step.
@@ -50,8 +54,13 @@ def attend_and_append(
     if splits > 1:
         parts = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
         marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
+    block = BLOCK if dim <= 128 and splits > 1 else BLOCK // 2
+    stored, width, page = (keys, values, lengths_S, lengths_S), 0, block
+    if prompts is not None:
+        stored = (prompts.keys_NHTD, prompts.values_NHTD, prompts.pages_SP, prompts.lengths_S)
+        width, page = prompts.pages_SP.stride(0), prompts.keys_NHTD.shape[2]
     _attend[(slots, kv_heads, splits)](
-        *(queries, keys, values, cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD),
+        *(queries, keys, values, cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD, *stored, width),
         *(lengths_S, next_positions_S, out, parts, marks, scale),
         *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(cached_keys_SHCD.stride(0), cached_keys_SHCD.stride(1), capacity),
@@ -62,7 +71,9 @@ def attend_and_append(
         DIM_PAD=max(16, next_power_of_2(dim)),
         WINDOW=window,
         SPLITS=splits,
-        BLOCK=BLOCK if dim <= 128 and splits > 1 else BLOCK // 2,
+        STORED=prompts is not None,
+        PAGE=page,
+        BLOCK=block,
         PRECISION=precision(queries),
         num_warps=4 if splits > 1 else 2,
         num_stages=2 if splits > 1 else 3,
@@ -92,12 +103,28 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 @jit
+def _attend_block(query, keys_ptr, values_ptr, mask, held, scale, top, weight, total, PRECISION: tl.constexpr):
+    """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of values."""
+    keys = tl.load(keys_ptr, mask=mask, other=0.0)
+    logits = product(query, tl.trans(keys), PRECISION) * scale
+    logits = tl.where(held[None, :], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, axis=1))
+    shrink = tl.exp(top - new_top)
+    probs = tl.exp(logits - new_top[:, None])
+    values = tl.load(values_ptr, mask=mask, other=0.0)
+    total = total * shrink[:, None] + product(probs.to(values.dtype), values, PRECISION)
+    return new_top, weight * shrink + tl.sum(probs, axis=1), total
+
+
+@jit
 def _attend(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, ring_ptr,
+    prompt_keys_ptr, prompt_values_ptr, pages_ptr, prompts_ptr, pages_slot,
     lengths_ptr, next_positions_ptr, out_ptr, parts_ptr, marks_ptr, scale,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, row_slot, row_head, capacity,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + slot).to(tl.int32)
@@ -127,23 +154,33 @@ def _attend(
     weight = tl.where(split == 0, tl.full([GROUP_PAD], 1.0, tl.float32), 0.0)
     total = tl.where(split == 0, 1.0, 0.0) * (tl.zeros([GROUP_PAD, 1], tl.float32) + new_value.to(tl.float32)[None, :])
 
+    # The splits share the blocks of the row: first the prompt's, then the slot's own.
+    n = tl.arange(0, BLOCK)
     blocks = tl.cdiv(length, BLOCK)
+    if STORED:
+        prompt = tl.load(prompts_ptr + slot).to(tl.int32)
+        prompt_blocks = tl.cdiv(prompt, BLOCK)
+        blocks += prompt_blocks
     share = tl.cdiv(blocks, SPLITS)
-    stop = tl.minimum((split + 1) * share * BLOCK, length)
-    for start in range(split * share * BLOCK, stop, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        held = n < length
-        places = n[:, None] * DIM + d[None, :]
-        keys = tl.load(key_row + places, mask=held[:, None] & in_dim[None, :], other=0.0)
-        logits = product(query, tl.trans(keys), PRECISION) * scale
-        logits = tl.where(held[None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, axis=1))
-        shrink = tl.exp(top - new_top)
-        probs = tl.exp(logits - new_top[:, None])
-        values = tl.load(value_row + places, mask=held[:, None] & in_dim[None, :], other=0.0)
-        total = total * shrink[:, None] + product(probs.to(values.dtype), values, PRECISION)
-        weight = weight * shrink + tl.sum(probs, axis=1)
-        top = new_top
+    first, last = split * share, (split + 1) * share
+    if STORED:
+        for block in range(first, tl.minimum(last, prompt_blocks)):
+            start = block * BLOCK
+            page = tl.load(pages_ptr + slot * pages_slot + start // PAGE).to(tl.int64)
+            held = start + n < prompt
+            places = ((page * HEADS + head) * PAGE + start % PAGE + n)[:, None] * DIM + d[None, :]
+            top, weight, total = _attend_block(
+                query, prompt_keys_ptr + places, prompt_values_ptr + places, held[:, None] & in_dim[None, :], held,
+                scale, top, weight, total, PRECISION,
+            )  # fmt: skip
+        first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
+    for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
+        held = start + n < length
+        places = (start + n)[:, None] * DIM + d[None, :]
+        top, weight, total = _attend_block(
+            query, key_row + places, value_row + places, held[:, None] & in_dim[None, :], held,
+            scale, top, weight, total, PRECISION,
+        )  # fmt: skip
 
     row = slot * HEADS * GROUP + q_head_of
     if SPLITS == 1:

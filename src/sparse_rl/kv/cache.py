@@ -1,20 +1,18 @@
 """The slot cache: one tensor of keys and one of values for all layers and slots, with a fixed size.
 
 A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order, at the start
-of its row. The host computes every length from the fixed schedule, so this module never synchronizes with the device.
+of its row. If prompts are protected, a `PromptStore` holds them, and slots hold response tokens only. The host computes every
+length from the fixed schedule, so this module never synchronizes with the device.
 """
 
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window, T tokens held, K tokens kept, R rows of
 # a tile ((layer, slot) pairs that are compacted together), P prompts, m prompts with an n-th sample
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from ..kernels.counter_rng import mix
 from ..kernels.gather import keep_in_place
 from ..kernels.jit import usable
@@ -23,39 +21,19 @@ from ..kernels.rows import Rows
 from ..sizes import SCRATCH_FLOOR_BYTES, SCRATCH_SHARE, token_bytes
 from .policies import Policy
 from .prompt_layout import NthSamples, PackedPrompts
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Shape, dtype and device of the cache for a model's attention."""
-
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _refuse_too_large(shape: CacheShape, slots: int, capacity: int) -> None:
-    """Raise if the cache exceeds the total memory. If a smaller cache does not fit, the allocator raises."""
-    needed = slots * capacity * token_bytes(shape, shape.dtype.itemsize)
-    if shape.device.type == "cuda":
-        total, whose = torch.cuda.mem_get_info(shape.device)[1], "the GPU"
-    else:
-        total, whose = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
-    if needed > total:
-        sentence = (
-            f"The KV cache of {slots:,} slots of {capacity:,} tokens takes {needed / 2**30:,.0f} GiB, but {whose} has "
-            f"{total / 2**30:,.0f}: lower kv.budget or max_tokens, or the number of slots."
-        )
-        raise torch.OutOfMemoryError(sentence) if shape.device.type == "cuda" else UserError(sentence)
+from .prompt_store import PromptStore
+from .shape import CacheShape, refuse_too_large
 
 
 class SlotCache:
     def __init__(self, shape: CacheShape, slots: int, capacity: int, ring: int = 0, first_layer: int = 0):
         self.shape, self.slots, self.capacity, self.ring, self.first_layer = shape, slots, capacity, ring, first_layer
-        _refuse_too_large(shape, slots, capacity)
+        self.prompts: PromptStore | None = None
+        """Store of the prompts that the slots read; None if the slots hold their prompts."""
+        name = f"The KV cache of {slots:,} slots of {capacity:,} tokens"
+        refuse_too_large(
+            shape, slots * capacity * self.token_bytes, name, "lower kv.budget or max_tokens, or the number of slots"
+        )
         rows = (shape.layers, slots, shape.kv_heads, capacity)
         ring_rows = (shape.layers, slots, shape.q_heads, ring)
         # Zeros instead of uninitialized memory: a masked key has weight 0, and 0 times an uninitialized NaN is NaN.
@@ -66,19 +44,28 @@ class SlotCache:
         self.queries_LSQWD = torch.zeros(*ring_rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values, summed over all layers."""
+        return token_bytes(self.shape, self.shape.dtype.itemsize)
+
+    @property
     def kv_bytes(self) -> int:
-        """Allocated bytes of keys and values."""
-        return self.keys_LSHCD.untyped_storage().nbytes() + self.values_LSHCD.untyped_storage().nbytes()
+        """Allocated bytes of keys and values, including the prompt store."""
+        slots = self.keys_LSHCD.untyped_storage().nbytes() + self.values_LSHCD.untyped_storage().nbytes()
+        return slots + (0 if self.prompts is None else self.prompts.kv_bytes)
 
     @property
     def side_bytes(self) -> int:
-        """Allocated bytes of positions, lengths and the ring buffer of queries."""
+        """Allocated bytes of positions, lengths, the ring buffer of queries and page tables."""
         beside = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
-        return sum(tensor.untyped_storage().nbytes() for tensor in beside)
+        slots = sum(tensor.untyped_storage().nbytes() for tensor in beside)
+        return slots + (0 if self.prompts is None else self.prompts.side_bytes)
 
     def clear(self) -> None:
         for tensor in (self.keys_LSHCD, self.values_LSHCD, self.queries_LSQWD, self.positions_LSHC, self.lengths_S):
             tensor.zero_()
+        if self.prompts is not None:
+            self.prompts.clear()
 
     # Writing
 
@@ -124,12 +111,13 @@ class SlotCache:
                 self.queries_LSQWD[layer, slots_m[:, None], :, places_w % self.ring] = last_mwQD
         return dropped
 
-    def fill_packed(
-        self, layer: int, packed: PackedPrompts, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor
-    ) -> None:
+    def fill_packed(self, layer: int, packed: PackedPrompts, keys_1HND: Tensor, values_1HND: Tensor) -> None:
         """Write prompts that need no compression into the slots of their samples, for one layer."""
         for stored, new in ((self.keys_LSHCD, keys_1HND), (self.values_LSHCD, values_1HND)):
             stored[layer, packed.slots_M, :, packed.places_M] = new[0, :, packed.source_M].transpose(0, 1)
+
+    def fill_ring(self, layer: int, packed: PackedPrompts, queries_1QND: Tensor) -> None:
+        """Write the last queries of prompts into the ring buffers of their samples' slots, for one layer."""
         if self.ring:
             slots_m, places_m = packed.slots_M[packed.recent_m], packed.places_M[packed.recent_m]
             last_mQD = queries_1QND[0, :, packed.source_M[packed.recent_m]].transpose(0, 1)
@@ -137,10 +125,12 @@ class SlotCache:
 
     def place_packed(self, packed: PackedPrompts) -> None:
         """Write the positions and lengths of packed prompts. Call it after all layers are filled."""
-        self.positions_LSHC[:, packed.slots_M, :, packed.places_M] = packed.places_M[:, None, None].to(torch.int32)
-        slots, tokens = zip(*packed.lengths, strict=True)
-        device = self.lengths_S.device
-        self.lengths_S[torch.tensor(slots, device=device)] = torch.tensor(tokens, device=device)
+        slots, tokens = (torch.tensor(each, device=self.lengths_S.device) for each in zip(*packed.lengths, strict=True))
+        if self.prompts is None:
+            self.positions_LSHC[:, packed.slots_M, :, packed.places_M] = packed.places_M[:, None, None].to(torch.int32)
+            self.lengths_S[slots] = tokens
+        else:
+            self.lengths_S[slots] = 0
 
     def append(self, layer: int, rows: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:
         """Write one new token of each slot, for one layer. Call `advance` after all layers have stored the token."""
@@ -163,6 +153,8 @@ class SlotCache:
         self.positions_LSHC[:, slot, :, :held] = source.positions_LSHC[:, source_slot, :, :held]
         self.queries_LSQWD[:, slot] = source.queries_LSQWD[:, source_slot]
         self.lengths_S[slot] = held
+        if self.prompts is not None and source.prompts is not None:
+            self.prompts.pages_SP[slot] = source.prompts.pages_SP[source_slot]
 
     def reorder(self, slots: Tensor) -> None:
         """Move the content of slot `slots[i]` to slot i, for beam search."""
@@ -181,41 +173,55 @@ class SlotCache:
         *,
         ends: list[int],
         seeds: list[int],
-        protected: list[int] | None = None,
+        protected: int = 0,
     ) -> Tensor:
         """Keep `budget` of the `held` tokens of these slots, in place. Return the dropped positions [L, n, H, held - budget].
 
-        `ends` are the positions of the slots' next tokens, which give the start of each ring buffer. `seeds` and `protected`
-        (leading tokens that are always kept) have one entry per slot. Rows are compacted in tiles, so that scratch memory does
-        not grow with the number of slots.
+        `ends` are the positions of the slots' next tokens, which give the start of each ring buffer. `seeds` has one entry per
+        slot. `protected` is the number of leading tokens of the sequences that are always kept. With a prompt store these are
+        the stored prompts. They are not among `held` and `budget`, but the policy sees them before the slot's own tokens. Rows
+        are compacted in tiles, so that scratch memory does not grow with the number of slots.
         """
         device = self.keys_LSHCD.device
         slots_n = torch.tensor(slots, device=device)
         ends_n = torch.tensor(ends, device=device)
         seeds_n = torch.tensor(seeds, device=device)
-        protected_n = None if protected is None else torch.tensor(protected, device=device)
+        more = {"protected": torch.full((len(slots),), protected, device=device)} if protected else {}
+        stored = 0 if self.prompts is None else protected
         dropped = []
-        in_place = policy.reads_rows and usable(device)
-        for layer_R, which_R in self._tiles(len(slots), held, copies=(not in_place) + policy.uses_values):
+        in_place = policy.reads_rows and usable(device) and not stored
+        copies = (not in_place) + policy.uses_values + (stored > 0)
+        for layer_R, which_R in self._tiles(len(slots), stored + held, copies=copies):
             slot_R = slots_n[which_R]
             rows_R = layer_R * self.slots + slot_R
-            keys = Rows(_rows(self.keys_LSHCD), rows_R, held)
-            values = Rows(_rows(self.values_LSHCD), rows_R, held)
             positions_RHT = self.positions_LSHC[layer_R, slot_R, :, :held]
-            more = {} if protected_n is None else {"protected": protected_n[which_R]}
-            kept_RHK = policy.select(
+            kept_RHK: Tensor = policy.select(
                 self._ring_in_order(layer_R, slot_R, ends_n[which_R]) if self.ring else None,
-                keys if in_place else keys.take(),
-                values.take() if policy.uses_values else None,
-                budget,
+                Rows(_rows(self.keys_LSHCD), rows_R, held) if in_place else self._take_keys(layer_R, slot_R, held, stored),
+                self._take_values(layer_R, slot_R, held, stored) if policy.uses_values else None,
+                stored + budget,
                 seeds=mix(seeds_n[which_R], self.first_layer + layer_R) if policy.uses_seeds else None,
-                positions=positions_RHT,
-                **more,
+                positions=_after_prompt(positions_RHT, stored),
+                **{name: each[which_R] for name, each in more.items()},
             )
+            kept_RHK = kept_RHK[..., stored:] - stored  # all of the prompt is kept, where it is
             dropped.append(_dropped(positions_RHT, kept_RHK))
             keep_in_place(_rows(self.keys_LSHCD), _rows(self.values_LSHCD), _rows(self.positions_LSHC), rows_R, kept_RHK)
         self.lengths_S[slots_n] = budget
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
+
+    def _take_keys(self, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
+        """Return a copy of the keys of these slots: `stored` tokens of the prompt store, then `held` of the slot."""
+        own_RHTD = self.keys_LSHCD[layer_R, slot_R, :, :held]
+        if self.prompts is None:
+            return own_RHTD
+        return self.prompts.prompts_before(own_RHTD, self.prompts.keys_LNHTD, layer_R, slot_R, stored)
+
+    def _take_values(self, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
+        own_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held]
+        if self.prompts is None:
+            return own_RHTD
+        return self.prompts.prompts_before(own_RHTD, self.prompts.values_LNHTD, layer_R, slot_R, stored)
 
     def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (layer, slot index) of the rows of each tile, layer by layer. A tile has as many rows as scratch memory
@@ -250,6 +256,12 @@ class SlotCache:
 def _rows(tensor_LSx: Tensor) -> Tensor:
     """Flatten layers and slots into one dimension."""
     return tensor_LSx.flatten(0, 1)
+
+
+def _after_prompt(positions_RHT: Tensor, stored: int) -> Tensor:
+    """Return the positions 0 to `stored` - 1, and then the given ones."""
+    prompt_t = torch.arange(stored, dtype=positions_RHT.dtype, device=positions_RHT.device)
+    return torch.cat([prompt_t.expand(*positions_RHT.shape[:2], -1), positions_RHT], dim=2) if stored else positions_RHT
 
 
 def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The compaction schedule: when a sequence is compacted, and to how many tokens. Only this module decides that.
 
 A prompt longer than the budget is compressed to the budget at the end of prefill. After every `interval` response tokens, a
-sequence that holds more than the budget is compacted to it. No layer and head of a sequence ever holds more than budget +
-interval tokens. The schedule of a sequence does not depend on other sequences.
+slot that holds more than the budget is compacted to it. No layer and head of a slot ever holds more than budget + interval
+tokens. If prompts are protected, they are in the prompt store: a slot starts empty, and the budget counts response tokens. The
+schedule of a sequence does not depend on other sequences.
 """
 
 from collections.abc import Iterable
@@ -17,21 +18,25 @@ class Schedule:
     interval: int
     evicts: bool = True
     """False for a dense cache, which is never compacted."""
-    protect_prompt: bool = False
+    stores_prompts: bool = False
+    """True if prompts are protected from eviction, and held by the prompt store."""
 
     @classmethod
     def of(cls, kv: KV, evicts: bool) -> "Schedule":
-        return cls(kv.budget, kv.interval, evicts, kv.protect_prompt)
+        return cls(kv.budget, kv.interval, evicts, evicts and kv.protect_prompt)
 
     def compresses_prompt(self, tokens: int) -> bool:
-        return self.evicts and tokens > self.budget
+        return self.evicts and not self.stores_prompts and tokens > self.budget
 
     def held_after_prefill(self, prompt_tokens: int) -> int:
+        """Return the tokens that the slot of a sequence holds after prefill."""
+        if self.stores_prompts:
+            return 0
         return self.budget if self.compresses_prompt(prompt_tokens) else prompt_tokens
 
     def is_due(self, entered: int, held: int) -> bool:
-        """Return whether a sequence that holds `held` tokens is due for compaction, after `entered` response tokens have
-        entered the cache."""
+        """Return whether a slot that holds `held` tokens is due for compaction, after `entered` response tokens have entered
+        the cache."""
         return self.evicts and entered % self.interval == 0 and held > self.budget
 
     def steps_to_boundary(self, step: int, longest: int) -> int:
@@ -50,9 +55,10 @@ DENSE = Schedule(budget=0, interval=1, evicts=False)
 """Schedule of a cache that is never compacted."""
 
 
-def by_length(held_of_slots: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Group slots by the number of tokens they hold. Slots of equal length are compacted together."""
-    found: dict[int, list[int]] = {}
-    for slot, held in held_of_slots:
-        found.setdefault(held, []).append(slot)
+def by_length(lengths_of_slots: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:
+    """Group slots by (protected tokens, tokens held) from (slot, protected tokens, tokens held). Slots of equal lengths are
+    compacted together."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for slot, protected, held in lengths_of_slots:
+        found.setdefault((protected, held), []).append(slot)
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..config import KV
+from ..config import FORMAT, KV
 from ..disk import refusal
 from ..errors import UserError
 from .actor import Actor
@@ -29,7 +29,7 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
         actor.merge() if whole else actor.restore()
         (actor.sampler if whole else actor.peft).save_pretrained(partial)  # type: ignore[union-attr]
         tokenizer.save_pretrained(partial)
-        settings: dict[str, Any] = {"kv": kv.model_dump(mode="json")}
+        settings: dict[str, Any] = {"format": FORMAT, "kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
         # the mode from the umask: safetensors creates files that only the owner can read
         mode = (partial / FILE).stat().st_mode

@@ -1,9 +1,12 @@
 """Read sparse_rl.json: the KV settings a model was trained with, stored next to its weights. Imports no torch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from ..config import FORMAT, refuse_total_budget
 from ..errors import UserError
 from ..hub import why_unreachable
 from ..text import quoted
@@ -11,11 +14,12 @@ from ..text import quoted
 FILE = "sparse_rl.json"
 
 
-def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
+def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the `kv` options stored with a model in a folder or on the hub; an empty dict if there are none.
 
-    A stored policy that would import a module raises UserError, unless the user has set a policy. A downloaded model therefore
-    runs no code.
+    `chosen` are the `kv` options that the user has set. A stored policy that would import a module raises UserError, unless
+    the user has set a policy. A downloaded model therefore runs no code. A budget of an earlier version that counts a
+    protected prompt raises UserError, unless the user has set a budget.
     """
     file: Path | None = Path(path) / FILE
     if file is None or not file.is_file():
@@ -23,15 +27,19 @@ def stored_kv(path: str, chosen_policy: str | None = None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        stored = dict(json.loads(file.read_text())["kv"])
+        whole = json.loads(file.read_text())
+        stored = dict(whole["kv"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} has no valid KV settings ({error}): write it again with sparse-rl export.") from error
     policy = str(stored.get("policy", ""))
-    if chosen_policy is None and ("." in policy or ":" in policy):
+    if "policy" not in chosen and ("." in policy or ":" in policy):
         raise UserError(
             f"{file} sets the policy {quoted(policy)}, which would import custom code. If you trust the code, pass the "
             "policy with --kv.policy."
         )
+    options = {f"kv.{name}": value for name, value in stored.items()} | {key: 0 for key in whole if key == "format"}
+    if "budget" not in chosen:
+        refuse_total_budget(options, f"pass --kv.budget {{}}, or correct {file} and add format = {FORMAT}")
     return stored
 
 

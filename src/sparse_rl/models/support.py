@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
-from ..kv.cache import CacheShape
+from ..kv.shape import CacheShape
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
 from .folder import context_length
 from .head import Head, decoder_output, hidden_states

@@ -24,6 +24,7 @@ from ..sizes import (
     STEP_LOGIT_BYTES,
     padded_length,
     slot_bytes,
+    store_bytes,
 )
 from .dimensions import Dimensions
 from .microbatch import largest_pack, rollouts_of_rank
@@ -210,9 +211,13 @@ def gathered_bytes(config: Config, dims: Dimensions) -> int:
     return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
 
 
-def cache_parts(config: Config, dims: Dimensions, slots: int, longest: int) -> dict[str, int]:
-    keys, beside = slot_bytes(dims, config.sampler_kv, longest, itemsize(config))
-    return {"KV cache": slots * keys, "positions, queries": slots * beside}
+def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
+    kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
+    keys, beside = slot_bytes(dims, kv, prompt_tokens + rollout.max_tokens, size)
+    stored, tables = 0, 0
+    if kv.stores_prompts:
+        stored, tables = store_bytes(dims, [prompt_tokens] * rollout.prompts_per_step, slots, rollout.samples_per_prompt, size)
+    return {"KV cache": slots * keys, "prompt store": stored, "positions, queries": slots * beside + tables}
 
 
 # Memory of a pass
@@ -342,14 +347,14 @@ def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
 
 
 def always_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
-    return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens + config.rollout.max_tokens)
+    return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens)
 
 
 def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, checkpointed: int) -> list[Phase]:
     always = always_parts(config, dims, slots, prompt_tokens)
     scratch = 0
     if config.sampler_kv.policy != "full":
-        scratch = int(max(SCRATCH_SHARE * always["KV cache"], SCRATCH_FLOOR_BYTES))
+        scratch = int(max(SCRATCH_SHARE * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES))
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, slots, prompts, prompt_tokens)
@@ -402,6 +407,8 @@ def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, p
     longest, size = prompt_tokens + config.rollout.max_tokens, itemsize(config)
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
     cache = count * sum(slot_bytes(dims, kv, longest, size))
+    if kv.stores_prompts:
+        cache += sum(store_bytes(dims, [prompt_tokens] * config.eval.problems, count, 1, size))
     parts = prefill_parts(config, dims, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
     return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens) | parts | {"evaluation cache": cache})

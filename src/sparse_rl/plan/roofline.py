@@ -96,14 +96,15 @@ def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> 
 
 
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:
-    """Return the mean number of tokens that a slot holds during decode steps, including its copy of the prompt.
+    """Return the mean number of tokens that a slot reads in a decode step, including its prompt.
 
-    A bounded slot that is compacted cycles between budget + 1 and budget + interval tokens. A dense slot, or a bounded slot
-    that never fills, holds its prompt and on average `response_held` response tokens. `longest` is the maximum response
-    length.
+    A bounded slot that is compacted cycles between budget + 1 and budget + interval tokens. A stored prompt is read in
+    addition. A dense slot, or a bounded slot that never fills, holds its prompt and on average `response_held` response
+    tokens. `longest` is the maximum response length.
     """
-    if kv.policy != "full" and prompt_tokens + longest > kv.capacity:
-        return kv.budget + (kv.interval + 1) / 2
+    stored = prompt_tokens if kv.stores_prompts else 0
+    if kv.policy != "full" and prompt_tokens - stored + longest > kv.capacity:
+        return stored + kv.budget + (kv.interval + 1) / 2
     return prompt_tokens + response_held
 
 

@@ -43,9 +43,12 @@ SECTIONS: dict[str, dict[str, str]] = {
         "kv/token_savings": "Fraction of a dense cache's tokens that the cache did not hold. At 0, all answers fit into the budget.",
         "kv/peak_bytes": "Bytes allocated for keys and values. They are constant over steps.",
         "kv/dense_bytes": "Peak bytes that a dense cache would have held.",
-        "kv/peak_tokens": "Peak number of tokens of one rollout that a head held after prefill; at most budget + interval.",
+        "kv/peak_tokens": "Peak number of tokens of one rollout that a head held after prefill; at most budget + interval, and a protected prompt.",
         "kv/evictions": "Number of cache compactions per rollout. At 0, nothing was evicted.",
         "kv/budget": "The value of kv.budget, or the capacity of a slot if the cache is dense.",
+        "kv/pool_used": "Peak fraction of the prompt store's pages in use. At 1, prompts may have waited for pages.",
+        "kv/page_waste": "Fraction of the used pages of the prompt store that holds no token.",
+        "kv/straggler_pages": "Fraction of the used pages that stay for the last sample of a prompt.",
     },
     "How did the update go?": {
         "policy/loss": "Policy loss. Its value alone says little: look at the reward.",

@@ -145,7 +145,7 @@ def _read_config(run: Run) -> None:
     except (OSError, ValueError, RecursionError) as error:
         run.notes.append(f"config.toml cannot be read ({printable(first_line(error))}).")
         return
-    run.config = flat(stored)
+    run.config = flat({key: value for key, value in stored.items() if key != "format"})
     try:
         run.settings = Config(**migrated_tables(stored))
     except (UserError, TypeError) as error:

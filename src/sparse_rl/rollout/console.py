@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..format import size
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer
+from ..sizes import PAGE_TOKENS
 from ..terminal import Terminal
 from ..text import printable as escaped
 from .engine import Engine
@@ -85,16 +86,16 @@ def printable(text: str) -> str:
 def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     stats, cache = engine.stats, engine.cache
     assert cache is not None
-    token_bytes = cache.kv_bytes // (cache.slots * cache.capacity)
     longest = max(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
     ends = Counter(rollout.finish for rollout in rollouts)
     table = Table(show_header=False)
     table.add_row("rollouts", f"{len(rollouts)} ({', '.join(f'{count} {finish}' for finish, count in ends.items())})")
     table.add_row("tokens", f"{stats.tokens:,} in {stats.seconds:.1f} s, {stats.tokens_per_s:,.1f} tokens/s")
-    table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens")
+    pages = "" if cache.prompts is None else f", and {cache.prompts.pages} pages of {PAGE_TOKENS} tokens for prompts"
+    table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens{pages}")
     held = max(rollout.kv_peak for rollout in rollouts)
-    table.add_row("peak held", f"{held} tokens of a sequence, {size(held * token_bytes)}")
-    table.add_row("dense cache", f"{longest} tokens, {size(longest * token_bytes)}")
+    table.add_row("peak held", f"{held} tokens of a sequence, {size(held * cache.token_bytes)}")
+    table.add_row("dense cache", f"{longest} tokens, {size(longest * cache.token_bytes)}")
     if stats.compactions:
         table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's tokens, over all steps")
         table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention import decode_attention
+from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
 from ..kernels.jit import usable
+from ..kernels.rows import StoredPrompts
 from ..kernels.slot_attention import attend_and_append, splits_for
 from ..kv.cache import SlotCache
 
@@ -16,8 +17,9 @@ from ..kv.cache import SlotCache
 class DecodeView:
     """Attention view of slots 0 to n - 1 of the cache, each with one new token.
 
-    `longest` and `even` describe the lengths including the new token, as known on the host; a kernel reads the lengths on the
-    device. With `kernels=False` no kernel is compiled.
+    If the cache has a prompt store, a slot attends to its stored prompt of `prompts` tokens and then to its own tokens.
+    `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
+    lengths on the device. With `kernels=False` no kernel is compiled.
     """
 
     def __init__(
@@ -25,17 +27,20 @@ class DecodeView:
         cache: SlotCache,
         positions_S: Tensor,
         lengths_S: Tensor,
+        prompts_S: Tensor | None = None,
         *,
         longest: int = 0,
         even: bool = False,
         kernels: bool = True,
     ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
+        self.prompts_S = None if cache.prompts is None else prompts_S
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
-            self.splits = splits_for(len(positions_S), cache.shape.kv_heads, cache.capacity, processors)
+            row_tokens = cache.capacity + (0 if cache.prompts is None else cache.prompts.longest)
+            self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
 
@@ -50,6 +55,7 @@ class DecodeView:
             *(queries_SQD, keys_SHD, values_SHD),
             *(cache.keys_LSHCD[layer], cache.values_LSHCD[layer], cache.positions_LSHC[layer], cache.queries_LSQWD[layer]),
             *(self.lengths_S, self.positions_S),
+            prompts=self._stored(layer),
             scale=scale,
             splits=self.splits,
         )
@@ -58,15 +64,28 @@ class DecodeView:
         cache, active = self.cache, len(self.rows)
         cache.append(layer, self.rows, keys_SHD, values_SHD)
         cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
-        return decode_attention(
-            queries_SQD,
-            cache.keys_LSHCD[layer, :active],
-            cache.values_LSHCD[layer, :active],
-            self.lengths_S + 1,
-            longest=self.longest,
-            even=self.even,
-            scale=scale,
+        keys_SHCD, values_SHCD = cache.keys_LSHCD[layer, :active], cache.values_LSHCD[layer, :active]
+        lengths_S = self.lengths_S + 1
+        stored = self._stored(layer)
+        if stored is None:
+            return decode_attention(
+                queries_SQD, keys_SHCD, values_SHCD, lengths_S, longest=self.longest, even=self.even, scale=scale
+            )
+        keys_SHTD, values_SHTD = keys_SHCD[:, :, : self.longest], values_SHCD[:, :, : self.longest]
+        out_SQD = merged_parts(
+            prompt_attention(queries_SQD, stored, scale=scale),
+            attention_part(queries_SQD, keys_SHTD, values_SHTD, lengths_S, scale=scale),
         )
+        return out_SQD.to(queries_SQD.dtype)
+
+    def _stored(self, layer: int) -> StoredPrompts | None:
+        """Return the stored prompts of the slots, for one layer."""
+        store = self.cache.prompts
+        if store is None:
+            return None
+        assert self.prompts_S is not None
+        pages_SP = store.pages_SP[: len(self.positions_S)]
+        return StoredPrompts(store.keys_LNHTD[layer], store.values_LNHTD[layer], pages_SP, self.prompts_S)
 
     def advance(self) -> None:
         """Add the new token to the lengths. Call it after all layers have stored the token."""
@@ -83,6 +102,8 @@ class SlotState:
     tokens: list[int]
     positions: list[int]
     lengths: list[int]
+    prompts: list[int]
+    """Tokens of each slot's prompt in the prompt store; 0 if the cache has none."""
     seeds: list[int]
     last: list[int]
     """Last position that a step may reach. A finished sequence stays at this position."""

@@ -10,10 +10,11 @@ from ..errors import UserError
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
+from ..kv.prompt_store import PromptStore
 from ..kv.schedule import Schedule
 from ..models.attention import eval_mode
 from ..models.support import prepare
-from ..sizes import CHUNK_STEPS, PREFILL_TOKENS
+from ..sizes import CHUNK_STEPS, PREFILL_TOKENS, pool_pages
 from ..text import quoted
 from .generation import Generation
 from .request import Request, RequestLimits
@@ -26,7 +27,8 @@ from .stats import Progress, Stats
 class Engine:
     """Sampler with a bounded KV cache: each slot holds at most budget + interval tokens per layer and head.
 
-    The cache is allocated once. `slots` sequences run concurrently; the others wait. `prefill_tokens` bounds the prompt tokens
+    The cache is allocated once. With `kv.protect_prompt`, prompts are in a prompt store, which holds each prompt once for all
+    its samples and grows with the calls. `slots` sequences run concurrently; the others wait. `prefill_tokens` bounds the prompt tokens
     per forward pass. The engine reads the model's parameters at every step, so they may change between calls. On a GPU, each
     step is one CUDA graph. `compile` also compiles the layers, which takes half a minute once; it defaults to true for models
     that are large enough to benefit.
@@ -69,6 +71,7 @@ class Engine:
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
         self.cache: SlotCache | None = self._allocate(self.kv.capacity) if self.policy.evicts else None
+        self.prompts_reserved = False
 
     def generate(
         self,
@@ -105,6 +108,8 @@ class Engine:
         if not self.policy.evicts:
             self._grow(max(len(request.prompt) for request in requests) + sampling.max_tokens + self.chunk)
         assert self.cache is not None
+        if self.schedule.stores_prompts and not self.prompts_reserved:
+            self._grow_store([len(request.prompt) for request in requests[::samples]], samples)
         generation = Generation(
             self.model,
             self.cache,
@@ -136,9 +141,20 @@ class Engine:
         if not self.policy.evicts:
             self._grow(tokens + self.chunk)
 
+    def reserve_prompts(self, tokens: int, prompts: int, samples: int) -> None:
+        """Allocate a prompt store for `samples` responses to each of `prompts` prompts of at most `tokens` tokens.
+
+        The store then keeps its size: groups wait for free pages, and a prompt that exceeds it is refused. Does nothing if
+        prompts are not protected.
+        """
+        if self.schedule.stores_prompts:
+            self._grow_store([tokens] * prompts, samples)
+            self.prompts_reserved = True
+
     @property
     def request_limits(self) -> RequestLimits:
-        return RequestLimits(self.limits, self.kv, self.policy.evicts, self.prefill_tokens)
+        store = self.cache.prompts if self.cache is not None and self.prompts_reserved else None
+        return RequestLimits(self.limits, self.prefill_tokens, None if store is None else store.longest)
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise the PromptError that `generate` would raise for this prompt."""
@@ -166,6 +182,17 @@ class Engine:
         if self.cache is None or self.cache.capacity < capacity:
             self.cache = self.graphs = None  # free the old cache before the new one is allocated
             self.cache = self._allocate(capacity)
+
+    def _grow_store(self, prompt_lengths: list[int], samples: int) -> None:
+        """Enlarge the prompt store for a call with these prompts."""
+        assert self.cache is not None
+        pages, longest, store = pool_pages(prompt_lengths, self.slots, samples), max(prompt_lengths), self.cache.prompts
+        if store is None or store.pages < pages or store.longest < longest:
+            self.cache.prompts = self.graphs = None  # free the old store before the new one is allocated
+            if store is not None:
+                pages, longest = max(pages, store.pages), max(longest, store.longest)
+            del store
+            self.cache.prompts = PromptStore(self.limits.shape, self.slots, pages, longest)
 
     def _model_stop_ids(self) -> list[int]:
         ids = self.model.generation_config.eos_token_id

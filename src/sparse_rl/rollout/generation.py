@@ -15,6 +15,7 @@ from ..errors import UserError, notice
 from ..kernels.counter_rng import uniform
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy
+from ..kv.prompt_store import PagePool
 from ..kv.schedule import Schedule, by_length
 from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
@@ -40,7 +41,8 @@ steps."""
 
 @dataclass
 class Stash:
-    """Copy of a prefilled prompt, kept while samples of its group wait for a slot."""
+    """Copy of a prefilled prompt, kept while samples of its group wait for a slot. If the prompt is in the prompt store, the
+    copy has its last queries alone."""
 
     group: int
     cache: SlotCache
@@ -75,7 +77,10 @@ class Generation:
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
         self.total = len(requests) if more is None else 0
-        self.scheduler = Scheduler(requests if more is None else [], cache.slots, refill, more and self._counted(more))
+        self.pages = None if cache.prompts is None else PagePool(cache.prompts.pages)
+        self.scheduler = Scheduler(
+            requests if more is None else [], cache.slots, refill, more and self._counted(more), self.pages
+        )
         self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
@@ -101,6 +106,8 @@ class Generation:
                     self._compact()
             self._report()
         self._count_time()
+        if self.pages is not None:
+            self.stats.count_pages(self.pages, 0)
         assert self.finished == self.total
         return [rollout for rollout in self.rollouts if rollout is not None]
 
@@ -118,18 +125,23 @@ class Generation:
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
         prompts: list[PromptInSlots] = []
+        pages_of_slots: dict[int, list[int]] = {}
         logits: list[Tensor] = []
         dropped: list[Tensor | None] = []
         for group in groups:
             slots = list(range(slot, slot + len(group)))
             slot += len(group)
+            pages = [] if self.pages is None else self.pages.of_group[group[0].group]
+            pages_of_slots |= dict.fromkeys(slots, pages)
             if self.stash is not None and self.stash.group == group[0].group:
                 for each in slots:
                     self.cache.copy_slot(self.stash.cache, 0, each, self.stash.held)
                 logits += [self.stash.logits_V] * len(group)
                 dropped += [self.stash.dropped_LHN] * len(group)
             else:
-                prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group]))
+                prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group], pages))
+        if self.cache.prompts is not None:
+            self.cache.prompts.assign(pages_of_slots)
         self.stash = None if prompts else self.stash
         if prompts:
             with fused_layers(self.model):
@@ -174,8 +186,9 @@ class Generation:
         sequences = []
         for request, dropped_LHN in zip(requests, dropped, strict=True):
             held = self.schedule.held_after_prefill(len(request.prompt))
+            stored = len(request.prompt) if self.schedule.stores_prompts else 0
             trace = TraceRecorder(len(request.prompt), self.schedule.interval) if request.record else None
-            sequence = Sequence(request, held, trace, kv_peak=held)
+            sequence = Sequence(request, held, trace, stored, kv_peak=stored + held)
             if self.sampling.repetition is not None:
                 sequence.guard = RepetitionGuard(*self.sampling.repetition)
             if dropped_LHN is not None:
@@ -208,6 +221,7 @@ class Generation:
             tokens=[sequence.last_token for sequence in active],
             positions=[sequence.position for sequence in active],
             lengths=[sequence.held for sequence in active],
+            prompts=[sequence.stored for sequence in active],
             seeds=[sequence.request.seed for sequence in active],
             last=[sequence.last_position for sequence in active],
         )
@@ -238,23 +252,24 @@ class Generation:
             return False
         if self.schedule.steps_into_interval(self.steps_together + steps) % (ROUND * self.chunk):
             return True
-        ended = sum(sequence.finish is not None for sequence in active)
         if self.scheduler.has_more:
-            return not self.scheduler.worth_a_prefill(ended)
-        return 2 * ended < len(active)
+            return not self.scheduler.worth_a_prefill()
+        return 2 * sum(sequence.finish is not None for sequence in active) < len(active)
 
     def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> None:
         """Append the sampled tokens to their sequences and update the statistics."""
         self._record_drops()
         active = self.scheduler.active
-        held, dense = (np.array(each) for each in zip(*((each.held, each.position) for each in active), strict=True))
+        cached, dense = (np.array(each) for each in zip(*((each.cached, each.position) for each in active), strict=True))
         running = np.array([sequence.finish is None for sequence in active])  # the others ended in the last chunk and idled
         taken = self._take(active, tokens_Sn, logprobs_Sn)
         for sequence, runs, tokens in zip(active, running, taken, strict=True):
-            sequence.kv_peak = max(sequence.kv_peak, sequence.held + tokens) if runs else sequence.kv_peak
+            sequence.kv_peak = max(sequence.kv_peak, sequence.cached + tokens) if runs else sequence.kv_peak
             sequence.held += steps
             sequence.entered += steps
-        self.stats.count_steps(np.array(taken), held, dense)
+        self.stats.count_steps(np.array(taken), cached, dense)
+        if self.pages is not None:
+            self.stats.count_pages(self.pages, steps)
         dense_now = int(dense[running].sum()) + steps * int(running.sum())
         self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, dense_now)
         self.steps_together += steps
@@ -313,8 +328,10 @@ class Generation:
     def _compact(self) -> None:
         """Compact the sequences that are due for compaction."""
         active = self.scheduler.active
-        due = [(slot, each.held) for slot, each in enumerate(active) if self.schedule.is_due(each.entered, each.held)]
-        for held, slots in by_length(due).items():
+        due = [
+            (slot, each.stored, each.held) for slot, each in enumerate(active) if self.schedule.is_due(each.entered, each.held)
+        ]
+        for (stored, held), slots in by_length(due).items():
             sequences = [active[slot] for slot in slots]
             dropped_LnHN = self.cache.compact(
                 slots,
@@ -323,7 +340,7 @@ class Generation:
                 self.policy,
                 ends=[sequence.position for sequence in sequences],
                 seeds=[sequence.request.seed for sequence in sequences],
-                protected=[len(sequence.request.prompt) for sequence in sequences] if self.schedule.protect_prompt else None,
+                protected=stored,
             )
             for sequence in sequences:
                 sequence.held = self.schedule.budget

@@ -1,7 +1,8 @@
 """Prefill: pack prompts into one row of tokens, let each attend only to itself, and compress them layer by layer.
 
 Besides the cache, only one layer's keys of the packed prompts exist at a time, in scratch memory. Prompts that fit enter their
-slots together. Prompts of the same length are adjacent, so that they are compressed together.
+slots together. Protected prompts enter the pages of their group instead, once for all its samples. Prompts of the same length
+are adjacent, so that they are compressed together.
 """
 
 # N packed tokens of all prompts, P prompts of one length, T tokens of each, Q query heads, H kv heads, D head dimension, L
@@ -18,6 +19,7 @@ from ..kernels.attention import causal_attention, packed_causal_attention
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.prompt_layout import NthSamples, PackedPrompts, nth_samples
+from ..kv.prompt_store import PackedPages
 from ..kv.schedule import Schedule
 from ..models.support import next_logits
 
@@ -29,6 +31,8 @@ class PromptInSlots:
     prompt: list[int]
     slots: list[int]
     seeds: list[int]
+    pages: list[int] = field(default_factory=list)
+    """Pages of the prompt in the prompt store, if the cache has one."""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class PrefillRow:
 def prefill(
     model: PreTrainedModel, cache: SlotCache, policy: Policy, schedule: Schedule, prompts: list[PromptInSlots]
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
-    """Fill the slots with prompts.
+    """Fill the slots, or the pages of the prompt store, with prompts.
 
     Return the logits [prompts, V] of the first response tokens, and the dropped positions of each sample of each prompt.
     """
@@ -76,9 +80,12 @@ def prefill(
     positions = torch.tensor([[at for number in order for at in range(len(prompts[number].prompt))]], device=device)
     ends = torch.tensor([len(prompts[number].prompt) for number in order], device=device).cumsum(0)
     packed = [PackedPrompts.of(of_nth, cache.ring, device) for of_nth in copies]
+    pages = None
+    if cache.prompts is not None:
+        pages = PackedPages.of([(len(prompts[number].prompt), prompts[number].pages) for number in order], device)
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
     longest = len(prompts[order[-1]].prompt)
-    view = PrefillView(cache, policy, schedule, rows, packed, cu_seqlens, longest)
+    view = PrefillView(cache, policy, schedule, rows, packed, pages, cu_seqlens, longest)
     logits = next_logits(model, tokens, positions, view, keep=ends - 1)[0]
     for each in packed:
         cache.place_packed(each)
@@ -99,16 +106,22 @@ class PrefillView:
         schedule: Schedule,
         rows: list[PrefillRow],
         packed: list[PackedPrompts],
+        pages: PackedPages | None,
         cu_seqlens: Tensor,
         longest: int,
     ):
         self.cache, self.policy, self.schedule, self.rows, self.packed = cache, policy, schedule, rows, packed
-        self.cu_seqlens, self.longest = cu_seqlens, longest
+        self.pages, self.cu_seqlens, self.longest = pages, cu_seqlens, longest
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         new = (queries_1QND, keys_1HND, values_1HND)
         for packed in self.packed:
-            self.cache.fill_packed(layer, packed, *new)
+            self.cache.fill_ring(layer, packed, queries_1QND)
+            if self.pages is None:
+                self.cache.fill_packed(layer, packed, keys_1HND, values_1HND)
+        if self.pages is not None:
+            assert self.cache.prompts is not None
+            self.cache.prompts.write(layer, self.pages, keys_1HND, values_1HND)
         outputs = []
         for row in self.rows:
             q, k, v = (unpack(tensor, row, len(row.samples[0].rows_m)) for tensor in new)

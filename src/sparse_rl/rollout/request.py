@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..config import KV, Sampling
+from ..config import Sampling
 from ..errors import PromptError, UserError
 from ..kernels.counter_rng import derive_all
 from ..models.support import AttentionLimits
@@ -30,9 +30,9 @@ class RequestLimits:
     """Limits on requests, which derive from the model, the cache and the engine."""
 
     model: AttentionLimits
-    kv: KV
-    evicts: bool
     prefill_tokens: int
+    stored_tokens: int | None = None
+    """Longest prompt that a reserved prompt store can hold; None if there is none."""
 
     def requests(
         self,
@@ -108,12 +108,16 @@ class RequestLimits:
                 f"create the Engine with prefill_tokens = {tokens} or more",
                 prompt=name,
             )
-        if self.evicts and (error := self.kv.protection_error(tokens)):
-            raise error.named(name)
+        if self.stored_tokens is not None and tokens > self.stored_tokens:
+            raise PromptError(
+                f"has {tokens} tokens, more than the reserved prompt store can hold ({self.stored_tokens})",
+                f"reserve it for {tokens} tokens, as in engine.reserve_prompts({tokens}, prompts=1, samples=1)",
+                prompt=name,
+            )
 
     def most_prompt_tokens(self, sampling: Sampling) -> int:
         """Return the longest prompt in tokens that `check_prompt` accepts."""
         rooms = [room - sampling.max_tokens for room in (self.model.sliding_window, self.model.context) if room is not None]
-        if self.kv.protect_prompt and self.evicts:
-            rooms.append(self.kv.budget - self.kv.window - 1)
+        if self.stored_tokens is not None:
+            rooms.append(self.stored_tokens)
         return min([self.prefill_tokens, *rooms])

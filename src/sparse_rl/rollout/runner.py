@@ -81,8 +81,9 @@ class EagerRunner:
     def start(self, slots: SlotState, sampling: Sampling) -> None:
         device = self.cache.shape.device
         self.sampling = sampling
-        self.tokens_S, self.positions_S, self.seeds_S, self.last_S = (
-            torch.tensor(each, device=device) for each in (slots.tokens, slots.positions, slots.seeds, slots.last)
+        self.tokens_S, self.positions_S, self.prompts_S, self.seeds_S, self.last_S = (
+            torch.tensor(each, device=device)
+            for each in (slots.tokens, slots.positions, slots.prompts, slots.seeds, slots.last)
         )
         self.longest = max(slots.lengths)
         self.even = self.longest == min(slots.lengths)
@@ -99,7 +100,11 @@ class EagerRunner:
         """Return the next token [S] of each active slot and its log-prob [S]."""
         self.longest += 1
         lengths_S = self.cache.lengths_S[: len(self.tokens_S)]
-        view = DecodeView(self.cache, self.positions_S, lengths_S, longest=self.longest, even=self.even)
+        view = DecodeView(
+            *(self.cache, self.positions_S, lengths_S, self.prompts_S),
+            longest=self.longest,
+            even=self.even,
+        )
         logits_SV = next_logits(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
         view.advance()
         self.tokens_S, logprobs_S = sample(logits_SV, uniform(self.seeds_S, self.positions_S + 1), self.sampling)
@@ -144,8 +149,9 @@ class GraphRunner:
         if compile:
             fuse_projections(model)
             torch.cuda.empty_cache()  # no later allocation fits the blocks that the weights freed
-        self.state = torch.zeros(6, cache.slots, dtype=torch.int64, device=device)
-        self.host = torch.zeros(6, cache.slots, dtype=torch.int64).pin_memory()
+        self.prompts = cache.prompts
+        self.state = torch.zeros(7, cache.slots, dtype=torch.int64, device=device)
+        self.host = torch.zeros(7, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
         self.truncation = Truncation(
             torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.float64, device=device)
@@ -164,7 +170,7 @@ class GraphRunner:
 
     def fits(self, model: PreTrainedModel, cache: SlotCache, chunk: int) -> bool:
         """Return whether the captured graphs still use the memory of this model's weights and this cache."""
-        same = self.model is model and self.cache is cache and self.chunk == chunk
+        same = self.model is model and self.cache is cache and self.prompts is cache.prompts and self.chunk == chunk
         return same and self.weights == self._weights()
 
     def start(self, slots: SlotState, sampling: Sampling) -> None:
@@ -176,7 +182,8 @@ class GraphRunner:
         self.truncation.top_p_1.fill_(sampling.top_p)
         host = self.host.numpy()
         host.fill(0)
-        for row, values in enumerate((slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last)):
+        uploaded = (slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last, slots.prompts)
+        for row, values in enumerate(uploaded):
             host[row, : self.active] = values
         key = (size, sampling.temperature == 0, truncates(sampling))
         if key not in self.graphs:
@@ -193,7 +200,7 @@ class GraphRunner:
         """Enqueue `steps` decode steps. One more launch may follow before this result is fetched."""
         self.turn = 1 - self.turn
         first = self.turn * self.chunk
-        self.state[5].fill_(first)
+        self.state[6].fill_(first)
         with clock.part("decode"):
             for _ in range(steps):
                 self.graph.replay()
@@ -242,8 +249,8 @@ class GraphRunner:
         self._step(slots, sampling)
 
     def _step(self, slots: int, sampling: Sampling) -> None:
-        tokens_S, positions_S, lengths_S, seeds_S, last_S, steps_S = (row[:slots] for row in self.state)
-        view = DecodeView(self.cache, positions_S, lengths_S)
+        tokens_S, positions_S, lengths_S, seeds_S, last_S, prompts_S, steps_S = (row[:slots] for row in self.state)
+        view = DecodeView(self.cache, positions_S, lengths_S, prompts_S)
         logits_SV = next_logits(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
         state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
         chunk = (self.sampled_nS[:, :slots], self.logprobs_nS[:, :slots])

@@ -20,9 +20,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UserError, first_line
 from ..kernels.attention import packed_causal_attention
-from ..kv.cache import CacheShape, SlotCache
+from ..kv.cache import SlotCache
 from ..kv.policies import get
 from ..kv.schedule import DENSE
+from ..kv.shape import CacheShape
 from ..models.attention import eval_mode, run
 from ..models.head import hidden_states
 from ..models.reduced import ROWS, reduced

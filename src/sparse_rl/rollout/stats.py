@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..kv.prompt_store import PagePool
+from ..sizes import PAGE_TOKENS
+
 
 @dataclass
 class Stats:
@@ -24,9 +27,9 @@ class Stats:
     """Number of compactions, counted per sequence and including the compression of long prompts."""
     steps: int = 0
     peak_kv_bytes: int = 0
-    """Allocated bytes of keys and values, which are constant during a call."""
+    """Allocated bytes of keys and values, in slots and prompt store, which are constant during a call."""
     side_bytes: int = 0
-    """Bytes of positions, lengths and the ring buffer of queries."""
+    """Bytes of positions, lengths, the ring buffer of queries and page tables."""
     scratch_bytes: int = 0
     """Peak bytes of one layer's keys and values of the packed prompts, or of a prompt whose samples wait for slots."""
     slot_steps: int = 0
@@ -36,6 +39,16 @@ class Stats:
     """Tokens that a dense cache would have held, summed over the same steps."""
     dense_peak_tokens: int = 0
     """Maximum number of tokens that a dense cache would have held at one time, over all sequences."""
+    pool_pages: int = 0
+    """Pages of the prompt store; 0 without one."""
+    peak_pages: int = 0
+    """Maximum number of pages in use at one time."""
+    pages_taken: int = 0
+    """Pages that groups took, over the whole call."""
+    page_steps: int = 0
+    """Pages in use, summed over decode steps."""
+    straggler_page_steps: int = 0
+    """Pages of groups of which one sample was left, summed over decode steps."""
 
     def merged_with(self, other: "Stats") -> "Stats":
         """Combine the statistics of two engines that ran concurrently. Counts are added; for times and memory the maximum is
@@ -62,7 +75,23 @@ class Stats:
         """Share of cached tokens saved, 1 - kept / dense, over all decode steps and sequences."""
         return 1 - self.kept_tokens / self.dense_tokens if self.dense_tokens else 0.0
 
+    @property
+    def page_waste(self) -> float:
+        """Share of the tokens of used pages that hold no token, because a prompt does not fill its last page."""
+        return 1 - self.prompt_tokens / (self.pages_taken * PAGE_TOKENS) if self.pages_taken else 0.0
+
+    @property
+    def straggler_share(self) -> float:
+        """Share of the used pages that belong to groups of which one sample is left, over all decode steps."""
+        return self.straggler_page_steps / self.page_steps if self.page_steps else 0.0
+
     _useful_steps: int = field(default=0, repr=False)
+
+    def count_pages(self, pages: PagePool, steps: int) -> None:
+        """Count the pages in use during `steps` decode steps."""
+        self.pool_pages, self.peak_pages, self.pages_taken = pages.pages, pages.peak, pages.taken
+        self.page_steps += steps * pages.used
+        self.straggler_page_steps += steps * pages.straggler_pages
 
     def count_steps(self, taken: np.ndarray, held: np.ndarray, dense: np.ndarray) -> None:
         """Count `taken` steps of each sequence. `held` is the number of tokens it held before the first step, and `dense` is
@@ -74,7 +103,8 @@ class Stats:
 
 
 LARGER = (
-    "seconds", "prefill_s", "decode_s", "compaction_s", "steps", "peak_kv_bytes", "side_bytes", "scratch_bytes", "dense_peak_tokens"
+    "seconds", "prefill_s", "decode_s", "compaction_s", "steps", "peak_kv_bytes", "side_bytes", "scratch_bytes",
+    "dense_peak_tokens", "pool_pages", "peak_pages",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Compute the metrics of a step. docs/metrics.md defines each name. Mismatch metrics cover all rollouts, before masking."""
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..learner.update import Updated
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
+from ..rollout.stats import Stats
 from .rollouts import FAILURES, RolloutBatch
 
 
@@ -36,14 +38,20 @@ def kv_metrics(batch: RolloutBatch, engine: Engine) -> dict[str, float]:
     stats, cache = batch.stats, engine.cache
     assert cache is not None
     kept, dense = sum(each.kept_tokens for each in stats), sum(each.dense_tokens for each in stats)
-    token_bytes = cache.kv_bytes // (cache.slots * cache.capacity)
+    whole = functools.reduce(Stats.merged_with, stats)
+    pages = {
+        "kv/pool_used": whole.peak_pages / max(1, whole.pool_pages),
+        "kv/page_waste": whole.page_waste,
+        "kv/straggler_pages": whole.straggler_share,
+    }
     return {
         "kv/token_savings": 1 - kept / dense if dense else 0.0,
         "kv/peak_bytes": float(max(each.peak_kv_bytes for each in stats)),
-        "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * token_bytes),
+        "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * cache.token_bytes),
         "kv/peak_tokens": float(max(sample.rollout.kv_peak for sample in batch.samples)),
         "kv/evictions": float(sum(each.compactions for each in stats)),
         "kv/budget": float(engine.kv.budget if engine.policy.evicts else cache.capacity),
+        **(pages if whole.pool_pages else {}),
     }
 
 

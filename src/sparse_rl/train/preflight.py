@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import SHADOW_METHODS, Config
-from ..kv.cache import CacheShape
+from ..kv.shape import CacheShape
 from ..kv.trace import TraceRecorder
 from ..learner.batch import make_batch, response_mask
 from ..learner.correction import correct
@@ -57,7 +57,8 @@ def try_sampler(engine: Engine, prompt: list[int], config: Config) -> list[Rollo
     """
     tokens = min(engine.chunk + 1, config.rollout.max_tokens)
     sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
-    return engine.generate([prompt] * engine.slots, sampling=sampling, record=False)
+    samples = config.rollout.samples_per_prompt if engine.schedule.stores_prompts else 1  # as many groups as the store holds
+    return engine.generate([prompt] * -(-engine.slots // samples), samples, sampling, record=False)
 
 
 def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import TASK_REWARDS, Config, flat, migrated, to_toml
+from ..config import FORMAT, TASK_REWARDS, Config, flat, migrated, refuse_total_budget, to_toml
 from ..data.examples import Example, name_of
 from ..errors import UserError
 
@@ -67,11 +67,13 @@ def options_of(config: Config) -> dict[str, Any]:
 
 def kept_options(config: Config) -> dict[str, Any]:
     """Return the options that a checkpoint stores: all except `FREE_OPTIONS`."""
-    return {key: value for key, value in options_of(config).items() if not key.startswith(FREE_OPTIONS)}
+    kept = {key: value for key, value in options_of(config).items() if not key.startswith(FREE_OPTIONS)}
+    return kept | {"format": FORMAT}
 
 
 def changes_since(checkpoint: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Return the changes against the options of a checkpoint. Ignore options that the checkpoint's version did not have."""
+    refuse_total_budget(before, "start a new run with another --run-dir and --kv.budget {}")
     before = migrated(before)
     return changes(checkpoint, before, {key: value for key, value in now.items() if key in before})
 

@@ -82,8 +82,6 @@ def dry_run(config: Config) -> None:
                 console.print(line, markup=False)
             lengths = sorted(map(len, prompts))
             console.print(f"prompts: {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}", markup=False)
-            if error := config.sampler_kv.protection_error(lengths[-1]):
-                raise error.named(f"The longest problem of {config.data.train}")
             ids = prompts[0]
             shown = json.dumps(tokenizer.decode(ids), ensure_ascii=False)
             console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import backup
-from ..config import Config, migrated_tables, to_toml
+from ..config import FORMAT, Config, migrated_tables, to_toml
 from ..disk import refusal
 from ..errors import UserError, first_line, notice
 from . import resume, storage
@@ -297,7 +297,7 @@ class RunFolder:
 
 
 def _text(config: Config) -> str:
-    return to_toml(config) + config.defaults_comment
+    return f"format = {FORMAT}\n{to_toml(config)}{config.defaults_comment}"
 
 
 def write_whole(path: Path, text: str) -> None:

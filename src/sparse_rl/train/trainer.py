@@ -77,7 +77,9 @@ class Trainer:
         self.longest_prompt = self._longest(inputs.prompts, config.data.train, inputs.places)
         for held_out in inputs.held_out:
             self._longest(held_out.prompts, f"the test problems, {held_out.source},")
-        self.engine.reserve(max(map(len, [self.longest_prompt, *evaluated])) + config.rollout.max_tokens)
+        longest, rollout = max(map(len, [self.longest_prompt, *evaluated])), config.rollout
+        self.engine.reserve(longest + rollout.max_tokens)
+        self.engine.reserve_prompts(longest, rollout.prompts_per_step, rollout.samples_per_prompt)
         self.evaluator = Evaluator(
             config, inputs.held_out, self.engine, self.actor, self.plan, self.tokenizer, pool, world, terminal
         )
