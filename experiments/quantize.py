@@ -3,10 +3,11 @@
     python experiments/quantize.py --model FOLDER --data DATA --work out/quantize --json benchmarks/results/quantize.json
     python experiments/quantize.py --table benchmarks/results/quantize.json
 
-A dense engine answers GSM8K problems, one per prompt and several per prompt. Each scheme then gets one teacher-forced pass over
-every answer. Its keys (after the rotary embedding) and values are quantised and restored, and each query attends to restored
-ones only, its own included. R-KV runs on the same answers with evictions at the engine's schedule, prompt evictable or
-protected. Static scales come from answers to other problems.
+A dense engine answers GSM8K problems, one per prompt and several per prompt; of the samples of a long prompt the longest is
+measured. Each scheme then gets one teacher-forced pass over every answer. Its keys (after the rotary embedding) and values are
+quantised and restored, and each query attends to restored ones only, its own included. R-KV runs on the same answers with
+evictions at the engine's schedule, prompt evictable or protected. Static scales come from answers to other problems, placed at
+all positions that occur.
 
 The dense model samples here and the scheme is compared with it, so ratio = pi_scheme / pi_dense. k1 = mean(-log ratio) and
 k3 = mean(ratio - 1 - log ratio) estimate KL(dense || scheme). An answer counts as rejected if a ratio is below 1e-4. In a block
@@ -70,7 +71,11 @@ def sample_answers(model, tokenizer, args) -> dict[str, list[Answer]]:
     singles, rest = test[: args.singles], test[args.singles :]
     listed = [rest[i * args.problems : (i + 1) * args.problems] for i in range(args.longs)]
     longs = [Example(long_prompt([example.prompt for example in each]), None, {}) for each in listed]
-    groups = {"calibration": train[: args.calibration], "single": singles, "long": longs}
+    groups = {
+        "calibration": train[: args.calibration],
+        "single": singles,
+        "long": [x for x in longs for _ in range(args.tries)],
+    }
     kinds = [kind for kind, examples in groups.items() for _ in examples]
     prompts = [encode(tokenizer, example) for examples in groups.values() for example in examples]
     engine = Engine(model, KV(policy="full"), slots=min(len(prompts), args.slots))
@@ -83,9 +88,12 @@ def sample_answers(model, tokenizer, args) -> dict[str, list[Answer]]:
 
     rollouts = engine.generate(prompts, sampling=sampling, record=False, on_end=report)
     answers = [Answer(kind, each.prompt, each.response) for kind, each in zip(kinds, rollouts, strict=True)]
+    tried = [answer for answer in answers if answer.group == "long"]
+    tries = [tried[start : start + args.tries] for start in range(0, len(tried), args.tries)]
     return {
         "calibration": [answer for answer in answers if answer.group == "calibration"],
-        "measured": [answer for answer in answers if answer.group != "calibration"],
+        "measured": [answer for answer in answers if answer.group == "single"]
+        + [max(each, key=lambda answer: len(answer.response)) for each in tries],
     }
 
 
@@ -99,12 +107,18 @@ def long_prompt(problems: list[str]) -> str:
 
 
 @torch.no_grad()
+def decoder_pass(model, answer: Answer, view: AttentionView, offset: int = 0) -> Tensor:
+    """Return the inputs of the LM head that predict the response, with the answer starting at position `offset`."""
+    tokens = torch.tensor([answer.prompt + answer.response[:-1]], device=model.device)
+    places = torch.arange(tokens.shape[1], device=model.device)
+    with eval_mode(model):
+        return hidden_states(model, tokens, places[None] + offset, view, places[len(answer.prompt) - 1 :])
+
+
+@torch.no_grad()
 def logprobs(model, answer: Answer, view: AttentionView) -> Tensor:
     """Return the log-probs of the response under the view, at temperature 1."""
-    tokens = torch.tensor([answer.prompt + answer.response[:-1]], device=model.device)
-    positions = torch.arange(tokens.shape[1], device=model.device)[None]
-    with eval_mode(model):
-        hidden_nD = hidden_states(model, tokens, positions, view, positions[0, len(answer.prompt) - 1 :])
+    hidden_nD = decoder_pass(model, answer, view)
     targets_n = torch.tensor(answer.response, device=model.device)
     return token_logprobs(head_of(model), hidden_nD, targets_n, torch.ones(len(targets_n), device=model.device))[0].cpu()
 
@@ -119,17 +133,20 @@ def passes_of(answer: Answer, calibration: Calibration) -> dict[str, Causal | Ev
     return views
 
 
-def run_passes(model, answers: dict[str, list[Answer]], file: Path) -> dict[tuple[str, int], dict]:
-    """Run the passes that the file does not hold yet, and append each to it. Return all passes by name and answer."""
+def run_passes(model, answers: dict[str, list[Answer]], file: Path, args) -> dict[tuple[str, int], dict]:
+    """Run the passes that are asked for and not yet in the file, and append each to it. Return all passes of the file, by name
+    and answer."""
     lines = file.read_text().splitlines() if file.exists() else []
     found = {(line["name"], line["answer"]): line for line in map(json.loads, lines)}
     calibration = Calibration()
+    longest = max(len(answer.prompt) for answer in answers["measured"]) + args.max_tokens
     for answer in answers["calibration"]:
-        logprobs(model, answer, calibration)
-    say(f"calibrated with {len(answers['calibration'])} answers")
-    for index, answer in enumerate(answers["measured"]):
+        for offset in range(0, longest, BUCKET):  # short answers calibrate later positions, too: only the rotation differs
+            decoder_pass(model, answer, calibration, offset)
+    say(f"calibrated with {len(answers['calibration'])} answers, at positions up to {longest}")
+    for index, answer in enumerate(answers["measured"][: args.first]):
         for name, view in passes_of(answer, calibration).items():
-            if (name, index) in found:
+            if (name, index) in found or (args.only and name not in (DENSE, *args.only)):
                 continue
             start = time.perf_counter()
             values = logprobs(model, answer, view).tolist()
@@ -215,10 +232,13 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print this JSON as Markdown and do nothing else")
     parser.add_argument("--singles", type=int, default=8, help="answers to one problem [8]")
     parser.add_argument("--longs", type=int, default=3, help="answers to several problems in one prompt [3]")
+    parser.add_argument("--tries", type=int, default=4, help="samples of a long prompt, of which the longest is measured [4]")
     parser.add_argument("--problems", type=int, default=4, help="problems of a long prompt [4]")
     parser.add_argument("--calibration", type=int, default=3, help="answers that static scales are taken from [3]")
     parser.add_argument("--max-tokens", type=int, default=800, help="longest answer [800]")
     parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--only", nargs="+", metavar="SCHEME", help="schemes to run in this call [all]")
+    parser.add_argument("--first", type=int, help="run only the first answers in this call [all]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -226,9 +246,12 @@ def main() -> None:
     if args.table:
         print(table(json.loads(args.table.read_text())))
         return
+    for name in args.only or ():
+        if name not in (*STORAGES, *EVICTIONS):
+            parser.error(f"scheme {name!r} is unknown: use some of {', '.join((*STORAGES, *EVICTIONS))}")
     if not (args.model and args.data and args.work):
         parser.error("--model, --data and --work are needed")
-    names = ("singles", "longs", "problems", "calibration", "max_tokens", "slots", "seed", "dtype")
+    names = ("singles", "longs", "tries", "problems", "calibration", "max_tokens", "slots", "seed", "dtype")
     asked = {"model": args.name or Path(args.model).name} | {name: getattr(args, name) for name in names}
     args.work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device), load_tokenizer(args.model)
@@ -242,7 +265,7 @@ def main() -> None:
     if stored["asked"] != asked:
         parser.error(f"{file} holds answers for {stored['asked']}, not for {asked}: use another --work folder")
     answers = {group: [Answer(**answer) for answer in stored[group]] for group in ("calibration", "measured")}
-    passes = run_passes(model, answers, args.work / "passes.jsonl")
+    passes = run_passes(model, answers, args.work / "passes.jsonl", args)
     found = environment("quantize", model.device) | {
         "model": asked["model"],
         "head_dim": dim,

@@ -37,6 +37,11 @@ def block(format, tokens: int, symmetric: bool) -> Scheme:
     return Scheme(format, tokens, channels=1, symmetric=symmetric)
 
 
+def equalised(channels: int) -> Scheme:
+    """Return static scales of channels, and within them a scale and a centre per token and group of channels."""
+    return Scheme(INT4, channels=channels, symmetric=False, equalised=True)
+
+
 STORAGES = {
     "K16 V16": Storage(None, None),
     "K16 V8 token": Storage(None, TOKEN8),
@@ -44,7 +49,7 @@ STORAGES = {
     "K8 token V8 token, e4m3": Storage(TOKEN_E4M3, TOKEN_E4M3),
     "K8 block 64 V8 token": Storage(block(INT8, 64, True), TOKEN8),
     "K8 pair V8 token": Storage(STATIC8, TOKEN8),
-    "K8 channel V8 token": Storage(STATIC8, TOKEN8, "channel"),
+    "K8 channel V8 token": Storage(Scheme(INT8, tokens=None, channels=1, symmetric=False), TOKEN8, "channel"),
     "K8 pair V8 token, e4m3": Storage(STATIC_E4M3, TOKEN_E4M3),
     "K8 pair V8 channel": Storage(STATIC8, STATIC8),
     "K8 pair V4 group 32": Storage(STATIC8, VALUES4),
@@ -53,10 +58,8 @@ STORAGES = {
     "K4 block 64 V4 group 32": Storage(block(INT4, 64, False), VALUES4),
     "K4 block 32 V4 group 32, symmetric": Storage(block(INT4, 32, True), Scheme(INT4, channels=32)),
     "K4 pair V4 group 32": Storage(STATIC4, VALUES4),
-    "K4 pair x token 32 V4 group 32": Storage(Scheme(INT4, channels=32, equalised=True), VALUES4),
-    "K4 channel x token 32 V4 group 32": Storage(
-        Scheme(INT4, channels=32, symmetric=False, equalised=True), VALUES4, "channel"
-    ),
+    "K4 channel x token 32 V4 group 32": Storage(equalised(32), VALUES4, "channel"),
+    "K4 channel x token 16 V4 group 32": Storage(equalised(16), VALUES4, "channel"),
 }
 
 

@@ -184,7 +184,7 @@ class Scheme:
     symmetric: bool = True
     """False if scales have a centre. A static centre of keys is free: it adds the same number to all logits of a query."""
     equalised: bool = False
-    """Apply static scales first, then symmetric scales of the tokens, which then fit all channels that share one."""
+    """Shift and divide each channel by its static centre and step first. A scale of several channels then fits each of them."""
 
     @property
     def needs_statistics(self) -> bool:
@@ -195,7 +195,7 @@ class Scheme:
         codes = dim * self.format.bits / 8
         if self.tokens is None:
             return codes
-        scales = (dim // (self.channels or dim)) * (1 if self.symmetric or self.equalised else 2)
+        scales = (dim // (self.channels or dim)) * (1 if self.symmetric else 2)
         return codes + scales * SCALE_DTYPE.itemsize / self.tokens
 
     def scales(self, values_xTD: Tensor, statistics: Range | None = None) -> Scales:
@@ -210,11 +210,15 @@ class Scheme:
             covered = group_range(values_xTD, self.tokens, channels)
             return scales_of(covered, self.format, symmetric=self.symmetric, tokens=self.tokens, channels=channels)
         assert statistics is not None
-        static = scales_of(statistics, self.format, symmetric=self.symmetric)
-        centred = values_xTD.float() if static.centre is None else values_xTD.float() - static.centre.float()
-        covered = group_range(centred / static.step.float(), self.tokens, channels)
-        own = scales_of(covered, self.format, symmetric=True, tokens=self.tokens, channels=channels)
-        return Scales(own.spread(own.step, values_xTD.shape[-2]) * static.step.float(), static.centre)
+        static = scales_of(statistics, self.format, symmetric=False)
+        assert static.centre is not None
+        step_H1D, centre_H1D = static.step.float(), static.centre.float()
+        covered = group_range((values_xTD.float() - centre_H1D) / step_H1D, self.tokens, channels)
+        own = scales_of(covered, self.format, symmetric=self.symmetric, tokens=self.tokens, channels=channels)
+        length = values_xTD.shape[-2]
+        if own.centre is not None:
+            centre_H1D = centre_H1D + own.spread(own.centre, length) * step_H1D
+        return Scales(own.spread(own.step, length) * step_H1D, centre_H1D)
 
 
 def dequantised(values_xTD: Tensor, scheme: Scheme, statistics: Range | None = None) -> Tensor:
