@@ -1,7 +1,7 @@
 """Quantise keys and values to 8 or 4 bits: formats, the scales they share, byte counts, and a straight-through gradient.
 
-A stored number stands for centre + step * code. Every scheme has the same contract: a range of values gives `Scales`, `encode`
-turns values into codes, and `decode` turns codes back. `encode` divides by the step as it is stored, so rounding the step to
+A stored number stands for centre + step * code. A range of values gives `Scales`, `encode` turns values into codes, and
+`decode` turns codes back. A `Scheme` combines them: `store` and `restore`. `encode` divides by the step as it is stored, so rounding the step to
 half precision adds no error. Pure functions on tensors, which know neither models nor caches.
 """
 
@@ -186,10 +186,6 @@ class Scheme:
     equalised: bool = False
     """Shift and divide each channel by its static centre and step first. A scale of several channels then fits each of them."""
 
-    @property
-    def needs_statistics(self) -> bool:
-        return self.tokens is None or self.equalised
-
     def bytes_per_token(self, dim: int) -> float:
         """Return the bytes of one token in one head, its scales included. Static scales belong to no token."""
         codes = dim * self.format.bits / 8
@@ -198,27 +194,44 @@ class Scheme:
         scales = (dim // (self.channels or dim)) * (1 if self.symmetric else 2)
         return codes + scales * SCALE_DTYPE.itemsize / self.tokens
 
-    def scales(self, values_xTD: Tensor, statistics: Range | None = None) -> Scales:
-        """Return the scales of these values. `statistics` is a `channel_range` or `pair_range` of other values."""
-        if self.needs_statistics and statistics is None:
-            raise UserError(f"A static scale of {self.format.name} needs statistics: calibrate first.")
+    def store(self, values_xTD: Tensor, statistics: Range | None = None) -> tuple[Tensor, Scales | None]:
+        """Return the codes and the scales to store with them, None if all scales are static.
+
+        `statistics` is a `channel_range` or `pair_range` of other values. Static scales need it.
+        """
         if self.tokens is None:
-            assert statistics is not None and self.channels == 1
-            return scales_of(statistics, self.format, symmetric=self.symmetric)
+            return encode(values_xTD, self.static_scales(statistics), self.format), None
+        if self.equalised:
+            static = self.static_scales(statistics)
+            assert static.centre is not None
+            values_xTD = (values_xTD.float() - static.centre.float()) / static.step.float()
         channels = self.channels or values_xTD.shape[-1]
-        if not self.equalised:
-            covered = group_range(values_xTD, self.tokens, channels)
-            return scales_of(covered, self.format, symmetric=self.symmetric, tokens=self.tokens, channels=channels)
-        assert statistics is not None
-        static = scales_of(statistics, self.format, symmetric=False)
-        assert static.centre is not None
-        step_H1D, centre_H1D = static.step.float(), static.centre.float()
-        covered = group_range((values_xTD.float() - centre_H1D) / step_H1D, self.tokens, channels)
-        own = scales_of(covered, self.format, symmetric=self.symmetric, tokens=self.tokens, channels=channels)
-        length = values_xTD.shape[-2]
-        if own.centre is not None:
-            centre_H1D = centre_H1D + own.spread(own.centre, length) * step_H1D
-        return Scales(own.spread(own.step, length) * step_H1D, centre_H1D)
+        covered = group_range(values_xTD, self.tokens, channels)
+        scales = scales_of(covered, self.format, symmetric=self.symmetric, tokens=self.tokens, channels=channels)
+        return encode(values_xTD, scales, self.format), scales
+
+    def restore(
+        self,
+        codes: Tensor,
+        scales: Scales | None,
+        statistics: Range | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Return the values [x, T, D] that `store` stored."""
+        if scales is None:
+            return decode(codes, self.static_scales(statistics), self.format, dtype)
+        values_xTD = decode(codes, scales, self.format)
+        if self.equalised:
+            static = self.static_scales(statistics)
+            assert static.centre is not None
+            values_xTD = values_xTD * static.step.float() + static.centre.float()
+        return values_xTD.to(dtype)
+
+    def static_scales(self, statistics: Range | None) -> Scales:
+        """Return the scales [H, 1, D] that all tokens share."""
+        if statistics is None:
+            raise UserError(f"A static scale of {self.format.name} needs statistics: calibrate first.")
+        return scales_of(statistics, self.format, symmetric=self.symmetric and not self.equalised)
 
 
 def dequantised(values_xTD: Tensor, scheme: Scheme, statistics: Range | None = None) -> Tensor:
@@ -231,8 +244,8 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values_xTD, scheme, statistics):
-        scales = scheme.scales(values_xTD, statistics)
-        return decode(encode(values_xTD, scales, scheme.format), scales, scheme.format, values_xTD.dtype)
+        codes, scales = scheme.store(values_xTD, statistics)
+        return scheme.restore(codes, scales, statistics, values_xTD.dtype)
 
     @staticmethod
     def backward(ctx, grad_xTD):
