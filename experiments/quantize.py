@@ -123,14 +123,14 @@ def logprobs(model, answer: Answer, view: AttentionView) -> Tensor:
     return token_logprobs(head_of(model), hidden_nD, targets_n, torch.ones(len(targets_n), device=model.device))[0].cpu()
 
 
-def passes_of(answer: Answer, calibration: Calibration) -> dict[str, Causal | Evicting | Quantised]:
-    """Return the view of each pass over an answer, by name. R-KV runs on answers to several problems only."""
-    views: dict[str, Causal | Evicting | Quantised] = {DENSE: Causal()}
-    views |= {name: Quantised(storage, calibration, Causal()) for name, storage in STORAGES.items()}
-    for name, (kv, storage) in EVICTIONS.items() if answer.group == "long" else ():
-        evicting = Evicting(kv, len(answer.prompt))
-        views[name] = evicting if storage is None else Quantised(STORAGES[storage], calibration, evicting)
-    return views
+def view_of(name: str, answer: Answer, calibration: Calibration) -> Causal | Evicting | Quantised:
+    if name == DENSE:
+        return Causal()
+    if name in STORAGES:
+        return Quantised(STORAGES[name], calibration, Causal())
+    kv, storage = EVICTIONS[name]
+    evicting = Evicting(kv, len(answer.prompt))
+    return evicting if storage is None else Quantised(STORAGES[storage], calibration, evicting)
 
 
 def run_passes(model, answers: dict[str, list[Answer]], file: Path, args) -> dict[tuple[str, int], dict]:
@@ -138,25 +138,43 @@ def run_passes(model, answers: dict[str, list[Answer]], file: Path, args) -> dic
     and answer."""
     lines = file.read_text().splitlines() if file.exists() else []
     found = {(line["name"], line["answer"]): line for line in map(json.loads, lines)}
-    calibration = Calibration()
+    asked = [
+        (name, index)
+        for index, answer in enumerate(answers["measured"][: args.first])
+        for name in (DENSE, *STORAGES, *(EVICTIONS if answer.group == "long" else ()))  # R-KV needs long answers
+        if not args.only or name in (DENSE, *args.only)
+    ]
+    todo = [each for each in asked if each not in found]
+    calibration = calibrated(model, answers, args) if todo else None
+    for number, (name, index) in enumerate(todo, 1):
+        start = time.perf_counter()
+        view = view_of(name, answers["measured"][index], calibration)
+        values = logprobs(model, answers["measured"][index], view).tolist()
+        line = {"name": name, "answer": index, "kept_share": view.kept_share, "logprobs": values}
+        found[name, index] = line
+        with file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+        k3 = mismatch([log_ratio(found, name, index)])["k3"]
+        say(f"pass {number} of {len(todo)}, answer {index}, {name}: k3 {k3:.5f}, {time.perf_counter() - start:.0f} s")
+    return found
+
+
+def log_ratio(passes: dict[tuple[str, int], dict], name: str, index: int) -> Tensor:
+    return torch.tensor(passes[name, index]["logprobs"]) - torch.tensor(passes[DENSE, index]["logprobs"])
+
+
+def calibrated(model, answers: dict[str, list[Answer]], args) -> Calibration:
+    """Return the ranges of keys and values, from the --work folder if they are there."""
+    file = args.work / "calibration.pt"
+    if file.exists():
+        return Calibration.of(torch.load(file, map_location=model.device))
+    found = Calibration()
     longest = max(len(answer.prompt) for answer in answers["measured"]) + args.max_tokens
     for answer in answers["calibration"]:
         for offset in range(0, longest, BUCKET):  # short answers calibrate later positions, too: only the rotation differs
-            decoder_pass(model, answer, calibration, offset)
+            decoder_pass(model, answer, found, offset)
+    torch.save(found.tensors(), file)
     say(f"calibrated with {len(answers['calibration'])} answers, at positions up to {longest}")
-    for index, answer in enumerate(answers["measured"][: args.first]):
-        for name, view in passes_of(answer, calibration).items():
-            if (name, index) in found or (args.only and name not in (DENSE, *args.only)):
-                continue
-            start = time.perf_counter()
-            values = logprobs(model, answer, view).tolist()
-            line = {"name": name, "answer": index, "kept_share": view.kept_share, "logprobs": values}
-            found[name, index] = line
-            with file.open("a") as out:
-                out.write(json.dumps(line) + "\n")
-            log_ratio = torch.tensor(values) - torch.tensor(found[DENSE, index]["logprobs"])
-            k3 = mismatch([log_ratio])["k3"]
-            say(f"answer {index + 1} of {len(answers['measured'])}, {name}: k3 {k3:.5f}, {time.perf_counter() - start:.0f} s")
     return found
 
 
@@ -174,12 +192,11 @@ def mismatch(log_ratios: list[Tensor]) -> dict[str, float]:
 def results_of(answers: list[Answer], passes: dict[tuple[str, int], dict], dim: int) -> list[dict]:
     """Return one row per scheme: metrics of all answers, of each group, of each range of positions, and k3 of each answer."""
     rows = []
-    for name in dict.fromkeys(name for name, _ in passes if name != DENSE):
+    for name in (*STORAGES, *EVICTIONS):
         indices = [index for index in range(len(answers)) if (name, index) in passes]
-        log_ratios = {
-            index: torch.tensor(passes[name, index]["logprobs"]) - torch.tensor(passes[DENSE, index]["logprobs"])
-            for index in indices
-        }
+        if not indices:
+            continue
+        log_ratios = {index: log_ratio(passes, name, index) for index in indices}
         stored = EVICTIONS[name][1] if name in EVICTIONS else name
         kept = sum(passes[name, index]["kept_share"] * len(log_ratios[index]) for index in indices)
         kept /= sum(map(len, log_ratios.values()))
@@ -194,7 +211,7 @@ def results_of(answers: list[Answer], passes: dict[tuple[str, int], dict], dim: 
             cut = [each[within(answers[index], start)] for index, each in log_ratios.items()]
             if any(map(len, cut)):
                 row["positions"][f"{start}-{start + BUCKET}"] = mismatch([each for each in cut if len(each)])
-        row["k3_of_answers"] = [mismatch([each])["k3"] for each in log_ratios.values()]
+        row["k3_of_answers"] = {str(index): mismatch([each])["k3"] for index, each in log_ratios.items()}
         rows.append(row)
     return rows
 

@@ -65,20 +65,24 @@ STORAGES = {
 
 @dataclass
 class Calibration:
-    """Attend causally and record the ranges of keys and values of every layer."""
+    """Attend causally and record the ranges of keys (by pair and by channel) and values (by channel) of every layer."""
 
-    keys: dict[str, dict[int, Range]] = field(default_factory=lambda: {"pair": {}, "channel": {}})
-    values: dict[int, Range] = field(default_factory=dict)
+    ranges: dict[str, dict[int, Range]] = field(default_factory=lambda: {"pair": {}, "channel": {}, "values": {}})
 
     def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask):
-        widen(self.keys["pair"], layer, pair_range(keys_1HTD))
-        widen(self.keys["channel"], layer, channel_range(keys_1HTD))
-        widen(self.values, layer, channel_range(values_1HTD))
+        found = {"pair": pair_range(keys_1HTD), "channel": channel_range(keys_1HTD), "values": channel_range(values_1HTD)}
+        for name, new in found.items():
+            ranges = self.ranges[name]
+            ranges[layer] = ranges[layer].union(new) if layer in ranges else new
         return causal_attention(queries_1QTD, keys_1HTD, values_1HTD, scale=scale)
 
+    def tensors(self) -> dict[str, dict[int, tuple[Tensor, Tensor]]]:
+        """Return the ranges as plain tuples, for a file."""
+        return {name: {layer: tuple(each) for layer, each in ranges.items()} for name, ranges in self.ranges.items()}
 
-def widen(ranges: dict[int, Range], layer: int, found: Range) -> None:
-    ranges[layer] = ranges[layer].union(found) if layer in ranges else found
+    @classmethod
+    def of(cls, tensors: dict[str, dict[int, tuple[Tensor, Tensor]]]) -> "Calibration":
+        return cls({name: {layer: Range(*each) for layer, each in ranges.items()} for name, ranges in tensors.items()})
 
 
 class Causal:
@@ -144,9 +148,9 @@ class Quantised:
         return self.inner.kept_share
 
     def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask):
-        key_range = self.calibration.keys[self.storage.statistic][layer]
-        keys_1HTD = restored(keys_1HTD, self.storage.keys, key_range)
-        values_1HTD = restored(values_1HTD, self.storage.values, self.calibration.values[layer])
+        ranges = self.calibration.ranges
+        keys_1HTD = restored(keys_1HTD, self.storage.keys, ranges[self.storage.statistic][layer])
+        values_1HTD = restored(values_1HTD, self.storage.values, ranges["values"][layer])
         return self.inner.attend(layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask)
 
 
