@@ -27,6 +27,8 @@ class Storage:
     values: Scheme | None
     statistic: str = "pair"
     """Range of the static scales of keys: of a rotary `pair` of channels, or of a `channel`."""
+    widened: float = 1.0
+    """Width of that range relative to the calibrated one."""
 
     def share(self, dim: int) -> float:
         """Return the bytes of a token relative to bfloat16."""
@@ -49,6 +51,8 @@ STORAGES = {
     "K8 token V8 token, e4m3": Storage(TOKEN_E4M3, TOKEN_E4M3),
     "K8 block 64 V8 token": Storage(block(INT8, 64, True), TOKEN8),
     "K8 pair V8 token": Storage(STATIC8, TOKEN8),
+    "K8 channel x token V8 token": Storage(Scheme(INT8, equalised=True), TOKEN8, "channel"),
+    "K8 channel + 50 % V8 token": Storage(Scheme(INT8, tokens=None, channels=1, symmetric=False), TOKEN8, "channel", 1.5),
     "K8 channel V8 token": Storage(Scheme(INT8, tokens=None, channels=1, symmetric=False), TOKEN8, "channel"),
     "K8 pair V8 token, e4m3": Storage(STATIC_E4M3, TOKEN_E4M3),
     "K8 pair V8 channel": Storage(STATIC8, STATIC8),
@@ -149,7 +153,7 @@ class Quantised:
 
     def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask):
         ranges = self.calibration.ranges
-        keys_1HTD = restored(keys_1HTD, self.storage.keys, ranges[self.storage.statistic][layer])
+        keys_1HTD = restored(keys_1HTD, self.storage.keys, ranges[self.storage.statistic][layer].widened(self.storage.widened))
         values_1HTD = restored(values_1HTD, self.storage.values, ranges["values"][layer])
         return self.inner.attend(layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask)
 

@@ -27,6 +27,7 @@ SCHEMES = {
     "int8 token, asymmetric": Scheme(INT8, symmetric=False),
     "int8 block": Scheme(INT8, tokens=32, channels=1),
     "int8 static": Scheme(INT8, tokens=None, channels=1),
+    "int8 equalised": Scheme(INT8, equalised=True),
     "e4m3 token": Scheme(E4M3),
     "e4m3 static": Scheme(E4M3, tokens=None, channels=1),
     "int4 group": Scheme(INT4, channels=32, symmetric=False),
@@ -125,6 +126,7 @@ def test_packing_is_exact_to_the_bit():
         ("int8 token, asymmetric", 64 + 4),
         ("int8 block", 64 + 64 * 2 / 32),
         ("int8 static", 64),
+        ("int8 equalised", 64 + 2),
         ("e4m3 token", 64 + 2),
         ("int4 group", 32 + 2 * 2 * 2),
         ("int4 group, symmetric", 32 + 2 * 2),
@@ -168,6 +170,16 @@ def test_pair_range_covers_keys_at_every_position():
 def test_statistics_of_two_batches_are_those_of_both(keys):
     both, joined = channel_range(keys), channel_range(keys[:1]).union(channel_range(keys[1:]))
     assert torch.equal(both.low, joined.low) and torch.equal(both.high, joined.high)
+
+
+def test_equalised_keys_are_never_clamped(keys):
+    """Their own scales cover what the calibration has not met. Static scales alone cut it off."""
+    mean, statistics = keys.mean(dim=2, keepdim=True), channel_range(keys)
+    beyond = mean + 3 * (keys - mean)
+    static, widened = (dequantised(beyond, SCHEMES["int8 static"], each) for each in (statistics, statistics.widened(4)))
+    own = dequantised(beyond, Scheme(INT8, equalised=True), statistics)
+    assert (own - beyond).norm() < 0.02 * beyond.norm() < (static - beyond).norm()
+    assert (widened - beyond).norm() < 0.02 * beyond.norm()
 
 
 def test_a_static_centre_of_keys_leaves_attention_unchanged(keys):

@@ -49,6 +49,11 @@ class Range(NamedTuple):
         """Return the range that covers both."""
         return Range(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
 
+    def widened(self, factor: float) -> "Range":
+        """Return the range with its width multiplied. Static scales clamp less of what the calibration has not met."""
+        middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
+        return Range(middle - factor * half, middle + factor * half)
+
 
 @dataclass(frozen=True)
 class Scales:
