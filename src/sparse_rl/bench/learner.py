@@ -68,7 +68,7 @@ def bench(args: argparse.Namespace) -> None:
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
     rollouts = synthetic_rollouts(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
-    batch, loss = _batch(model, rollouts), LossConfig()
+    batch, loss = synthetic_batch(model, rollouts), LossConfig()
     passes = list(packs(rollouts, args.tokens_per_microbatch, share_prompts=False))  # every prompt is different
     settings = OptimizerConfig(
         lr=1e-9, tokens_per_microbatch=args.tokens_per_microbatch, gradient_checkpointing=args.gradient_checkpointing
@@ -165,7 +165,7 @@ def random_trace(
     return Trace(codes_LHT, prompt_tokens, interval)
 
 
-def _batch(model: PreTrainedModel, rollouts: list[Rollout]) -> Batch:
+def synthetic_batch(model: PreTrainedModel, rollouts: list[Rollout]) -> Batch:
     zeros = [torch.zeros(len(rollout.response), device=model.device) for rollout in rollouts]
     mask_BT = response_mask(rollouts).to(model.device)
     corrected = correct(torch.zeros(mask_BT.shape, device=model.device), mask_BT, "none")
