@@ -151,8 +151,7 @@ class ReplayView:
     """Attention view of packed rollouts, each attending only to itself. Evicted keys are hidden as they were from the sampler.
 
     If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. A rollout
-    without evictions may also be packed with others that have some. Its result then equals its dense result bitwise on a CPU,
-    which attends rollouts one by one. On a GPU, which attends the whole row in one call, it is equal up to rounding.
+    without evictions may also be packed with others that have some. Its result then equals its dense result up to rounding.
     """
 
     def __init__(self, spans: list[Span]):

@@ -15,6 +15,7 @@ from ..sizes import (
     CHUNK_ELEMENTS,
     FIRST_TOKENS,
     FUSED_CHUNK_ELEMENTS,
+    KEYS_PER_TOKEN,
     LARGE_VOCABULARY,
     MAX_AUTO_SLOTS,
     PREFILL_TOKENS,
@@ -27,7 +28,7 @@ from ..sizes import (
     store_bytes,
 )
 from .dimensions import Dimensions
-from .microbatch import largest_pack, rollouts_of_rank
+from .microbatch import largest_pack, rollouts_of_rank, samples_per_computed_prompt
 
 # Constants that only the plan uses. `sparse-rl bench memory` compares the plan with a measured peak (docs/plan.md).
 PLAIN_CHUNK_BYTES = 28
@@ -288,6 +289,8 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     n, tokens = pack.responses, pack.tokens
     shadow = config.method in SHADOW_METHODS
     layer = kept_per_token(config, dims) * tokens
+    if samples_per_computed_prompt(prompt_tokens, config) > 1:  # each response has a copy of its prompt's keys and values
+        layer += (KEYS_PER_TOKEN - 1) * 2 * dims.kv_width * size * tokens
     if shadow:  # FlexAttention pads the sequence to a power of two
         layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens

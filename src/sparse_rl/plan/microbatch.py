@@ -30,8 +30,10 @@ class LargestPack:
 
 
 def samples_per_computed_prompt(prompt_tokens: int, config: Config) -> int:
-    """Return how many rollouts of full length share their prompt in the learner. In a shadow pass, and with several ranks,
-    they do not."""
+    """Return how many rollouts of full length share their prompt in the learner.
+
+    They do not in a shadow pass. With several ranks, which balance their passes by length, the plan assumes the same.
+    """
     shares = config.ranks.count == 1 and config.method not in SHADOW_METHODS
     return config.rollout.samples_per_prompt if shares and worth_sharing(prompt_tokens, config.rollout.max_tokens) else 1
 
