@@ -161,7 +161,7 @@ def test_a_cache_from_the_folder_has_the_settings_of_training(runs, tmp_path):
             {"policy": "full"},
             "trained with a dense cache: use transformers' DynamicCache, or pass KV settings explicitly",
         ),
-        (KV(budget=1920, protect_prompt=True).model_dump(), "counts the prompt.* pass --kv.budget 1920 less the tokens of"),
+        (KV(budget=1920, protect_prompt=True).model_dump(), "counts the prompt.* set kv.budget to 1920 less the tokens of"),
         ({"bugdet": 3}, "did you mean budget?"),
         (None, r"no sparse_rl.json\): pass KV settings explicitly, as in BoundedCache\('rkv', budget=512\)"),
     ],
