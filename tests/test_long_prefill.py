@@ -83,7 +83,7 @@ def test_samples_share_a_long_prompt(model, policy, protect, slots):
 def test_a_long_prompt_within_the_budget_is_kept_whole(model):
     kv = KV(budget=128, interval=8, window=4, sinks=2)
     whole, _ = generate(model, kv, samples=2)
-    pieces, stats = generate(model, kv, prefill_tokens=32, samples=2)
+    pieces, _ = generate(model, kv, prefill_tokens=32, samples=2)
     for left, right in zip(pieces, whole, strict=True):
         assert_same(left, right)
     assert_replayed(model, pieces)
@@ -92,8 +92,12 @@ def test_a_long_prompt_within_the_budget_is_kept_whole(model):
 
 @pytest.mark.parametrize(
     ("kv", "layers"),
-    [(KV(**SMALL), 2), (KV(budget=128, interval=8, window=4, sinks=2), 0), (KV(policy="full"), 0)]
-    + [(KV(protect_prompt=True, **SMALL), 1)],
+    [
+        (KV(**SMALL), 2),
+        (KV(budget=128, interval=8, window=4, sinks=2), 0),
+        (KV(policy="full"), 0),
+        (KV(protect_prompt=True, **SMALL), 1),
+    ],
     ids=["compressed", "fits", "full", "protected"],
 )
 def test_the_scratch_of_a_long_prompt_is_reported(model, kv, layers):
