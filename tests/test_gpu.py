@@ -8,7 +8,7 @@ import torch
 from conftest import noise_early_and_late, random_model
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.cli import main
-from sparse_rl.kernels import shadow
+from sparse_rl.kernels import long_attention, shadow
 from sparse_rl.kernels.attention import causal_attention, packed_causal_attention
 from sparse_rl.kernels.prefix_attention import PrefixAttention, Segment, last_tokens_attention
 from sparse_rl.kv.policies import POLICIES
@@ -187,6 +187,8 @@ def test_long_rollouts_attend_by_cudnn_as_by_flash_attention(lengths):
     tensors = packed_tensors(sum(lengths), torch.bfloat16)
     view = ReplayView(packed_spans(lengths, evict=False))
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert long_attention.usable(tensors[0], bounds.tolist())
     ours = with_gradients(lambda q, k, v: view.attend(0, q, k, v, 0.1, None), tensors)
     flash = with_gradients(lambda q, k, v: packed_causal_attention(q, k, v, bounds, max(lengths), 0.1), tensors)
     assert farthest_from(flash, ours) < 2e-2

@@ -47,6 +47,13 @@ def test_a_pass_counts_a_shared_prompt_once():
     assert list(packs(PACK, 1, share_prompts=True)) == [[index] for index in range(6)]
 
 
+def test_a_pass_has_at_most_two_keys_per_token():
+    short = [rollout(ONE * 10, [1])] * 100
+    for pack in packs(short, 100, share_prompts=True):
+        assert sum(each.keys for each in pack_tokens([short[index] for index in pack], share_prompts=True).segments) <= 200
+    assert max(map(len, packs(short, 100, share_prompts=True))) == 4
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_shared_prompt_changes_neither_log_probs_nor_gradients(architecture):
     model = random_model(architecture)
@@ -70,12 +77,20 @@ def test_groups_share_prompts_in_a_dense_pass_and_not_in_a_sparse_one():
     model = random_model("qwen2")
     kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2)
     rollouts = Engine(model, kv, slots=4).generate([ONE * 4, TWO * 7], 4, Sampling(max_tokens=40, stop=()))
+    fed = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(args[0].numel()))
+    # a check of the LM head feeds single tokens, too
+    responses, prompts = sum(len(each.response) - 1 for each in rollouts), len(ONE * 4) + len(TWO * 7)
     for view in ("dense", "sparse"):
+        fed.clear()
         together = replay(model, rollouts, view, tokens_per_pass=10_000)
+        assert [count for count in fed if count > 1] == [responses + prompts * (1 if view == "dense" else 4)]
         alone = [replay(model, [each], view)[0] for each in rollouts]
         for ours, theirs in zip(together, alone, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    fed.clear()
     logprobs, _ = old_logprobs(model, rollouts, "dense", 10_000)
+    assert [count for count in fed if count > 1] == [responses + prompts]
     for ours, theirs in zip(logprobs, replay(model, rollouts, "dense", tokens_per_pass=64), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 

@@ -461,6 +461,9 @@ def test_the_rehearsal_is_the_fullest_micro_batch():
         assert list(packs(rollouts, max(tokens, prompt + max_tokens), share_prompts=True)) == [list(range(len(rollouts)))]
         fed = len(pack_tokens(rollouts, share_prompts=True).tokens) + len(rollouts)  # last tokens are not fed
         assert tokens - prompt <= fed <= max(tokens, prompt + max_tokens)
+        ranks = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": 2})})
+        every_prompt = largest_microbatch(list(range(prompt)), ranks, shape)
+        assert not pack_tokens(every_prompt, share_prompts=True).shared
 
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])

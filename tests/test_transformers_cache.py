@@ -144,3 +144,11 @@ def test_what_it_cannot_do_is_refused(model):
         match="BoundedCache does not support crop, because evicted tokens cannot be restored: disable assisted decoding.",
     ):
         BoundedCache("rkv").crop(-1)
+
+
+def test_a_protected_prompt_in_chunks_is_refused(model):
+    prompt, cache = torch.tensor([list(range(5, 35))]), BoundedCache("rkv", **SETTINGS, protect_prompt=True)
+    with torch.no_grad():
+        model(prompt[:, :20], past_key_values=cache)
+        with pytest.raises(UserError, match="takes the whole prompt in one pass"):
+            model(prompt[:, 20:], past_key_values=cache)

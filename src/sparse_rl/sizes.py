@@ -26,6 +26,10 @@ def padded_length(tokens: int) -> int:
     return max(SHADOW_BLOCK, 1 << (tokens - 1).bit_length())
 
 
+KEYS_PER_TOKEN = 2
+"""Maximum number of keys per token of a learner pass. Every response that shares a prompt has a copy of its keys."""
+
+
 def worth_sharing(prompt_tokens: int, response_tokens: int) -> bool:
     """Return whether a learner pass computes the prompt once for several responses, of which one has this length."""
     return 16 * prompt_tokens >= response_tokens

@@ -61,7 +61,8 @@ def refuse_total_budget(options: dict[str, Any], remedy: str) -> None:
 
     `remedy` may contain `{}`, which is replaced by the budget that counts response tokens.
     """
-    if "format" in options or not options.keys() >= set(ALWAYS_WRITTEN):
+    written = options.get("format")
+    if (isinstance(written, int) and written >= FORMAT) or not options.keys() >= set(ALWAYS_WRITTEN):
         return
     if options["kv.protect_prompt"] is not True or options["kv.policy"] == "full":
         return

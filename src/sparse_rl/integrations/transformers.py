@@ -141,6 +141,11 @@ class BoundedLayer(CacheLayerMixin):
         else:
             if real_BT is not None and not bool(real_BT.all()):
                 raise UserError("BoundedCache supports padding only on the left of the first prompt: remove padding after it.")
+            if self.kv.protect_prompt and new > 1:
+                raise UserError(
+                    "BoundedCache with protect_prompt takes the whole prompt in one pass, then one token at a time: omit "
+                    "prefill_chunk_size."
+                )
             steps = [self._step(queries_BQTD[:, :, t], keys_BHTD[:, :, t], values_BHTD[:, :, t], scale) for t in range(new)]
             out_BQTD = torch.stack(steps, dim=2)
         self.seen += new

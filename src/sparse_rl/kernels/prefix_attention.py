@@ -18,6 +18,8 @@ from .attention import HALF, causal_attention, has_varlen, varlen_causal_attenti
 from .upload import upload
 
 MASK_TILE = 512  # queries per tile; the mask of a tile is [tile, m]
+SUMMED_ROWS = 8192
+"""Number of rows of a gradient that are widened to float32 at a time."""
 
 
 @dataclass(frozen=True)
@@ -112,4 +114,6 @@ class _Repeat(torch.autograd.Function):
     def backward(ctx, grad_MHD):
         (rows_M,) = ctx.saved_tensors
         sums_NHD = torch.zeros(ctx.shape, dtype=torch.float32, device=grad_MHD.device)
-        return sums_NHD.index_add_(0, rows_M, grad_MHD.float()).to(grad_MHD.dtype), None
+        for rows, grads in zip(rows_M.split(SUMMED_ROWS), grad_MHD.split(SUMMED_ROWS), strict=True):
+            sums_NHD.index_add_(0, rows, grads.float())
+        return sums_NHD.to(grad_MHD.dtype), None

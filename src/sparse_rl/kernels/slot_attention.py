@@ -76,7 +76,7 @@ def attend_and_append(
         BLOCK=block,
         PRECISION=precision(queries),
         num_warps=4 if splits > 1 else 2,
-        num_stages=2 if splits > 1 else 3,
+        num_stages=3 if splits == 1 and dim * queries.element_size() <= 512 else 2,  # shared memory of a 24 GB GPU
     )
     if splits > 1:
         _combine[(slots, q_heads)](

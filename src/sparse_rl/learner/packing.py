@@ -15,22 +15,24 @@ from torch import Tensor
 
 from ..kernels.prefix_attention import Segment
 from ..rollout.rollout import Rollout
-from ..sizes import worth_sharing
+from ..sizes import KEYS_PER_TOKEN, worth_sharing
 from ..world import World
 
 
 def packs(rollouts: Sequence[Rollout], tokens_per_pass: int, *, share_prompts: bool) -> Iterator[list[int]]:
-    """Yield the indices of the rollouts of each pass, in order: up to `tokens_per_pass` tokens and at least one rollout."""
+    """Yield the indices of the rollouts of each pass, in order: at least one rollout, up to `tokens_per_pass` tokens, and
+    `KEYS_PER_TOKEN` times as many keys."""
     pack: list[int] = []
-    tokens = 0
+    tokens = keys = 0
     for index, rollout in enumerate(rollouts):
+        whole = len(rollout.prompt) + len(rollout.response)
         follows = share_prompts and bool(pack) and shares_prompt(rollouts[pack[-1]], rollout)
-        length = len(rollout.response) + (0 if follows else len(rollout.prompt))
-        if pack and tokens + length > tokens_per_pass:
+        length = len(rollout.response) if follows else whole
+        if pack and (tokens + length > tokens_per_pass or keys + whole > KEYS_PER_TOKEN * tokens_per_pass):
             yield pack
-            pack, tokens, length = [], 0, len(rollout.response) + len(rollout.prompt)
+            pack, tokens, keys, length = [], 0, 0, whole
         pack.append(index)
-        tokens += length
+        tokens, keys = tokens + length, keys + whole
     if pack:
         yield pack
 

@@ -19,7 +19,7 @@ from ..kernels.prefix_attention import PrefixAttention, Segment
 from ..kernels.shadow import Shadow
 from ..kernels.upload import upload
 from ..kv.trace import NEVER
-from ..models.attention import AttentionView, eval_mode
+from ..models.attention import eval_mode
 from ..models.compile import compiler_errors, fused_layers
 from ..models.head import hidden_states
 from ..models.support import head_of, prepare
@@ -86,9 +86,8 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
     device = model.device
     evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
     row = pack_tokens(pack, share_prompts=all(evicted_at_LHT is None for evicted_at_LHT in evictions))
-    seen: AttentionView
     if row.shared:
-        seen = SharedPromptView(row.segments)
+        seen = ReplayView([], row.segments)
     else:
         seen = ReplayView([Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)])
     tokens_1N, positions_1N, predicting_n = (upload(each, device) for each in row.tensors())
@@ -133,36 +132,25 @@ class Span:
     evicted_at_LHT: Tensor | None
 
 
-class SharedPromptView:
-    """Attention view of packed responses that read their prompts' keys, of which none was evicted."""
-
-    def __init__(self, segments: Sequence[Segment]):
-        self.segments = segments
-        self._on: dict[torch.device, PrefixAttention] = {}
-
-    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
-        device = queries_1QND.device
-        if device not in self._on:
-            self._on[device] = PrefixAttention(self.segments, device)
-        return self._on[device].attend(queries_1QND, keys_1HND, values_1HND, scale)
-
-
 class ReplayView:
     """Attention view of packed rollouts, each attending only to itself. Evicted keys are hidden as they were from the sampler.
 
     If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. A rollout
-    without evictions may also be packed with others that have some. Its result then equals its dense result bitwise on a CPU,
-    which attends rollouts one by one. On a GPU, which attends the whole row in one call, it is equal up to rounding.
+    without evictions may also be packed with others that have some. Its result then equals its dense result up to rounding.
+    `segments` replace the spans if rollouts share prompts, of which no key was evicted. One class serves both, because compiled
+    layers are compiled again for another.
     """
 
-    def __init__(self, spans: list[Span]):
-        self.spans = spans
+    def __init__(self, spans: list[Span], segments: Sequence[Segment] = ()):
+        self.spans, self.segments = spans, segments
         self.bounds = [0, *(span.stop for span in spans)]
-        self.longest = max(span.stop - span.start for span in spans)
+        self.longest = max((span.stop - span.start for span in spans), default=0)
         self._on: dict[torch.device, Pack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         pack = self._pack(queries_1QND.device)
+        if pack.prefixes is not None:
+            return pack.prefixes.attend(queries_1QND, keys_1HND, values_1HND, scale)
         if pack.until_LHN is None:
             if long_attention.usable(queries_1QND, self.bounds):
                 return long_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, scale)
@@ -187,9 +175,10 @@ class ReplayView:
     def _pack(self, device: torch.device) -> "Pack":
         """Return the pack on the device. It is uploaded once, at the first layer."""
         if device not in self._on:
-            bounds = torch.tensor(self.bounds, dtype=torch.int32)
+            bounds = upload(torch.tensor(self.bounds, dtype=torch.int32), device)
             until_LHN = packed_until(self.spans)
-            self._on[device] = Pack(upload(bounds, device), None if until_LHN is None else upload(until_LHN, device))
+            prefixes = PrefixAttention(self.segments, device) if self.segments else None
+            self._on[device] = Pack(bounds, None if until_LHN is None else upload(until_LHN, device), prefixes)
         return self._on[device]
 
 
@@ -200,6 +189,8 @@ class Pack:
     bounds: Tensor
     until_LHN: Tensor | None
     """First packed query that does not see the key; None if no key was evicted."""
+    prefixes: PrefixAttention | None
+    """Attention of rollouts that share prompts."""
 
     @cached_property
     def shadow(self) -> Shadow:

@@ -37,9 +37,10 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
             f"{file} sets the policy {quoted(policy)}, which would import custom code. If you trust the code, pass the "
             "policy with --kv.policy."
         )
-    options = {f"kv.{name}": value for name, value in stored.items()} | {key: 0 for key in whole if key == "format"}
+    options = {f"kv.{name}": value for name, value in {**stored, **chosen}.items()}
+    options |= {key: value for key, value in whole.items() if key == "format"}
     if "budget" not in chosen:
-        refuse_total_budget(options, f"pass --kv.budget {{}}, or correct {file} and add format = {FORMAT}")
+        refuse_total_budget(options, f"set kv.budget to {{}}, or correct {file} and add format = {FORMAT}")
     return stored
 
 

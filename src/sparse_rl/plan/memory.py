@@ -16,6 +16,7 @@ from ..sizes import (
     CHUNK_ELEMENTS,
     FIRST_TOKENS,
     FUSED_CHUNK_ELEMENTS,
+    KEYS_PER_TOKEN,
     LARGE_VOCABULARY,
     MAX_AUTO_SLOTS,
     PREFILL_TOKENS,
@@ -29,7 +30,7 @@ from ..sizes import (
     token_bytes,
 )
 from .dimensions import Dimensions
-from .microbatch import largest_pack, rollouts_of_rank
+from .microbatch import largest_pack, rollouts_of_rank, shares_prompts
 
 # Constants that only the plan uses. `sparse-rl bench memory` compares the plan with a measured peak (docs/plan.md).
 PLAIN_CHUNK_BYTES = 28
@@ -290,6 +291,8 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     n, tokens = pack.responses, pack.tokens
     shadow = config.method in SHADOW_METHODS
     layer = kept_per_token(config, dims) * tokens
+    if shares_prompts(config):  # each response has a copy of its prompt's keys and values
+        layer += (KEYS_PER_TOKEN - 1) * 2 * dims.kv_width * size * tokens
     if shadow:  # FlexAttention pads the sequence to a power of two
         layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens

@@ -29,11 +29,18 @@ class LargestPack:
         return self.responses + self.prompts * self.prompt_tokens
 
 
+def shares_prompts(config: Config) -> bool:
+    """Return whether the plan assumes that short enough responses share their prompt in the learner."""
+    return config.ranks.count == 1 and config.method not in SHADOW_METHODS and config.rollout.samples_per_prompt > 1
+
+
 def samples_per_computed_prompt(prompt_tokens: int, config: Config) -> int:
-    """Return how many rollouts of full length share their prompt in the learner. In a shadow pass, and with several ranks,
-    they do not."""
-    shares = config.ranks.count == 1 and config.method not in SHADOW_METHODS
-    return config.rollout.samples_per_prompt if shares and worth_sharing(prompt_tokens, config.rollout.max_tokens) else 1
+    """Return how many rollouts of full length share their prompt in the learner.
+
+    They do not in a shadow pass. With several ranks, which balance their passes by length, the plan assumes the same.
+    """
+    worth = worth_sharing(prompt_tokens, config.rollout.max_tokens)
+    return config.rollout.samples_per_prompt if shares_prompts(config) and worth else 1
 
 
 def largest_pack(prompt_tokens: int, config: Config) -> LargestPack:

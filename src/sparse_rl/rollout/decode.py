@@ -13,6 +13,9 @@ from ..kernels.rows import StoredPrompts
 from ..kernels.slot_attention import attend_and_append, splits_for
 from ..kv.cache import SlotCache
 
+PROMPT_TOKENS = 1024
+"""Length of a stored prompt for which rows are split. A fixed one: results do not depend on earlier calls of an engine."""
+
 
 class DecodeView:
     """Attention view of slots 0 to n - 1 of the cache, each with one new token.
@@ -39,7 +42,7 @@ class DecodeView:
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
-            row_tokens = cache.capacity + (0 if cache.prompts is None else cache.prompts.longest)
+            row_tokens = cache.capacity + (0 if cache.prompts is None else PROMPT_TOKENS)
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)

@@ -148,6 +148,7 @@ class Engine:
         prompts are not protected.
         """
         if self.schedule.stores_prompts:
+            self.prompts_reserved = False
             self._grow_store([tokens] * prompts, samples)
             self.prompts_reserved = True
 

@@ -17,7 +17,7 @@ from ..learner.update import accumulate
 from ..models.compile import decoder_layers
 from ..models.sharded import is_sharded
 from ..plan import Plan
-from ..plan.microbatch import largest_pack
+from ..plan.microbatch import largest_pack, samples_per_computed_prompt
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from .memory import out_of_memory
@@ -105,10 +105,11 @@ def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int
 
 
 def largest_microbatch(prompt: list[int], config: Config, shape: CacheShape) -> list[Rollout]:
-    """Return the synthetic rollouts of the plan's largest micro-batch. Each group has a different prompt, of equal length."""
+    """Return the synthetic rollouts of the plan's largest micro-batch. Rollouts that do not share a prompt have different
+    ones, of equal length."""
     rollouts = []
     for index, tokens in enumerate(largest_pack(len(prompt), config).lengths):
-        turn = index // config.rollout.samples_per_prompt % len(prompt)
+        turn = index // samples_per_computed_prompt(len(prompt), config) % len(prompt)
         rollouts.append(longest_rollout(prompt[turn:] + prompt[:turn], tokens, config, shape))
     return rollouts
 

@@ -1,7 +1,7 @@
 """Which kernels take the time of a decode step, by slot count, and of an update?
 
-    python benchmarks/kernels.py decode [--model 1.5B] [--slots 256 128 32]
-    python benchmarks/kernels.py update [--model 1.5B] [--tokens 4096]
+    python benchmarks/step_kernels.py decode [--model 1.5B] [--slots 256 128 32]
+    python benchmarks/step_kernels.py update [--model 1.5B] [--tokens 4096]
 
 Random weights on one GPU. Decode runs R-KV 512 + 128 with all slots at the mean length. The update is that of `bench learner`.
 """
