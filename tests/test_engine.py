@@ -167,7 +167,6 @@ def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
         ([[5] * 100], {"sampling": Sampling(max_tokens=8100)}, " exceeds the model's context of 8192: max_tokens = 8092 fits"),
         ([[5] * 8192], {"sampling": Sampling(max_tokens=1)}, "shorten the prompt"),
         ([[5] * 9000], {}, "shorten the prompt"),
-        ([[5] * 60], {"prefill": 50}, "create the Engine with prefill_tokens = 60 or more"),
         (torch.tensor([5, 6]), {}, "lists of token ids"),
         ([[5.9]], {}, "token id 5.9"),
         ([[5]], {"seeds": [2**63]}, "from 0 to 2"),
@@ -177,7 +176,7 @@ def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
 )
 def test_wrong_requests_are_refused_in_one_sentence(model, prompts, options, sentence):
     with pytest.raises(UserError, match=sentence) as error:
-        Engine(model, SMALL, slots=1, prefill_tokens=options.pop("prefill", 8192)).generate(prompts, **options)
+        Engine(model, SMALL, slots=1).generate(prompts, **options)
     assert "\n" not in str(error.value)
 
 
@@ -201,15 +200,14 @@ def test_a_protected_prompt_may_be_longer_than_the_budget(model):
 @pytest.mark.parametrize(
     "kv", [SMALL, KV(budget=24, interval=6, window=4, sinks=2, protect_prompt=True)], ids=["free", "protected"]
 )
-@pytest.mark.parametrize("prefill", [8192, 16])
-def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, kv, prefill):
-    engine, sampling = Engine(model, kv, slots=1, prefill_tokens=prefill), Sampling(max_tokens=100)
+def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, kv):
+    engine, sampling = Engine(model, kv, slots=1, prefill_tokens=16), Sampling(max_tokens=100)
     most = engine.most_prompt_tokens(sampling)
     engine.check_prompt([5] * most, sampling)
     with pytest.raises(UserError, match=f"The prompt has {most + 1} tokens"):
         engine.check_prompt([5] * (most + 1), sampling)
     engine.limits = replace(engine.limits, context=None, sliding_window=None)
-    assert engine.most_prompt_tokens(sampling) == prefill
+    assert engine.most_prompt_tokens(sampling) is None
 
 
 def test_what_is_no_model_and_no_kv_is_refused(model):

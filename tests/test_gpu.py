@@ -9,8 +9,8 @@ from conftest import noise_early_and_late, random_model
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.cli import main
 from sparse_rl.kernels import long_attention, shadow
-from sparse_rl.kernels.attention import packed_causal_attention
-from sparse_rl.kernels.prefix_attention import PrefixAttention, Segment
+from sparse_rl.kernels.attention import causal_attention, packed_causal_attention
+from sparse_rl.kernels.prefix_attention import PrefixAttention, Segment, last_tokens_attention
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner.logprobs import token_logprobs
@@ -203,6 +203,30 @@ def test_responses_that_share_a_prompt_attend_as_on_a_cpu(dtype):
     ours = [each.cpu() for each in with_gradients(lambda q, k, v: on_gpu.attend(q, k, v, 0.1), tensors)]
     reference = with_gradients(lambda q, k, v: on_cpu.attend(q, k, v, 0.1), exact)
     assert farthest_from(reference, ours) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_piece_of_a_prompt_attends_as_on_a_cpu(dtype):
+    """Keys are a part of a cache row, which is not contiguous."""
+    torch.manual_seed(0)
+    queries = torch.randn(1, 700, 4, 64, dtype=dtype, device="cuda").transpose(1, 2)
+    keys, values = (torch.randn(1, 2, 2048, 64, dtype=dtype, device="cuda")[:, :, :1700] for _ in range(2))
+    ours = last_tokens_attention(queries, keys, values, 0.1).cpu()
+    before = torch.zeros(1, 4, 1000, 64, dtype=torch.float64)
+    exact = [each.cpu().double() for each in (queries, keys, values)]
+    reference = causal_attention(torch.cat([before, exact[0]], dim=2), *exact[1:], scale=0.1)[:, :, 1000:]
+    assert float((ours - reference).abs().max()) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "kv", [KV(**SMALL), KV(policy="full"), KV(protect_prompt=True, **SMALL)], ids=["compressed", "full", "protected"]
+)
+def test_replay_reproduces_a_long_prompt_in_pieces(kv):
+    model = random_model("qwen2").cuda()
+    prompts = [[3 + 7 * at % 58 for at in range(tokens)] for tokens in (300, 40, 200)]
+    rollouts = Engine(model, kv, slots=4, prefill_tokens=64).generate(prompts, 2, Sampling(max_tokens=60, stop=()))
+    for ours, rollout in zip(replay(model, rollouts, "sparse"), rollouts, strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), rollout.logprobs, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("evict", [False, True], ids=["dense", "shadow"])

@@ -72,6 +72,7 @@ TESTS: dict[str, tuple[str, str]] = {
     "rollout/generation.py": ENGINE,
     "rollout/repetition.py": ("engine", "repetition"),
     "rollout/prefill.py": ENGINE,
+    "rollout/long_prefill.py": ("long_prefill", FEW),
     "rollout/sampling.py": ("sampling", FEW),
     "rollout/scheduler.py": ENGINE,
 }

@@ -38,7 +38,7 @@ def worth_sharing(prompt_tokens: int, response_tokens: int) -> bool:
 # Sampler
 
 PREFILL_TOKENS = 8192
-"""Maximum prompt tokens per forward pass."""
+"""Maximum prompt tokens per forward pass. A longer prompt runs in pieces."""
 CHUNK_STEPS = {"cpu": 8, "cuda": 16}
 """Maximum decode steps between two returns to the host, by device type. A finished slot idles until the next return, so a
 dense slot has room for so many more tokens."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from .attention import HALF, causal_attention, has_varlen, varlen_causal_attention
 from .upload import upload
 
+MASK_TILE = 512  # queries per tile; the mask of a tile is [tile, m]
 SUMMED_ROWS = 8192
 """Number of rows of a gradient that are widened to float32 at a time."""
 
@@ -67,18 +68,37 @@ class PrefixAttention:
 
     def _attend_segment(self, segment: Segment, queries_1QND, keys_1HND, values_1HND, scale: float) -> Tensor:
         own, prefix = slice(segment.start, segment.stop), slice(segment.prefix_start, segment.prefix_stop)
-        queries_1QnD = queries_1QND[:, :, own]
         if segment.keys == segment.queries:
-            return causal_attention(queries_1QnD, keys_1HND[:, :, own], values_1HND[:, :, own], scale=scale)
+            return causal_attention(queries_1QND[:, :, own], keys_1HND[:, :, own], values_1HND[:, :, own], scale=scale)
         keys_1HmD, values_1HmD = (torch.cat([each[:, :, prefix], each[:, :, own]], dim=2) for each in (keys_1HND, values_1HND))
-        groups = queries_1QnD.shape[1] // keys_1HmD.shape[1]
-        if groups > 1 and queries_1QnD.is_cuda and queries_1QnD.dtype not in HALF:  # as in causal_attention
-            keys_1HmD, values_1HmD = (each.repeat_interleave(groups, dim=1) for each in (keys_1HmD, values_1HmD))
-        sees_nm = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=queries_1QnD.device)
-        sees_nm = sees_nm.tril(segment.keys - segment.queries)
-        return F.scaled_dot_product_attention(
-            queries_1QnD, keys_1HmD, values_1HmD, attn_mask=sees_nm, scale=scale, enable_gqa=groups > 1
+        return last_tokens_attention(queries_1QND[:, :, own], keys_1HmD, values_1HmD, scale)
+
+
+def last_tokens_attention(queries_1QnD: Tensor, keys_1HmD: Tensor, values_1HmD: Tensor, scale: float) -> Tensor:
+    """Return the causal attention output [1, Q, n, D] of the last n of m tokens. It is differentiable."""
+    n, m = queries_1QnD.shape[2], keys_1HmD.shape[2]
+    if has_varlen(queries_1QnD):
+        q, k, v = (each[0].transpose(0, 1) for each in (queries_1QnD, keys_1HmD, values_1HmD))
+        of_queries, of_keys = (upload(torch.tensor([0, count], dtype=torch.int32), q.device) for count in (n, m))
+        return varlen_causal_attention(q, k, v, of_queries, of_keys, n, m, scale).transpose(0, 1)[None]
+    if n == m:
+        return causal_attention(queries_1QnD, keys_1HmD, values_1HmD, scale=scale)
+    groups = queries_1QnD.shape[1] // keys_1HmD.shape[1]
+    if groups > 1 and queries_1QnD.is_cuda and queries_1QnD.dtype not in HALF:  # as in causal_attention
+        keys_1HmD, values_1HmD = (each.repeat_interleave(groups, dim=1) for each in (keys_1HmD, values_1HmD))
+        groups = 1
+    tiles = []
+    for start in range(0, n, MASK_TILE):
+        stop = min(start + MASK_TILE, n)
+        seen = m - n + stop
+        sees_nm = torch.ones(stop - start, seen, dtype=torch.bool, device=queries_1QnD.device).tril(m - n + start)
+        k, v = keys_1HmD[:, :, :seen], values_1HmD[:, :, :seen]
+        tiles.append(
+            F.scaled_dot_product_attention(
+                queries_1QnD[:, :, start:stop], k, v, attn_mask=sees_nm, scale=scale, enable_gqa=groups > 1
+            )
         )
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
 
 
 class _Repeat(torch.autograd.Function):

@@ -81,18 +81,20 @@ class SlotCache:
     ) -> list[Tensor]:
         """Write prompts of one length into the slots of their samples. Prompts longer than `budget` are compressed to it.
 
+        `queries_PQTD` may be those of the last tokens alone, as many as the ring buffer holds.
         Return the dropped positions [P, H, T - budget]. The list is empty if the prompts fit. It has one tensor if all samples
         of a prompt drop the same keys. If the policy uses the rollout's seed, it has one tensor per sample number.
         """
         total = keys_PHTD.shape[2]
         places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)
+        recent_PQwD = queries_PQTD[:, :, -self.ring :] if self.ring else None
         positions_PHT = torch.arange(total, device=keys_PHTD.device).expand(*keys_PHTD.shape[:3])
         keys, values, positions = keys_PHTD, values_PHTD, positions_PHT
         dropped = []
         for number, nth in enumerate(samples):
             if policy.evicts and total > budget and (number == 0 or policy.uses_seeds):
                 kept = policy.select(
-                    queries_PQTD[:, :, total - self.ring :] if self.ring else None,
+                    recent_PQwD,
                     keys_PHTD,
                     values_PHTD,
                     budget,
@@ -106,9 +108,8 @@ class SlotCache:
             self.values_LSHCD[layer, slots_m, :, :held] = values[rows_m]
             self.positions_LSHC[layer, slots_m, :, :held] = positions[rows_m].to(torch.int32)
             self.lengths_S[slots_m] = held
-            if self.ring:
-                last_mwQD = queries_PQTD[rows_m][:, :, places_w].transpose(1, 2)
-                self.queries_LSQWD[layer, slots_m[:, None], :, places_w % self.ring] = last_mwQD
+            if recent_PQwD is not None:
+                self.queries_LSQWD[layer, slots_m[:, None], :, places_w % self.ring] = recent_PQwD[rows_m].transpose(1, 2)
         return dropped
 
     def fill_packed(self, layer: int, packed: PackedPrompts, keys_1HND: Tensor, values_1HND: Tensor) -> None:
@@ -196,7 +197,7 @@ class SlotCache:
             rows_R = layer_R * self.slots + slot_R
             positions_RHT = self.positions_LSHC[layer_R, slot_R, :, :held]
             kept_RHK: Tensor = policy.select(
-                self._ring_in_order(layer_R, slot_R, ends_n[which_R]) if self.ring else None,
+                self.ring_in_order(layer_R, slot_R, ends_n[which_R]) if self.ring else None,
                 Rows(_rows(self.keys_LSHCD), rows_R, held) if in_place else self._take_keys(layer_R, slot_R, held, stored),
                 self._take_values(layer_R, slot_R, held, stored) if policy.uses_values else None,
                 stored + budget,
@@ -246,7 +247,7 @@ class SlotCache:
         similarity_bytes = min(held, TILE_ROWS) * held * 10
         return ring_bytes + self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
 
-    def _ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
+    def ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
         """Return the queries of the window [R, Q, W, D], oldest first."""
         step_W = torch.arange(self.ring, device=ends_R.device)
         places_RW = (ends_R[:, None] + step_W) % self.ring

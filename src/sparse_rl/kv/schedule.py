@@ -34,6 +34,13 @@ class Schedule:
             return 0
         return self.budget if self.compresses_prompt(prompt_tokens) else prompt_tokens
 
+    def scratch_layers(self, prompt_tokens: int, layers: int) -> int:
+        """Return the number of layers whose keys of a prompt exist outside slots and pages, if it is prefilled in pieces.
+
+        A prompt that will be compressed is kept whole until its last piece. A stored prompt is read back layer by layer.
+        """
+        return layers if self.compresses_prompt(prompt_tokens) else int(self.stores_prompts)
+
     def is_due(self, entered: int, held: int) -> bool:
         """Return whether a slot that holds `held` tokens is due for compaction, after `entered` response tokens have entered
         the cache."""

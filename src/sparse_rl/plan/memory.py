@@ -11,6 +11,7 @@ from functools import cached_property
 
 from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
 from ..format import GIB
+from ..kv.schedule import Schedule
 from ..sizes import (
     CHUNK_ELEMENTS,
     FIRST_TOKENS,
@@ -26,6 +27,7 @@ from ..sizes import (
     padded_length,
     slot_bytes,
     store_bytes,
+    token_bytes,
 )
 from .dimensions import Dimensions
 from .microbatch import largest_pack, rollouts_of_rank, shares_prompts
@@ -328,15 +330,19 @@ def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
     return 4 * heads * blocks * (blocks + 1) * 4
 
 
-def prefill_parts(config: Config, dims: Dimensions, slots: int, prompts: int, prompt_tokens: int) -> dict[str, int]:
-    """Return the bytes of prefill: prompt activations in one layer, and first-token logits.
+def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts: int, prompt_tokens: int) -> dict[str, int]:
+    """Return the bytes of prefill: prompt activations in one layer, keys and values of a long prompt, and first-token logits.
 
-    First tokens are sampled in batches of at most `FIRST_TOKENS`.
+    A long prompt runs in pieces. First tokens are sampled in batches of at most `FIRST_TOKENS`.
     """
-    packed = min(max(PREFILL_TOKENS, prompt_tokens), prompts * prompt_tokens)
+    packed = min(PREFILL_TOKENS, prompts * prompt_tokens)
+    layers = 0
+    if prompt_tokens > PREFILL_TOKENS:
+        layers = Schedule.of(kv, kv.policy != "full").scratch_layers(prompt_tokens, dims.layers)
     logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
         "prefill scratch": packed * transient_per_token(config, dims, backward=False),
+        "long prompt": prompt_tokens * layers * token_bytes(dims, itemsize(config)) // dims.layers,
         "decode step": logits * dims.vocab,
     }
 
@@ -360,7 +366,7 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
         scratch = int(max(SCRATCH_SHARE * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES))
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
-    prefill = prefill_parts(config, dims, slots, prompts, prompt_tokens)
+    prefill = prefill_parts(config, dims, config.sampler_kv, slots, prompts, prompt_tokens)
     pack = largest_pack(prompt_tokens, config)
     old = {
         "gathered layers": gathered_bytes(config, dims),
@@ -412,7 +418,7 @@ def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, p
     cache = count * sum(slot_bytes(dims, kv, longest, size))
     if kv.stores_prompts:
         cache += sum(store_bytes(dims, [prompt_tokens] * config.eval.problems, count, 1, size))
-    parts = prefill_parts(config, dims, count, config.eval.problems, prompt_tokens)
+    parts = prefill_parts(config, dims, kv, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
     return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens) | parts | {"evaluation cache": cache})
 

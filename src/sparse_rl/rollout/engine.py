@@ -28,8 +28,8 @@ class Engine:
     """Sampler with a bounded KV cache: each slot holds at most budget + interval tokens per layer and head.
 
     The cache is allocated once. With `kv.protect_prompt`, prompts are in a prompt store, which holds each prompt once for all
-    its samples and grows with the calls. `slots` sequences run concurrently; the others wait. `prefill_tokens` bounds the prompt tokens
-    per forward pass. The engine reads the model's parameters at every step, so they may change between calls. On a GPU, each
+    its samples and grows with the calls. `slots` sequences run concurrently; the others wait. `prefill_tokens` bounds the prompt
+    tokens per forward pass; a longer prompt runs in pieces. The engine reads the model's parameters at every step, so they may change between calls. On a GPU, each
     step is one CUDA graph. `compile` also compiles the layers, which takes half a minute once; it defaults to true for models
     that are large enough to benefit.
     """
@@ -155,14 +155,14 @@ class Engine:
     @property
     def request_limits(self) -> RequestLimits:
         store = self.cache.prompts if self.cache is not None and self.prompts_reserved else None
-        return RequestLimits(self.limits, self.prefill_tokens, None if store is None else store.longest)
+        return RequestLimits(self.limits, None if store is None else store.longest)
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise the PromptError that `generate` would raise for this prompt."""
         self.request_limits.check_prompt(prompt, sampling)
 
-    def most_prompt_tokens(self, sampling: Sampling) -> int:
-        """Return the longest prompt in tokens that `check_prompt` accepts."""
+    def most_prompt_tokens(self, sampling: Sampling) -> int | None:
+        """Return the longest prompt in tokens that `check_prompt` accepts; None if its length is not limited."""
         return self.request_limits.most_prompt_tokens(sampling)
 
     def _graphs(self) -> GraphRunner | None:

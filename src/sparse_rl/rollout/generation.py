@@ -22,6 +22,7 @@ from ..models.compile import fused_layers
 from ..sizes import FIRST_TOKENS
 from .clock import Clock
 from .decode import SlotState
+from .long_prefill import prefill_long
 from .prefill import PromptInSlots, prefill
 from .repetition import RepetitionGuard, first_repetitions
 from .request import Request
@@ -145,7 +146,11 @@ class Generation:
         self.stash = None if prompts else self.stash
         if prompts:
             with fused_layers(self.model):
-                first_logits, dropped_of = prefill(self.model, self.cache, self.policy, self.schedule, prompts)
+                inputs = (self.model, self.cache, self.policy, self.schedule)
+                if self._is_long(prompts):
+                    first_logits, dropped_of = prefill_long(*inputs, prompts[0], self.prefill_tokens)
+                else:
+                    first_logits, dropped_of = prefill(*inputs, prompts)
             for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
@@ -153,12 +158,18 @@ class Generation:
             self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
         self._start(requests, torch.stack(logits), dropped)
 
+    def _is_long(self, prompts: list[PromptInSlots]) -> bool:
+        """Return whether the prompt exceeds one forward pass. The scheduler admits such a prompt alone."""
+        return len(prompts[0].prompt) > self.prefill_tokens
+
     def _count_prefill(self, prompts: list[PromptInSlots]) -> None:
         tokens = sum(len(prompt.prompt) for prompt in prompts)
-        shape = self.cache.shape
-        key_bytes = shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        layers = self.cache.shape.layers
         self.stats.prompt_tokens += tokens
-        self.stats.scratch_bytes = max(self.stats.scratch_bytes, 2 * tokens * key_bytes)
+        in_scratch = min(tokens, self.prefill_tokens)  # tokens times layers
+        if self._is_long(prompts):
+            in_scratch += tokens * self.schedule.scratch_layers(tokens, layers)
+        self.stats.scratch_bytes = max(self.stats.scratch_bytes, in_scratch * self.cache.token_bytes // layers)
 
     def _stash_prompt(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
         """Copy the prompt's slot if samples of the prompt still wait, unless each sample evicts different keys."""

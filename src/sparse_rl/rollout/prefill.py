@@ -2,7 +2,7 @@
 
 Besides the cache, only one layer's keys of the packed prompts exist at a time, in scratch memory. Prompts that fit enter their
 slots together. Protected prompts enter the pages of their group instead, once for all its samples. Prompts of the same length
-are adjacent, so that they are compressed together.
+are adjacent, so that they are compressed together. `long_prefill.py` prefills a prompt that exceeds one forward pass.
 """
 
 # N packed tokens of all prompts, P prompts of one length, T tokens of each, Q query heads, H kv heads, D head dimension, L
@@ -51,6 +51,11 @@ class PrefillRow:
             return None
         return torch.stack([of_layer[min(sample, len(of_layer) - 1)][prompt] for of_layer in self.dropped])
 
+    def dropped_of_samples(self, prompt: int, count: int, policy: Policy) -> list[Tensor | None]:
+        """Return `dropped_of` each sample. Without seeds, all samples of a prompt drop the same keys."""
+        own = count if policy.uses_seeds else 1
+        return [self.dropped_of(prompt, sample) for sample in range(own)] * (count // own)
+
 
 def prefill(
     model: PreTrainedModel, cache: SlotCache, policy: Policy, schedule: Schedule, prompts: list[PromptInSlots]
@@ -91,9 +96,7 @@ def prefill(
         cache.place_packed(each)
     for row, numbers in zip(rows, members, strict=True):
         for index, number in enumerate(numbers):
-            count = len(prompts[number].slots)
-            own = count if policy.uses_seeds else 1  # without seeds, all samples of a prompt drop the same keys
-            dropped[number] = [row.dropped_of(index, sample) for sample in range(own)] * (count // own)
+            dropped[number] = row.dropped_of_samples(index, len(prompts[number].slots), policy)
     place_of = torch.tensor(order, device=device).argsort()
     return logits[place_of], dropped
 

@@ -30,7 +30,6 @@ class RequestLimits:
     """Limits on requests, which derive from the model, the cache and the engine."""
 
     model: AttentionLimits
-    prefill_tokens: int
     stored_tokens: int | None = None
     """Longest prompt that a reserved prompt store can hold; None if there is none."""
 
@@ -102,12 +101,6 @@ class RequestLimits:
                     prompt=name,
                     fits=fits,
                 )
-        if tokens > self.prefill_tokens:
-            raise PromptError(
-                f"has {tokens} tokens, more than the limit of one prefill ({self.prefill_tokens})",
-                f"create the Engine with prefill_tokens = {tokens} or more",
-                prompt=name,
-            )
         if self.stored_tokens is not None and tokens > self.stored_tokens:
             raise PromptError(
                 f"has {tokens} tokens, more than the reserved prompt store can hold ({self.stored_tokens})",
@@ -115,9 +108,9 @@ class RequestLimits:
                 prompt=name,
             )
 
-    def most_prompt_tokens(self, sampling: Sampling) -> int:
-        """Return the longest prompt in tokens that `check_prompt` accepts."""
+    def most_prompt_tokens(self, sampling: Sampling) -> int | None:
+        """Return the longest prompt in tokens that `check_prompt` accepts; None if its length is not limited."""
         rooms = [room - sampling.max_tokens for room in (self.model.sliding_window, self.model.context) if room is not None]
         if self.stored_tokens is not None:
             rooms.append(self.stored_tokens)
-        return min([self.prefill_tokens, *rooms])
+        return min(rooms, default=None)

@@ -31,7 +31,8 @@ class Stats:
     side_bytes: int = 0
     """Bytes of positions, lengths, the ring buffer of queries and page tables."""
     scratch_bytes: int = 0
-    """Peak bytes of one layer's keys and values of the packed prompts, or of a prompt whose samples wait for slots."""
+    """Peak bytes of prefill's keys and values outside the cache: those of one layer of the packed prompts, all layers of a long
+    prompt until it is compressed, or a prompt whose samples wait for slots."""
     slot_steps: int = 0
     kept_tokens: int = 0
     """Cached tokens, summed over decode steps and sequences."""

@@ -260,7 +260,7 @@ class Trainer:
         except PromptError as error:
             fix = error.fix
             most = self.engine.most_prompt_tokens(sampling)
-            if places and min(map(len, prompts)) <= most < len(longest):
+            if places and most is not None and min(map(len, prompts)) <= most < len(longest):
                 longer = f"{sum(len(prompt) > most for prompt in prompts):,} of {len(prompts):,} problems"
                 fix = f"{fix}, or skip {longer} with --data.max-prompt-tokens {most}"
             raise error.named(f"Problem {(places[at] if places else at) + 1} of {source}", fix) from None

@@ -1,0 +1,129 @@
+"""Long prefill: run one prompt through the model in pieces. Each piece attends to all earlier pieces, and causally to itself.
+
+Pieces of a protected prompt enter the pages of its group. Pieces of a prompt that fits enter the slot of its first sample. A
+prompt that exceeds the budget is compressed as a whole, so all its keys and values stay in scratch memory until the last piece.
+"""
+
+# L layers, Q query heads, H kv heads, T tokens of the prompt, n tokens of a piece, w of them at most the ring buffer holds, D
+# head dimension
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..kernels.attention import gathered_prompts
+from ..kernels.prefix_attention import last_tokens_attention
+from ..kv.cache import SlotCache
+from ..kv.policies import Policy
+from ..kv.prompt_layout import nth_samples
+from ..kv.prompt_store import PackedPages, PromptStore
+from ..kv.schedule import Schedule
+from ..kv.shape import CacheShape, refuse_too_large
+from ..models.support import next_logits
+from ..sizes import token_bytes
+from .prefill import PrefillRow, PromptInSlots
+
+
+def prefill_long(
+    model: PreTrainedModel, cache: SlotCache, policy: Policy, schedule: Schedule, prompt: PromptInSlots, piece_tokens: int
+) -> tuple[Tensor, list[list[Tensor | None]]]:
+    """Fill the slots, or the pages of the prompt store, with one prompt, in pieces of at most `piece_tokens` tokens.
+
+    Return the same as `prefill` does for a list of one prompt.
+    """
+    device, tokens, first = cache.shape.device, len(prompt.prompt), prompt.slots[0]
+    row = PrefillRow(0, tokens, nth_samples([prompt.slots], [prompt.seeds], device))
+    pieces: PiecesInPages | PiecesInRow
+    if cache.prompts is not None:
+        pieces = PiecesInPages(cache.prompts, PackedPages.of([(tokens, prompt.pages)], device), prompt.pages)
+    elif schedule.compresses_prompt(tokens):
+        pieces = PiecesInRow.scratch(cache.shape, tokens)
+    else:
+        pieces = PiecesInRow(cache.keys_LSHCD[:, first], cache.values_LSHCD[:, first])
+    view = LongPrefillView(cache, policy, schedule, row, first, pieces)
+    for start in range(0, tokens, piece_tokens):
+        view.start, view.stop = start, min(start + piece_tokens, tokens)
+        piece = torch.tensor([prompt.prompt[start : view.stop]], device=device)
+        positions = torch.arange(start, view.stop, device=device)[None]
+        logits_11V = next_logits(model, piece, positions, view, keep=1)
+    if not schedule.compresses_prompt(tokens):
+        held = schedule.held_after_prefill(tokens)
+        cache.positions_LSHC[:, first, :, :held] = torch.arange(held, dtype=torch.int32, device=device)
+        cache.lengths_S[first] = held
+        for slot in prompt.slots[1:]:
+            cache.copy_slot(cache, first, slot, held)
+    return logits_11V[0], [row.dropped_of_samples(0, len(prompt.slots), policy)]
+
+
+@dataclass(frozen=True)
+class PiecesInRow:
+    """Pieces of a prompt in contiguous tensors: a slot, or scratch memory."""
+
+    keys_LHTD: Tensor
+    values_LHTD: Tensor
+
+    @classmethod
+    def scratch(cls, shape: CacheShape, tokens: int) -> "PiecesInRow":
+        needed = tokens * token_bytes(shape, shape.dtype.itemsize)
+        refuse_too_large(shape, needed, f"The prefill of a prompt of {tokens:,} tokens", "use shorter prompts")
+        rows = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
+        keys_LHTD = torch.empty(rows, dtype=shape.dtype, device=shape.device)
+        return cls(keys_LHTD, torch.empty_like(keys_LHTD))
+
+    def add(self, layer: int, start: int, stop: int, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a piece. Return the keys and values [1, H, stop, D] of all pieces so far."""
+        self.keys_LHTD[layer, :, start:stop] = keys_1HnD[0]
+        self.values_LHTD[layer, :, start:stop] = values_1HnD[0]
+        return self.keys_LHTD[layer, None, :, :stop], self.values_LHTD[layer, None, :, :stop]
+
+
+@dataclass(frozen=True)
+class PiecesInPages:
+    """Pieces of a prompt in the pages of its group."""
+
+    store: PromptStore
+    packed: PackedPages
+    pages: list[int]
+
+    def add(self, layer: int, start: int, stop: int, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a piece. Return copies of the keys and values [1, H, stop, D] of all pieces so far."""
+        piece = PackedPages(self.packed.pages_M[start:stop], self.packed.places_M[start:stop])
+        self.store.write(layer, piece, keys_1HnD, values_1HnD)
+        pages_1P = torch.tensor([self.pages], device=keys_1HnD.device)
+        keys_NHTD, values_NHTD = self.store.keys_LNHTD[layer], self.store.values_LNHTD[layer]
+        return gathered_prompts(keys_NHTD, pages_1P, stop), gathered_prompts(values_NHTD, pages_1P, stop)
+
+
+class LongPrefillView:
+    """View of the piece from `start` to `stop`. The last piece also compresses the prompt, if it exceeds the budget."""
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        policy: Policy,
+        schedule: Schedule,
+        row: PrefillRow,
+        first_slot: int,
+        pieces: PiecesInRow | PiecesInPages,
+    ):
+        self.cache, self.policy, self.schedule, self.row, self.pieces = cache, policy, schedule, row, pieces
+        self.slot_1 = torch.tensor([first_slot], device=cache.shape.device)
+        self.start = self.stop = 0
+
+    def attend(self, layer, queries_1QnD, keys_1HnD, values_1HnD, scale, mask):
+        keys_1HTD, values_1HTD = self.pieces.add(layer, self.start, self.stop, keys_1HnD, values_1HnD)
+        recent = min(self.cache.ring, self.stop - self.start)
+        places_w = torch.arange(self.stop - recent, self.stop, device=queries_1QnD.device)
+        recent_wQD = queries_1QnD[0, :, places_w - self.start].transpose(0, 1)
+        self.cache.append_queries(layer, self.slot_1.expand(recent), recent_wQD, places_w)
+        tokens = self.row.stop
+        if self.stop == tokens and self.schedule.compresses_prompt(tokens):
+            queries_1QwD = queries_1QnD
+            if self.cache.ring:  # the last piece may be shorter than the window
+                layer_1, end_1 = self.slot_1.new_tensor([layer]), self.slot_1.new_tensor([tokens])
+                queries_1QwD = self.cache.ring_in_order(layer_1, self.slot_1, end_1)
+            prompt = (queries_1QwD, keys_1HTD, values_1HTD)
+            self.row.dropped.append(self.cache.fill(layer, self.row.samples, *prompt, self.schedule.budget, self.policy))
+        return last_tokens_attention(queries_1QnD, keys_1HTD, values_1HTD, scale)
