@@ -57,7 +57,7 @@ PAGE_TOKENS = 64
 """Tokens of a page of the prompt store."""
 STRAGGLER_FACTOR = 2
 """Groups that the prompt store has room for, as a multiple of the groups that fill the slots. A group keeps its pages until its
-last sample ends. With response lengths uniform up to a maximum and 8 samples per group, 1.8 times as many groups are alive."""
+last sample ends. With 8 samples per group and uniform response lengths, about 1.8 times as many groups are alive (estimated)."""
 QUERY_POLICIES = ("rkv", "snapkv", "tova")
 """Built-in policies with `uses_queries = True`, which keep a ring buffer of recent queries."""
 NOISE_ROLLOUTS = 8

@@ -106,14 +106,22 @@ def gathered_prompts(stored_NHTD: Tensor, pages_SP: Tensor, tokens: int) -> Tens
 
 def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:
     """Return the causal attention output [B, Q, T, D] of whole sequences."""
-    groups = queries_BQTD.shape[1] // keys_BHTD.shape[1]
-    if groups > 1 and queries_BQTD.is_cuda and queries_BQTD.dtype not in HALF:
-        # torch's only float32 kernel for grouped-query attention stores all T x T scores. Repeated keys are far smaller.
-        keys_BHTD, values_BHTD = (each.repeat_interleave(groups, dim=1) for each in (keys_BHTD, values_BHTD))
-        groups = 1
+    keys_BHTD, values_BHTD = repeated_if_needed(queries_BQTD, keys_BHTD, values_BHTD)
+    grouped = queries_BQTD.shape[1] > keys_BHTD.shape[1]
     return F.scaled_dot_product_attention(
-        queries_BQTD, keys_BHTD, values_BHTD, is_causal=True, scale=scale, enable_gqa=groups > 1
+        queries_BQTD, keys_BHTD, values_BHTD, is_causal=True, scale=scale, enable_gqa=grouped
     )
+
+
+def repeated_if_needed(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values. In float32 on a GPU, they are repeated for every query head.
+
+    torch's only kernel for grouped-query attention in float32 stores all T x T scores. Repeated keys are far smaller.
+    """
+    groups = queries_BQTD.shape[1] // keys_BHTD.shape[1]
+    if groups == 1 or not queries_BQTD.is_cuda or queries_BQTD.dtype in HALF:
+        return keys_BHTD, values_BHTD
+    return keys_BHTD.repeat_interleave(groups, dim=1), values_BHTD.repeat_interleave(groups, dim=1)
 
 
 def packed_causal_attention(

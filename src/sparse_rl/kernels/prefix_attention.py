@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import HALF, causal_attention, has_varlen, varlen_causal_attention
+from .attention import causal_attention, has_varlen, repeated_if_needed, varlen_causal_attention
 from .upload import upload
 
 MASK_TILE = 512  # queries per tile; the mask of a tile is [tile, m]
@@ -83,10 +83,8 @@ def last_tokens_attention(queries_1QnD: Tensor, keys_1HmD: Tensor, values_1HmD: 
         return varlen_causal_attention(q, k, v, of_queries, of_keys, n, m, scale).transpose(0, 1)[None]
     if n == m:
         return causal_attention(queries_1QnD, keys_1HmD, values_1HmD, scale=scale)
-    groups = queries_1QnD.shape[1] // keys_1HmD.shape[1]
-    if groups > 1 and queries_1QnD.is_cuda and queries_1QnD.dtype not in HALF:  # as in causal_attention
-        keys_1HmD, values_1HmD = (each.repeat_interleave(groups, dim=1) for each in (keys_1HmD, values_1HmD))
-        groups = 1
+    keys_1HmD, values_1HmD = repeated_if_needed(queries_1QnD, keys_1HmD, values_1HmD)
+    grouped = queries_1QnD.shape[1] > keys_1HmD.shape[1]
     tiles = []
     for start in range(0, n, MASK_TILE):
         stop = min(start + MASK_TILE, n)
@@ -95,7 +93,7 @@ def last_tokens_attention(queries_1QnD: Tensor, keys_1HmD: Tensor, values_1HmD: 
         k, v = keys_1HmD[:, :, :seen], values_1HmD[:, :, :seen]
         tiles.append(
             F.scaled_dot_product_attention(
-                queries_1QnD[:, :, start:stop], k, v, attn_mask=sees_nm, scale=scale, enable_gqa=groups > 1
+                queries_1QnD[:, :, start:stop], k, v, attn_mask=sees_nm, scale=scale, enable_gqa=grouped
             )
         )
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)

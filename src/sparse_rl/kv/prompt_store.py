@@ -91,8 +91,11 @@ class PagePool:
     """Assignment of pages to groups. It runs on the host and uses plain integers."""
 
     def __init__(self, pages: int):
-        self.pages, self.peak, self.taken = pages, 0, 0
-        """Pages of the pool, most pages in use at once, and pages taken so far."""
+        self.pages = pages
+        self.peak = 0
+        """Most pages in use at once."""
+        self.taken = 0
+        """Pages taken so far, over all groups."""
         self.free = list(range(pages))
         self.of_group: dict[int, list[int]] = {}
         """Pages of each group."""

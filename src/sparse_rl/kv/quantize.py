@@ -1,8 +1,8 @@
 """Quantise keys and values to 8 or 4 bits: formats, the scales they share, byte counts, and a straight-through gradient.
 
-A stored number stands for centre + step * code. A range of values gives `Scales`, `encode` turns values into codes, and
-`decode` turns codes back. A `Scheme` combines them: `store` and `restore`. `encode` divides by the step as it is stored, so rounding the step to
-half precision adds no error. Pure functions on tensors, which know neither models nor caches.
+A stored number stands for centre + step * code. `Scales` come from the range of the values. `encode` turns values into codes and
+`decode` turns codes back; a `Scheme` does both for keys and values. `encode` divides by the step as it is stored, so rounding the
+step to half precision adds no error. The functions know neither models nor caches.
 """
 
 # x any leading dimensions, B rows, H kv heads, T tokens, D head dimension, G groups of channels, N blocks of tokens

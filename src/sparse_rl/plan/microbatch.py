@@ -47,11 +47,11 @@ def largest_pack(prompt_tokens: int, config: Config) -> LargestPack:
     """Return the largest micro-batch: as many responses of `max_tokens` as fit, plus one that fills the rest."""
     longest, room = config.rollout.max_tokens, config.optimizer.tokens_per_microbatch
     group = samples_per_computed_prompt(prompt_tokens, config)
-    pack = LargestPack([longest], 1, prompt_tokens)
-    while len(pack.lengths) < rollouts_of_rank(config):
-        prompts = len(pack.lengths) // group + 1
-        response = min(longest, room - pack.responses - prompts * prompt_tokens)
-        if response < 1:
+    lengths, room = [longest], room - longest - prompt_tokens
+    while len(lengths) < rollouts_of_rank(config):
+        room -= 0 if len(lengths) % group else prompt_tokens
+        if room < 1:
             break
-        pack = LargestPack([*pack.lengths, response], prompts, prompt_tokens)
-    return pack
+        lengths.append(min(longest, room))
+        room -= lengths[-1]
+    return LargestPack(lengths, -(-len(lengths) // group), prompt_tokens)
