@@ -143,12 +143,14 @@ class Trainer:
     def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
         """Gather the statistics that a quantised cache needs. All ranks use those of the first."""
         if self.engine.kv.quantised:
+            self.actor.merge()
             self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens)
             self.engine.load_statistics(self.world.gather(self.engine.statistics)[0])
 
     def _probe(self) -> None:
         """Measure the mismatch of a quantised cache. Warn if it is large, and refuse it if it ruins the model."""
         if self.engine.kv.quantised:
+            self.actor.merge()
             prompts, sampling = self.rollout_sampler.prompts, self.config.rollout.sampling(self.config.seed)
             found = probe(self.engine, self.actor.sampler, prompts, sampling)
             warning = found.warning()
