@@ -165,8 +165,8 @@ class Engine:
             self.load_statistics(ranges.statistics())
 
     def load_statistics(self, statistics: Statistics) -> None:
-        """Use these statistics from the next call on. Does nothing for a cache in the model's dtype."""
-        if self.storage is None:
+        """Use these statistics from the next call on. Does nothing for a cache in the model's dtype, or if they are empty."""
+        if self.storage is None or not statistics:
             return
         scales = key_scales(statistics)
         if scales.step_LHD.shape != self.storage.scales.step_LHD.shape:
