@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparse_rl.config import Sampling
-from sparse_rl.kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
+from sparse_rl.kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts, prompt_attention
 from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
@@ -59,8 +59,12 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
         whole.append((weights @ both[1]).reshape(q_heads, dim))
     tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
     some = prompts > 0  # the reference needs a prompt
+
+    def read(pages_1P, tokens):
+        return gathered_prompts(stored_keys, pages_1P, tokens), gathered_prompts(stored_values, pages_1P, tokens)
+
     merged = merged_parts(
-        prompt_attention(query[some], StoredPrompts(stored_keys, stored_values, table[some], prompts[some]), scale=0.2),
+        prompt_attention(query[some], table[some], prompts[some], read, scale=0.2),
         attention_part(query[some], expected_keys[some], expected_values[some], lengths[some] + 1, scale=0.2),
     )
     torch.testing.assert_close(merged, torch.stack(whole)[some])
@@ -312,20 +316,23 @@ def test_importance_of_large_logits_is_finite():
     torch.testing.assert_close(fused_importance(queries, Rows.of(keys)), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_kept_moves_to_the_front_in_place(dtype):
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.int8, 1), (torch.uint8, 6)])
+def test_what_is_kept_moves_to_the_front_in_place(dtype, groups):
+    """Keys and values in the model's dtype or as codes, the steps of the codes, and positions."""
     rows, heads, capacity, kept, dim = 5, 2, 210, 150, 24
-    keys, values = torch.randn(2, rows, heads, capacity, dim, device=DEVICE).to(dtype)
+    keys, values = (100 * torch.rand(2, rows, heads, capacity, dim, device=DEVICE)).to(dtype)
+    steps = torch.randn(2, rows, heads, capacity, groups, device=DEVICE).half()
     positions = torch.randint(1000, (rows, heads, capacity), dtype=torch.int32, device=DEVICE)
     chosen = torch.tensor([3, 0], device=DEVICE)
     order = torch.rand(2, heads, capacity, device=DEVICE).argsort(dim=-1)[..., :kept].sort(dim=-1).values
-    before = [tensor.clone() for tensor in (keys, values, positions)]
+    moved = (keys, values, *steps, positions)
+    before = [tensor.clone() for tensor in moved]
     plain = [tensor.clone() for tensor in before]
     keep_in_place(*plain, chosen, order)  # torch, on a CPU
-    fused_keep(keys, values, positions, chosen, order)
-    for now, torchs in zip((keys, values, positions), plain, strict=True):
+    fused_keep(*moved, chosen, order)
+    for now, torchs in zip(moved, plain, strict=True):
         torch.testing.assert_close(now[:, :, :kept], torchs[:, :, :kept], rtol=0, atol=0)
-    for now, then in zip((keys, values, positions), before, strict=True):
+    for now, then in zip(moved, before, strict=True):
         for number, row in enumerate(chosen.tolist()):
             for head in range(heads):
                 torch.testing.assert_close(now[row, head, :kept], then[row, head, order[number, head]], rtol=0, atol=0)

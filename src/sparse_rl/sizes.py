@@ -3,6 +3,7 @@
 The allocating code and `sparse-rl plan`, which predicts the allocation, use these values.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -86,9 +87,26 @@ class AttentionShape(Protocol):
     def head_dim(self) -> int: ...
 
 
-def token_bytes(shape: AttentionShape, itemsize: int) -> int:
-    """Return the bytes of one cached token's keys and values, summed over all layers."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
+STEP_BYTES = 2
+"""Bytes of the scale of a quantised token: a float16 step for each group of channels."""
+GROUP_CHANNELS = 32
+"""Channels of a 4-bit token that share a step. A smaller group follows the values more closely and has more steps to store."""
+
+
+def group_channels(head_dim: int) -> int:
+    """Return the channels of a 4-bit head that share a step: at most GROUP_CHANNELS. A group lies in one half of the head."""
+    return math.gcd(GROUP_CHANNELS, head_dim // 2)
+
+
+def token_bytes(shape: AttentionShape, itemsize: int, dtype: str = "auto") -> int:
+    """Return the bytes of one cached token's keys and values, summed over all layers. `dtype` is `kv.dtype`: the bytes of
+    quantised tokens are those of codes and steps."""
+    dim = shape.head_dim
+    if dtype == "auto":
+        of_head = dim * itemsize
+    else:
+        of_head = dim + STEP_BYTES if dtype == "8bit" else dim // 2 + dim // group_channels(dim) * STEP_BYTES
+    return 2 * shape.layers * shape.kv_heads * of_head
 
 
 def slot_bytes(shape: AttentionShape, kv: KV, longest: int, itemsize: int) -> tuple[int, int]:
@@ -101,7 +119,8 @@ def slot_bytes(shape: AttentionShape, kv: KV, longest: int, itemsize: int) -> tu
     capacity = longest + CHUNK_STEPS["cuda"] if dense else kv.capacity
     ring = 0 if dense or (kv.policy not in QUERY_POLICIES and "." not in kv.policy) else kv.window
     positions = shape.layers * shape.kv_heads * capacity * 4
-    return capacity * token_bytes(shape, itemsize), positions + shape.layers * shape.q_heads * shape.head_dim * ring * itemsize
+    keys = capacity * token_bytes(shape, itemsize, kv.dtype)
+    return keys, positions + shape.layers * shape.q_heads * shape.head_dim * ring * itemsize
 
 
 def pages_of(tokens: int) -> int:
@@ -126,7 +145,10 @@ def page_table_width(longest: int) -> int:
     return 1 << (pages_of(longest) - 1).bit_length()
 
 
-def store_bytes(shape: AttentionShape, prompt_lengths: list[int], slots: int, samples: int, itemsize: int) -> tuple[int, int]:
-    """Return (bytes of keys and values, bytes of side tables) of the prompt store, as `PromptStore` allocates them."""
-    keys = pool_pages(prompt_lengths, slots, samples) * PAGE_TOKENS * token_bytes(shape, itemsize)
+def store_bytes(
+    shape: AttentionShape, prompt_lengths: list[int], slots: int, samples: int, itemsize: int, dtype: str = "auto"
+) -> tuple[int, int]:
+    """Return (bytes of keys and values, bytes of side tables) of the prompt store, as `PromptStore` allocates them. `dtype` is
+    `kv.dtype`."""
+    keys = pool_pages(prompt_lengths, slots, samples) * PAGE_TOKENS * token_bytes(shape, itemsize, dtype)
     return keys, 4 * slots * page_table_width(max(prompt_lengths))

@@ -118,9 +118,9 @@ def same_memory_slots(args: argparse.Namespace, kv: KV, model: PreTrainedModel) 
     sparse_bytes = args.batch * (engine.cache.kv_bytes + engine.cache.side_bytes)
     if engine.schedule.stores_prompts:
         lengths = [args.prompt_tokens] * -(-args.batch // GROUP)
-        sparse_bytes += sum(store_bytes(engine.limits.shape, lengths, args.batch, GROUP, model.dtype.itemsize))
+        sparse_bytes += sum(store_bytes(engine.limits.shape, lengths, args.batch, GROUP, model.dtype.itemsize, kv.dtype))
     live = live_tokens(response_lengths(args, 4096), args.prompt_tokens)
-    return max(1, int(sparse_bytes / (engine.cache.token_bytes * live)))
+    return max(1, int(sparse_bytes / (engine.cache.dense_token_bytes * live)))
 
 
 def response_lengths(args: argparse.Namespace, count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """`kv`: options of the KV cache. All sizes are tokens per layer and kv head of one sequence."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,10 @@ class KV(Section):
     protect_prompt: bool = Field(
         False,
         description="Never evict prompt tokens, store them once for all samples of a prompt, and let budget count the response.",
+    )
+    dtype: Literal["auto", "8bit", "4bit"] = Field(
+        "auto",
+        description="Storage of keys and values: auto (the model's dtype), 8bit (half of bf16) or 4bit (less than a third).",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -81,6 +85,16 @@ class KV(Section):
                 f"tokens: set {enough} if answers need the whole prompt."
             )
         return None
+
+    @property
+    def quantised(self) -> bool:
+        """True if keys and values are stored in 8 or 4 bits."""
+        return self.dtype != "auto"
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if the sampler does not see every key as the learner computes it: keys are evicted, quantised, or both."""
+        return self.policy != "full" or self.quantised
 
     @property
     def stores_prompts(self) -> bool:

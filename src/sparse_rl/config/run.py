@@ -171,13 +171,13 @@ class Config(Section):
         """Return the maximum number of problems of each held-out set; 0 if the run is not evaluated."""
         return self.eval.problems if self.data.held_out else 0
 
-    def evaluation_caches(self, *, evicts: bool, dense_slots: int | None, problems: int) -> list[str]:
+    def evaluation_caches(self, *, is_sparse: bool, dense_slots: int | None, problems: int) -> list[str]:
         """Return the caches of the held-out evaluation: dense, sparse or both. The plan and the trainer use this rule.
 
-        A sampler that never evicts has only a dense cache. `eval.cache = auto` leaves the dense cache out if it has few slots,
+        A sampler that neither evicts nor quantises keys has only a dense cache. `eval.cache = auto` leaves the dense cache out if it has few slots,
         unless `eval.slots` sets them or `checkpoint.best` is a dense score. `dense_slots` is None if memory is not planned.
         """
-        if not problems or not evicts:
+        if not problems or not is_sparse:
             return ["dense"] if problems else []
         chosen, best = self.eval.cache, self.checkpoint.best
         if chosen == "auto":

@@ -23,7 +23,7 @@ def auto_slots(probe: Engine, kv: KV, longest: int, prompt_lengths: list[int], s
     of_slot = slot_bytes(shape, kv, longest, size)[0] + probe.limits.vocab * STEP_LOGIT_BYTES
 
     def fit(slots: int) -> bool:
-        stored = store_bytes(shape, prompt_lengths, slots, samples, size)[0] if kv.stores_prompts else 0
+        stored = store_bytes(shape, prompt_lengths, slots, samples, size, kv.dtype)[0] if kv.stores_prompts else 0
         return slots * of_slot + stored <= room
 
     return max(1, largest(fit, MAX_AUTO_SLOTS))

@@ -10,14 +10,13 @@ N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 
 import inspect
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from .rows import StoredPrompts
 
 HALF = (torch.bfloat16, torch.float16)
 SHADOW_TILE = 512  # queries per tile; the mask of a tile is [H, tile, T]
@@ -71,24 +70,30 @@ def merged_parts(*parts: tuple[Tensor, Tensor]) -> Tensor:
     return (sums_nSQ.softmax(dim=0)[..., None] * outs_nSQD).sum(dim=0)
 
 
-def prompt_attention(queries_SQD: Tensor, prompts: StoredPrompts, *, scale: float) -> tuple[Tensor, Tensor]:
+def prompt_attention(
+    queries_SQD: Tensor,
+    pages_SP: Tensor,
+    lengths_S: Tensor,
+    read: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Return the attention output of each slot's query over its stored prompt, and the log-sum-exp of its logits, as
     `attention_part` does.
 
-    Each prompt is gathered once for all slots that read it.
+    `read` returns the keys and values [1, H, T, D] of the first tokens in some pages [1, P]. Each prompt is read once for all
+    slots that attend to it.
     """
     slots_of: dict[int, list[int]] = {}
-    for slot, first_page in enumerate(prompts.pages_SP[:, 0].tolist()):
+    for slot, first_page in enumerate(pages_SP[:, 0].tolist()):
         slots_of.setdefault(first_page, []).append(slot)
-    heads, dim = prompts.keys_NHTD.shape[1], queries_SQD.shape[2]
+    dim = queries_SQD.shape[2]
     out_SQD, sums_SQ = torch.empty_like(queries_SQD, dtype=torch.float32), queries_SQD.new_empty(queries_SQD.shape[:2]).float()
     for slots in slots_of.values():
-        tokens_1, pages_1P = prompts.lengths_S[slots[:1]], prompts.pages_SP[slots[:1]]
-        keys_1HTD, values_1HTD = (
-            gathered_prompts(each, pages_1P, int(tokens_1)) for each in (prompts.keys_NHTD, prompts.values_NHTD)
-        )
+        tokens_1 = lengths_S[slots[:1]]
+        keys_1HTD, values_1HTD = read(pages_SP[slots[:1]], int(tokens_1))
         # the queries of all slots of a group are those of one row with more query heads per kv head
-        queries_HnGD = queries_SQD[slots].unflatten(1, (heads, -1)).transpose(0, 1)
+        queries_HnGD = queries_SQD[slots].unflatten(1, (keys_1HTD.shape[1], -1)).transpose(0, 1)
         part = attention_part(queries_HnGD.reshape(1, -1, dim), keys_1HTD, values_1HTD, tokens_1, scale=scale)
         out_SQD[slots] = part[0].view(queries_HnGD.shape).transpose(0, 1).flatten(1, 2)
         sums_SQ[slots] = part[1].view(queries_HnGD.shape[:3]).transpose(0, 1).flatten(1, 2)

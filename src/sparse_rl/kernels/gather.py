@@ -1,6 +1,6 @@
 """Compact cached rows in place: move kept tokens to the front, in order, without copying the row."""
 
-# N cached rows, R compacted rows, H kv heads, C capacity, K kept tokens, D head dimension
+# N cached rows, R compacted rows, H kv heads, C capacity, K kept tokens, D head dimension, G steps of a token
 
 from __future__ import annotations
 
@@ -10,27 +10,48 @@ from torch import Tensor
 from .jit import jit, next_power_of_2, tl, usable
 
 
-def keep_in_place(keys_NHCD: Tensor, values_NHCD: Tensor, positions_NHC: Tensor, rows_R: Tensor, kept_RHK: Tensor) -> None:
+def keep_in_place(
+    keys_NHCD: Tensor,
+    values_NHCD: Tensor,
+    key_steps_NHCG: Tensor,
+    value_steps_NHCG: Tensor,
+    positions_NHC: Tensor,
+    rows_R: Tensor,
+    kept_RHK: Tensor,
+) -> None:
     """Move token `kept[r, h, i]` of row `rows[r]` to index i. `kept` is ascending, so no token is overwritten before it is
-    read."""
+    read. Keys and values may be codes; the steps of other caches are empty."""
+    moved = (keys_NHCD, values_NHCD, key_steps_NHCG, value_steps_NHCG, positions_NHC)
     if usable(keys_NHCD.device):
-        fused_keep(keys_NHCD, values_NHCD, positions_NHC, rows_R, kept_RHK)
+        fused_keep(*moved, rows_R, kept_RHK)
         return
     heads, capacity = keys_NHCD.shape[1:3]
     first_RH1 = ((rows_R[:, None] * heads + torch.arange(heads, device=rows_R.device)) * capacity)[..., None]
     to = (first_RH1 + torch.arange(kept_RHK.shape[2], device=rows_R.device)).flatten()
     source = (first_RH1 + kept_RHK).flatten()
-    for tensor in (keys_NHCD.flatten(0, 2), values_NHCD.flatten(0, 2), positions_NHC.flatten()):
-        tensor.index_copy_(0, to, tensor.index_select(0, source))
+    for tensor in moved:
+        flat = tensor.flatten(0, 2)
+        flat.index_copy_(0, to, flat.index_select(0, source))
 
 
-def fused_keep(keys_NHCD: Tensor, values_NHCD: Tensor, positions_NHC: Tensor, rows_R: Tensor, kept_RHK: Tensor) -> None:
+def fused_keep(
+    keys_NHCD: Tensor,
+    values_NHCD: Tensor,
+    key_steps_NHCG: Tensor,
+    value_steps_NHCG: Tensor,
+    positions_NHC: Tensor,
+    rows_R: Tensor,
+    kept_RHK: Tensor,
+) -> None:
     heads, capacity, dim = keys_NHCD.shape[1:]
-    count, kept = len(rows_R), kept_RHK.shape[2]
+    count, kept, steps = len(rows_R), kept_RHK.shape[2], key_steps_NHCG.shape[3]
+    scales = (key_steps_NHCG, value_steps_NHCG) if steps else (positions_NHC, positions_NHC)
     _keep[(count * heads,)](
-        *(keys_NHCD, values_NHCD, positions_NHC, rows_R, kept_RHK.contiguous(), heads, capacity, kept),
+        *(keys_NHCD, values_NHCD, *scales, positions_NHC, rows_R, kept_RHK.contiguous(), heads, capacity, kept),
         DIM=dim,
         DIM_PAD=next_power_of_2(dim),
+        STEPS=steps,
+        STEPS_PAD=next_power_of_2(max(1, steps)),
         BLOCK=64 if dim <= 128 else 32,
         num_warps=8,
     )
@@ -38,12 +59,12 @@ def fused_keep(keys_NHCD: Tensor, values_NHCD: Tensor, positions_NHC: Tensor, ro
 
 @jit
 def _keep(
-    keys_ptr, values_ptr, positions_ptr, rows_ptr, kept_ptr, heads, capacity, kept,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, positions_ptr, rows_ptr, kept_ptr, heads, capacity, kept,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row = (tl.load(rows_ptr + pair // heads) * heads + pair % heads) * capacity
-    d = tl.arange(0, DIM_PAD)
+    d, g = tl.arange(0, DIM_PAD), tl.arange(0, STEPS_PAD)
     for start in range(0, kept, BLOCK):
         to = start + tl.arange(0, BLOCK)
         source = tl.load(kept_ptr + pair * kept + to, mask=to < kept, other=0)
@@ -51,7 +72,14 @@ def _keep(
         keys = tl.load(keys_ptr + (row + source)[:, None] * DIM + d[None, :], mask=mask)
         values = tl.load(values_ptr + (row + source)[:, None] * DIM + d[None, :], mask=mask)
         positions = tl.load(positions_ptr + row + source, mask=to < kept)
+        if STEPS > 0:
+            has_step = (to < kept)[:, None] & (g < STEPS)[None, :]
+            key_steps = tl.load(key_steps_ptr + (row + source)[:, None] * STEPS + g[None, :], mask=has_step)
+            value_steps = tl.load(value_steps_ptr + (row + source)[:, None] * STEPS + g[None, :], mask=has_step)
         tl.debug_barrier()  # read the whole block before writing any of it; later blocks read at larger indices
         tl.store(keys_ptr + (row + to)[:, None] * DIM + d[None, :], keys, mask=mask)
         tl.store(values_ptr + (row + to)[:, None] * DIM + d[None, :], values, mask=mask)
         tl.store(positions_ptr + row + to, positions, mask=to < kept)
+        if STEPS > 0:
+            tl.store(key_steps_ptr + (row + to)[:, None] * STEPS + g[None, :], key_steps, mask=has_step)
+            tl.store(value_steps_ptr + (row + to)[:, None] * STEPS + g[None, :], value_steps, mask=has_step)

@@ -55,3 +55,15 @@ class StoredPrompts:
     """Pages of each slot's prompt, int32."""
     lengths_S: Tensor
     """Tokens of each slot's prompt."""
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """Prompts of the slots in one layer of a prompt store of 8-bit or 4-bit codes."""
+
+    stored: tuple[Tensor, Tensor, Tensor, Tensor]
+    """Codes of keys and values [N, H, T, bytes], and the steps of both [N, H, T, steps]."""
+    pages_SP: Tensor
+    """Pages of each slot's prompt, int32."""
+    lengths_S: Tensor
+    """Tokens of each slot's prompt."""

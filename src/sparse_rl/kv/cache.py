@@ -9,6 +9,7 @@ length from the fixed schedule, so this module never synchronizes with the devic
 # a tile ((layer, slot) pairs that are compacted together), P prompts, m prompts with an n-th sample
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,11 +24,22 @@ from .policies import Policy
 from .prompt_layout import NthSamples, PackedPrompts
 from .prompt_store import PromptStore
 from .shape import CacheShape, refuse_too_large
+from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, allocated, encoded
 
 
 class SlotCache:
-    def __init__(self, shape: CacheShape, slots: int, capacity: int, ring: int = 0, first_layer: int = 0):
+    def __init__(
+        self,
+        shape: CacheShape,
+        slots: int,
+        capacity: int,
+        ring: int = 0,
+        first_layer: int = 0,
+        quantiser: Quantiser | None = None,
+    ):
         self.shape, self.slots, self.capacity, self.ring, self.first_layer = shape, slots, capacity, ring, first_layer
+        self.quantiser = quantiser
+        """Storage in 8 or 4 bits, with scales on the cache's device; None for the model's dtype."""
         self.prompts: PromptStore | None = None
         """Store of the prompts that the slots read; None if the slots hold their prompts."""
         name = f"The KV cache of {slots:,} slots of {capacity:,} tokens"
@@ -37,22 +49,34 @@ class SlotCache:
         rows = (shape.layers, slots, shape.kv_heads, capacity)
         ring_rows = (shape.layers, slots, shape.q_heads, ring)
         # Zeros instead of uninitialized memory: a masked key has weight 0, and 0 times an uninitialized NaN is NaN.
-        self.keys_LSHCD = torch.zeros(*rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        self.values_LSHCD = torch.zeros_like(self.keys_LSHCD)
+        self.stored = allocated(rows, shape, quantiser)
         self.positions_LSHC = torch.zeros(rows, dtype=torch.int32, device=shape.device)
         self.lengths_S = torch.zeros(slots, dtype=torch.int64, device=shape.device)
         self.queries_LSQWD = torch.zeros(*ring_rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
 
     @property
+    def keys_LSHCD(self) -> Tensor:
+        """Keys, or their codes; 4-bit codes are two to a byte."""
+        return self.stored.keys
+
+    @property
+    def values_LSHCD(self) -> Tensor:
+        return self.stored.values
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values, summed over all layers."""
+        return token_bytes(self.shape, self.shape.dtype.itemsize, "auto" if self.quantiser is None else self.quantiser.dtype)
+
+    @property
+    def dense_token_bytes(self) -> int:
+        """The same in the model's dtype."""
         return token_bytes(self.shape, self.shape.dtype.itemsize)
 
     @property
     def kv_bytes(self) -> int:
-        """Allocated bytes of keys and values, including the prompt store."""
-        slots = self.keys_LSHCD.untyped_storage().nbytes() + self.values_LSHCD.untyped_storage().nbytes()
-        return slots + (0 if self.prompts is None else self.prompts.kv_bytes)
+        """Allocated bytes of keys and values, with their steps and the prompt store."""
+        return self.stored.nbytes + (0 if self.prompts is None else self.prompts.kv_bytes)
 
     @property
     def side_bytes(self) -> int:
@@ -62,7 +86,7 @@ class SlotCache:
         return slots + (0 if self.prompts is None else self.prompts.side_bytes)
 
     def clear(self) -> None:
-        for tensor in (self.keys_LSHCD, self.values_LSHCD, self.queries_LSQWD, self.positions_LSHC, self.lengths_S):
+        for tensor in (*self.stored, self.queries_LSQWD, self.positions_LSHC, self.lengths_S):
             tensor.zero_()
         if self.prompts is not None:
             self.prompts.clear()
@@ -89,7 +113,11 @@ class SlotCache:
         places_w = torch.arange(max(0, total - self.ring), total, device=keys_PHTD.device)
         recent_PQwD = queries_PQTD[:, :, -self.ring :] if self.ring else None
         positions_PHT = torch.arange(total, device=keys_PHTD.device).expand(*keys_PHTD.shape[:3])
-        keys, values, positions = keys_PHTD, values_PHTD, positions_PHT
+        whole = encoded(self.quantiser, layer, keys_PHTD, values_PHTD)
+        if self.quantiser is not None:
+            keys_PHTD = self.quantiser.decode_keys(layer, whole.keys, whole.key_steps, keys_PHTD.dtype)
+            values_PHTD = self.quantiser.decode_values(whole.values, whole.value_steps, values_PHTD.dtype)
+        new, positions = whole, positions_PHT
         dropped = []
         for number, nth in enumerate(samples):
             if policy.evicts and total > budget and (number == 0 or policy.uses_seeds):
@@ -101,11 +129,11 @@ class SlotCache:
                     seeds=mix(nth.seeds_P, self.first_layer + layer),
                     positions=positions_PHT,
                 )
-                keys, values, positions = _gather(keys_PHTD, kept), _gather(values_PHTD, kept), kept
+                new, positions = whole.map(partial(_gather, kept_BHK=kept)), kept
                 dropped.append(_dropped(positions_PHT, kept))
-            held, rows_m, slots_m = keys.shape[2], nth.rows_m, nth.slots_m
-            self.keys_LSHCD[layer, slots_m, :, :held] = keys[rows_m]
-            self.values_LSHCD[layer, slots_m, :, :held] = values[rows_m]
+            held, rows_m, slots_m = positions.shape[2], nth.rows_m, nth.slots_m
+            for stored, each in zip(self.stored, new, strict=True):
+                stored[layer, slots_m, :, :held] = each[rows_m]
             self.positions_LSHC[layer, slots_m, :, :held] = positions[rows_m].to(torch.int32)
             self.lengths_S[slots_m] = held
             if recent_PQwD is not None:
@@ -114,7 +142,7 @@ class SlotCache:
 
     def fill_packed(self, layer: int, packed: PackedPrompts, keys_1HND: Tensor, values_1HND: Tensor) -> None:
         """Write prompts that need no compression into the slots of their samples, for one layer."""
-        for stored, new in ((self.keys_LSHCD, keys_1HND), (self.values_LSHCD, values_1HND)):
+        for stored, new in zip(self.stored, encoded(self.quantiser, layer, keys_1HND, values_1HND), strict=True):
             stored[layer, packed.slots_M, :, packed.places_M] = new[0, :, packed.source_M].transpose(0, 1)
 
     def fill_ring(self, layer: int, packed: PackedPrompts, queries_1QND: Tensor) -> None:
@@ -136,8 +164,9 @@ class SlotCache:
     def append(self, layer: int, rows: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:
         """Write one new token of each slot, for one layer. Call `advance` after all layers have stored the token."""
         lengths = self.lengths_S[rows]
-        self.keys_LSHCD[layer, rows, :, lengths] = keys_SHD
-        self.values_LSHCD[layer, rows, :, lengths] = values_SHD
+        new = encoded(self.quantiser, layer, keys_SHD[:, :, None], values_SHD[:, :, None])
+        for stored, each in zip(self.stored, new, strict=True):
+            stored[layer, rows, :, lengths] = each.squeeze(2)
 
     def append_queries(self, layer: int, rows: Tensor, queries_SQD: Tensor, positions_S: Tensor) -> None:
         if self.ring:
@@ -149,7 +178,7 @@ class SlotCache:
 
     def copy_slot(self, source: "SlotCache", source_slot: int, slot: int, held: int) -> None:
         """Copy a sequence from another slot, of this cache or another one."""
-        for mine, theirs in ((self.keys_LSHCD, source.keys_LSHCD), (self.values_LSHCD, source.values_LSHCD)):
+        for mine, theirs in zip(self.stored, source.stored, strict=True):
             mine[:, slot, :, :held] = theirs[:, source_slot, :, :held]
         self.positions_LSHC[:, slot, :, :held] = source.positions_LSHC[:, source_slot, :, :held]
         self.queries_LSQWD[:, slot] = source.queries_LSQWD[:, source_slot]
@@ -159,9 +188,17 @@ class SlotCache:
 
     def reorder(self, slots: Tensor) -> None:
         """Move the content of slot `slots[i]` to slot i, for beam search."""
-        for tensor in (self.keys_LSHCD, self.values_LSHCD, self.positions_LSHC, self.queries_LSQWD):
+        for tensor in (*self.stored, self.positions_LSHC, self.queries_LSQWD):
             tensor.copy_(tensor[:, slots])
         self.lengths_S.copy_(self.lengths_S[slots])
+
+    # Reading
+
+    def read(self, layer: int, slots: slice, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys, less the centre of quantised ones, and values [S, H, T, D] of the first tokens of these slots, as
+        attention reads them."""
+        found = self.stored.map(lambda tensor: tensor[layer, slots, :, :tokens])
+        return (found.keys, found.values) if self.quantiser is None else self.quantiser.decode(layer, found, self.shape.dtype)
 
     # Compaction
 
@@ -183,14 +220,14 @@ class SlotCache:
         the stored prompts. They are not among `held` and `budget`, but the policy sees them before the slot's own tokens. Rows
         are compacted in tiles, so that scratch memory does not grow with the number of slots.
         """
-        device = self.keys_LSHCD.device
+        device = self.shape.device
         slots_n = torch.tensor(slots, device=device)
         ends_n = torch.tensor(ends, device=device)
         seeds_n = torch.tensor(seeds, device=device)
         more = {"protected": torch.full((len(slots),), protected, device=device)} if protected else {}
         stored = 0 if self.prompts is None else protected
         dropped = []
-        in_place = policy.reads_rows and usable(device) and not stored
+        in_place = policy.reads_rows and usable(device) and not stored and self.quantiser is None
         copies = (not in_place) + policy.uses_values + (stored > 0)
         for layer_R, which_R in self._tiles(len(slots), stored + held, copies=copies):
             slot_R = slots_n[which_R]
@@ -207,22 +244,26 @@ class SlotCache:
             )
             kept_RHK = kept_RHK[..., stored:] - stored  # all of the prompt is kept, where it is
             dropped.append(_dropped(positions_RHT, kept_RHK))
-            keep_in_place(_rows(self.keys_LSHCD), _rows(self.values_LSHCD), _rows(self.positions_LSHC), rows_R, kept_RHK)
+            keep_in_place(*self.stored.map(_rows), _rows(self.positions_LSHC), rows_R, kept_RHK)
         self.lengths_S[slots_n] = budget
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
     def _take_keys(self, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
         """Return a copy of the keys of these slots: `stored` tokens of the prompt store, then `held` of the slot."""
-        own_RHTD = self.keys_LSHCD[layer_R, slot_R, :, :held]
-        if self.prompts is None:
-            return own_RHTD
-        return self.prompts.prompts_before(own_RHTD, self.prompts.keys_LNHTD, layer_R, slot_R, stored)
+        keys_RHTD, steps_RHTG = (self._take(number, layer_R, slot_R, held, stored) for number in (KEYS, KEY_STEPS))
+        if self.quantiser is None:
+            return keys_RHTD
+        return self.quantiser.decode_keys(layer_R, keys_RHTD, steps_RHTG, self.shape.dtype)
 
     def _take_values(self, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
-        own_RHTD = self.values_LSHCD[layer_R, slot_R, :, :held]
-        if self.prompts is None:
-            return own_RHTD
-        return self.prompts.prompts_before(own_RHTD, self.prompts.values_LNHTD, layer_R, slot_R, stored)
+        values_RHTD, steps_RHTG = (self._take(number, layer_R, slot_R, held, stored) for number in (VALUES, VALUE_STEPS))
+        if self.quantiser is None:
+            return values_RHTD
+        return self.quantiser.decode_values(values_RHTD, steps_RHTG, self.shape.dtype)
+
+    def _take(self, number: int, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
+        own_RHTx = self.stored[number][layer_R, slot_R, :, :held]
+        return own_RHTx if self.prompts is None else self.prompts.prompts_before(own_RHTx, number, layer_R, slot_R, stored)
 
     def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (layer, slot index) of the rows of each tile, layer by layer. A tile has as many rows as scratch memory
@@ -240,6 +281,8 @@ class SlotCache:
         similarities with its comparisons. R-KV needs the most memory of all policies.
         """
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
+        if self.quantiser is not None:  # the codes, and two float32 forms from which the copy is made
+            key_bytes += held * self.shape.head_dim * 9
         ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
             return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held)

@@ -15,21 +15,29 @@ from torch import Tensor
 from ..kernels.attention import gathered_prompts
 from ..sizes import PAGE_TOKENS, page_table_width, pages_of, token_bytes
 from .shape import CacheShape, refuse_too_large
+from .storage import Quantiser, allocated, encoded
 
 
 class PromptStore:
-    def __init__(self, shape: CacheShape, slots: int, pages: int, longest: int):
+    def __init__(self, shape: CacheShape, slots: int, pages: int, longest: int, quantiser: Quantiser | None = None):
         """Allocate `pages` pages, and page tables for prompts of at most `longest` tokens."""
-        self.shape, self.slots, self.pages = shape, slots, pages
-        needed = pages * PAGE_TOKENS * token_bytes(shape, shape.dtype.itemsize)
+        self.shape, self.slots, self.pages, self.quantiser = shape, slots, pages, quantiser
+        dtype = "auto" if quantiser is None else quantiser.dtype
+        needed = pages * PAGE_TOKENS * token_bytes(shape, shape.dtype.itemsize, dtype)
         refuse_too_large(
             shape, needed, f"The prompt store of {pages:,} pages of {PAGE_TOKENS} tokens", "use shorter prompts or fewer slots"
         )
-        # Zeros instead of uninitialized memory: a masked key has weight 0, and 0 times an uninitialized NaN is NaN.
-        rows = (shape.layers, pages, shape.kv_heads, PAGE_TOKENS, shape.head_dim)
-        self.keys_LNHTD = torch.zeros(rows, dtype=shape.dtype, device=shape.device)
-        self.values_LNHTD = torch.zeros_like(self.keys_LNHTD)
+        self.stored = allocated((shape.layers, pages, shape.kv_heads, PAGE_TOKENS), shape, quantiser)
         self.pages_SP = torch.zeros(slots, page_table_width(longest), dtype=torch.int32, device=shape.device)
+
+    @property
+    def keys_LNHTD(self) -> Tensor:
+        """Keys, or their codes; 4-bit codes are two to a byte."""
+        return self.stored.keys
+
+    @property
+    def values_LNHTD(self) -> Tensor:
+        return self.stored.values
 
     @property
     def longest(self) -> int:
@@ -38,8 +46,8 @@ class PromptStore:
 
     @property
     def kv_bytes(self) -> int:
-        """Allocated bytes of keys and values."""
-        return self.keys_LNHTD.untyped_storage().nbytes() + self.values_LNHTD.untyped_storage().nbytes()
+        """Allocated bytes of keys and values, with their steps."""
+        return self.stored.nbytes
 
     @property
     def side_bytes(self) -> int:
@@ -47,13 +55,18 @@ class PromptStore:
         return self.pages_SP.untyped_storage().nbytes()
 
     def clear(self) -> None:
-        for tensor in (self.keys_LNHTD, self.values_LNHTD, self.pages_SP):
+        for tensor in (*self.stored, self.pages_SP):
             tensor.zero_()
 
     def write(self, layer: int, packed: "PackedPages", keys_1HND: Tensor, values_1HND: Tensor) -> None:
         """Write the keys and values of packed prompts into their pages, for one layer."""
-        for stored_NHTD, new in ((self.keys_LNHTD[layer], keys_1HND), (self.values_LNHTD[layer], values_1HND)):
-            stored_NHTD[packed.pages_M, :, packed.places_M] = new[0].transpose(0, 1)
+        for stored, new in zip(self.stored, encoded(self.quantiser, layer, keys_1HND, values_1HND), strict=True):
+            stored[layer][packed.pages_M, :, packed.places_M] = new[0].transpose(0, 1)
+
+    def read(self, layer: int, pages_1P: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys, less the centre of quantised ones, and values [1, H, T, D] of a prompt, as attention reads them."""
+        found = self.stored.map(lambda stored: gathered_prompts(stored[layer], pages_1P, tokens))
+        return (found.keys, found.values) if self.quantiser is None else self.quantiser.decode(layer, found, self.shape.dtype)
 
     def assign(self, pages: dict[int, list[int]]) -> None:
         """Let slots read the prompts in these pages, by slot."""
@@ -61,11 +74,11 @@ class PromptStore:
         device = self.pages_SP.device
         self.pages_SP[torch.tensor(list(pages), device=device)] = torch.tensor(rows, dtype=torch.int32, device=device)
 
-    def prompts_before(self, own_RHTD: Tensor, stored_LNHTD: Tensor, layer_R: Tensor, slot_R: Tensor, tokens: int) -> Tensor:
-        """Return a copy of `own` after the first `tokens` tokens of each slot's prompt. `stored` is `keys_LNHTD` or
-        `values_LNHTD`."""
+    def prompts_before(self, own_RHTx: Tensor, number: int, layer_R: Tensor, slot_R: Tensor, tokens: int) -> Tensor:
+        """Return a copy of `own` after the first `tokens` tokens of each slot's prompt. `number` is that of a tensor of
+        `stored`."""
         pages_RP = self.pages_SP[slot_R].long() + layer_R[:, None] * self.pages
-        return torch.cat([gathered_prompts(stored_LNHTD.flatten(0, 1), pages_RP, tokens), own_RHTD], dim=2)
+        return torch.cat([gathered_prompts(self.stored[number].flatten(0, 1), pages_RP, tokens), own_RHTx], dim=2)
 
 
 @dataclass(frozen=True)

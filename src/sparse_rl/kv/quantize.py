@@ -111,17 +111,24 @@ def pair_range(keys_BHTD: Tensor) -> Range:
 
 
 def scales_of(covered: Range, format: Format, *, symmetric: bool, tokens: int = 1, channels: int = 1) -> Scales:
-    """Return the smallest scales whose codes cover the range. Symmetric scales have no centre."""
+    """Return the smallest scales whose codes cover the range. Symmetric scales have no centre.
+
+    A symmetric step of int4 may be negative: it maps the value of largest magnitude to code -8, which has no positive
+    counterpart. The step is then an eighth of that value, and not a seventh. A value of the other sign may lose one step.
+    """
     low, high = covered
     centre = None
-    if symmetric:
+    if symmetric and format == INT4:
+        step = torch.where(high > -low, high, low) / format.low
+    elif symmetric:
         step = torch.maximum(low.abs(), high.abs()) / format.high
     else:
         share = format.low / (format.high - format.low)
         centre = (low - share * (high - low)).clamp(-LARGEST, LARGEST).to(SCALE_DTYPE)
         # from the stored centre, so that its rounding cuts nothing off
         step = torch.maximum((high - centre.float()) / format.high, (low - centre.float()) / format.low)
-    return Scales(step.clamp(SMALLEST_STEP, LARGEST).to(SCALE_DTYPE), centre, tokens, channels)
+    step = step.clamp(-LARGEST, LARGEST).to(SCALE_DTYPE)
+    return Scales(torch.where(step == 0, SMALLEST_STEP, step), centre, tokens, channels)
 
 
 # Codes
@@ -199,10 +206,10 @@ class Scheme:
         scales = (dim // (self.channels or dim)) * (1 if self.symmetric else 2)
         return codes + scales * SCALE_DTYPE.itemsize / self.tokens
 
-    def store(self, values_xTD: Tensor, statistics: Range | None = None) -> tuple[Tensor, Scales | None]:
+    def store(self, values_xTD: Tensor, statistics: Range | Scales | None = None) -> tuple[Tensor, Scales | None]:
         """Return the codes and the scales to store with them, None if all scales are static.
 
-        `statistics` is a `channel_range` or `pair_range` of other values. Static scales need it.
+        `statistics` is a `channel_range` or `pair_range` of other values, or the static scales themselves.
         """
         if self.tokens is None:
             return encode(values_xTD, self.static_scales(statistics), self.format), None
@@ -219,27 +226,30 @@ class Scheme:
         self,
         codes: Tensor,
         scales: Scales | None,
-        statistics: Range | None = None,
+        statistics: Range | Scales | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the values [x, T, D] that `store` stored."""
+        """Return the values [x, T, D] that `store` stored. Static scales without a centre give them less the centre."""
         if scales is None:
             return decode(codes, self.static_scales(statistics), self.format, dtype)
         values_xTD = decode(codes, scales, self.format)
         if self.equalised:
             static = self.static_scales(statistics)
-            assert static.centre is not None
-            values_xTD = values_xTD * static.step.float() + static.centre.float()
+            values_xTD = values_xTD * static.step.float()
+            if static.centre is not None:
+                values_xTD = values_xTD + static.centre.float()
         return values_xTD.to(dtype)
 
-    def static_scales(self, statistics: Range | None) -> Scales:
+    def static_scales(self, statistics: Range | Scales | None) -> Scales:
         """Return the scales [H, 1, D] that all tokens share."""
+        if isinstance(statistics, Scales):
+            return statistics
         if statistics is None:
             raise UserError(f"A static scale of {self.format.name} needs statistics: calibrate first.")
         return scales_of(statistics, self.format, symmetric=self.symmetric and not self.equalised)
 
 
-def dequantised(values_xTD: Tensor, scheme: Scheme, statistics: Range | None = None) -> Tensor:
+def dequantised(values_xTD: Tensor, scheme: Scheme, statistics: Range | Scales | None = None) -> Tensor:
     """Return the values as a cache with this scheme gives them back, in their dtype. The gradient is that of the identity."""
     return _StraightThrough.apply(values_xTD, scheme, statistics)
 

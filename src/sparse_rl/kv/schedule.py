@@ -20,10 +20,12 @@ class Schedule:
     """False for a dense cache, which is never compacted."""
     stores_prompts: bool = False
     """True if prompts are protected from eviction, and held by the prompt store."""
+    quantised: bool = False
+    """True if keys and values are stored in 8 or 4 bits."""
 
     @classmethod
     def of(cls, kv: KV, evicts: bool) -> "Schedule":
-        return cls(kv.budget, kv.interval, evicts, evicts and kv.protect_prompt)
+        return cls(kv.budget, kv.interval, evicts, evicts and kv.protect_prompt, kv.quantised)
 
     def compresses_prompt(self, tokens: int) -> bool:
         return self.evicts and not self.stores_prompts and tokens > self.budget
@@ -37,9 +39,12 @@ class Schedule:
     def scratch_layers(self, prompt_tokens: int, layers: int) -> int:
         """Return the number of layers whose keys of a prompt exist outside slots and pages, if it is prefilled in pieces.
 
-        A prompt that will be compressed is kept whole until its last piece. A stored prompt is read back layer by layer.
+        A prompt that will be compressed is kept whole until its last piece. A stored prompt is read back layer by layer, and so
+        is a quantised one.
         """
-        return layers if self.compresses_prompt(prompt_tokens) else int(self.stores_prompts)
+        if self.compresses_prompt(prompt_tokens):
+            return layers + self.quantised
+        return int(self.stores_prompts or self.quantised)
 
     def is_due(self, entered: int, held: int) -> bool:
         """Return whether a slot that holds `held` tokens is due for compaction, after `entered` response tokens have entered

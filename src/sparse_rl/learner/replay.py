@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..kernels.long_attention import long_causal_attention
 from ..kernels.prefix_attention import PrefixAttention, Segment
 from ..kernels.shadow import Shadow
 from ..kernels.upload import upload
+from ..kv.storage import Quantiser
 from ..kv.trace import NEVER
 from ..models.attention import eval_mode
 from ..models.compile import compiler_errors, fused_layers
@@ -27,7 +28,7 @@ from ..rollout.rollout import Rollout
 from .logprobs import token_logprobs
 from .packing import pack_tokens, packs
 
-ReplayKind = Literal["sparse", "dense"]
+ReplayKind = Literal["sparse", "quantised", "dense"]
 
 
 def replay(
@@ -40,19 +41,20 @@ def replay(
 ) -> list[Tensor]:
     """Return the float32 log-probs of each rollout's response tokens, differentiable.
 
-    `view="sparse"` reconstructs the sampler's view from `evicted_at`; `view="dense"` sees every key. `temperature` defaults to
-    that of each rollout; 0 gives log-probs at temperature 1. Rollouts are packed without padding, with up to `tokens_per_pass`
+    `view="sparse"` reconstructs the sampler's view from `evicted_at`, with keys and values as they were stored;
+    `view="dense"` sees every key as the model computes it; `view="quantised"` sees every key as it was stored. `temperature`
+    defaults to that of each rollout; 0 gives log-probs at temperature 1. Rollouts are packed without padding, with up to `tokens_per_pass`
     tokens and at least one rollout per pass. The model runs in eval mode, without dropout and gradient checkpointing.
     """
-    if view not in ("sparse", "dense"):
-        raise UserError(f"view = {view!r} is invalid: use 'sparse' or 'dense'.")
+    if view not in get_args(ReplayKind):
+        raise UserError(f"view = {view!r} is invalid: use 'sparse', 'quantised' or 'dense'.")
     if view == "sparse" and any(rollout.trace is None for rollout in rollouts):
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
     if temperature is not None and temperature < 0:
         raise UserError(f"temperature = {temperature} is invalid: it must not be negative.")
     _refuse_beyond_table(model, rollouts)
     results: list[Tensor] = []
-    share_prompts = view == "dense" or all(_evictions(rollout) is None for rollout in rollouts)
+    share_prompts = view != "sparse" or all(_evictions(rollout) is None for rollout in rollouts)
     with fused_layers(model), eval_mode(model):
         for indices in packs(rollouts, tokens_per_pass, share_prompts=share_prompts):
             pack = [rollouts[index] for index in indices]
@@ -86,10 +88,12 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
     device = model.device
     evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
     row = pack_tokens(pack, share_prompts=all(evicted_at_LHT is None for evicted_at_LHT in evictions))
+    quantiser = None if view == "dense" else quantiser_of(pack)
     if row.shared:
-        seen = ReplayView([], row.segments)
+        seen = ReplayView([], row.segments, quantiser)
     else:
-        seen = ReplayView([Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)])
+        spans = [Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)]
+        seen = ReplayView(spans, quantiser=quantiser)
     tokens_1N, positions_1N, predicting_n = (upload(each, device) for each in row.tensors())
     hidden_nD = hidden_states(model, tokens_1N, positions_1N, seen, predicting_n)
     # greedy rollouts use temperature 1
@@ -123,6 +127,14 @@ def _evictions(rollout: Rollout) -> Tensor | None:
     return evicted_at_LHT if bool((evicted_at_LHT != NEVER).any()) else None
 
 
+def quantiser_of(rollouts: Sequence[Rollout]) -> Quantiser | None:
+    """Return the storage of the keys and values of these rollouts; None for the model's dtype."""
+    found = {id(rollout.quantiser): rollout.quantiser for rollout in rollouts}
+    if len(found) > 1:
+        raise UserError("The rollouts were sampled with different statistics of keys: replay those of each call separately.")
+    return next(iter(found.values()), None)
+
+
 @dataclass(frozen=True)
 class Span:
     """Position of one rollout among the packed tokens."""
@@ -138,17 +150,19 @@ class ReplayView:
     If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. A rollout
     without evictions may also be packed with others that have some. Its result then equals its dense result up to rounding.
     `segments` replace the spans if rollouts share prompts, of which no key was evicted. One class serves both, because compiled
-    layers are compiled again for another.
+    layers are compiled again for another. With a quantiser, keys and values are read as a quantised cache stores them.
     """
 
-    def __init__(self, spans: list[Span], segments: Sequence[Segment] = ()):
-        self.spans, self.segments = spans, segments
+    def __init__(self, spans: list[Span], segments: Sequence[Segment] = (), quantiser: Quantiser | None = None):
+        self.spans, self.segments, self.quantiser = spans, segments, quantiser
         self.bounds = [0, *(span.stop for span in spans)]
         self.longest = max((span.stop - span.start for span in spans), default=0)
         self._on: dict[torch.device, Pack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
         pack = self._pack(queries_1QND.device)
+        if pack.quantiser is not None:
+            keys_1HND, values_1HND = pack.quantiser.restored(layer, keys_1HND, values_1HND)
         if pack.prefixes is not None:
             return pack.prefixes.attend(queries_1QND, keys_1HND, values_1HND, scale)
         if pack.until_LHN is None:
@@ -178,7 +192,8 @@ class ReplayView:
             bounds = upload(torch.tensor(self.bounds, dtype=torch.int32), device)
             until_LHN = packed_until(self.spans)
             prefixes = PrefixAttention(self.segments, device) if self.segments else None
-            self._on[device] = Pack(bounds, None if until_LHN is None else upload(until_LHN, device), prefixes)
+            quantiser = None if self.quantiser is None else self.quantiser.to(device)
+            self._on[device] = Pack(bounds, None if until_LHN is None else upload(until_LHN, device), prefixes, quantiser)
         return self._on[device]
 
 
@@ -191,6 +206,8 @@ class Pack:
     """First packed query that does not see the key; None if no key was evicted."""
     prefixes: PrefixAttention | None
     """Attention of rollouts that share prompts."""
+    quantiser: Quantiser | None
+    """Storage of keys and values, with scales on the device."""
 
     @cached_property
     def shadow(self) -> Shadow:

@@ -11,13 +11,22 @@ from transformers import PreTrainedTokenizerBase
 from ..config import FORMAT, KV
 from ..disk import refusal
 from ..errors import UserError
+from ..kv.statistics import Statistics, save
 from .actor import Actor
 from .stored_kv import FILE
 
 
-def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, kv: KV, *, merge: bool = False) -> None:
+def write_model(
+    folder: Path,
+    actor: Actor,
+    tokenizer: PreTrainedTokenizerBase,
+    kv: KV,
+    statistics: Statistics | None = None,
+    *,
+    merge: bool = False,
+) -> None:
     """Write the full model or, with LoRA and without `merge`, the adapter. sparse_rl.json holds the KV settings of the
-    training run.
+    training run, and a file next to it the statistics of a quantised cache.
 
     The folder is renamed into place when it is complete.
     """
@@ -31,6 +40,7 @@ def write_model(folder: Path, actor: Actor, tokenizer: PreTrainedTokenizerBase, 
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"format": FORMAT, "kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
+        save(statistics or {}, partial)
         # the mode from the umask: safetensors creates files that only the owner can read
         mode = (partial / FILE).stat().st_mode
         for file in partial.iterdir():

@@ -27,7 +27,7 @@ def evaluation_times(plan: Plan, gpu: GPU) -> list[EvaluationTime]:
     found = []
     for cache in plan.evaluation_caches:
         kv = config.sampler_kv if cache == "sparse" else KV(policy="full")
-        sampler_alone = config.eval.slots == "auto" and kv.policy == config.sampler_kv.policy
+        sampler_alone = config.eval.slots == "auto" and kv == config.sampler_kv
         slots = min(plan.slots if sampler_alone else plan.evaluation_slots, of_rank)
         seconds = sets * (decode_all_s(plan, gpu, of_rank, slots, kv) + prefill_s(plan, gpu, of_rank))
         found.append(EvaluationTime(cache, sets * problems, slots, seconds))

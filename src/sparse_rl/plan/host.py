@@ -128,7 +128,7 @@ def rollout_bytes(config: Config, prompt_tokens: int) -> int:
 def trace_bytes(config: Config, dims: Dimensions, prompt_tokens: int) -> tuple[int, int]:
     """Return (bytes of the dropped positions that a rank records, bytes of the codes made from them) of a step's traces."""
     kv, longest = config.sampler_kv, prompt_tokens + config.rollout.max_tokens
-    if kv.policy == "full":
+    if not kv.is_sparse:
         return 0, 0
     recorded = (MAX_DRAWS if config.refill else 1) * len(recorded_rollouts(config, config.rollout.rollouts_per_step))
     position = 2 if longest < 2**15 else 4

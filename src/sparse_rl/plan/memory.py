@@ -124,8 +124,8 @@ def make_plan(
     def plan_with(checkpointed: int) -> Plan:
         phases = step_phases(config, dims, int(wanted), prompt_tokens, checkpointed)
         evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens)
-        evicts, problems = config.sampler_kv.policy != "full", config.evaluated_problems
-        caches = config.evaluation_caches(evicts=evicts, dense_slots=evaluated, problems=problems)
+        is_sparse, problems = config.sampler_kv.is_sparse, config.evaluated_problems
+        caches = config.evaluation_caches(is_sparse=is_sparse, dense_slots=evaluated, problems=problems)
         if evaluated and (config.eval.slots != "auto" or "dense" in caches):
             phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens)]
         return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, checkpointed, evaluated, caches)
@@ -219,7 +219,8 @@ def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     keys, beside = slot_bytes(dims, kv, prompt_tokens + rollout.max_tokens, size)
     stored, tables = 0, 0
     if kv.stores_prompts:
-        stored, tables = store_bytes(dims, [prompt_tokens] * rollout.prompts_per_step, slots, rollout.samples_per_prompt, size)
+        lengths = [prompt_tokens] * rollout.prompts_per_step
+        stored, tables = store_bytes(dims, lengths, slots, rollout.samples_per_prompt, size, kv.dtype)
     return {"KV cache": slots * keys, "prompt store": stored, "positions, queries": slots * beside + tables}
 
 
@@ -397,7 +398,7 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
     least one. The evaluation thus does not reduce the memory of the sampler and the learner.
     """
     problems, wanted = config.evaluated_problems, config.eval.slots
-    sampler_alone = config.sampler_kv.policy == "full" or config.eval.cache == "sparse"
+    sampler_alone = not config.sampler_kv.is_sparse or config.eval.cache == "sparse"
     if not problems or (sampler_alone and wanted == "auto"):
         return 0
     if wanted != "auto":
@@ -417,7 +418,7 @@ def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, p
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
     cache = count * sum(slot_bytes(dims, kv, longest, size))
     if kv.stores_prompts:
-        cache += sum(store_bytes(dims, [prompt_tokens] * config.eval.problems, count, 1, size))
+        cache += sum(store_bytes(dims, [prompt_tokens] * config.eval.problems, count, 1, size, kv.dtype))
     parts = prefill_parts(config, dims, kv, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
     return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens) | parts | {"evaluation cache": cache})

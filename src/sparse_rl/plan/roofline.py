@@ -85,14 +85,14 @@ class StepTime:
         return self.prefill_s + self.decode_s + self.old_s + self.update_s + self.sync_s
 
 
-def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU) -> float:
-    """Return the seconds of a decode step with `held` cached tokens per slot.
+def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU, dtype: str = "auto") -> float:
+    """Return the seconds of a decode step with `held` cached tokens per slot, stored as `kv.dtype` says.
 
     The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache.
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)
-    return weights + slots * token_bytes(dims, size) * held / bandwidth
+    return weights + slots * token_bytes(dims, size, dtype) * held / bandwidth
 
 
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:
@@ -111,8 +111,9 @@ def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) ->
 def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None = None) -> float:
     """Return the seconds of a decode step at the mean number of cached tokens, by default of the sampler's slots and cache."""
     longest = plan.config.rollout.max_tokens
-    held = mean_held(kv or plan.config.sampler_kv, plan.prompt_tokens, longest, longest / 2)
-    return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu)
+    kv = kv or plan.config.sampler_kv
+    held = mean_held(kv, plan.prompt_tokens, longest, longest / 2)
+    return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu, kv.dtype)
 
 
 def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:

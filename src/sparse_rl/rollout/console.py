@@ -95,7 +95,7 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens{pages}")
     held = max(rollout.kv_peak for rollout in rollouts)
     table.add_row("peak held", f"{held} tokens of a sequence, {size(held * cache.token_bytes)}")
-    table.add_row("dense cache", f"{longest} tokens, {size(longest * cache.token_bytes)}")
+    table.add_row("dense cache", f"{longest} tokens, {size(longest * cache.dense_token_bytes)}")
     if stats.compactions:
         table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's tokens, over all steps")
         table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")

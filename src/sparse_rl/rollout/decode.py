@@ -3,13 +3,15 @@
 # S active slots, Q query heads, H kv heads, D head dimension, V vocabulary
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
+from ..kernels.code_attention import attend_and_append_codes
 from ..kernels.jit import usable
-from ..kernels.rows import StoredPrompts
+from ..kernels.rows import StoredCodes, StoredPrompts
 from ..kernels.slot_attention import attend_and_append, splits_for
 from ..kv.cache import SlotCache
 
@@ -53,42 +55,37 @@ class DecodeView:
         return out_SQD[:, :, None]
 
     def _fused(self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float) -> Tensor:
-        cache = self.cache
-        return attend_and_append(
-            *(queries_SQD, keys_SHD, values_SHD),
-            *(cache.keys_LSHCD[layer], cache.values_LSHCD[layer], cache.positions_LSHC[layer], cache.queries_LSQWD[layer]),
-            *(self.lengths_S, self.positions_S),
-            prompts=self._stored(layer),
-            scale=scale,
-            splits=self.splits,
-        )
+        cache, store, new = self.cache, self.cache.prompts, (queries_SQD, keys_SHD, values_SHD)
+        beside = (cache.positions_LSHC[layer], cache.queries_LSQWD[layer], self.lengths_S, self.positions_S)
+        own = cache.stored.map(lambda tensor: tensor[layer])
+        prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
+        if cache.quantiser is not None:
+            codes = None if prompt is None else StoredCodes(prompt, *self._pages())
+            scales = (each[layer] for each in cache.quantiser.scales)
+            return attend_and_append_codes(*new, own, *beside, *scales, prompts=codes, scale=scale, splits=self.splits)
+        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages())
+        return attend_and_append(*new, own.keys, own.values, *beside, prompts=prompts, scale=scale, splits=self.splits)
 
     def _plain(self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float) -> Tensor:
         cache, active = self.cache, len(self.rows)
         cache.append(layer, self.rows, keys_SHD, values_SHD)
         cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
-        keys_SHCD, values_SHCD = cache.keys_LSHCD[layer, :active], cache.values_LSHCD[layer, :active]
+        keys_SHTD, values_SHTD = cache.read(layer, slice(active), self.longest)
         lengths_S = self.lengths_S + 1
-        stored = self._stored(layer)
-        if stored is None:
+        if cache.prompts is None:
             return decode_attention(
-                queries_SQD, keys_SHCD, values_SHCD, lengths_S, longest=self.longest, even=self.even, scale=scale
+                queries_SQD, keys_SHTD, values_SHTD, lengths_S, longest=self.longest, even=self.even, scale=scale
             )
-        keys_SHTD, values_SHTD = keys_SHCD[:, :, : self.longest], values_SHCD[:, :, : self.longest]
         out_SQD = merged_parts(
-            prompt_attention(queries_SQD, stored, scale=scale),
+            prompt_attention(queries_SQD, *self._pages(), partial(cache.prompts.read, layer), scale=scale),
             attention_part(queries_SQD, keys_SHTD, values_SHTD, lengths_S, scale=scale),
         )
         return out_SQD.to(queries_SQD.dtype)
 
-    def _stored(self, layer: int) -> StoredPrompts | None:
-        """Return the stored prompts of the slots, for one layer."""
-        store = self.cache.prompts
-        if store is None:
-            return None
-        assert self.prompts_S is not None
-        pages_SP = store.pages_SP[: len(self.positions_S)]
-        return StoredPrompts(store.keys_LNHTD[layer], store.values_LNHTD[layer], pages_SP, self.prompts_S)
+    def _pages(self) -> tuple[Tensor, Tensor]:
+        """Return the page table of the slots' prompts, and the lengths of the prompts."""
+        assert self.cache.prompts is not None and self.prompts_S is not None
+        return self.cache.prompts.pages_SP[: len(self.positions_S)], self.prompts_S
 
     def advance(self) -> None:
         """Add the new token to the lengths. Call it after all layers have stored the token."""

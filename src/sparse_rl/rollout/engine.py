@@ -12,10 +12,13 @@ from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
 from ..kv.prompt_store import PromptStore
 from ..kv.schedule import Schedule
+from ..kv.statistics import KeyRanges, Statistics, key_scales
+from ..kv.storage import KeyScales, Quantiser
 from ..models.attention import eval_mode
 from ..models.support import prepare
 from ..sizes import CHUNK_STEPS, PREFILL_TOKENS, pool_pages
 from ..text import quoted
+from .calibrate import calibrate
 from .generation import Generation
 from .request import Request, RequestLimits
 from .rollout import Rollout
@@ -65,6 +68,11 @@ class Engine:
             raise
         device = self.limits.shape.device
         self.schedule = Schedule.of(self.kv, self.policy.evicts)
+        self.statistics: Statistics = {}
+        """Statistics of the model's keys, which a quantised cache needs; empty until they are gathered or loaded."""
+        self.quantiser: Quantiser | None = None
+        """Storage of the rollouts of the next call; None for the model's dtype."""
+        self.storage = self._storage()
         self.chunk = CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"])
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
         self.graphs: GraphRunner | None = None
@@ -108,6 +116,8 @@ class Engine:
         if not self.policy.evicts:
             self._grow(max(len(request.prompt) for request in requests) + sampling.max_tokens + self.chunk)
         assert self.cache is not None
+        if self.kv.quantised and not self.statistics:
+            self.calibrate(prompts, max(len(request.prompt) for request in requests) + sampling.max_tokens)
         if self.schedule.stores_prompts and not self.prompts_reserved:
             self._grow_store([len(request.prompt) for request in requests[::samples]], samples)
         generation = Generation(
@@ -124,6 +134,7 @@ class Engine:
             on_end=on_end,
             more=more if take is not None else None,
             graphs=self._graphs(),
+            quantiser=self.quantiser,
         )
         self.stats = generation.stats
         try:
@@ -134,6 +145,49 @@ class Engine:
         except BaseException:
             self.cache.clear()  # a failed call may leave NaNs, which must not affect the next call
             raise
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if the sampler does not see every key as the learner computes it: keys are evicted, quantised, or both."""
+        return self.policy.evicts or self.kv.quantised
+
+    def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        """Gather the statistics that a quantised cache needs from some of these prompts, at positions up to `tokens`. Does
+        nothing for a cache in the model's dtype.
+
+        `generate` does this with its own prompts if there are no statistics. They stay as they are until they are gathered or
+        loaded again.
+        """
+        if self.kv.quantised:
+            ranges = KeyRanges()
+            with on(self.limits.shape.device):
+                calibrate(self.model, prompts, tokens, ranges)
+            self.load_statistics(ranges.statistics())
+
+    def load_statistics(self, statistics: Statistics) -> None:
+        """Use these statistics from the next call on. Does nothing for a cache in the model's dtype."""
+        if self.storage is None:
+            return
+        scales = key_scales(statistics)
+        if scales.step_LHD.shape != self.storage.scales.step_LHD.shape:
+            raise UserError(
+                f"The statistics are of keys [layers, heads, channels] = {list(scales.step_LHD.shape)}, but the model has "
+                f"{list(self.storage.scales.step_LHD.shape)}: use the statistics of this model, or gather them again."
+            )
+        for mine, new in zip(self.storage.scales, scales, strict=True):
+            mine.copy_(new)  # in place, because captured graphs read it
+        self.statistics, self.quantiser = statistics, Quantiser(self.kv.dtype, scales)
+
+    def _storage(self) -> Quantiser | None:
+        """Return the storage of a quantised cache, with scales on the device that are not set yet."""
+        shape = self.limits.shape
+        if not self.kv.quantised:
+            return None
+        if shape.head_dim % 2:
+            raise UserError(
+                f"The model's head dimension = {shape.head_dim} is odd: set kv.dtype = auto, or use another model."
+            )
+        return Quantiser(self.kv.dtype, KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device))
 
     def reserve(self, tokens: int) -> None:
         """Allocate a dense cache for sequences of `tokens` tokens. Does nothing for a sparse cache, which is already
@@ -176,7 +230,7 @@ class Engine:
 
     def _allocate(self, capacity: int) -> SlotCache:
         ring = self.policy.window if self.policy.uses_queries else 0
-        return SlotCache(self.limits.shape, self.slots, capacity, ring)
+        return SlotCache(self.limits.shape, self.slots, capacity, ring, quantiser=self.storage)
 
     def _grow(self, capacity: int) -> None:
         """Enlarge a dense cache to hold the longest sequence of a call."""
@@ -193,7 +247,7 @@ class Engine:
             if store is not None:
                 pages, longest = max(pages, store.pages), max(longest, store.longest)
             del store
-            self.cache.prompts = PromptStore(self.limits.shape, self.slots, pages, longest)
+            self.cache.prompts = PromptStore(self.limits.shape, self.slots, pages, longest, self.storage)
 
     def _model_stop_ids(self) -> list[int]:
         ids = self.model.generation_config.eos_token_id

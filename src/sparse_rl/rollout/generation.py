@@ -17,6 +17,7 @@ from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.prompt_store import PagePool
 from ..kv.schedule import Schedule, by_length
+from ..kv.storage import Quantiser
 from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
 from ..sizes import FIRST_TOKENS
@@ -69,11 +70,12 @@ class Generation:
         on_end: Callable[[int, Rollout], None] | None = None,
         more: Callable[[], list[Request]] | None = None,
         graphs: GraphRunner | None = None,
+        quantiser: Quantiser | None = None,
     ):
         self.model, self.cache, self.policy = model, cache, policy
         self.schedule, self.sampling = schedule, sampling
         self.chunk, self.prefill_tokens = chunk, prefill_tokens
-        self.progress, self.on_end = progress, on_end
+        self.progress, self.on_end, self.quantiser = progress, on_end, quantiser
         self.runner: StepRunner = graphs or EagerRunner(model, cache)
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
@@ -169,7 +171,7 @@ class Generation:
         in_scratch = min(tokens, self.prefill_tokens)  # tokens times layers
         if self._is_long(prompts):
             in_scratch += tokens * self.schedule.scratch_layers(tokens, layers)
-        self.stats.scratch_bytes = max(self.stats.scratch_bytes, in_scratch * self.cache.token_bytes // layers)
+        self.stats.scratch_bytes = max(self.stats.scratch_bytes, in_scratch * self.cache.dense_token_bytes // layers)
 
     def _stash_prompt(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
         """Copy the prompt's slot if samples of the prompt still wait, unless each sample evicts different keys."""
@@ -177,7 +179,7 @@ class Generation:
         if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):
             return
         held = self.schedule.held_after_prefill(len(prompt.prompt))
-        cache = SlotCache(self.cache.shape, 1, held, self.cache.ring)
+        cache = SlotCache(self.cache.shape, 1, held, self.cache.ring, quantiser=self.cache.quantiser)
         cache.copy_slot(self.cache, prompt.slots[0], 0, held)
         self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
@@ -327,6 +329,7 @@ class Generation:
                 temperature=self.sampling.logprob_temperature,
                 seed=request.seed,
                 trace=None if sequence.trace is None else sequence.trace.finish(shape.layers, shape.kv_heads, tokens),
+                quantiser=self.quantiser,
             )
             self.rollouts[request.index] = rollout
             self.new_ends.append(request.index)

@@ -83,7 +83,7 @@ def sample_and_grade(
             sampling,
             seeds=seeds,
             limits=limits,
-            record=record if engine.policy.evicts else False,
+            record=record if engine.is_sparse else False,
             take=None if take is None else take_next,
             progress=advance,
             on_end=grade if pool.has_workers else None,

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.attention import gathered_prompts
 from ..kernels.prefix_attention import last_tokens_attention
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.prompt_layout import nth_samples
 from ..kv.prompt_store import PackedPages, PromptStore
 from ..kv.schedule import Schedule
-from ..kv.shape import CacheShape, refuse_too_large
+from ..kv.shape import refuse_too_large
+from ..kv.storage import Quantiser, encoded
 from ..models.support import next_logits
 from ..sizes import token_bytes
 from .prefill import PrefillRow, PromptInSlots
@@ -35,13 +35,13 @@ def prefill_long(
     """
     device, tokens, first = cache.shape.device, len(prompt.prompt), prompt.slots[0]
     row = PrefillRow(0, tokens, nth_samples([prompt.slots], [prompt.seeds], device))
-    pieces: PiecesInPages | PiecesInRow
+    pieces: PiecesInPages | PiecesInSlot | PiecesInScratch
     if cache.prompts is not None:
         pieces = PiecesInPages(cache.prompts, PackedPages.of([(tokens, prompt.pages)], device), prompt.pages)
     elif schedule.compresses_prompt(tokens):
-        pieces = PiecesInRow.scratch(cache.shape, tokens)
+        pieces = PiecesInScratch.of(cache, tokens)
     else:
-        pieces = PiecesInRow(cache.keys_LSHCD[:, first], cache.values_LSHCD[:, first])
+        pieces = PiecesInSlot(cache, first)
     view = LongPrefillView(cache, policy, schedule, row, first, pieces)
     for start in range(0, tokens, piece_tokens):
         view.start, view.stop = start, min(start + piece_tokens, tokens)
@@ -58,25 +58,46 @@ def prefill_long(
 
 
 @dataclass(frozen=True)
-class PiecesInRow:
-    """Pieces of a prompt in contiguous tensors: a slot, or scratch memory."""
+class PiecesInScratch:
+    """Pieces of a prompt that will be compressed, in scratch memory and in the model's dtype."""
 
     keys_LHTD: Tensor
     values_LHTD: Tensor
+    quantiser: Quantiser | None
 
     @classmethod
-    def scratch(cls, shape: CacheShape, tokens: int) -> "PiecesInRow":
+    def of(cls, cache: SlotCache, tokens: int) -> "PiecesInScratch":
+        shape = cache.shape
         needed = tokens * token_bytes(shape, shape.dtype.itemsize)
         refuse_too_large(shape, needed, f"The prefill of a prompt of {tokens:,} tokens", "use shorter prompts")
         rows = (shape.layers, shape.kv_heads, tokens, shape.head_dim)
         keys_LHTD = torch.empty(rows, dtype=shape.dtype, device=shape.device)
-        return cls(keys_LHTD, torch.empty_like(keys_LHTD))
+        return cls(keys_LHTD, torch.empty_like(keys_LHTD), cache.quantiser)
 
     def add(self, layer: int, start: int, stop: int, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a piece. Return the keys and values [1, H, stop, D] of all pieces so far."""
+        """Write a piece. Return the keys and values [1, H, stop, D] of all pieces so far, as attention reads them."""
         self.keys_LHTD[layer, :, start:stop] = keys_1HnD[0]
         self.values_LHTD[layer, :, start:stop] = values_1HnD[0]
+        written = self.written(layer, stop)
+        return written if self.quantiser is None else self.quantiser.restored(layer, *written)
+
+    def written(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [1, H, stop, D] as they were written."""
         return self.keys_LHTD[layer, None, :, :stop], self.values_LHTD[layer, None, :, :stop]
+
+
+@dataclass(frozen=True)
+class PiecesInSlot:
+    """Pieces of a prompt in the slot of its first sample."""
+
+    cache: SlotCache
+    slot: int
+
+    def add(self, layer: int, start: int, stop: int, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a piece. Return the keys and values [1, H, stop, D] of all pieces so far, as attention reads them."""
+        for stored, new in zip(self.cache.stored, encoded(self.cache.quantiser, layer, keys_1HnD, values_1HnD), strict=True):
+            stored[layer, self.slot, :, start:stop] = new[0]
+        return self.cache.read(layer, slice(self.slot, self.slot + 1), stop)
 
 
 @dataclass(frozen=True)
@@ -88,12 +109,10 @@ class PiecesInPages:
     pages: list[int]
 
     def add(self, layer: int, start: int, stop: int, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a piece. Return copies of the keys and values [1, H, stop, D] of all pieces so far."""
+        """Write a piece. Return copies of the keys and values [1, H, stop, D] of all pieces so far, as attention reads them."""
         piece = PackedPages(self.packed.pages_M[start:stop], self.packed.places_M[start:stop])
         self.store.write(layer, piece, keys_1HnD, values_1HnD)
-        pages_1P = torch.tensor([self.pages], device=keys_1HnD.device)
-        keys_NHTD, values_NHTD = self.store.keys_LNHTD[layer], self.store.values_LNHTD[layer]
-        return gathered_prompts(keys_NHTD, pages_1P, stop), gathered_prompts(values_NHTD, pages_1P, stop)
+        return self.store.read(layer, torch.tensor([self.pages], device=keys_1HnD.device), stop)
 
 
 class LongPrefillView:
@@ -106,7 +125,7 @@ class LongPrefillView:
         schedule: Schedule,
         row: PrefillRow,
         first_slot: int,
-        pieces: PiecesInRow | PiecesInPages,
+        pieces: PiecesInScratch | PiecesInSlot | PiecesInPages,
     ):
         self.cache, self.policy, self.schedule, self.row, self.pieces = cache, policy, schedule, row, pieces
         self.slot_1 = torch.tensor([first_slot], device=cache.shape.device)
@@ -124,6 +143,7 @@ class LongPrefillView:
             if self.cache.ring:  # the last piece may be shorter than the window
                 layer_1, end_1 = self.slot_1.new_tensor([layer]), self.slot_1.new_tensor([tokens])
                 queries_1QwD = self.cache.ring_in_order(layer_1, self.slot_1, end_1)
-            prompt = (queries_1QwD, keys_1HTD, values_1HTD)
+            assert isinstance(self.pieces, PiecesInScratch)
+            prompt = (queries_1QwD, *self.pieces.written(layer, tokens))
             self.row.dropped.append(self.cache.fill(layer, self.row.samples, *prompt, self.schedule.budget, self.policy))
         return last_tokens_attention(queries_1QnD, keys_1HTD, values_1HTD, scale)

@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 import torch
 
+from ..kv.storage import Quantiser
 from ..rewards.pool import Graded
 from .graded import GradedRollouts
 from .rollout import Finish, Rollout
@@ -52,8 +53,15 @@ def pack(part: GradedRollouts) -> PackedRollouts:
     )
 
 
-def unpack(packed: PackedRollouts, prompts: Sequence[list[int]], samples: int, seeds: Sequence[int]) -> GradedRollouts:
-    """Return the rollouts, without texts and traces. `prompts`, `samples` and `seeds` are those of `sample_and_grade`."""
+def unpack(
+    packed: PackedRollouts,
+    prompts: Sequence[list[int]],
+    samples: int,
+    seeds: Sequence[int],
+    quantiser: Quantiser | None = None,
+) -> GradedRollouts:
+    """Return the rollouts, without texts and traces. `prompts`, `samples` and `seeds` are those of `sample_and_grade`. The
+    engines of all ranks have the same quantiser."""
     ends_B = np.cumsum(packed.lengths_B, dtype=np.int64)
     rollouts = [
         Rollout(
@@ -64,6 +72,7 @@ def unpack(packed: PackedRollouts, prompts: Sequence[list[int]], samples: int, s
             kv_peak=int(kv_peak),
             temperature=packed.temperature,
             seed=seeds[place],
+            quantiser=quantiser,
         )
         for place, end, length, finish, kv_peak in zip(
             packed.places_B, ends_B, packed.lengths_B, packed.finishes_B, packed.kv_peaks_B, strict=True

@@ -125,12 +125,16 @@ class PrefillView:
         if self.pages is not None:
             assert self.cache.prompts is not None
             self.cache.prompts.write(layer, self.pages, keys_1HND, values_1HND)
-        outputs = []
         for row in self.rows:
-            q, k, v = (unpack(tensor, row, len(row.samples[0].rows_m)) for tensor in new)
-            if self.schedule.compresses_prompt(q.shape[2]):
+            if self.schedule.compresses_prompt((row.stop - row.start) // len(row.samples[0].rows_m)):
+                q, k, v = (unpack(tensor, row, len(row.samples[0].rows_m)) for tensor in new)
                 row.dropped.append(self.cache.fill(layer, row.samples, q, k, v, self.schedule.budget, self.policy))
-            if not q.is_cuda:
+        if self.cache.quantiser is not None:  # attend to what is stored
+            new = (queries_1QND, *self.cache.quantiser.restored(layer, keys_1HND, values_1HND))
+        outputs = []
+        if not queries_1QND.is_cuda:
+            for row in self.rows:
+                q, k, v = (unpack(tensor, row, len(row.samples[0].rows_m)) for tensor in new)
                 outputs.append(causal_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)[None])
         if queries_1QND.is_cuda:
             return packed_causal_attention(*new, self.cu_seqlens, self.longest, scale)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from ..kv.storage import Quantiser
 from ..kv.trace import Trace
 
 Finish = Literal["stop", "length", "repetition"]
@@ -27,6 +28,8 @@ class Rollout:
     seed: int
     trace: Trace | None = field(repr=False, default=None)
     """Recorded evictions; None if evictions were not recorded."""
+    quantiser: Quantiser | None = field(repr=False, default=None)
+    """Storage of keys and values in 8 or 4 bits; None for the model's dtype."""
 
     @property
     def evicted_at(self) -> Tensor | None:

@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..disk import refusal
 from ..errors import RankLost, StorageUnavailable, UserError, first_line, notice
 from ..format import gib
+from ..kv.statistics import Statistics
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..world import ALONE, LOST, World
@@ -33,6 +34,8 @@ from .run_folder import write_whole
 from .storage import Place, names_in, opened, remove, within
 
 STATE = "state.json"
+STATISTICS = "statistics"
+"""Prefix of the tensors of statistics in a checkpoint."""
 MOST_STATE_BYTES = 2**20
 MOST_COUNT = 2**48
 """Exclusive upper bound for every counter in a checkpoint, such as the step."""
@@ -98,8 +101,10 @@ class State:
             raise ValueError(f"it belongs to step {self.step}")
 
 
-def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE) -> Place:
-    """Write the checkpoint `folder`/step-N and return its path or address.
+def save(
+    folder: Place, state: State, optimizer: Optimizer, world: World = ALONE, statistics: Statistics | None = None
+) -> Place:
+    """Write the checkpoint `folder`/step-N and return its path or address. All ranks have the same statistics.
 
     state.json is written last: a checkpoint without it is incomplete. After a failed write, the partial checkpoint is removed.
     """
@@ -108,7 +113,8 @@ def save(folder: Place, state: State, optimizer: Optimizer, world: World = ALONE
         if world.is_main:
             remove(target)
         world.barrier()
-        parts = {"weights": optimizer.weights, "moments": optimizer.moments}
+        parts: dict[str, Any] = {"weights": optimizer.weights, "moments": optimizer.moments}
+        parts |= {STATISTICS: statistics} if statistics else {}
         writer = dcp.FileSystemWriter(target) if isinstance(target, Path) else FsspecWriter(target, sync_files=False)
         writer.fs = written = HashingFileSystem(writer.fs)  # type: ignore[assignment]
         with _quiet_dcp():
@@ -174,6 +180,8 @@ class LoadedCheckpoint:
     """The checkpoint that a run continues from."""
 
     state: State
+    statistics: Statistics
+    """Statistics of a quantised cache; empty if the checkpoint has none."""
     damaged: list[Damaged]
     """Later checkpoints that are damaged."""
     unfinished: list[int]
@@ -193,11 +201,11 @@ def load_last(
     for step in reversed(world.gather(_agreed(world, lambda: steps_in(folder)))[0]):  # ranks may see a shared disk differently
         checkpoint = within(folder, f"step-{step}")
         try:
-            state, verified = load(checkpoint, actor, optimizer, world)
+            state, statistics, verified = load(checkpoint, actor, optimizer, world)
         except Damaged as error:
             damaged.append(error)
         else:
-            return LoadedCheckpoint(state, damaged, unfinished_after(folder, step), verified)
+            return LoadedCheckpoint(state, statistics, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is intact: start over with --overwrite, or use another --run-dir.")
     _agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)
@@ -229,23 +237,26 @@ def _step_names(steps: list[int]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, bool]:
-    """Load weights and moments in place. Return (state, True if every file was verified against the manifest)."""
+def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, Statistics, bool]:
+    """Load weights and moments in place. Return (state, statistics, True if every file was verified against the manifest)."""
     state, files = checked_state(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
             f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be resharded for {world.size} ranks: "
             f"resume with {state.ranks} ranks."
         )
-    _read(checkpoint, {"weights": optimizer.weights, "moments": optimizer.moments}, files, world)
+    parts = {"weights": optimizer.weights, "moments": optimizer.moments}
+    statistics = _read(checkpoint, parts, files, world)
     state.ranks = world.size
     optimizer.after_load()
     actor.sync()
-    return state, files is not None
+    return state, statistics, files is not None
 
 
-def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: Callable[[str], None]) -> int:
-    """Load the weights of the last undamaged checkpoint among `steps`, and return its step.
+def load_last_weights(
+    folder: Place, steps: Sequence[int], actor: Actor, warn: Callable[[str], None]
+) -> tuple[int, Statistics]:
+    """Load the weights of the last undamaged checkpoint among `steps`. Return its step and its statistics.
 
     The weights are copied into the model's trainable parameters and cast to their dtype.
     """
@@ -255,7 +266,7 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
         checkpoint = within(folder, f"step-{step}")
         try:
             _, files = checked_state(checkpoint)
-            _read(checkpoint, {"weights": trained}, files, ALONE)
+            statistics = _read(checkpoint, {"weights": trained}, files, ALONE)
         except Damaged as error:
             damaged.append(error)
             continue
@@ -267,7 +278,7 @@ def load_last_weights(folder: Place, steps: Sequence[int], actor: Actor, warn: C
         if files is None:
             warn(f"warning: {UNVERIFIED.format(step=step)}")
         actor.sync()
-        return step
+        return step, statistics
     others = "There is no other checkpoint checkpoint" if len(steps) == 1 else "No other checkpoint is intact"
     raise UserError(f"{damaged[0]} {others}.")
 
@@ -317,8 +328,8 @@ def _agreed(world: World, work: Callable[[], T]) -> T:
     return found  # type: ignore[return-value]
 
 
-def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | None, world: World) -> None:
-    """Load the tensors of a checkpoint in place, into the tensors of `into`."""
+def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | None, world: World) -> Statistics:
+    """Load the tensors of a checkpoint in place, into the tensors of `into`. Return the statistics in the checkpoint."""
     index = _agreed(world, lambda: read_index(checkpoint, files))
     for name, tensor in into["weights"].items():
         if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
@@ -326,6 +337,12 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
                 f"{checkpoint} does not match the model of this run: resume with the model that the checkpoint was trained "
                 "from."
             )
+    statistics = {
+        name.removeprefix(f"{STATISTICS}."): torch.zeros(each.size, dtype=each.properties.dtype)
+        for name, each in index.state_dict_metadata.items()
+        if name.startswith(f"{STATISTICS}.") and isinstance(each, TensorStorageMetadata)
+    }
+    into = into | ({STATISTICS: statistics} if statistics else {})
     reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, Path) else FsspecReader(checkpoint)
     reader.read_metadata = lambda: index  # type: ignore[method-assign, misc]  # torch's read_metadata would unpickle the file
     try:
@@ -341,6 +358,7 @@ def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | Non
         raise UserError(
             f"{checkpoint} cannot be read ({_reason(error)}): remove it to use the previous checkpoint."
         ) from error
+    return statistics
 
 
 def read_index(checkpoint: Place, files: dict[str, Entry] | None) -> Metadata:

@@ -36,11 +36,11 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
     with no_progress_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
         actor = Actor(base, lora.model_copy(update={"merge": True}))
-        done = checkpoint.load_last_weights(
+        done, statistics = checkpoint.load_last_weights(
             folder.checkpoints, [step] if isinstance(step, int) else steps, actor, partial(console.print, markup=False)
         )
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        write_model(out, actor, tokenizer, config.sampler_kv, merge=merge)
+        write_model(out, actor, tokenizer, config.sampler_kv, statistics, merge=merge)
     if step is None and done < config.steps:
         console.print(f"warning: the exported checkpoint is step {done} of {config.steps}: the run has no later checkpoint.")
     console.print(f"Exported step {done} of {escape(str(run))} to {escape(str(out))}.")

@@ -75,7 +75,7 @@ class Evaluator:
     def caches(self) -> list[str]:
         """Return the caches to evaluate with: dense, sparse or both. Without a plan, memory does not decide."""
         return self.config.evaluation_caches(
-            evicts=self.engine.policy.evicts,
+            is_sparse=self.engine.is_sparse,
             dense_slots=self._dense_slots() if self.plan is not None else None,
             problems=self.problems,
         )
@@ -102,12 +102,13 @@ class Evaluator:
     def _engine(self, *, sparse: bool) -> Engine:
         """Return the training engine if it has the wanted cache and slots, else a new engine for this evaluation."""
         slots = self.config.eval.slots
-        if slots == "auto" and sparse == self.engine.policy.evicts:
+        if slots == "auto" and sparse == self.engine.is_sparse:
             return self.engine
         if slots == "auto":
             slots = self._dense_slots()
         kv = self.engine.kv if sparse else KV(policy="full")
         engine = Engine(self.actor.sampler, kv, slots=min(slots, self.problems))
+        engine.load_statistics(self.engine.statistics)
         engine.reserve(self._longest)  # once for all sets
         return engine
 

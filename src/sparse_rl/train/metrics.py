@@ -47,7 +47,7 @@ def kv_metrics(batch: RolloutBatch, engine: Engine) -> dict[str, float]:
     return {
         "kv/token_savings": 1 - kept / dense if dense else 0.0,
         "kv/peak_bytes": float(max(each.peak_kv_bytes for each in stats)),
-        "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * cache.token_bytes),
+        "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * cache.dense_token_bytes),
         "kv/peak_tokens": float(max(sample.rollout.kv_peak for sample in batch.samples)),
         "kv/evictions": float(sum(each.compactions for each in stats)),
         "kv/budget": float(engine.kv.budget if engine.policy.evicts else cache.capacity),

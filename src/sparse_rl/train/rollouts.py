@@ -198,7 +198,7 @@ class RolloutSampler:
         chosen = self.order(cursor, count)
         seeds = [derive(config.seed, cursor + place, sample) for place in range(count) for sample in range(per_prompt)]
         examples, prompts = [self.examples[index] for index in chosen], [self.prompts[index] for index in chosen]
-        record = recorded_rollouts(config, len(seeds)) if self.engine.policy.evicts else range(0)
+        record = recorded_rollouts(config, len(seeds)) if self.engine.is_sparse else range(0)
         first = len(batch.samples)
         batch.recorded += [first + place for place in record]
         expected = self._expected_tokens(chosen)
@@ -272,7 +272,8 @@ class RolloutSampler:
         parts = [part]
         if self.world.size > 1:
             received = enumerate(self.world.gather(pack(part)))
-            parts = [part if rank == self.world.rank else unpack(each, prompts, per_prompt, seeds) for rank, each in received]
+            beside = (prompts, per_prompt, seeds, self.engine.quantiser)
+            parts = [part if rank == self.world.rank else unpack(each, *beside) for rank, each in received]
         first = len(batch.samples)
         samples: list[GradedRollout] = [None] * len(seeds)  # type: ignore[list-item]
         for each in parts:

@@ -181,7 +181,7 @@ class TrainingStep:
     def _replay_noise(self, batch: RolloutBatch) -> float | None:
         """Return the engine noise of a few rows, as many as one pass replays. None if the old log-probs are the replay: of a
         dense cache, and if the loss uses the sampler's view."""
-        if self.shadow or not self.engine.policy.evicts:
+        if self.shadow or not self.engine.is_sparse:
             return None
         rows = batch.recorded[:NOISE_ROLLOUTS]
         rollouts = [batch.samples[row].rollout for row in rows]

@@ -100,6 +100,10 @@ class Trainer:
             self._resume_from(last)
         elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
+        if last is not None and last.statistics:
+            self.engine.load_statistics(last.statistics)
+        else:
+            self._calibrate(inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
         self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
         self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
@@ -134,6 +138,12 @@ class Trainer:
         if self.world.is_main:
             checkpoint.rename_damaged(last.damaged)
         self.terminal.note(f"Continuing after step {step}.")
+
+    def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
+        """Gather the statistics that a quantised cache needs. All ranks use those of the first."""
+        if self.engine.kv.quantised:
+            self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens)
+            self.engine.load_statistics(self.world.gather(self.engine.statistics)[0])
 
     # Training loop
 
@@ -215,6 +225,8 @@ class Trainer:
             result = self.training_step.learn(self.state.step, batch)
         self.state.step += 1
         self.state.cursor += batch.prompts
+        if self.state.step == 1:  # from here on responses are known as well
+            self._calibrate([sample.rollout.prompt + sample.rollout.response for sample in batch.samples])
         self.health.after_step(batch, result.updates)
         self._write_rollouts(result)
         memory = self._memory_metrics()
@@ -289,13 +301,13 @@ class Trainer:
 
     def _write_model(self) -> None:
         if self.world.is_main:
-            write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv)
+            write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv, self.engine.statistics)
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)
         self.folder.push_or_warn(self.terminal.warn)  # push first: storage must have the logs up to the checkpoint
         try:
-            checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world)
+            checkpoint.save(self.folder.checkpoints, self.state, self.optimizer, self.world, self.engine.statistics)
         except UserError as error:
             on_disk = not isinstance(error, RankLost | StorageUnavailable)
             if last and on_disk and self.world.is_main:  # the model is smaller than a checkpoint and may fit

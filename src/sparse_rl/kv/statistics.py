@@ -1,0 +1,68 @@
+"""Statistics of a model's queries, keys and values, gathered by forward passes over text: named tensors, frozen within a step.
+
+A cache or a policy that needs statistics provides a `Collector`. `rollout/calibrate.py` runs the passes. Statistics are on the
+CPU. They are part of a checkpoint and of a written model.
+"""
+
+# L layers, Q query heads, H kv heads, N packed tokens, D head dimension
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .quantize import Range, channel_range
+from .storage import KeyScales
+
+Statistics = dict[str, Tensor]
+
+FILE = "sparse_rl_statistics.safetensors"
+"""Name of the file of statistics, next to a model's weights."""
+
+
+class Collector(Protocol):
+    """Gathers statistics from the attention inputs of every layer."""
+
+    def add(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, positions_1N: Tensor) -> None:
+        """Add the tokens of one pass. Queries and keys are rotated."""
+        ...
+
+    def statistics(self) -> Statistics:
+        """Return the statistics of all passes, on the CPU."""
+        ...
+
+
+class KeyRanges:
+    """Collector of the static scales of quantised keys: the range of each channel over all tokens."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, Range] = {}
+
+    def add(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, positions_1N: Tensor) -> None:
+        new = channel_range(keys_1HND)
+        self.ranges[layer] = self.ranges[layer].union(new) if layer in self.ranges else new
+
+    def statistics(self) -> Statistics:
+        scales = KeyScales.of([self.ranges[layer] for layer in sorted(self.ranges)])
+        return {"key_centre": scales.centre_LHD.cpu(), "key_step": scales.step_LHD.cpu()}
+
+
+def key_scales(statistics: Statistics) -> KeyScales:
+    return KeyScales(statistics["key_centre"], statistics["key_step"])
+
+
+def save(statistics: Statistics, folder: Path) -> None:
+    """Write the statistics into a model's folder; do nothing if there are none."""
+    if statistics:
+        save_file({name: tensor.contiguous() for name, tensor in statistics.items()}, folder / FILE)
+
+
+def load(folder: Path) -> Statistics:
+    """Return the statistics in a model's folder; empty if there are none."""
+    return load_file(folder / FILE) if (folder / FILE).is_file() else {}
+
+
+def same(left: Statistics, right: Statistics) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

@@ -1,0 +1,53 @@
+"""Gather statistics: run a few prompts through the model, at positions up to the longest that a rollout reaches."""
+
+# N packed tokens, Q query heads, H kv heads, D head dimension
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from ..kernels.attention import packed_causal_attention
+from ..kv.statistics import Collector
+from ..models.attention import eval_mode
+from ..models.head import decoder_output
+from ..models.support import prepare
+
+PROMPTS = 16
+"""Prompts of a calibration, evenly spaced among those given."""
+PROMPT_TOKENS = 512
+"""Tokens of each prompt that are used, at most."""
+PLACES = 8
+"""Positions at which the prompts are placed. Only the rotation of keys and queries differs between them."""
+
+
+@torch.no_grad()
+def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest: int, collector: Collector) -> None:
+    """Run some of these prompts through the model and pass the inputs of its attention to the collector.
+
+    `longest` is the length of the longest sequence in tokens. The passes do not depend on the order of the prompts.
+    """
+    limits = prepare(model)
+    distinct = sorted({tuple(prompt[:PROMPT_TOKENS]) for prompt in prompts})
+    chosen = distinct[:: -(-len(distinct) // PROMPTS)]
+    most = max(map(len, chosen))
+    last = max(0, min(longest, limits.context or longest) - most)
+    device = model.device
+    tokens_1N = torch.tensor([[token for prompt in chosen for token in prompt]], device=device)
+    places_1N = torch.tensor([[place for prompt in chosen for place in range(len(prompt))]], device=device)
+    bounds = torch.tensor([0, *map(len, chosen)], device=device).cumsum(0, dtype=torch.int32)
+    with eval_mode(model):
+        for offset in sorted({last * number // max(1, PLACES - 1) for number in range(PLACES)}):
+            view = _Collecting(collector, places_1N + offset, bounds, most)
+            decoder_output(model, tokens_1N, places_1N + offset, view)
+
+
+class _Collecting:
+    """View of packed prompts, each attending only to itself, that passes all inputs to a collector."""
+
+    def __init__(self, collector: Collector, positions_1N: torch.Tensor, bounds: torch.Tensor, longest: int):
+        self.collector, self.positions_1N, self.bounds, self.longest = collector, positions_1N, bounds, longest
+
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
+        self.collector.add(layer, queries_1QND, keys_1HND, values_1HND, self.positions_1N)
+        return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale)

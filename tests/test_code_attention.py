@@ -1,0 +1,111 @@
+"""A decode step over codes: the kernel stores and reads what the torch reference does."""
+
+import pytest
+import torch
+
+from sparse_rl.config import KV
+from sparse_rl.kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts, prompt_attention
+from sparse_rl.kernels.code_attention import attend_and_append_codes
+from sparse_rl.kernels.rows import StoredCodes
+from sparse_rl.kv.quantize import channel_range
+from sparse_rl.kv.storage import KeyScales, Quantiser, Stored
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def keys_of(*shape):
+    """Keys of channels that differ in size and bias, as those of Qwen2.5 do."""
+    size = torch.logspace(-1, 1, shape[-1], device=DEVICE)
+    return torch.randn(*shape, device=DEVICE) * size + 10 * size.flip(0)
+
+
+def quantiser_of(name, heads, dim):
+    return Quantiser(name, KeyScales.of([channel_range(keys_of(2, heads, 300, dim))]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["8bit", "4bit"])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 24), (12, 2, 128), (4, 1, 16)])
+def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, splits, dtype):
+    torch.manual_seed(0)
+    slots, capacity, window = 4, 200, 5
+    lengths = torch.tensor([0, 1, 130, 199], device=DEVICE)
+    positions = lengths + torch.tensor([3, 7, 1000, 4], device=DEVICE)
+    quantiser = quantiser_of(name, kv_heads, dim)
+    cached = quantiser.encode(
+        0, keys_of(slots, kv_heads, capacity, dim), torch.randn(slots, kv_heads, capacity, dim, device=DEVICE)
+    )
+    places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
+    ring = torch.randn(slots, q_heads, window, dim, device=DEVICE).to(dtype)
+    query = torch.randn(slots, q_heads, dim, device=DEVICE).to(dtype)
+    key, value = keys_of(slots, kv_heads, dim).to(dtype), torch.randn(slots, kv_heads, dim, device=DEVICE).to(dtype)
+    new = quantiser.encode(0, key[:, :, None], value[:, :, None])
+    expected, expected_ring = cached.map(torch.clone), ring.clone()
+    for slot, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist(), strict=True)):
+        for tensor, each in zip(expected, new, strict=True):
+            tensor[slot, :, length] = each[slot, :, 0]
+        expected_ring[slot, :, position % window] = query[slot]
+    restored = quantiser.decode(0, expected, torch.float32)
+    out = decode_attention(query.float(), *restored, lengths + 1, longest=capacity, even=False, scale=0.05)
+    scales = (each[0] for each in quantiser.scales)
+    ours = attend_and_append_codes(
+        *(query, key, value, cached, places, ring, lengths, positions, *scales), scale=0.05, splits=splits
+    )
+    torch.testing.assert_close(ours.float(), out, **({} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}))
+    for mine, theirs in zip(cached, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(ring, expected_ring)
+    assert [places[slot, 0, length].item() for slot, length in enumerate(lengths.tolist())] == positions.tolist()
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("name", ["8bit", "4bit"])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 24)])
+def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, name, splits):
+    """Prompts in scattered pages, two of them shared, of one token, of full pages and of many."""
+    torch.manual_seed(0)
+    slots, capacity, pages, page = 5, 200, 12, 64
+    lengths = torch.tensor([0, 1, 130, 199, 64], device=DEVICE)
+    prompts = torch.tensor([1, 200, 200, 128, 63], device=DEVICE)
+    table = torch.tensor([[7, 0, 0, 0], [3, 11, 1, 9], [3, 11, 1, 9], [2, 8, 0, 0], [5, 0, 0, 0]], device=DEVICE)
+    quantiser = quantiser_of(name, kv_heads, dim)
+    stored = quantiser.encode(0, keys_of(pages, kv_heads, page, dim), torch.randn(pages, kv_heads, page, dim, device=DEVICE))
+    cached = quantiser.encode(
+        0, keys_of(slots, kv_heads, capacity, dim), torch.randn(slots, kv_heads, capacity, dim, device=DEVICE)
+    )
+    query = torch.randn(slots, q_heads, dim, device=DEVICE)
+    key, value = keys_of(slots, kv_heads, dim), torch.randn(slots, kv_heads, dim, device=DEVICE)
+    places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
+    ring = torch.zeros(slots, q_heads, 0, dim, device=DEVICE)
+    ours = attend_and_append_codes(
+        *(query, key, value, cached, places, ring, lengths, prompts + lengths, *(each[0] for each in quantiser.scales)),
+        scale=0.05,
+        splits=splits,
+        prompts=StoredCodes(stored, table.int(), prompts),
+    )
+
+    def read(pages_1P, tokens):
+        return quantiser.decode(0, stored.map(lambda each: gathered_prompts(each, pages_1P, tokens)), torch.float32)
+
+    own = attention_part(query, *quantiser.decode(0, cached, torch.float32), lengths + 1, scale=0.05)
+    torch.testing.assert_close(ours, merged_parts(prompt_attention(query, table, prompts, read, scale=0.05), own))
+
+
+@pytest.mark.parametrize("name", ["8bit", "4bit"])
+def test_a_constant_or_empty_head_is_stored(name):
+    """A head of zeros has no largest value, so its step is the smallest one."""
+    quantiser = Quantiser(name, KeyScales.unset(1, 2, 16, DEVICE))
+    zeros = torch.zeros(3, 2, 1, 16, device=DEVICE)
+    cached = Stored(
+        *(torch.zeros(3, 2, 4, each.shape[-1], dtype=each.dtype, device=DEVICE) for each in quantiser.encode(0, zeros, zeros))
+    )
+    args = (torch.zeros(3, 2, 16, device=DEVICE),) * 3
+    places, ring = torch.zeros(3, 2, 4, dtype=torch.int32, device=DEVICE), torch.zeros(3, 2, 0, 16, device=DEVICE)
+    lengths = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    out = attend_and_append_codes(
+        *args, cached, places, ring, lengths, lengths, *(each[0] for each in quantiser.scales), scale=1.0
+    )
+    assert bool((out == 0).all()) and bool((cached.key_steps[:, :, 0] > 0).all())
+    assert KV(dtype=name).quantised

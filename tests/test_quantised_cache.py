@@ -1,0 +1,138 @@
+"""8-bit and 4-bit caches: everybody reads what is stored, and the bytes are those of codes and steps."""
+
+import copy
+
+import pytest
+import torch
+
+from conftest import ARCHITECTURES
+from sparse_rl import KV, NEVER, Engine, Sampling, replay, sizes
+from sparse_rl.kv import storage
+from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.shape import CacheShape
+
+SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
+BOUNDED = KV(budget=32, interval=8, window=4, sinks=2)
+DTYPES = ["8bit", "4bit"]
+FLIPS = 1e-3
+"""Largest share of codes and steps that may differ between sampler and replay, in float32 on a CPU."""
+
+
+class Codes:
+    """Record of everything that is stored, by layer, in the order of the tokens."""
+
+    def __init__(self, monkeypatch):
+        self.layers = {}
+        encode = storage.Quantiser.encode
+
+        def recorded(quantiser, layer, keys, values):
+            stored = encode(quantiser, layer, keys, values)
+            self.layers.setdefault(layer, []).append(stored)
+            return stored
+
+        monkeypatch.setattr(storage.Quantiser, "encode", recorded)
+
+    def take(self, tokens):
+        """Return all that was stored since the last call, one row of numbers per token: prompts are encoded twice in prefill,
+        once to store them and once to attend to them."""
+        found = []
+        for calls in self.layers.values():
+            prompt, rest = calls[0], [call for call in calls[1:] if call.keys.shape[2] == 1]
+            parts = [torch.cat(each, dim=2) for each in zip(prompt, *rest, strict=True)]
+            assert parts[0].shape[2] == tokens
+            found += [part.transpose(1, 2).flatten(2)[0].float() for part in parts]
+        self.layers = {}
+        return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replay_reproduces_the_sampler_up_to_flips(models, policy, architecture, dtype, monkeypatch):
+    """Rounding may flip a code, and then all later tokens see another key. Few codes flip, and all tokens before are exact."""
+    model = models[architecture]
+    codes = Codes(monkeypatch)
+    engine = Engine(model, BOUNDED.model_copy(update={"policy": policy, "dtype": dtype}), slots=1)
+    (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=50, stop=()))
+    sampled = codes.take(len(LONG) + 49)
+    (replayed,) = replay(model, [rollout], "sparse")
+    differs = sampled != codes.take(len(LONG) + 49)
+    assert float(differs.float().mean()) < FLIPS
+    flipped = torch.nonzero(differs.any(dim=1)).flatten().tolist()
+    before = max(0, min([*flipped, len(LONG) + 49]) - len(LONG) + 1)  # tokens that no flipped key has reached
+    assert bool(((replayed.detach() - rollout.logprobs)[:before].abs() < 1e-4).all())
+    (dense,) = replay(model, [rollout], "dense")
+    assert float((dense.detach() - rollout.logprobs).abs().max()) > 1e-4  # else the replay above proves nothing
+    if policy == "full":
+        assert bool((rollout.evicted_at == NEVER).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_stored_prompt_is_read_as_a_slot_is(model, dtype):
+    """Prompts in pages, of one token and of several pages; groups that wait for slots; a prompt prefilled in pieces."""
+    kv = KV(budget=24, interval=8, window=4, sinks=2, protect_prompt=True, dtype=dtype)
+    prompts = [[5], LONG, [3 + number % 50 for number in range(150)]]
+    for prefill_tokens in (8192, 40):
+        engine = Engine(model, kv, slots=4, prefill_tokens=prefill_tokens)
+        rollouts = engine.generate(prompts, samples=3, sampling=Sampling(max_tokens=50, stop=()))
+        gaps = torch.stack(
+            [
+                (ours.detach() - each.logprobs).abs()
+                for ours, each in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
+            ]
+        )
+        assert float((gaps < 1e-4).float().mean()) > 0.8 and float((gaps[:, 0] < 1e-4).float().mean()) > 0.8
+        assert all(bool((each.evicted_at != NEVER).any()) for each in rollouts)
+
+
+@pytest.mark.parametrize("policy", ["rkv", "full", "random"])
+def test_slots_and_pieces_change_nothing(model, policy):
+    """Prompts that are compressed or fit, whole or in pieces, copied from a stash or prefilled: the same tokens."""
+    kv = BOUNDED.model_copy(update={"policy": policy, "dtype": "8bit"})
+    sampling, prompts = Sampling(max_tokens=20, stop=(), seed=3), [SHORT, LONG, LONG[:31]]
+    whole = Engine(model, kv, slots=9).generate(prompts, 3, sampling)
+    pieces = Engine(model, kv, slots=2, prefill_tokens=16).generate(prompts, 3, sampling)
+    for left, right in zip(whole, pieces, strict=True):
+        assert left.response == right.response and torch.equal(left.evicted_at, right.evicted_at)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_is_that_of_unquantised_keys_and_values(model, dtype):
+    """Straight through: the gradient of each weight stays close to the dense one, and attention's own weights have one."""
+    engine = Engine(model, KV(policy="full", dtype=dtype), slots=2)
+    rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=20, stop=()))
+    grads = {}
+    for view in ("dense", "sparse", "quantised"):
+        learner = copy.deepcopy(model)
+        torch.cat(replay(learner, rollouts, view)).sum().backward()
+        grads[view] = {name: parameter.grad for name, parameter in learner.named_parameters()}
+    for name, grad in grads["dense"].items():
+        assert torch.equal(grads["sparse"][name], grads["quantised"][name])
+        angle = torch.nn.functional.cosine_similarity(grad.flatten(), grads["sparse"][name].flatten(), dim=0)
+        assert angle > (0.99 if dtype == "8bit" else 0.7), name
+
+
+@pytest.mark.parametrize(("dtype", "head"), [("auto", 64), ("8bit", 16 + 2), ("4bit", 8 + 2 * 2)])
+def test_bytes_are_codes_and_steps_of_pages_and_slots(model, dtype, head):
+    """32 prompts of 1,100 tokens, 8 samples of each: the prompts once, and 640 response tokens for each sample. A head of 16
+    channels has two groups of 8 channels in 4 bits."""
+    kv = KV(policy="streaming", budget=512, interval=128, protect_prompt=True, dtype=dtype)
+    engine = Engine(model, kv, slots=256)
+    engine.generate([[5] * 1100] * 32, samples=8, sampling=Sampling(max_tokens=1, stop=()))
+    cache, store = engine.cache, engine.cache.prompts
+    allocated = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*cache.stored, *store.stored)
+        if tensor.numel()
+    }
+    token = 2 * 2 * 2 * head  # keys and values, layers, heads
+    assert sum(allocated.values()) == (32 * 18 * 64 + 256 * 640) * token == engine.stats.peak_kv_bytes
+    assert cache.token_bytes == token == sizes.token_bytes(engine.limits.shape, 4, dtype)
+
+
+def test_bytes_of_a_head_of_128_channels(monkeypatch):
+    """8 bits are half of bf16 and 4 bits a quarter, plus the steps: one per token, and one per group."""
+    shape = CacheShape(1, 1, 1, 128, torch.bfloat16, torch.device("cpu"))
+    assert [sizes.token_bytes(shape, 2, dtype) for dtype in ("auto", "8bit", "4bit")] == [512, 260, 2 * (64 + 8)]
+    monkeypatch.setattr(sizes, "GROUP_CHANNELS", 16)
+    assert sizes.token_bytes(shape, 2, "4bit") == 2 * (64 + 16)
