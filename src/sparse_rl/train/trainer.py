@@ -141,8 +141,8 @@ class Trainer:
         self.terminal.note(f"Continuing after step {step}.")
 
     def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
-        """Gather the statistics that a quantised cache needs. All ranks use those of the first."""
-        if self.engine.kv.quantised:
+        """Gather the statistics that the cache or the policy needs. All ranks use those of the first."""
+        if self.engine.needed_statistics:
             self.actor.merge()
             self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens)
             self.engine.load_statistics(self.world.gather(self.engine.statistics)[0])
