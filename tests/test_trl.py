@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("trl")
-
 from datasets import Dataset
 from peft import LoraConfig as PeftLoraConfig
 from peft import PromptTuningConfig, get_peft_model
