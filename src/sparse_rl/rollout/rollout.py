@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kv.trace import Trace
 
-Finish = Literal["stop", "length", "repetition"]
+Finish = Literal["stop", "length", "repetition", "abort"]
 
 
 @dataclass(frozen=True)
