@@ -10,8 +10,8 @@ _PUBLIC = {
     "KV": "config",
     "NEVER": "kv.trace",
     "Rollout": "rollout.rollout",
-    "Run": "train.result",
     "Sampling": "config",
+    "TrainResult": "train.result",
     "Trainer": "train.api",
     "UserError": "errors",
     "load_model": "models.load",
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .rollout.rollout import Rollout as Rollout
     from .train.api import Trainer as Trainer
     from .train.api import train as train
-    from .train.result import Run as Run
+    from .train.result import TrainResult as TrainResult
 
 
 def __getattr__(name: str):

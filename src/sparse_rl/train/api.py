@@ -15,7 +15,7 @@ from typing import Any
 from ..config import Config, merged_tables, recipe
 from ..errors import UserError
 from ..rewards.find import OBJECT
-from .result import Run
+from .result import TrainResult
 from .storage import is_address
 
 Rows = Iterable[Mapping[str, Any]]
@@ -66,8 +66,8 @@ class Trainer:
                 f'{{"extends": "quickstart", "method": "{self.config.compare[-1]}"}}.'
             )
 
-    def train(self, *, resume: bool = False, overwrite: bool = False) -> Run:
-        """Train to the last step and return the run.
+    def train(self, *, resume: bool = False, overwrite: bool = False) -> TrainResult:
+        """Train to the last step and return its result.
 
         `resume` continues the run in `run_dir`, and `overwrite` replaces it. After Ctrl-C, or an interrupted notebook cell, the
         run finishes its step, saves a checkpoint and is returned with `finished=False`.
@@ -78,14 +78,9 @@ class Trainer:
         files = {split: _stored(rows, split, self.config.run_dir) for split, rows in given.items() if rows is not None}
         config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
         if config.ray.workers:
-            if self.objects.reward or self.objects.callback:
-                raise UserError(
-                    "A reward or callback object cannot be sent to Ray: pass the reward by name, or ray.workers = 0."
-                )
-            from ..integrations import ray
-
-            ray.train(config, resume=resume, overwrite=overwrite)
-            return Run(config, finished=True)
+            raise UserError(
+                "ray.workers starts processes, which only the command line does: use sparse-rl train --ray.workers N."
+            )
         from .run import train
 
         (run,) = train(config, resume=resume, overwrite=overwrite, objects=self.objects)
@@ -94,8 +89,8 @@ class Trainer:
 
 def train(
     config: "Config | str | Path | Mapping[str, Any]", *, resume: bool = False, overwrite: bool = False, **objects: Any
-) -> Run:
-    """Train a run and return it. `objects` are the arguments of `Trainer`: reward, dataset, test and callback."""
+) -> TrainResult:
+    """Train a run and return its result. `objects` are the arguments of `Trainer`: reward, dataset, test and callback."""
     return Trainer(config, **objects).train(resume=resume, overwrite=overwrite)
 
 

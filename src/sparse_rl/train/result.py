@@ -1,4 +1,4 @@
-"""`Run`: the result of a training run, read from its run folder. In a notebook it shows the summary and the report."""
+"""`TrainResult`: the result of a training run, read from its run folder. In a notebook it shows the summary and the report."""
 
 from dataclasses import dataclass
 from html import escape
@@ -16,8 +16,8 @@ REPORT_HEIGHT_PX = 640
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training run and what it wrote to its run folder."""
+class TrainResult:
+    """Result of a training run, read from its run folder."""
 
     config: Config
     """Configuration of the run."""

@@ -30,7 +30,7 @@ from ..rewards.pool import pool_for, try_on_gold
 from ..terminal import Terminal
 from ..text import message
 from .api import PythonObjects
-from .result import Run
+from .result import TrainResult
 from .run_folder import RunFolder
 from .storage import is_address
 from .summary import print_summary
@@ -120,7 +120,7 @@ def planned(config: Config) -> str:
 
 def train(
     config: Config, *, resume: bool, overwrite: bool, launch: str | None = None, objects: PythonObjects | None = None
-) -> list[Run]:
+) -> list[TrainResult]:
     """Train as a single process, or as one of the ranks that a launcher started. Return the runs, of which the last may not be
     finished: several if methods are compared.
 
@@ -154,7 +154,7 @@ def train_all(
     overwrite: bool,
     launch: str,
     objects: PythonObjects,
-) -> list[Run]:
+) -> list[TrainResult]:
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
@@ -172,7 +172,7 @@ def train_all(
         folders = [RunFolder(each.run_dir, writes=world.is_main) for each in configs]
         for folder in folders:
             locks.enter_context(folder.locked(launch))
-        runs: list[Run] = []
+        runs: list[TrainResult] = []
         for each, folder in zip(configs, folders, strict=True):
             with pushed(folder):
                 finished = train_one(
@@ -186,7 +186,7 @@ def train_all(
                     launch=launch,
                     objects=objects,
                 )
-            runs.append(Run(each, finished))
+            runs.append(TrainResult(each, finished))
             if not finished:
                 return runs
         print_end(config, configs, console, world)
@@ -264,12 +264,12 @@ def train_one(
     from .memory import out_of_memory
     from .stop import StopHandler
     from .terminal import RunTerminal
-    from .trainer import Trainer
+    from .trainer import TrainingRun
 
     dtype, _ = place(config.model.dtype, config.model.device)  # store the resolved dtype, so that an export uses it too
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     reward = config.reward
-    trainer: Trainer | None = None
+    trainer: TrainingRun | None = None
     with (
         ExitStack() as log,
         RunTerminal(config, console) as terminal,
@@ -292,7 +292,7 @@ def train_one(
                 pool = opened.enter_context(pool_for(reward, function, log=reward_log, call=objects.reward))
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
                 loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.is_main else []
-                trainer = Trainer(
+                trainer = TrainingRun(
                     config, folder, terminal, pool, loggers, resume=resume, world=world, callback=objects.callback
                 )
             trainer.run(stop)

@@ -39,7 +39,7 @@ from .stop import StopHandler
 from .terminal import RunTerminal
 
 
-class Trainer:
+class TrainingRun:
     def __init__(
         self,
         config: Config,
