@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig as PeftLoraConfig
 from peft import PromptTuningConfig, get_peft_model
+from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
@@ -317,6 +318,15 @@ def test_a_model_that_the_engine_cannot_run_is_refused_before_the_first_step(tmp
 def _with_model(trainer, model):
     trainer.model = model
     return trainer
+
+
+def test_a_processor_for_images_is_refused(tmp_path):
+    class Processor(ProcessorMixin):
+        pass
+
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    with pytest.raises(UserError, match="samples text alone: use a text model"):
+        SparseGRPOTrainer(str(TINY), by_text, args, DATASET, processing_class=Processor())
 
 
 def test_another_version_of_trl_is_refused():

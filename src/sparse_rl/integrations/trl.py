@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from packaging.version import Version
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from ..config import KV, PRESETS, CorrectionSpec
 from ..errors import MissingResource, UserError, notice
@@ -52,7 +53,7 @@ refuse_version(trl.__version__)
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from .trl_rollouts import SparseRollouts, refuse_settings  # noqa: E402
+from .trl_rollouts import SparseRollouts, refuse_images, refuse_settings  # noqa: E402
 
 __all__ = ["SparseGRPOConfig", "SparseGRPOTrainer", "SparseRollouts"]
 
@@ -105,6 +106,8 @@ class SparseGRPOTrainer(GRPOTrainer):
         if args is not None:
             refuse_settings(args)
             refuse_loss(args, self.correction)
+        if any(isinstance(each, ProcessorMixin) for each in (*more, *options.values())):
+            refuse_images()
         for name in ("tools", "environment_factory"):
             if options.get(name):
                 raise UserError(f"{name} needs rollouts of several turns, which the engine does not sample: omit {name}.")

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from peft import PeftModel
@@ -218,13 +218,17 @@ def refuse_settings(args: Any) -> None:
         )
 
 
+def refuse_images() -> NoReturn:
+    raise UserError(
+        "processing_class is a processor for images or audio, and the engine samples text alone: use a text model and its "
+        "tokenizer."
+    )
+
+
 def refuse_trainer(trainer: Any) -> None:
     """Raise UserError for models and launchers whose weights the engine cannot read."""
     if trainer._is_vlm:
-        raise UserError(
-            "The model has a processor for images, and the engine samples text alone: use a text model, or pass the tokenizer "
-            "of a text model as processing_class."
-        )
+        refuse_images()
     plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
         raise UserError(

@@ -55,7 +55,7 @@ class TrainResult:
         return RunFolder(self.config.run_dir, writes=False)
 
     def _repr_html_(self) -> str:
-        console = Terminal(record=True, file=StringIO(), width=PLAIN_WIDTH, highlight=False)
+        console = Terminal(record=True, file=StringIO(), width=PLAIN_WIDTH, highlight=False, force_jupyter=False)
         console.print(summary_table([self.config], [self.metrics]))
         table = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
         if not self.report.exists():
