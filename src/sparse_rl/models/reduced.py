@@ -27,6 +27,7 @@ def reduced(model: PreTrainedModel) -> PreTrainedModel:
     memo: dict[int, Any] = {id(layers): nn.ModuleList()}
     _share_in_float32(model, layers, [layers[index] for index in kept], memo)
     small = copy.deepcopy(model, memo)
+    vars(small).pop("forward", None)  # a trainer may wrap the forward of an instance; the copied wrapper calls the original
     small.get_input_embeddings().padding_idx = None  # it may exceed the number of rows, and only gradients use it
     memo[id(layers)].extend(copy.deepcopy(layers[index], memo) for index in kept)
     _renumber(small, memo[id(layers)], kept, len(layers), numbered)

@@ -1,6 +1,6 @@
 """The engine: a model, a bounded KV cache and `generate`. This is the sampler's public API."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -103,7 +103,8 @@ class Engine:
         `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips recording evictions
         (`evicted_at` is then None); a set of indices records only those rollouts. `take` returns the index of the next prompt,
         or None at the end; engines that share prompts each return the rollouts of the prompts they took. `progress` is called
-        between chunks of steps. `on_end` is called with the index and the record of each finished rollout.
+        between chunks of steps, with the new tokens of each rollout; it may end rollouts with `Progress.abort`. `on_end` is
+        called with the index and the record of each finished rollout. An exception in a callback ends the whole call.
         `allow_beyond_context` permits responses beyond the model's context.
         """
         sampling = sampling or Sampling()
@@ -206,6 +207,23 @@ class Engine:
                 f"The model's head dimension = {shape.head_dim} is odd: set kv.dtype = auto, or use another model."
             )
         return Quantiser(self.kv.dtype, KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device))
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy weights by name into the model, in place: `engine.update_weights(learner.named_parameters())`.
+
+        A model that is trained itself needs no call: the engine reads its parameters at every step. The dtype may differ. Call
+        it between `generate` calls, because a rollout would otherwise have tokens of two policies.
+        """
+        targets = self.model.state_dict(keep_vars=True)
+        for name, weight in weights:
+            if name not in targets or targets[name].shape != weight.shape:
+                has = f"has shape {tuple(targets[name].shape)}" if name in targets else "does not exist"
+                raise UserError(
+                    f"The weight {name} of shape {tuple(weight.shape)} {has} in the engine's model: pass the weights of the same "
+                    "architecture."
+                )
+            targets[name].copy_(weight)
 
     def reserve(self, tokens: int) -> None:
         """Allocate a dense cache for sequences of `tokens` tokens. Does nothing for a sparse cache, which is already

@@ -1,8 +1,9 @@
 """The trainer: set up or resume a run, run its steps, evaluate, log and save. `step.py` implements one step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ from .stop import StopHandler
 from .terminal import RunTerminal
 
 
-class Trainer:
+class TrainingRun:
     def __init__(
         self,
         config: Config,
@@ -51,7 +52,9 @@ class Trainer:
         resume: bool = False,
         inputs: RunInputs | None = None,
         world: World = ALONE,
+        callback: Callable[[int, dict[str, float]], Any] | None = None,
     ):
+        self.callback = callback
         self.config, self.folder, self.terminal, self.pool, self.loggers = config, folder, terminal, pool, loggers
         self.world = world
         torch.manual_seed(config.seed)  # only adapter initialization uses it; all other randomness is derived from counters
@@ -184,7 +187,7 @@ class Trainer:
             self._log(metrics)
             self.health.stop_if_not_finite()
             self.health.stop_if_refill_fails()
-            stopping = self.world.any(stop.requested)
+            stopping = self.world.any(self._asked_to_stop(step, metrics) or stop.requested)
             # Save no checkpoint right after a skipped update: it would replace an older, good one.
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
             if last or stopping or due:
@@ -193,6 +196,10 @@ class Trainer:
             self._write_model()
         if line := self.best.summary_line(self.state):
             self.terminal.note(line)
+
+    def _asked_to_stop(self, step: int, metrics: dict[str, float]) -> bool:
+        """Call the user's callback on the main rank and return whether it asks to end the run."""
+        return self.callback is not None and self.world.is_main and self.callback(step, dict(metrics)) is True
 
     def _warn_if_disk_is_small(self) -> None:
         step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint
