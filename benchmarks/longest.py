@@ -1,4 +1,4 @@
-"""Does the longest response that the plan names train? One update at that length and one at a length 10 % longer:
+"""Does the longest response that the plan names train? One update at that length and by default one at a length 10 % longer:
 
     python benchmarks/longest.py --json benchmarks/results/longest.json [--cases "7B LoRA"] [--dry-run] [--sample]
 
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--memory", default="24GB,80GB,141GB", help="memory sizes [24GB,80GB,141GB]")
     parser.add_argument("--cases", default="", help="only cases whose name contains this: 7B, LoRA, 24GB")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens of the prompt [256]")
+    parser.add_argument("--factors", default="1.0,1.1", help="lengths to run, as multiples of the planned one [1.0,1.1]")
     parser.add_argument("--sample", action="store_true", help="run a whole training step, sampling included")
     parser.add_argument("--dry-run", action="store_true", help="print lengths and computed seconds, and run nothing")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run is ended [300]")
@@ -139,7 +140,7 @@ def plan_at(case: dict[str, Any], tokens: int, prompt_tokens: int) -> Plan:
 def measure(case: dict[str, Any], args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (the case with its runs, the environment of the runs). A longer response runs only if the planned one trained."""
     runs, where = [], {}
-    for factor in (1.0, 1.1) if case["planned_tokens"] else ():
+    for factor in map(float, args.factors.split(",")) if case["planned_tokens"] else ():
         tokens = round(factor * case["planned_tokens"])
         settings = case | {"tokens": tokens, "sample": args.sample, "prompt_tokens": args.prompt_tokens}
         ended = in_process(settings, args.timeout)

@@ -41,7 +41,7 @@ def _ordered(scores):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000000
 
 
-@jit
+@jit(do_not_specialize=["scored", "total", "budget"])  # prompts have many lengths
 def _choose(
     scores_ptr, protected_ptr, kept_ptr, heads, scored, total, budget, sinks, rounding,
     PROTECTED: tl.constexpr, PAD: tl.constexpr,

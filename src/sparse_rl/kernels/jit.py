@@ -13,8 +13,8 @@ try:
 except ImportError:
     triton = tl = None
 
-    def jit(function):
-        return function
+    def jit(function=None, **options):
+        return function or jit
 
 
 @functools.cache

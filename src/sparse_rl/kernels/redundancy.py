@@ -71,7 +71,7 @@ def fused_sums(keys: Rows, threshold: float) -> Tensor:
     return result
 
 
-@jit
+@jit(do_not_specialize=["total"])  # prompts have many lengths
 def _norms(
     keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, total, norms_ptr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,7 +84,7 @@ def _norms(
     tl.store(norms_ptr + pair * total + i, tl.sqrt(tl.sum(keys * keys, axis=1)) + 1e-8, mask=i < total)
 
 
-@jit
+@jit(do_not_specialize=["total"])  # prompts have many lengths
 def _similarities(
     keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, total, norms_ptr, threshold,
     sums_ptr, zeroed_ptr, amounts_ptr,
@@ -121,7 +121,7 @@ def _similarities(
     tl.store(amounts_ptr + place, amount / my_norm, mask=i < total)
 
 
-@jit
+@jit(do_not_specialize=["total"])
 def _subtract(sums_ptr, zeroed_ptr, amounts_ptr, result_ptr, total, BLOCK: tl.constexpr):
     """Subtract from column j the entries that rows set to 0 in it. The order is fixed and no atomics are used, so that results
     are bitwise reproducible."""
