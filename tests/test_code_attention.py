@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparse_rl import sizes
 from sparse_rl.config import KV
 from sparse_rl.kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts, prompt_attention
 from sparse_rl.kernels.code_attention import attend_and_append_codes
@@ -59,6 +60,14 @@ def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, 
         assert torch.equal(mine, theirs)
     assert torch.equal(ring, expected_ring)
     assert [places[slot, 0, length].item() for slot, length in enumerate(lengths.tolist())] == positions.tolist()
+
+
+@pytest.mark.parametrize("channels", [16, 32])
+def test_a_group_may_have_16_or_32_channels(channels, monkeypatch):
+    monkeypatch.setattr(sizes, "GROUP_CHANNELS", channels)
+    test_a_step_appends_codes_and_attends_to_them(6, 2, 128, "4bit", 1, torch.float32)
+    test_codes_of_rows_of_several_layers_are_decoded("4bit", 128, torch.float32)
+    assert quantiser_of("4bit", 2, 128).layout() == (torch.uint8, 64, 128 // channels)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 7])

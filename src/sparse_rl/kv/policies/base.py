@@ -38,6 +38,8 @@ class Policy:
     """True if `scores` also accepts keys as `kernels.rows.Rows`. Compaction on a GPU then does not copy keys."""
     uses_seeds: ClassVar[bool] = False
     """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
+    full_precision: ClassVar[bool] = False
+    """True if `scores` needs keys and values in the model's dtype. `kv.dtype` must then be auto."""
     evicts: ClassVar[bool] = True
     """True for all policies except `full`, whose cache grows with the sequence."""
 
