@@ -298,8 +298,8 @@ class SlotCache:
         similarities with its comparisons. R-KV needs the most memory of all policies.
         """
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
-        if self.quantiser is not None:  # the codes, and two float32 forms from which the copy is made
-            key_bytes += held * self.shape.head_dim * 9
+        if self.quantiser is not None:  # the codes, and without kernels three float32 forms from which the copy is made
+            key_bytes += held * self.shape.head_dim * (1 if usable(self.shape.device) else 14)
         ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
             return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held)
