@@ -26,7 +26,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|transformers|numpy|pydantic|collections)\..*|np\..*|Tensor|PreTrained\w+"),
+    ("py:.*", r"(torch|transformers|numpy|pydantic|collections|pathlib)\..*|np\..*|Tensor|PreTrained\w+"),
     ("py:class", r"sparse_rl\.config\..*"),
 ]
 """Types of other packages: their own sites are not read, so that a build needs no network. And the sections of the
