@@ -41,6 +41,42 @@ def test_replay_reproduces_the_sampler_in_float32(policy, architecture):
         torch.testing.assert_close(ours.detach().cpu(), rollout.logprobs, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("stored", ["8bit", "4bit"])
+@pytest.mark.parametrize("policy", ["full", "rkv", "tova"])
+@pytest.mark.parametrize("protect_prompt", [False, True])
+def test_replay_reproduces_a_quantised_sampler(policy, stored, protect_prompt):
+    """In float32, tokens after a flipped code differ by more than rounding, and most tokens come before one."""
+    model = random_model("qwen2").cuda()
+    kv = KV(policy=policy, dtype=stored, protect_prompt=protect_prompt and policy != "full", **SMALL)
+    rollouts = Engine(model, kv, slots=3).generate(PROMPTS, 2, Sampling(max_tokens=60, stop=()))
+    pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
+    gaps = torch.stack([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
+    assert float((gaps < 1e-3).float().mean()) > 0.5 and float(gaps.mean()) < 0.02
+
+
+@pytest.mark.parametrize("stored", ["8bit", "4bit"])
+def test_bfloat16_noise_of_a_quantised_cache(stored):
+    """Flips raise the noise, but it stays far below the mismatch to unquantised keys in 4 bits."""
+    model = random_model("qwen2").to("cuda", torch.bfloat16)
+    noise = {}
+    for dtype in ("auto", stored):
+        rollouts = Engine(model, KV(policy="full", dtype=dtype), slots=8).generate(
+            PROMPTS, 4, Sampling(max_tokens=200, stop=())
+        )
+        pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
+        noise[dtype] = float(torch.cat([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs]).mean())
+    assert noise[stored] < 4 * noise["auto"]
+
+
+def test_a_quantised_cache_takes_its_bytes_alone():
+    model = load_model("tiny", dtype="bfloat16", device="cuda")
+    kv = KV(policy="rkv", budget=512, interval=128)
+    whole, half, quarter = (
+        Engine(model, kv.model_copy(update={"dtype": each}), slots=64) for each in ("auto", "8bit", "4bit")
+    )
+    assert half.cache.kv_bytes < 0.6 * whole.cache.kv_bytes and quarter.cache.kv_bytes < 0.4 * whole.cache.kv_bytes
+
+
 def test_cpu_and_gpu_sample_the_same_tokens():
     """The counter-based numbers are the same everywhere, so only a near tie could part them."""
     model = load_model("tiny", dtype="float32", device="cpu")
@@ -85,6 +121,8 @@ TRAIN = [
         ["--method", "sparse_rl", "--optimizer.state", "offload"],
         ["--method", "sparse_rl", "--optimizer.state", "8bit"],
         ["--method", "smd", "--optimizer.gradient-checkpointing", "true"],
+        ["--method", "sparse_rl", "--kv.dtype", "8bit", "--kv.protect-prompt", "true"],
+        ["--method", "smd", "--kv.dtype", "4bit"],
     ],
     ids=" ".join,
 )

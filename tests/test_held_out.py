@@ -248,9 +248,9 @@ def test_auto_leaves_the_dense_cache_out_where_few_of_its_slots_fit(tokens, few)
 
 
 def test_the_caches_that_are_evaluated():
-    def caches(dense_slots, problems=256, evicts=True, best="reward/mean", **settings):
+    def caches(dense_slots, problems=256, is_sparse=True, best="reward/mean", **settings):
         config = Config(eval=settings, checkpoint={"best": best})
-        return config.evaluation_caches(evicts=evicts, dense_slots=dense_slots, problems=problems)
+        return config.evaluation_caches(is_sparse=is_sparse, dense_slots=dense_slots, problems=problems)
 
     both = ["dense", "sparse"]
     assert caches(15) == ["sparse"] and caches(16) == caches(None) == both
@@ -260,7 +260,7 @@ def test_the_caches_that_are_evaluated():
     assert (
         caches(3, cache="dense") == ["dense"] and caches(99, cache="sparse") == ["sparse"] and caches(3, cache="both") == both
     )
-    assert all(caches(3, evicts=False, cache=each) == ["dense"] for each in ("auto", "sparse", "dense", "both"))
+    assert all(caches(3, is_sparse=False, cache=each) == ["dense"] for each in ("auto", "sparse", "dense", "both"))
 
 
 @pytest.mark.parametrize("tokens", ["16384", "1024"])
@@ -268,7 +268,7 @@ def test_the_trainer_evaluates_with_the_caches_of_its_plan(tokens):
     """For prompts as long as planned. Of two sets, the one with the most problems and the longest prompts counts."""
     plan = planned(*LORA[:-1], tokens, "--data.test", "gsm8k,math500", model="7B")
     long, few = (HeldOut(source, [None] * count, [[1] * 256] * count) for source, count in (("gsm8k", 256), ("math500", 3)))
-    engine = SimpleNamespace(policy=SimpleNamespace(evicts=True), slots=plan.slots, kv=plan.config.kv)
+    engine = SimpleNamespace(is_sparse=True, slots=plan.slots, kv=plan.config.kv)
     evaluator = Evaluator(plan.config, [few, long], engine, None, plan, None, None, None, None)
     assert evaluator.caches() == plan.evaluation_caches
     said = f"a dense cache has room for {plan.evaluation_slots} slots"

@@ -23,6 +23,7 @@ from sparse_rl.kv import cache
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.prompt_store import PromptStore
 from sparse_rl.kv.shape import CacheShape
+from sparse_rl.kv.storage import KeyScales, Quantiser
 from sparse_rl.models import compile as compiler
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
@@ -84,18 +85,38 @@ def test_parameters_of_named_shapes(shape):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stored", ["auto", "8bit", "4bit"])
 @pytest.mark.parametrize(("model", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16), ("mistral", torch.float16)])
-def test_the_cache_is_what_is_allocated(policy, model, dtype):
+def test_the_cache_is_what_is_allocated(policy, model, dtype, stored):
     """The same function gives the bytes of a slot to the plan, by dimensions, and to an evaluation, by the cache's shape."""
     dims = from_config(MODELS[model].to_dict(), model)
     shape = CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, dtype, torch.device("cpu"))
-    kv = KV(policy=policy, budget=40, interval=8)
+    kv = KV(policy=policy, budget=40, interval=8, dtype=stored)
+    scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
+    quantiser = Quantiser(stored, scales) if kv.quantised else None
     capacity = kv.capacity if policy != "full" else 100 + sizes.CHUNK_STEPS["cuda"]
-    made = cache.SlotCache(shape, 3, capacity, kv.window if POLICIES[policy].uses_queries else 0)
+    ring = kv.window if POLICIES[policy].uses_queries else 0
+    made = cache.SlotCache(shape, 3, capacity, ring, quantiser=quantiser)
     keys, beside = sizes.slot_bytes(dims, kv, 100, dtype.itemsize)
     assert (keys, beside) == sizes.slot_bytes(shape, kv, 100, dtype.itemsize)
-    assert 3 * keys == made.kv_bytes == 3 * capacity * sizes.token_bytes(shape, dtype.itemsize)
+    assert 3 * keys == made.kv_bytes == 3 * capacity * sizes.token_bytes(shape, dtype.itemsize, stored)
     assert 3 * beside == made.side_bytes - made.lengths_S.nbytes
+
+
+def test_a_quantised_cache_is_planned_with_its_bytes():
+    """Fewer bytes give more slots, and a decode step reads fewer."""
+    flags = ["--kv.protect-prompt", "true", "--rollout.prompts-per-step", "64"]
+    plans = {
+        dtype: planned(*flags, "--kv.dtype", dtype, memory_gib=80, prompt_tokens=1100) for dtype in ("auto", "8bit", "4bit")
+    }
+    of_token = {dtype: sizes.token_bytes(plan.dims, 2, dtype) for dtype, plan in plans.items()}
+    assert [each / of_token["auto"] for each in of_token.values()] == [1, (128 + 2) / 256, (64 + 4 * 2) / 256]
+    for dtype, plan in plans.items():
+        parts = plan.phases[0].parts
+        assert parts["KV cache"] == plan.slots * 640 * of_token[dtype] and parts["prompt store"] % of_token[dtype] == 0
+    slots = [plan.slots for plan in plans.values()]
+    times = [decode_step_s(plan, find_gpu("H200"), slots=256) for plan in plans.values()]
+    assert slots == sorted(slots) and times == sorted(times, reverse=True) and times[0] > times[2]
 
 
 def test_the_prompt_store_is_what_is_allocated():

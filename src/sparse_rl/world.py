@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import RankLost, first_line
+from .errors import RankLost, UserError, first_line
 
 T = TypeVar("T")
 
@@ -121,6 +121,19 @@ ALONE = World()
 
 LOST = re.compile("closed by peer|reset by peer|[Tt]imed out|Broken pipe")
 """Pattern of gloo messages that report a lost peer."""
+
+
+def agreed(world: World, work: Callable[[], T]) -> T:
+    """Run `work` on this rank and return its result. If `work` raises UserError on any rank, raise it on all ranks."""
+    found, failed = None, None
+    try:
+        found = work()
+    except UserError as error:
+        failed = error
+    for each in world.gather(failed):
+        if each is not None:
+            raise each
+    return found  # type: ignore[return-value]
 
 
 def balanced_passes(lengths: Sequence[int], ranks: int, tokens: int) -> list[list[list[int]]]:

@@ -58,6 +58,10 @@ class EvalSample:
     """True if the method `sparse_rl` would have rejected the sample. None without --mismatch."""
     noise: float | None = None
     """Mean |log pi_sampler - log pi_replayed| over the tokens of the sample. None without --mismatch."""
+    quantisation_k3: float | None = None
+    """Mean k3 of pi_dense / pi_quantised over the tokens of the sample. None without --mismatch or without quantised keys."""
+    eviction_k3: float | None = None
+    """The same of pi_quantised / pi_sampler."""
     prompt_tokens: int = 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..config import KV
 from ..errors import UserError
 
-FORM = "full or POLICY@BUDGET[+INTERVAL], as in full,rkv@512,snapkv@512+64"
+FORM = "full or POLICY@BUDGET[+INTERVAL], each with :8bit or :4bit if wanted, as in full,full:4bit,rkv@512,snapkv@512+64:8bit"
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
     """
     if compare is None:
         found = [full()]
-        if {"policy", "budget"} & given.keys() or stored.get("policy", "full") != "full":
+        if {"policy", "budget", "dtype"} & given.keys() or KV(**{"policy": "full", **stored}).is_sparse:
             values = {**stored, **given}
             if "budget" in given and "interval" not in given:  # the stored interval belongs to the stored budget
                 values["interval"] = quarter(KV(policy="full", budget=given["budget"]).budget)
             kv = KV(**values)
-            found += [Setting(name_of(kv), kv)] if kv.policy != "full" else []
+            found += [Setting(name_of(kv), kv)] if kv.is_sparse else []
         return found
     if twice := sorted({"policy", "budget"} & given.keys()):
         raise UserError(f"kv.{twice[0]} and --compare both set a cache: use only --compare, in the form {FORM}.")
@@ -48,8 +48,10 @@ def full() -> Setting:
 
 
 def name_of(kv: KV) -> str:
-    usual = kv.interval == quarter(kv.budget)
-    return f"{kv.policy}@{kv.budget}" if usual else f"{kv.policy}@{kv.budget}+{kv.interval}"
+    name = kv.policy
+    if kv.policy != "full":
+        name += f"@{kv.budget}" if kv.interval == quarter(kv.budget) else f"@{kv.budget}+{kv.interval}"
+    return f"{name}:{kv.dtype}" if kv.quantised else name
 
 
 def quarter(budget: int) -> int:
@@ -58,8 +60,10 @@ def quarter(budget: int) -> int:
 
 
 def _setting(text: str, given: Mapping[str, Any]) -> Setting:
+    text, _, dtype = text.partition(":") if text.endswith((":8bit", ":4bit")) else (text, "", "")
+    given = {**given, "dtype": dtype} if dtype else given
     if text == "full":
-        return full()
+        return Setting(f"full:{dtype}", KV(policy="full", dtype=dtype)) if dtype else full()
     match = re.fullmatch(r"(.+)@(\d+)(?:\+(\d+))?", text)
     if not match or match[1] == "full":
         raise UserError(f"--compare {text} is not a valid cache: use {FORM}.")

@@ -17,10 +17,11 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.record import environment
-from ..config import FORMAT, DataConfig, RewardConfig, Sampling
+from ..config import FORMAT, KV, DataConfig, RewardConfig, Sampling
 from ..data.examples import Example, name_of
 from ..data.prompts import encoded
 from ..errors import PromptError, UserError
+from ..kv import statistics
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_progress_bar, place
 from ..rewards.find import refuse_inside_a_reward
@@ -140,7 +141,7 @@ def identity(
         "raw": data.raw,
         "reward.truncated": reward.truncated,
         "reward.timeout": reward.timeout,
-        "settings": {setting.name: setting.kv.model_dump(mode="json") for setting in settings},
+        "settings": {setting.name: stored_settings(setting.kv) for setting in settings},
         **({"format": FORMAT} if any(setting.kv.stores_prompts for setting in settings) else {}),
         "benchmarks": {
             source.name: {
@@ -155,6 +156,11 @@ def identity(
             for source in sources
         },
     }
+
+
+def stored_settings(kv: KV) -> dict[str, Any]:
+    """Return the settings for asked.json. Evaluations of earlier versions have no dtype."""
+    return kv.model_dump(mode="json", exclude=set() if kv.quantised else {"dtype"})
 
 
 def weights_hash(model: str) -> str | None:
@@ -292,7 +298,20 @@ class Runner:
             most = max(len(missing) * benchmark.samples for benchmark, missing in alike)
             self.engine, self.engine_key = Engine(self.model, setting.kv, slots=min(slots, most)), key
             self.engine.reserve(longest)
+            self._load_statistics(self.engine)
         return self.engine
+
+    def _load_statistics(self, engine: Engine) -> None:
+        """Use the statistics of the model or of the folder. Else gather them and write them to the folder."""
+        if engine.needed_statistics:
+            stored = statistics.load(self.work.path)
+            for found in (stored, statistics.load(Path(self.args.model))):
+                engine.load_statistics(found)
+            if not engine.statistics:
+                prompts = [prompt for benchmark in self.benchmarks.values() for prompt in benchmark.prompts]
+                engine.calibrate(prompts, max(benchmark.longest for benchmark in self.benchmarks.values()))
+                with self.work.writing():
+                    statistics.save(stored | engine.statistics, self.work.path)
 
 
 def parts(numbers: Sequence[int], count: int) -> list[Sequence[int]]:

@@ -1,7 +1,8 @@
 """Measure the mismatch between the sampler with a bounded cache and the dense model, before any training.
 
 Replaying every rollout with a dense cache gives xi = pi_dense / pi_sampler for each token. A second replay under the recorded
-evictions gives the engine noise. Log-probs come from the untruncated softmax at the sampling temperature, so xi is also
+evictions gives the engine noise. If keys and values are quantised, a third replay sees every key as it was stored. It splits xi
+into the parts of quantisation, pi_dense / pi_quantised, and of eviction, pi_quantised / pi_sampler. Log-probs come from the untruncated softmax at the sampling temperature, so xi is also
 defined with top_p and top_k. In that case, xi compares the two full softmaxes at the sampled tokens.
 """
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..learner.batch import padded, response_mask
@@ -35,6 +37,10 @@ class Mismatch:
     xi_min: float
     ess: float
     engine_noise: float
+    quantisation_k3: float | None = None
+    """k3 of quantisation alone, at the sampled tokens; None if keys and values are not quantised."""
+    eviction_k3: float | None = None
+    """k3 of eviction alone, with quantised keys and values."""
 
 
 @torch.no_grad()
@@ -42,13 +48,25 @@ def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[E
     """Return log xi of all tokens of all rollouts, concatenated, in float32. Set `rejected` and `noise` of each sample."""
     per_pass = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
     dense = [logprobs.cpu() for logprobs in replay(model, rollouts, "dense", tokens_per_pass=per_pass)]
-    evicts = all(rollout.trace is not None for rollout in rollouts)
-    own = [each.cpu() for each in replay(model, rollouts, "sparse", tokens_per_pass=per_pass)] if evicts else dense
+    recorded = all(rollout.trace is not None for rollout in rollouts)
+    own = [each.cpu() for each in replay(model, rollouts, "sparse", tokens_per_pass=per_pass)] if recorded else dense
+    if rollouts[0].quantiser is not None:
+        _split(samples, rollouts, dense, replay(model, rollouts, "quantised", tokens_per_pass=per_pass))
     log_xi = [ours - rollout.logprobs for ours, rollout in zip(dense, rollouts, strict=True)]
     rejected = correct(padded(log_xi), response_mask(rollouts), PRESET).rejected.tolist()
     for sample, rollout, replayed, drop in zip(samples, rollouts, own, rejected, strict=True):
         sample.rejected, sample.noise = drop, float((rollout.logprobs - replayed).abs().mean())
     return torch.cat(log_xi).float().numpy()
+
+
+def _split(samples: Sequence[EvalSample], rollouts: list[Rollout], dense: list[Tensor], quantised: list[Tensor]) -> None:
+    for sample, rollout, all_keys, stored in zip(samples, rollouts, dense, quantised, strict=True):
+        sample.quantisation_k3, sample.eviction_k3 = k3(all_keys - stored.cpu()), k3(stored.cpu() - rollout.logprobs)
+
+
+def k3(log_ratio: Tensor) -> float:
+    """Return mean(ratio - 1 - log ratio), which estimates a divergence."""
+    return float((log_ratio.exp() - 1 - log_ratio).mean())
 
 
 def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample]) -> Mismatch:
@@ -58,9 +76,16 @@ def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample]) -> Mism
     names = ("mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess")
     tokens = sum(sample.tokens for sample in samples)
     rejected = [sample for sample in samples if sample.rejected]
+    split: dict[str, float] = {}
+    if all(sample.quantisation_k3 is not None for sample in samples):
+        split = {
+            name: sum(getattr(sample, name) * sample.tokens for sample in samples) / tokens
+            for name in ("quantisation_k3", "eviction_k3")
+        }
     return Mismatch(
         rejection_rate=len(rejected) / len(samples),
         wasted_tokens=sum(sample.tokens for sample in rejected) / tokens,
         engine_noise=sum((sample.noise or 0.0) * sample.tokens for sample in samples) / tokens,
         **{name: metrics[f"sparse/{name}"] for name in names},
+        **split,
     )

@@ -72,7 +72,8 @@ def as_json(result: Result) -> dict[str, Any]:
         values[name] = getattr(score, name)
     values |= asdict(score.cost)
     if result.mismatch is not None:
-        values["mismatch"] = {name: _number(value) for name, value in asdict(result.mismatch).items()}
+        measured = asdict(result.mismatch).items()
+        values["mismatch"] = {name: _number(value) for name, value in measured if value is not None}
     return values
 
 

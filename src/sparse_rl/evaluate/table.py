@@ -22,6 +22,11 @@ MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
     ("engine noise", lambda each: f"{each.engine_noise:.1e}"),
 ]
 """Heading and formatter of each column of the mismatch table."""
+SPLIT: list[tuple[str, Callable[[Mismatch], str]]] = [
+    ("k3, quantised", lambda each: "" if each.quantisation_k3 is None else f"{each.quantisation_k3:.2e}"),
+    ("k3, evicted", lambda each: "" if each.eviction_k3 is None else f"{each.eviction_k3:.2e}"),
+]
+"""Columns that follow if a cache quantises keys and values."""
 
 
 def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
@@ -75,10 +80,12 @@ def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
 
 
 def mismatch_table(results: Sequence[Result]) -> Table:
-    found = table("", ["cache", *(name for name, _ in MISMATCH)])
+    quantised = any(each.mismatch is not None and each.mismatch.quantisation_k3 is not None for each in results)
+    columns = MISMATCH + (SPLIT if quantised else [])
+    found = table("", ["cache", *(name for name, _ in columns)])
     for each in results:
         if each.mismatch is not None:
-            found.add_row(escape(each.setting), *(form(each.mismatch) for _, form in MISMATCH))
+            found.add_row(escape(each.setting), *(form(each.mismatch) for _, form in columns))
     return found
 
 

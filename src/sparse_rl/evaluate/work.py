@@ -21,7 +21,7 @@ from ..disk import refusal
 from ..errors import UserError, notice
 from .benchmark import Cost, EvalChunk, EvalSample
 
-FILES = ("asked.json", "samples.jsonl", "chunks.jsonl", "log_xi", "results.json")
+FILES = ("asked.json", "samples.jsonl", "chunks.jsonl", "log_xi", "results.json", "sparse_rl.statistics")
 PARTIAL = ".asked.json.partial"
 GROWS = ("benchmarks", "settings")
 """Keys of asked.json that a later run may extend. All other keys must stay the same."""

@@ -7,14 +7,17 @@
 
 The schedule is that of the engine: a prompt is compressed to the budget, and the cache is compressed to the budget after every
 `interval` new tokens. With `protect_prompt`, prompts are never evicted and the budget counts new tokens; each row holds its own
-copy of its prompt. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
+copy of its prompt. With `dtype` 8bit or 4bit, keys and values are stored as the engine stores them; without statistics of the
+model, the first prompts give the scales. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
 
+import functools
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,8 +31,11 @@ from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy, from_settings
 from ..kv.prompt_layout import nth_samples
+from ..kv.quantize import Range, channel_range
 from ..kv.schedule import Schedule, by_length
 from ..kv.shape import CacheShape
+from ..kv.statistics import KEY_SCALES, Statistics, key_scales, load
+from ..kv.storage import KeyScales, Quantiser
 from ..models.attention import BoundKeys
 from ..models.stored_kv import stored_kv
 
@@ -47,8 +53,10 @@ class BoundedCache(Cache):
         window: int = 8,
         sinks: int = 4,
         protect_prompt: bool = False,
+        dtype: Literal["auto", "8bit", "4bit"] = "auto",
         options: dict[str, Any] | None = None,
         seed: int = 0,
+        statistics: Statistics | None = None,
     ):
         self.kv = KV(
             policy=policy,
@@ -57,12 +65,18 @@ class BoundedCache(Cache):
             window=window,
             sinks=sinks,
             protect_prompt=protect_prompt,
+            dtype=dtype,
             options=options or {},
         )
         if policy == "full":
             raise UserError("BoundedCache does not support policy='full': use transformers' DynamicCache.")
-        chosen = from_settings(self.kv)
-        super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed))
+        chosen, statistics = from_settings(self.kv), statistics or {}
+        if not statistics.keys() >= set(chosen.uses_statistics):
+            raise UserError(
+                f"Policy {policy} needs statistics of the model: pass statistics=engine.statistics of an Engine with this policy "
+                "that has sampled, or use another policy, such as rkv."
+            )
+        super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed, statistics))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
@@ -81,8 +95,10 @@ class BoundedCache(Cache):
             window=kv.window,
             sinks=kv.sinks,
             protect_prompt=kv.protect_prompt,
+            dtype=kv.dtype,
             options=kv.options,
             seed=seed,
+            statistics=load(Path(path)),
         )
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -118,11 +134,11 @@ class BoundedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, kv: KV, policy: Policy, seed: int, layer: int = 0):
+    def __init__(self, kv: KV, policy: Policy, seed: int, statistics: Statistics, layer: int = 0):
         super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.kv, self.policy, self.seed, self.layer = kv, policy, seed, layer
+        self.kv, self.policy, self.seed, self.statistics, self.layer = kv, policy, seed, statistics, layer
         self.schedule = Schedule.of(kv, policy.evicts)
         self.cache: SlotCache | None = None
         self.seen = 0
@@ -163,19 +179,38 @@ class BoundedLayer(CacheLayerMixin):
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
         ring = self.kv.window if self.policy.uses_queries else 0
         protected = max(counts) if self.kv.protect_prompt else 0
-        self.cache = SlotCache(shape, rows, protected + self.kv.capacity, ring, first_layer=self.layer)
+        prompts = [
+            tuple(tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
+            for row, count in enumerate(counts)
+        ]
+        quantiser = self._quantiser([k for _, k, _ in prompts]) if self.kv.quantised else None
+        capacity = protected + self.kv.capacity
+        self.cache = SlotCache(shape, rows, capacity, ring, first_layer=self.layer, quantiser=quantiser)
+        self.cache.statistics = self._of_layer(self.policy.uses_statistics, shape.device)
         self.is_initialized = True
         self.keys = self.cache.keys_LSHCD[0]
         self.values = self.cache.values_LSHCD[0]
         out_BQTD = torch.zeros_like(queries_BQTD)
-        for row, count in enumerate(counts):
-            q, k, v = (tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
-            out_BQTD[row, :, total - count :] = causal_attention(q, k, v, scale=scale)[0]
+        for row, (count, (q, k, v)) in enumerate(zip(counts, prompts, strict=True)):
+            stored = (k, v) if quantiser is None else quantiser.restored(0, k, v)
+            out_BQTD[row, :, total - count :] = causal_attention(q, *stored, scale=scale)[0]
             place = nth_samples([[row]], [[derive(self.seed, row)]], shape.device)
             self.cache.fill(0, place, q, k, v, self._protected(count) + self.kv.budget, self.policy)
         self.prompts = counts
         self.held = [self._protected(count) + self.schedule.held_after_prefill(count) for count in counts]
         return out_BQTD
+
+    def _quantiser(self, keys: list[Tensor]) -> Quantiser:
+        """Return the storage in 8 or 4 bits. Without statistics of the model, the keys of the prompts give the scales."""
+        if self.statistics.keys() >= set(KEY_SCALES):
+            scales = key_scales(self._of_layer(KEY_SCALES, keys[0].device))
+        else:
+            scales = KeyScales.of([functools.reduce(Range.union, map(channel_range, keys))])
+        return Quantiser(self.kv.dtype, scales)
+
+    def _of_layer(self, names: Iterable[str], device: torch.device) -> Statistics:
+        """Return statistics of this layer, as the only one."""
+        return {name: self.statistics[name][self.layer : self.layer + 1].to(device) for name in names}
 
     def _protected(self, prompt_tokens: int) -> int:
         """Return the tokens of a prompt that are never evicted. They are not among those that the schedule counts."""
@@ -192,8 +227,7 @@ class BoundedLayer(CacheLayerMixin):
         self.held = [held + 1 for held in self.held]
         out_BQD = decode_attention(
             queries_BQD,
-            cache.keys_LSHCD[0],
-            cache.values_LSHCD[0],
+            *cache.read(0, slice(None), max(self.held)),
             cache.lengths_S,
             longest=max(self.held),
             even=max(self.held) == min(self.held),

@@ -9,17 +9,19 @@ CPU. They are part of a checkpoint and of a written model.
 from pathlib import Path
 from typing import Protocol
 
-import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..errors import UserError, first_line
 from .quantize import Range, channel_range
 from .storage import KeyScales
 
 Statistics = dict[str, Tensor]
 
-FILE = "sparse_rl_statistics.safetensors"
-"""Name of the file of statistics, next to a model's weights."""
+FILE = "sparse_rl.statistics"
+"""Name of the file of statistics, next to a model's weights. It is a safetensors file with a suffix of its own, because other
+programs load every file with the usual one as weights."""
 
 KEY_SCALES = ("key_centre", "key_step")
 """Names of the statistics that a quantised cache needs."""
@@ -57,15 +59,17 @@ def key_scales(statistics: Statistics) -> KeyScales:
 
 
 def save(statistics: Statistics, folder: Path) -> None:
-    """Write the statistics into a model's folder; do nothing if there are none."""
+    """Write the statistics into a folder; do nothing if there are none."""
     if statistics:
         save_file({name: tensor.contiguous() for name, tensor in statistics.items()}, folder / FILE)
 
 
 def load(folder: Path) -> Statistics:
-    """Return the statistics in a model's folder; empty if there are none."""
-    return load_file(folder / FILE) if (folder / FILE).is_file() else {}
-
-
-def same(left: Statistics, right: Statistics) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    """Return the statistics in a folder; empty if there are none."""
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        return load_file(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({first_line(error)}): remove it to gather the statistics again.") from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,7 +27,7 @@ from ..format import gib
 from ..kv.statistics import Statistics
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
-from ..world import ALONE, LOST, World
+from ..world import ALONE, LOST, World, agreed
 from . import manifest, metadata, storage
 from .manifest import Damaged, Entry, HashingFileSystem
 from .run_folder import write_whole
@@ -42,7 +42,6 @@ MOST_COUNT = 2**48
 UNVERIFIED = "The checkpoint of step {step} has no checksums, so damage cannot be detected."
 STARTS_AGAIN = "The run has no checkpoint and restarts at step 0."
 UNFINISHED = "The checkpoint of step {step} is incomplete (no state.json) and is ignored."
-T = TypeVar("T")
 
 
 @dataclass
@@ -181,7 +180,7 @@ class LoadedCheckpoint:
 
     state: State
     statistics: Statistics
-    """Statistics of a quantised cache; empty if the checkpoint has none."""
+    """Statistics that the cache or the policy needs; empty if the checkpoint has none."""
     damaged: list[Damaged]
     """Later checkpoints that are damaged."""
     unfinished: list[int]
@@ -198,7 +197,7 @@ def load_last(
     `reached` is the last step that the run is known to have finished.
     """
     damaged: list[Damaged] = []
-    for step in reversed(world.gather(_agreed(world, lambda: steps_in(folder)))[0]):  # ranks may see a shared disk differently
+    for step in reversed(world.gather(agreed(world, lambda: steps_in(folder)))[0]):  # ranks may see a shared disk differently
         checkpoint = within(folder, f"step-{step}")
         try:
             state, statistics, verified = load(checkpoint, actor, optimizer, world)
@@ -208,7 +207,7 @@ def load_last(
             return LoadedCheckpoint(state, statistics, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is intact: start over with --overwrite, or use another --run-dir.")
-    _agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)
+    agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)
     return None
 
 
@@ -307,30 +306,17 @@ def checked_state(checkpoint: Place, world: World = ALONE) -> tuple[State, dict[
     """Return (state, manifest entries) after verifying the checksums. Rank 0 reads the state; ranks share the verification."""
     if isinstance(checkpoint, Path) and (checkpoint / "optimizer.pt").exists():
         raise UserError(f"{checkpoint} was written by an older version: resume with that version, or start a new run.")
-    found = world.gather(_agreed(world, lambda: read_state(checkpoint) if world.is_main else None))[0]
+    found = world.gather(agreed(world, lambda: read_state(checkpoint) if world.is_main else None))[0]
     assert found is not None
     state, files = found
     mine = {name: files[name] for name in sorted(files)[world.rank :: world.size]} if files else {}
-    _agreed(world, lambda: manifest.verify(checkpoint, mine))
+    agreed(world, lambda: manifest.verify(checkpoint, mine))
     return state, files
-
-
-def _agreed(world: World, work: Callable[[], T]) -> T:
-    """Run `work` on this rank and return its result. If `work` raises UserError on any rank, raise it on all ranks."""
-    found, failed = None, None
-    try:
-        found = work()
-    except UserError as error:
-        failed = error
-    for each in world.gather(failed):
-        if each is not None:
-            raise each
-    return found  # type: ignore[return-value]
 
 
 def _read(checkpoint: Place, into: dict[str, Any], files: dict[str, Entry] | None, world: World) -> Statistics:
     """Load the tensors of a checkpoint in place, into the tensors of `into`. Return the statistics in the checkpoint."""
-    index = _agreed(world, lambda: read_index(checkpoint, files))
+    index = agreed(world, lambda: read_index(checkpoint, files))
     for name, tensor in into["weights"].items():
         if getattr(index.state_dict_metadata.get(f"weights.{name}"), "size", None) != tensor.shape:
             raise UserError(

@@ -31,6 +31,7 @@ from .inputs import RunInputs, load_all
 from .loggers import Logger
 from .memory import checkpointed_layers, peak_line, peak_metrics, plan_run, slots_of
 from .preflight import preflight
+from .probe import probe
 from .rollouts import RolloutSampler
 from .run_folder import RunFolder
 from .step import StepResult, TrainingStep
@@ -100,9 +101,8 @@ class Trainer:
             self._resume_from(last)
         elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
-        if last is not None and last.statistics:
-            self.engine.load_statistics(last.statistics)
-        else:
+        self.engine.load_statistics({} if last is None else last.statistics)
+        if not self.engine.statistics:
             self._calibrate(inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
         self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
@@ -142,8 +142,18 @@ class Trainer:
     def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
         """Gather the statistics that the cache or the policy needs. All ranks use those of the first."""
         if self.engine.needed_statistics:
+            self.actor.merge()
             self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens)
             self.engine.load_statistics(self.world.gather(self.engine.statistics)[0])
+
+    def _probe(self) -> None:
+        """Measure the mismatch of a quantised cache. Warn if it is large, and refuse it if it ruins the model."""
+        if self.engine.kv.quantised:
+            self.actor.merge()
+            prompts, sampling = self.rollout_sampler.prompts, self.config.rollout.sampling(self.config.seed)
+            found = probe(self.engine, self.actor.sampler, prompts, sampling)
+            warning = found.warning()
+            self.terminal.warn(warning) if warning else self.terminal.note(f"{found.sentence}.")
 
     # Training loop
 
@@ -153,6 +163,7 @@ class Trainer:
         self._try_reward()
         self.preflight()
         if self.state.step == 0:
+            self._probe()
             self._log(self._evaluate())
         stopping = self.world.any(stop.requested)
         while self.state.step < self.config.steps and not stopping:

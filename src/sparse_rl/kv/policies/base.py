@@ -43,7 +43,7 @@ class Policy:
     """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
     uses_statistics: ClassVar[tuple[str, ...]] = ()
     """Names of the statistics of the model that `scores` reads, which `collector` gathers. If there are any, `scores` also gets
-    `layers` [B], the layers of the rows, and `statistics`, tensors by name with one entry per layer, on the keys' device."""
+    `statistics`, tensors by name with one entry per layer, on the keys' device, and `layers` [B], the entries of the rows."""
     evicts: ClassVar[bool] = True
     """True for all policies except `full`, whose cache grows with the sequence."""
 

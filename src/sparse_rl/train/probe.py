@@ -1,0 +1,64 @@
+"""Measure before the first step how far quantised keys and values change the model. Warn, or refuse a model that they ruin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import Sampling
+from ..errors import UserError
+from ..learner.batch import padded, response_mask
+from ..learner.correction import correct
+from ..learner.replay import replay
+from ..rollout.engine import Engine
+
+ROLLOUTS = 8
+TOKENS = 128
+"""Rollouts of a probe, and response tokens of each at most."""
+WARNED_K3 = 0.02
+"""k3 of quantisation from which a run warns. R-KV with a protected prompt and a budget of half of the response has about as
+much."""
+REFUSED_K3 = 0.5
+"""k3 from which a run is refused: a typical ratio is then beyond the bounds of most corrections."""
+REFUSED_SHARE = 0.5
+"""Share of rejected rollouts from which a run is refused."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Mismatch of quantisation alone: ratio = pi_dense / pi_quantised."""
+
+    dtype: str
+    k3: float
+    xi_p05: float
+    rejected: float
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"kv.dtype = {self.dtype} without eviction: mismatch k3 {self.k3:.2g}, 5th percentile of the ratio "
+            f"{self.xi_p05:.2f}, {self.rejected:.0%} of rollouts rejected"
+        )
+
+    @property
+    def remedy(self) -> str:
+        return "set kv.dtype = 8bit or auto" if self.dtype == "4bit" else "set kv.dtype = auto"
+
+    def warning(self) -> str | None:
+        """Return a warning if the mismatch is large; else None. Raise UserError if it ruins the model."""
+        if self.k3 > REFUSED_K3 or self.rejected >= REFUSED_SHARE or not self.k3 < float("inf"):
+            raise UserError(f"{self.sentence}. Quantisation ruins this model: {self.remedy}.")
+        return f"{self.sentence}. Consider to {self.remedy}." if self.k3 > WARNED_K3 or self.rejected else None
+
+
+@torch.no_grad()
+def probe(engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Probe:
+    """Sample a few short responses and compare their log-probs with stored and with unquantised keys and values."""
+    asked = prompts[:: -(-len(prompts) // ROLLOUTS)]
+    short = sampling.model_copy(update={"max_tokens": min(TOKENS, sampling.max_tokens)})
+    rollouts = engine.generate(asked, sampling=short, record=False)
+    dense, stored = (replay(model, rollouts, view) for view in ("dense", "quantised"))
+    log_ratio = padded([(all_keys - own).cpu() for all_keys, own in zip(dense, stored, strict=True)])
+    metrics = correct(log_ratio, response_mask(rollouts), "paper").metrics
+    return Probe(engine.kv.dtype, metrics["sparse/mismatch_k3"], metrics["sparse/xi_p05"], metrics["sparse/rejection_rate"])

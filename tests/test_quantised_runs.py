@@ -1,0 +1,142 @@
+"""Runs, evaluations and transformers with an 8-bit or 4-bit cache: statistics travel, and quantisation is measured."""
+
+import json
+
+import pytest
+import torch
+
+from small_runs import arguments, metrics, one_thread, refused, train
+from sparse_rl import KV, Engine, Sampling, UserError
+from sparse_rl.cli import main
+from sparse_rl.evaluate.compare import settings
+from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.kv import statistics
+from sparse_rl.kv.statistics import KeyRanges
+from sparse_rl.rollout.calibrate import calibrate
+from sparse_rl.train import probe
+from test_transformers_cache import PROMPTS, SETTINGS, greedy
+
+LONG = list(range(3, 60))
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# Statistics
+
+
+def test_statistics_do_not_depend_on_order_and_cover_all_positions(model):
+    """Rotary channels reach their range at other positions than those of a short prompt."""
+    found = []
+    for prompts, longest in (([LONG, [7, 8, 9]], 2000), ([[7, 8, 9], LONG, LONG], 2000), ([LONG, [7, 8, 9]], 57)):
+        ranges = KeyRanges()
+        calibrate(model, prompts, longest, ranges)
+        found.append(ranges.statistics())
+    assert equal(found[0], found[1]) and not equal(found[0], found[2])
+    assert bool((found[0]["key_step"] >= found[2]["key_step"]).all())
+    assert found[0]["key_step"].shape == (2, 2, 16) and found[0]["key_step"].dtype == torch.float16
+
+
+def test_statistics_stay_until_they_are_gathered_again(model, tmp_path):
+    kv, sampling = KV(policy="full", dtype="4bit"), Sampling(max_tokens=8, stop=(), seed=1)
+    engine = Engine(model, kv, slots=2)
+    first = engine.generate([LONG], sampling=sampling)[0]
+    before = engine.statistics
+    engine.generate([[9, 9, 9]], sampling=sampling)
+    assert engine.statistics is before
+    statistics.save(before, tmp_path)
+    other = Engine(model, kv, slots=1)
+    other.load_statistics(statistics.load(tmp_path))
+    again = other.generate([LONG], sampling=sampling)[0]
+    assert torch.equal(first.logprobs, again.logprobs)
+    other.calibrate([[9, 9, 9]], 100)
+    assert first.quantiser.scales.step_LHD is before["key_step"] and not equal(other.statistics, before)
+    with pytest.raises(UserError, match="the model has"):
+        other.load_statistics({name: each[:1] for name, each in before.items()})
+    (tmp_path / statistics.FILE).write_text("no tensors")
+    with pytest.raises(UserError, match="remove it"):
+        statistics.load(tmp_path)
+
+
+# Runs
+
+
+def test_a_run_writes_its_statistics_and_the_model_is_used_with_them(world, tmp_path, capsys):
+    train(world, tmp_path / "run", "--kv.dtype", "8bit", "--kv.protect-prompt", "true", "--steps", "2")
+    out = capsys.readouterr().out
+    assert "kv.dtype = 8bit without eviction: mismatch k3" in out
+    stored = json.loads((tmp_path / "run/model/sparse_rl.json").read_text())
+    assert stored["kv"]["dtype"] == "8bit"
+    found = statistics.load(tmp_path / "run/model")
+    assert found["key_centre"].shape == (2, 2, 8)
+    assert metrics(tmp_path / "run")[-1]["sparse/engine_noise"] < 1e-3
+    with one_thread():
+        main(["generate", str(tmp_path / "run/model"), "1:41+85=", "--max-tokens", "4"])
+        main(["export", str(tmp_path / "run"), str(tmp_path / "exported")])
+    assert equal(statistics.load(tmp_path / "exported"), found)
+
+
+def test_a_dense_cache_in_4_bits_counts_as_sparse(world, tmp_path):
+    """Its mismatch is not only noise, is corrected, and its noise is measured by replay."""
+    train(world, tmp_path / "run", "--kv.policy", "full", "--kv.dtype", "4bit", "--steps", "1")
+    row = metrics(tmp_path / "run")[-1]
+    assert row["sparse/mismatch_k3"] > 1e-6 and row["sparse/xi_p05"] < 1 and row["sparse/engine_noise"] < 1e-2
+    assert row["kv/token_savings"] == 0
+
+
+def test_a_cache_that_ruins_the_model_is_refused(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(probe, "REFUSED_K3", 1e-9)
+    sentence = refused(capsys, *arguments(world, tmp_path / "run", "--kv.dtype", "4bit", "--kv.policy", "full"))
+    assert sentence.startswith("kv.dtype = 4bit without eviction: mismatch k3") and "set kv.dtype = 8bit or auto" in sentence
+    monkeypatch.setattr(probe, "REFUSED_K3", 1e9)
+    found = probe.Probe("8bit", 0.3, 0.5, 0.0)
+    assert "Consider to set kv.dtype = auto" in found.warning()
+    assert probe.Probe("8bit", 1e-4, 0.99, 0.0).warning() is None
+    with pytest.raises(UserError, match="ruins"):
+        probe.Probe("4bit", 0.001, 0.5, 0.6).warning()
+
+
+# Evaluation
+
+
+def test_caches_are_named_with_their_dtype():
+    found = settings("full,full:4bit,rkv@64+8:8bit,rkv@64", {}, {})
+    assert [each.name for each in found] == ["full", "full:4bit", "rkv@64+8:8bit", "rkv@64"]
+    assert [each.kv.dtype for each in found] == ["auto", "4bit", "8bit", "auto"]
+    assert [each.name for each in settings(None, {"dtype": "8bit", "policy": "full"}, {})] == ["full", "full:8bit"]
+    assert [each.name for each in settings(None, {}, {"policy": "full", "dtype": "4bit"})] == ["full", "full:4bit"]
+    with pytest.raises(UserError, match="not a valid cache"):
+        settings("full:5bit", {}, {})
+
+
+def test_the_mismatch_is_split_into_quantisation_and_eviction(world, tmp_path):
+    out = tmp_path / "eval"
+    flags = ["--compare", "full,full:4bit,rkv@20:8bit", "--mismatch", "--max-tokens", "30", "--problems", "4"]
+    reward = ["--reward.function", f"{world / 'rewards.py'}:sums", "--reward.workers", "0"]
+    with one_thread():
+        main(["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags, *reward, "--out", str(out)])
+    found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
+    assert "quantisation_k3" not in found["full"]
+    assert found["full:4bit"]["quantisation_k3"] > 10 * found["full:4bit"]["eviction_k3"]
+    assert found["rkv@20:8bit"]["eviction_k3"] > 10 * found["rkv@20:8bit"]["quantisation_k3"]
+    assert all(row["engine_noise"] < 1e-2 for row in found.values())
+    assert (out / statistics.FILE).exists()
+
+
+# transformers
+
+
+@pytest.mark.parametrize("dtype", ["8bit", "4bit"])
+@pytest.mark.parametrize("protect_prompt", [False, True])
+def test_generate_with_a_quantised_cache_is_the_engine(model, dtype, protect_prompt):
+    """Left-padded, three lengths in a batch, with the engine's statistics."""
+    model.set_attn_implementation("sparse_rl")
+    options = {"protect_prompt": protect_prompt, "dtype": dtype, **SETTINGS}
+    engine = Engine(model, KV(policy="rkv", **options), slots=3)
+    expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=30, temperature=0, stop=()))
+    cache = BoundedCache("rkv", statistics=engine.statistics, **options)
+    assert greedy(model, PROMPTS, cache, tokens=30) == [rollout.response for rollout in expected]
+    head = 16 + 2 if dtype == "8bit" else 8 + 2 * 2
+    assert cache.kv_bytes == 2 * 2 * 3 * 2 * ((37 if protect_prompt else 0) + 24 + 6) * head
+    assert len(greedy(model, PROMPTS, BoundedCache("rkv", **options), tokens=10)) == 3  # scales of the prompts themselves
