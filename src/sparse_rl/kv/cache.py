@@ -28,8 +28,8 @@ from .shape import CacheShape, refuse_too_large
 from .statistics import Statistics
 from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, allocated, encoded
 
-STATISTICS_FORMS = 4
-"""float32 forms of the keys that a policy with statistics makes: the keys, their pairs, and the results."""
+STATISTICS_FORMS = 5
+"""float32 forms of the keys that exist at once in a policy with statistics: keys, their pairs, complex numbers and products."""
 
 
 class SlotCache:
