@@ -82,11 +82,11 @@ def sweep(model, kv: KV, slots: int) -> list[dict]:
         "side_bytes": stats.side_bytes,
         "held_tokens": held,
         "sparse_tokens_per_s": sparse,
-        "roofline_share": share_of_roofline(model, slots, held, sparse),
+        "roofline_share": share_of_roofline(model, kv, slots, held, sparse),
         "compaction_share": stats.compaction_s / (stats.seconds - stats.prefill_s),
         "host_share": stats.host_s / (stats.seconds - stats.prefill_s),
     }
-    token_bytes = stats.peak_kv_bytes / (slots * kv.capacity)
+    token_bytes = engine.cache.dense_token_bytes
     del engine
     rows = []
     for longest in LENGTHS:

@@ -44,6 +44,11 @@ def equalised(channels: int) -> Scheme:
     return Scheme(INT4, channels=channels, symmetric=False, equalised=True)
 
 
+def four_bit_keys(channels: int) -> Scheme:
+    """Return the keys of `kv.dtype = 4bit`: static scales of channels, and a scale per token and group of channels."""
+    return Scheme(INT4, channels=channels, equalised=True)
+
+
 STORAGES = {
     "K16 V16": Storage(None, None),
     "K16 V8 token": Storage(None, TOKEN8),
@@ -64,6 +69,8 @@ STORAGES = {
     "K4 pair V4 group 32": Storage(STATIC4, VALUES4),
     "K4 channel x token 32 V4 group 32": Storage(equalised(32), VALUES4, "channel"),
     "K4 channel x token 16 V4 group 32": Storage(equalised(16), VALUES4, "channel"),
+    "K4 channel x token 32 V4 group 32, symmetric": Storage(four_bit_keys(32), Scheme(INT4, channels=32), "channel"),
+    "K4 channel x token 16 V4 group 16, symmetric": Storage(four_bit_keys(16), Scheme(INT4, channels=16), "channel"),
 }
 
 

@@ -55,8 +55,9 @@ def noise_early_and_late(model, *, samples, tokens):
     hundred tokens the noise rises by up to a third, as the kept positions spread; from there it must stay level."""
     engine = Engine(model, KV(budget=32, interval=8, window=4, sinks=2), slots=samples)
     rollouts = engine.generate([[7, 8, 9]], samples, Sampling(max_tokens=tokens, stop=()))
-    pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
-    noise = torch.stack([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
+    with torch.no_grad():
+        replayed = replay(model, rollouts, "sparse")
+    noise = torch.stack([(ours.cpu() - rollout.logprobs).abs() for ours, rollout in zip(replayed, rollouts, strict=True)])
     return float(noise[:, 100:300].mean()), float(noise[:, -tokens // 3 :].mean())
 
 

@@ -18,6 +18,20 @@ from sparse_rl.train.run_folder import RunFolder
 QUICK = ["--method", "dense", "--rollout.max-tokens", "4"]
 
 
+@pytest.fixture(scope="module")
+def trained(world, tmp_path_factory):
+    """A run of one step, to be looked at and copied."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train(world, run, *QUICK, "--steps", "1")
+    return run
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A run of one step, to be continued, replaced or damaged."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -90,9 +104,7 @@ def test_a_run_that_cannot_start_says_why_and_leaves_nothing(world, tmp_path, na
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, tmp_path, capsys):
-    run = tmp_path / "run"
-    train(world, run, *QUICK)
+def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, run, capsys):
     before = contents(run)
     again = arguments(world, run, *QUICK)
     assert refused(capsys, *again) == f"{run} already contains a run: use --resume, --overwrite or another --run-dir."
@@ -106,14 +118,12 @@ def test_a_run_is_neither_mixed_into_nor_lost_by_accident(world, tmp_path, capsy
     assert "choose one" in refused(capsys, *again, "--resume", "--overwrite")
     assert "nope" in refused(capsys, *again, "--overwrite", "--reward.function", f"{world / 'rewards.py'}:nope")
     assert contents(run) == before
-    train(world, run, *QUICK, "--overwrite", "--steps", "1")
-    assert [row["step"] for row in metrics(run)] == [0, 1] and not (run / "checkpoints/step-2").exists()
+    train(world, run, *QUICK, "--overwrite", "--checkpoint.every", "2")
+    assert [row["step"] for row in metrics(run)] == [0, 1, 2] and not (run / "checkpoints/step-1").exists()
     assert not (run / ".replaced").exists()
 
 
-def test_a_resume_that_cannot_start_changes_nothing(world, tmp_path, capsys):
-    run = tmp_path / "run"
-    train(world, run, *QUICK)
+def test_a_resume_that_cannot_start_changes_nothing(world, run, capsys):
     before = contents(run)
     sentence = refused(capsys, *arguments(world, run, *QUICK, "--resume", "--steps", "9", reward="nowhere"))
     assert "no nowhere in" in sentence
@@ -176,9 +186,7 @@ def test_a_reward_that_fails_on_the_first_gold_ends_the_run_before_its_first_rol
     assert not (run / "metrics.jsonl").exists() and not list((run / "rollouts").iterdir())
 
 
-def test_a_reward_that_fails_on_resume_is_warned_of_and_may_come_back(world, tmp_path, capsys):
-    run = tmp_path / "run"
-    train(world, run, *QUICK, "--steps", "1")
+def test_a_reward_that_fails_on_resume_is_warned_of_and_may_come_back(world, run, capsys):
     train(world, run, *QUICK, "--steps", "2", "--resume", reward="raises")
     assert "warning: The reward fails on the first reference answer (RuntimeError: out of ideas)" in capsys.readouterr().out
 
@@ -254,28 +262,24 @@ def test_weights_that_are_broken_are_named(world, tmp_path, capsys):
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "state.json"])
 @pytest.mark.parametrize("size", [0, 300])
-def test_a_damaged_checkpoint_is_named(world, tmp_path, file, size, capsys):
-    run, out = tmp_path / "run", str(tmp_path / "out")
-    train(world, run, *QUICK, "--steps", "1")
+def test_a_damaged_checkpoint_is_named(world, run, tmp_path, file, size, capsys):
     path = run / "checkpoints/step-1" / file
     path.write_bytes(path.read_bytes()[: min(size, path.stat().st_size // 2)])
     sentence = refused(capsys, *arguments(world, run, *QUICK, "--resume"))
-    sentences = [sentence, refused(capsys, "export", str(run), out)] if file == "__0_0.distcp" else [sentence]
+    sentences = (
+        [sentence, refused(capsys, "export", str(run), str(tmp_path / "out"))] if file == "__0_0.distcp" else [sentence]
+    )
     for each in sentences:
         assert each.startswith(f"{run / 'checkpoints/step-1'} is damaged: {file} ")
     assert sentence.endswith(" No other checkpoint is intact: start over with --overwrite, or use another --run-dir.")
 
 
-def test_a_checkpoint_of_an_older_version_is_named(world, tmp_path, capsys):
-    run = tmp_path / "run"
-    train(world, run, *QUICK, "--steps", "1")
+def test_a_checkpoint_of_an_older_version_is_named(world, run, capsys):
     (run / "checkpoints/step-1/optimizer.pt").touch()
     assert "was written by an older version" in refused(capsys, *arguments(world, run, *QUICK, "--resume"))
 
 
-def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path):
-    run = tmp_path / "run"
-    train(world, run, *QUICK, "--steps", "1")
+def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, run):
     before = contents(run / "checkpoints")
     largest = max(map(len, before.values()))
     code, output = Command(arguments(world, run, *QUICK, "--resume"), file_bytes=largest // 2).end()
@@ -290,19 +294,16 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(world, tmp_path)
     assert (run / "checkpoints/step-2").is_dir()
 
 
-def test_a_last_checkpoint_that_does_not_fit_does_not_cost_the_model(world, tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    train(world, whole, *QUICK, "--steps", "1")
-    largest = max(map(len, contents(whole / "checkpoints").values()))
+def test_a_last_checkpoint_that_does_not_fit_does_not_cost_the_model(world, trained, tmp_path):
+    run = tmp_path / "run"
+    largest = max(map(len, contents(trained / "checkpoints").values()))
     code, output = Command(arguments(world, run, *QUICK, "--steps", "1"), file_bytes=largest - 1).end()
     assert code == 2 and output.strip().splitlines()[-1].endswith("(ulimit -f) and start again.")
-    assert contents(run / "model") == contents(whole / "model") and not os.listdir(run / "checkpoints")
+    assert contents(run / "model") == contents(trained / "model") and not os.listdir(run / "checkpoints")
 
 
-def test_a_disk_that_seems_too_small_is_warned_of_before_the_first_step(world, tmp_path, capsys, monkeypatch):
+def test_a_disk_that_seems_too_small_is_warned_of_before_the_first_step(world, run, capsys, monkeypatch):
     """A float32 weight takes 12 bytes of each checkpoint and 4 of the model."""
-    run = tmp_path / "run"
-    train(world, run, *QUICK, "--steps", "1")
     weights = sum(weight.numel() for weight in load_file(run / "model/model.safetensors").values())
     disk = SimpleNamespace(free=16 * weights, total=1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: disk)

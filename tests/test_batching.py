@@ -11,7 +11,7 @@ from sparse_rl.rollout.runner import EagerRunner, graph_slots
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, [11, 12], list(range(59, 10, -1))]
 SEEDS = [101, 102, 103, 104, 105]
-SAMPLING = Sampling(max_tokens=70, temperature=1.0)  # token 1 stops, so lengths differ
+SAMPLING = Sampling(max_tokens=40, temperature=1.0)  # token 1 stops, so lengths differ
 
 
 def rollouts_with(model, policy, *, slots, order, prefill_tokens=8192):
@@ -32,11 +32,11 @@ def assert_same(left, right):
 def test_rollouts_do_not_depend_on_batch_order_or_slots(model, policy):
     reference = rollouts_with(model, policy, slots=5, order=[0, 1, 2, 3, 4])
     assert len({len(rollout.response) for rollout in reference.values()}) > 1  # slots do free up at different times
-    for slots, order in ((1, [0, 1, 2, 3, 4]), (2, [4, 3, 2, 1, 0]), (3, [2, 0, 4, 1, 3]), (64, [1, 0, 3, 2, 4])):
+    for slots, order in ((1, [4, 0]), (2, [4, 3, 2, 1, 0]), (3, [2, 0, 4, 1, 3]), (64, [1, 0, 3, 2, 4])):
         others = rollouts_with(model, policy, slots=slots, order=order)
         for index, rollout in others.items():
             assert_same(rollout, reference[index])
-    for index in range(5):
+    for index in range(4):  # and the last one above, first in its slot
         assert_same(rollouts_with(model, policy, slots=1, order=[index])[index], reference[index])
     for index, rollout in rollouts_with(model, policy, slots=5, order=[0, 1, 2, 3, 4], prefill_tokens=60).items():
         assert_same(rollout, reference[index])
@@ -82,19 +82,19 @@ def test_weight_updates_between_calls_take_effect(model):
 
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])
-@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("stop", [(), (1, 7, 20, 33)])
 def test_steps_launched_ahead_change_nothing(model, policy, slots, stop, monkeypatch):
     """As on a GPU, where a chunk runs before the host has looked at the one before it."""
     kv = KV(policy=policy, budget=24, interval=12, window=4, sinks=2)
     sampling = Sampling(max_tokens=70, stop=stop, repetition=(4, 16))
-    limits = [70, 3, 41, 70, 25] * 2
+    limits = [70, 3, 41, 70, 25]
     runs = []
     for ahead in (False, True):
         monkeypatch.setattr(EagerRunner, "overlaps", ahead)
         engine = Engine(model, kv, slots=slots)
         engine.chunk = 3
-        runs.append(engine.generate(PROMPTS, 2, sampling, limits=limits))
+        runs.append(engine.generate(PROMPTS, 1, sampling, limits=limits))
     for left, right in zip(*runs, strict=True):
         assert_same(left, right)
 

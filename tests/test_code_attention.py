@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from sparse_rl import sizes
 from sparse_rl.config import KV
 from sparse_rl.kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts, prompt_attention
 from sparse_rl.kernels.code_attention import attend_and_append_codes
+from sparse_rl.kernels.decode_codes import fused_decode
 from sparse_rl.kernels.rows import StoredCodes
 from sparse_rl.kv.quantize import channel_range
 from sparse_rl.kv.storage import KeyScales, Quantiser, Stored
@@ -60,6 +62,14 @@ def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, 
     assert [places[slot, 0, length].item() for slot, length in enumerate(lengths.tolist())] == positions.tolist()
 
 
+@pytest.mark.parametrize("channels", [16, 32])
+def test_a_group_may_have_16_or_32_channels(channels, monkeypatch):
+    monkeypatch.setattr(sizes, "GROUP_CHANNELS", channels)
+    test_a_step_appends_codes_and_attends_to_them(6, 2, 128, "4bit", 1, torch.float32)
+    test_codes_of_rows_of_several_layers_are_decoded("4bit", 128, torch.float32)
+    assert quantiser_of("4bit", 2, 128).layout() == (torch.uint8, 64, 128 // channels)
+
+
 @pytest.mark.parametrize("splits", [1, 3, 7])
 @pytest.mark.parametrize("name", ["8bit", "4bit"])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 24)])
@@ -91,6 +101,27 @@ def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, nam
 
     own = attention_part(query, *quantiser.decode(0, cached, torch.float32), lengths + 1, scale=0.05)
     torch.testing.assert_close(ours, merged_parts(prompt_attention(query, table, prompts, read, scale=0.05), own))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["8bit", "4bit"])
+@pytest.mark.parametrize("dim", [16, 24, 64, 128])
+def test_codes_of_rows_of_several_layers_are_decoded(name, dim, dtype):
+    torch.manual_seed(0)
+    scales = KeyScales.of([channel_range(keys_of(2, 3, 300, dim)) for _ in range(2)])
+    quantiser, layers = Quantiser(name, scales), torch.tensor([1, 0, 1], device=DEVICE)
+    both = [quantiser.encode(layer, keys_of(1, 3, 70, dim), torch.randn(1, 3, 70, dim, device=DEVICE)) for layer in (1, 0, 1)]
+    stored = Stored(*(torch.cat(each) for each in zip(*both, strict=True)))
+    keys, values = quantiser.schemes
+    tokens = (quantiser._of_token(steps) for steps in (stored.key_steps, stored.value_steps))
+    expected_keys = keys.restore(stored.keys, next(tokens), quantiser.static(layers, centre=True), dtype)
+    expected_values = values.restore(stored.values, next(tokens), None, dtype)
+    centre, step = (each[layers] for each in scales)
+    torch.testing.assert_close(fused_decode(stored.keys, stored.key_steps, step, centre, dtype), expected_keys)
+    torch.testing.assert_close(fused_decode(stored.values, stored.value_steps, None, None, dtype), expected_values)
+    first = both[0]
+    plain = keys.restore(first.keys, quantiser._of_token(first.key_steps), quantiser.static(1, centre=False), dtype)
+    torch.testing.assert_close(fused_decode(first.keys, first.key_steps, scales.step_LHD[1], None, dtype), plain)
 
 
 @pytest.mark.parametrize("name", ["8bit", "4bit"])

@@ -3,35 +3,44 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import ranks
+from ranks import run_ranks
 from small_runs import arguments, make_world, metrics, one_package_missing, train, without_clock
+from sparse_rl.cli import main
 from sparse_rl.errors import UserError
 from sparse_rl.train.distributed import gpu_of
 from sparse_rl.world import World, balanced_passes
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a CPU that has none
+
 STEPS = ["--steps", "5", "--rollout.prompts-per-step", "4", "--rollout.max-tokens", "24", "--checkpoint.every", "1"]
 STEPS += ["--optimizer.lr", "3e-4"]  # AdamW makes a step of this size also of a gradient that is zero but for rounding
 SIX_STEPS = [*STEPS, "--steps", "6"]
+# Last of the runs of a process: where the CPU has no bfloat16, torch multiplies with another library from then on.
+HALF = [*STEPS, "--steps", "2", "--model.dtype", "bfloat16", "--loss.kl-coef", "0.01", "--optimizer.clip-norm", "0.1"]
+TESTED = ["--data.test", "{problems},arithmetic", "--eval.problems", "5"]
 KINDS = {
-    "sparse_rl": ["--loss.kl-coef", "0.01"],
+    "sparse_rl": ["--loss.kl-coef", "0.01", *TESTED],
     "two updates": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],
     "smd, little memory": ["--method", "smd", "--optimizer.tokens-per-microbatch", "64", "--ranks.hold-gradients", "false"],
     "on_policy_sparse": ["--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"],
-    "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01"],
+    "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01", *TESTED],
     "refill rejected": ["--rollout.refill-rejected", "true", "--correction.veto", "0.6", "--rollout.slots", "3"],
-    "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo"],
-    "few slots again": ["--rollout.slots", "2", "--method", "naive", "--eval.slots", "1"],
+    "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo", *TESTED],
+    "few slots again": ["--rollout.slots", "2", "--method", "naive", "--eval.slots", "1", *TESTED],
 }
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -72,18 +81,17 @@ class Launch:
         return found
 
 
-def together(folder: Path, *commands: list[str]) -> None:
+def together(folder: Path, *each: list[str]) -> None:
     """The commands one after the other, on two ranks."""
-    (folder / "commands.json").write_text(json.dumps(commands))
-    code, output = Launch(Path(__file__).with_name("ranks.py"), folder / "commands.json", folder=folder).end()
-    assert code == 0, output
+    for code, output in run_ranks(folder, ranks.commands, *each):
+        assert code == 0, output
 
 
-def refused(folder: Path, *command: str | Path) -> str:
-    """What sparse-rl says; the launcher says much more."""
-    code, output = Launch(*command, folder=folder).end()
-    assert code
-    return next((line for line in output.splitlines() if line.startswith("sparse-rl")), output)
+def refused(folder: Path, work: Callable, *given) -> str:
+    """What all of two ranks that fail print."""
+    ended = run_ranks(folder, work, *given)
+    assert all(code for code, _ in ended), ended
+    return "".join(output for _, output in ended)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -105,21 +113,28 @@ def lengths(run: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def pairs(world, tmp_path_factory):
-    """Runs of all kinds, on one rank and on two; and on two the run that others are disturbed in."""
+def runs(world, tmp_path_factory):
+    """The folder of all runs on two ranks, `two-KIND`, and of those on one rank, `one-KIND`. One start of the ranks serves all."""
     folder = tmp_path_factory.mktemp("runs")
-    tested = ["--data.test", f"{world / 'problems.jsonl'},arithmetic", "--eval.problems", "5"]
-    flags = {kind: [*STEPS, "--steps", "3", *options, *tested] for kind, options in KINDS.items()}
-    for number, kind in enumerate(KINDS):
-        train(world, folder / f"one-{number}", *flags[kind])
-    commands = [arguments(world, folder / f"two-{number}", *flags[kind]) for number, kind in enumerate(KINDS)]
-    together(folder, *commands, arguments(world, folder / "undisturbed", *SIX_STEPS))
-    return {kind: (folder / f"one-{number}", folder / f"two-{number}") for number, kind in enumerate(KINDS)}
+    problems = world / "problems.jsonl"
+    flags = {kind: [*STEPS, "--steps", "2", *options] for kind, options in KINDS.items()} | {"half": HALF}
+    flags = {kind: [option.format(problems=problems) for option in options] for kind, options in flags.items()}
+    train(world, folder / "grows", *STEPS, "--steps", "2")
+    for kind, options in flags.items():
+        train(world, folder / f"one-{kind}", *options)
+    together(
+        folder,
+        arguments(world, folder / "undisturbed", *SIX_STEPS),
+        arguments(world, folder / "grows", *STEPS, "--resume"),
+        arguments(world, folder / "shrinks", *STEPS, "--steps", "2"),
+        *(arguments(world, folder / f"two-{kind}", *options) for kind, options in flags.items()),
+    )
+    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_learn_what_one_learns(world, pairs, kind):
-    one, two = pairs[kind]
+def test_two_ranks_learn_what_one_learns(world, runs, kind):
+    one, two = runs / f"one-{kind}", runs / f"two-{kind}"
     assert_same_weights(one, two)
     if kind != "lora":
         before = load_file(world / "model/model.safetensors")
@@ -130,23 +145,21 @@ def test_two_ranks_learn_what_one_learns(world, pairs, kind):
             assert left[key] == pytest.approx(right[key], rel=1e-3, abs=1e-5), key
     if kind == "refill rejected":
         assert all(row["sparse/replaced"] > 0 for row in metrics(two)[1:])
-    assert "step 3/3" in (two / "logs/rank-1.log").read_text()
+    assert "step 2/2" in (two / "logs/rank-1.log").read_text()
     assert all(0 <= row["perf/rank_wait"] < 1 for row in metrics(two)[1:])
 
 
-def test_a_run_goes_on_with_more_ranks_and_with_fewer(world, tmp_path):
-    whole, grows, shrinks = tmp_path / "whole", tmp_path / "grows", tmp_path / "shrinks"
+def test_a_run_goes_on_with_more_ranks_and_with_fewer(world, runs, tmp_path):
+    whole, shrinks = tmp_path / "whole", shutil.copytree(runs / "shrinks", tmp_path / "shrinks")
     train(world, whole, *STEPS)
-    train(world, grows, *STEPS, "--steps", "2")
-    together(tmp_path, arguments(world, grows, *STEPS, "--resume"), arguments(world, shrinks, *STEPS, "--steps", "2"))
     train(world, shrinks, *STEPS, "--resume")
-    for each in (grows, shrinks):
+    for each in (runs / "grows", shrinks):
         assert_same_weights(whole, each)
         assert [row["step"] for row in metrics(each)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_rank_that_is_killed_costs_no_more_than_the_steps_since_the_last_checkpoint(world, pairs, tmp_path):
-    whole, killed = pairs["sparse_rl"][0].with_name("undisturbed"), tmp_path / "killed"
+def test_a_rank_that_is_killed_costs_no_more_than_the_steps_since_the_last_checkpoint(world, runs, tmp_path):
+    whole, killed = runs / "undisturbed", tmp_path / "killed"
     run = Launch("--max-restarts", "1", "-m", "sparse_rl", *arguments(world, killed, *SIX_STEPS), folder=tmp_path)
     ends = time.monotonic() + 300
     while not (killed / "checkpoints/step-3/state.json").exists():
@@ -162,9 +175,9 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_steps_since_the_last_check
     assert_same_weights(whole, killed, most=0.0)
 
 
-def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, pairs, tmp_path):
+def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, runs, tmp_path):
     """Two launchers that meet, as on two machines: each counts its own restarts."""
-    whole, run = pairs["sparse_rl"][0].with_name("undisturbed"), tmp_path / "run"
+    whole, run = runs / "undisturbed", tmp_path / "run"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
@@ -189,8 +202,8 @@ def test_two_machines_go_on_when_one_of_them_loses_its_rank(world, pairs, tmp_pa
     while not (run / "checkpoints/step-3/state.json").exists():
         assert time.monotonic() < ends, [launch.end(0)[1][-3000:] for launch in launches]
         time.sleep(0.05)
-    ranks = {rank: pid for launch in launches for rank, pid in launch.ranks().items()}
-    os.kill(ranks[1], signal.SIGKILL)
+    processes = {rank: pid for launch in launches for rank, pid in launch.ranks().items()}
+    os.kill(processes[1], signal.SIGKILL)
     ended = [launch.end() for launch in launches]
     assert [code for code, _ in ended] == [0, 0], [output[-3000:] for _, output in ended]
     assert [row["step"] for row in metrics(run)] == list(range(7))
@@ -206,24 +219,21 @@ def test_a_folder_that_is_taken_is_not_continued_because_the_launcher_tries_agai
     assert len(metrics(run)) == 2
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a CPU that has none
-def test_half_precision_on_two_ranks_begins_as_on_one(world, tmp_path):
+def test_half_precision_on_two_ranks_begins_as_on_one(runs):
     """From the second step on they part, as their gradients are rounded in another order."""
-    flags = [*STEPS, "--steps", "2", "--model.dtype", "bfloat16", "--loss.kl-coef", "0.01", "--optimizer.clip-norm", "0.1"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    train(world, one, *flags)
-    together(tmp_path, arguments(world, two, *flags))
-    first, same = (without_clock(metrics(each))[1] for each in (one, two))
+    first, same = (without_clock(metrics(runs / name))[1] for name in ("one-half", "two-half"))
     for key in first.keys() - {"kv/dense_bytes", "kv/peak_bytes"}:
         assert first[key] == pytest.approx(same[key], rel=1e-3, abs=1e-5), key
-    assert all(row["sparse/engine_noise"] < 0.1 and row["policy/skipped_updates"] == 0 for row in metrics(two)[1:])
+    assert all(
+        row["sparse/engine_noise"] < 0.1 and row["policy/skipped_updates"] == 0 for row in metrics(runs / "two-half")[1:]
+    )
 
 
 # What does not go together
 
 
 def test_prompts_that_do_not_divide_are_refused_with_a_number_that_does(world, tmp_path):
-    sentence = refused(tmp_path, "-m", "sparse_rl", *arguments(world, tmp_path / "run", "--rollout.prompts-per-step", "3"))
+    sentence = refused(tmp_path, main, arguments(world, tmp_path / "run", "--rollout.prompts-per-step", "3"))
     assert "3 is not divisible by 2 ranks: try --rollout.prompts-per-step 4." in sentence
     assert not (tmp_path / "run").exists()
 
@@ -237,12 +247,7 @@ def test_more_ranks_than_gpus_are_refused():
 
 
 def test_ranks_of_different_recipes_are_refused(world, tmp_path):
-    script = tmp_path / "differ.py"
-    script.write_text(
-        "import os, sys\nfrom sparse_rl.cli import main\n"
-        "main([*sys.argv[1:], '--optimizer.lr', ['0.5', '0.25'][int(os.environ['RANK'])]])\n"
-    )
-    sentence = refused(tmp_path, script, *arguments(world, tmp_path / "run", *STEPS))
+    sentence = refused(tmp_path, ranks.with_own_rates, arguments(world, tmp_path / "run", *STEPS), "0.5", "0.25")
     assert (
         "optimizer.lr is 0.25 on rank 1 and 0.5 on rank 0: start all ranks with the same installation, recipe and flags."
         in sentence
@@ -284,62 +289,17 @@ def test_one_rank_takes_everything():
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
-    script = tmp_path / "late.py"
-    script.write_text(
-        "import sys, time\nimport torch.distributed as dist\nfrom datetime import timedelta\nfrom sparse_rl.world import World\n"
-        "dist.init_process_group('gloo')\n"
-        "world = World(dist.get_rank(), 2, dist.new_group(backend='gloo'), timeout=timedelta(seconds=2))\n"
-        "world.rank and time.sleep(8)\n"
-        "world.barrier()\n"
-    )
-    assert re.search(r"RankLost: Rank 1 did not respond \(ranks.timeout_s = 2\)", refused(tmp_path, script))
+    assert re.search(r"RankLost: Rank 1 did not respond \(ranks.timeout_s = 2\)", refused(tmp_path, ranks.late))
 
 
 # One rank refuses
 
-REFUSES = """
-import os, sys, threading, time
-from sparse_rl.errors import UserError, say
-from sparse_rl.train import refusal
-from sparse_rl.train.distributed import joined
-from sparse_rl.config import Config
-
-refusal.GRACE_S = 1.0
-try:
-    with joined(Config(rollout={"prompts_per_step": 3})) as world:
-        if world.rank == 1:
-            raise UserError("There is no room.")
-        if world.rank == 2:
-            stuck = threading.Lock()
-            stuck.acquire(), stuck.acquire()
-        world.barrier()
-except UserError as error:
-    say(str(error), getattr(error, 'rank', None))
-    os._exit(2)
-"""
-
 
 def test_a_refusal_ends_ranks_that_wait_and_ranks_that_are_stuck(tmp_path):
-    script = tmp_path / "refuses.py"
-    script.write_text(REFUSES)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-            "WORLD_SIZE": "3",
-            "OMP_NUM_THREADS": "1",
-        }
-    environments = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
-    ranks = [subprocess.Popen([sys.executable, script], env=each, stderr=subprocess.PIPE, text=True) for each in environments]
-    try:
-        told = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2, 2], told
-    assert all("sparse-rl, rank 1: There is no room.\n" in each for each in told[:2]), (
-        told
+    ended = run_ranks(tmp_path, ranks.one_refuses, count=3, seconds=60)
+    assert [code for code, _ in ended] == [2, 2, 2], ended
+    assert all("sparse-rl, rank 1: There is no room.\n" in told for _, told in ended[:2]), (
+        ended
     )  # the last one says it once a machine
 
 

@@ -250,7 +250,7 @@ def test_limits_end_each_rollout_at_its_own_length(model):
 def test_packed_rollouts_are_the_same_rollouts_in_eight_bytes_a_token(model):
     """The bytes are pickled, as ranks send them. Prompts and seeds are the receiver's."""
     prompts, seeds = [[5, 6], [7, 8, 9] * 30, [3]], [11, 12, 13, 14, 15, 16]
-    engine = Engine(model, SMALL, slots=4)
+    engine = Engine(model, SMALL, slots=6)
     long = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=400, stop=()), seeds=seeds)
     ended = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=400), seeds=seeds)
     rollouts = [*long[:4], *ended[4:]]

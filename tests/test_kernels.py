@@ -35,14 +35,14 @@ def test_triton_is_installed():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 3, 7])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 24), (4, 2, 160)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (2, 2, 24), (4, 2, 160)])
 def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, splits, dtype):
     """Prompts in scattered pages, two of them shared, of one token, of full pages and of many; and a slot without a prompt,
     as the rows that fill up a graph are."""
-    slots, capacity, pages, page = 6, 200, 12, 64
-    lengths = torch.tensor([0, 1, 130, 199, 64, 5], device=DEVICE)
-    prompts = torch.tensor([1, 200, 200, 128, 63, 0], device=DEVICE)
-    table = torch.tensor([[7, 0, 0, 0], [3, 11, 1, 9], [3, 11, 1, 9], [2, 8, 0, 0], [5, 0, 0, 0], [4, 4, 4, 4]], device=DEVICE)
+    slots, capacity, pages, page = 6, 135, 12, 64
+    lengths = torch.tensor([0, 1, 70, 134, 64, 5], device=DEVICE)
+    prompts = torch.tensor([1, 130, 130, 128, 63, 0], device=DEVICE)
+    table = torch.tensor([[7, 0, 0], [3, 11, 1], [3, 11, 1], [2, 8, 0], [5, 0, 0], [4, 4, 4]], device=DEVICE)
     stored_keys, stored_values = torch.randn(2, pages, kv_heads, page, dim, device=DEVICE).to(dtype)
     keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE).to(dtype)
     query = torch.randn(slots, q_heads, dim, device=DEVICE).to(dtype)
@@ -80,10 +80,10 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 24), (40, 2, 32)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (2, 2, 24), (40, 2, 32)])
 def test_a_step_of_attention_appends_and_attends(q_heads, kv_heads, dim, splits, dtype):
-    slots, capacity, window = 4, 200, 5
-    lengths = torch.tensor([0, 1, 130, 199], device=DEVICE)
+    slots, capacity, window = 4, 135, 5
+    lengths = torch.tensor([0, 1, 70, 134], device=DEVICE)
     positions = lengths + torch.tensor([3, 7, 1000, 4], device=DEVICE)
     keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE).to(dtype)
     places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
@@ -288,10 +288,10 @@ def test_a_truncated_draw_from_rows_that_are_not_numbers_ends(top_k):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("total", "dim"), [(20, 16), (150, 24), (131, 64)])
+@pytest.mark.parametrize(("total", "dim"), [(20, 16), (70, 24), (131, 64)])
 @pytest.mark.parametrize("threshold", [-0.2, 0.2, 0.99])
 def test_redundancy_without_the_matrix(total, dim, threshold, dtype):
-    keys = torch.randn(2, 3, total, dim, device=DEVICE).to(dtype)
+    keys = torch.randn(2, 2, total, dim, device=DEVICE).to(dtype)
     keys[0, 0, total // 2] = keys[0, 0, 1]  # one that repeats
     torch.testing.assert_close(fused_sums(Rows.of(keys), threshold), tiled_sums(keys, threshold), atol=2e-5, rtol=1e-5)
 

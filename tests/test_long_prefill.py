@@ -67,16 +67,16 @@ def test_pieces_may_be_shorter_than_the_window_and_end_anywhere(models, architec
     assert_replayed(model, pieces)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 24])
+@pytest.mark.parametrize("slots", [1, 3, 12])
 @pytest.mark.parametrize(("policy", "protect"), [("rkv", False), ("random", False), ("full", False), ("rkv", True)])
 def test_samples_share_a_long_prompt(model, policy, protect, slots):
     """With few slots, some samples wait for the prefilled prompt, beside short prompts."""
     kv = KV(policy=policy, protect_prompt=protect, **SMALL)
-    whole, _ = generate(model, kv, slots=24, samples=4)
-    pieces, stats = generate(model, kv, prefill_tokens=32, slots=slots, samples=4)
+    whole, _ = generate(model, kv, slots=12, samples=2)
+    pieces, stats = generate(model, kv, prefill_tokens=32, slots=slots, samples=2)
     for left, right in zip(pieces, whole, strict=True):
         assert_same(left, right)
-    assert len({tuple(rollout.response) for rollout in pieces[:4]}) == 4
+    assert len({tuple(rollout.response) for rollout in pieces[:2]}) == 2
     assert policy == "random" or stats.prompt_tokens == sum(map(len, PROMPTS))
 
 

@@ -59,17 +59,18 @@ def alone(engine, prompt, seed, max_tokens):
 @pytest.mark.parametrize("policy", EVICTING)
 def test_the_store_equals_a_protected_cache_with_room_for_the_prompt(model, policy):
     """The same tokens, log-probs and kept keys as sequences that run one by one in a slot of prompt + budget tokens."""
-    engine = Engine(model, PROTECTED.model_copy(update={"policy": policy}), slots=4)
+    engine = Engine(model, PROTECTED.model_copy(update={"policy": policy}), slots=5)
     prompts = [prompt_of(tokens) for tokens in LENGTHS]
-    rollouts = engine.generate(prompts, samples=3, sampling=Sampling(max_tokens=75, stop=()))
-    for rollout in rollouts:
-        tokens, logprobs, kept = alone(engine, rollout.prompt, rollout.seed, 75)
-        assert rollout.response == tokens
-        torch.testing.assert_close(rollout.logprobs, logprobs, atol=1e-5, rtol=0)
-        fed = len(rollout.prompt) + 74
-        for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            never = torch.nonzero(rollout.evicted_at[layer, head, :fed] == NEVER).flatten()
-            assert torch.equal(never, kept[layer, head].long())
+    rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=43, stop=()))
+    for number, rollout in enumerate(rollouts):
+        if number // 2 % 2 == number % 2:  # the first sample of one prompt, the second of the next: one by one takes long
+            tokens, logprobs, kept = alone(engine, rollout.prompt, rollout.seed, 43)
+            assert rollout.response == tokens
+            torch.testing.assert_close(rollout.logprobs, logprobs, atol=1e-5, rtol=0)
+            fed = len(rollout.prompt) + 42
+            for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                never = torch.nonzero(rollout.evicted_at[layer, head, :fed] == NEVER).flatten()
+                assert torch.equal(never, kept[layer, head].long())
         assert bool((rollout.evicted_at[:, :, : len(rollout.prompt)] == NEVER).all())
         assert bool((rollout.evicted_at != NEVER).any())
         assert rollout.kv_peak == len(rollout.prompt) + PROTECTED.capacity
@@ -78,7 +79,7 @@ def test_the_store_equals_a_protected_cache_with_room_for_the_prompt(model, poli
         for ours, rollout in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
     ]
     assert max(gaps) < 1e-4
-    assert engine.stats.compactions == len(rollouts) * 6  # after 32, 40, …, 72 response tokens, whatever the prompt
+    assert engine.stats.compactions == len(rollouts) * 2  # after 32 and 40 response tokens, whatever the prompt
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7, 64])
@@ -86,9 +87,9 @@ def test_slots_and_neighbours_change_nothing(model, slots):
     """Groups that wait for slots, that end one by one and whose slots are refilled: with few slots and with one for each."""
     prompts = [prompt_of(tokens, seed) for seed, tokens in enumerate((3, 130, 64, 9, 200, 65))]
     sampling = Sampling(max_tokens=70, stop=(), seed=3)
-    limits = [1 + 7 * number % 70 for number in range(24)]
-    whole = Engine(model, PROTECTED, slots=24).generate(prompts, 4, sampling, limits=limits)
-    part = Engine(model, PROTECTED, slots=slots).generate(prompts, 4, sampling, limits=limits)
+    limits = [1 + 7 * number % 70 for number in range(12)]
+    whole = Engine(model, PROTECTED, slots=12).generate(prompts, 2, sampling, limits=limits)
+    part = Engine(model, PROTECTED, slots=slots).generate(prompts, 2, sampling, limits=limits)
     for left, right in zip(whole, part, strict=True):
         assert left.response == right.response and torch.equal(left.evicted_at, right.evicted_at)
         torch.testing.assert_close(left.logprobs, right.logprobs, atol=1e-5, rtol=0)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from conftest import ARCHITECTURES
-from sparse_rl import KV, NEVER, Engine, Sampling, replay, sizes
+from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
 from sparse_rl.kv import storage
-from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.policies import POLICIES, Policy
 from sparse_rl.kv.shape import CacheShape
 
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
@@ -128,6 +128,25 @@ def test_bytes_are_codes_and_steps_of_pages_and_slots(model, dtype, head):
     token = 2 * 2 * 2 * head  # keys and values, layers, heads
     assert sum(allocated.values()) == (32 * 18 * 64 + 256 * 640) * token == engine.stats.peak_kv_bytes
     assert cache.token_bytes == token == sizes.token_bytes(engine.limits.shape, 4, dtype)
+
+
+class Precise(Policy):
+    full_precision = True
+
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return keys.norm(dim=-1)
+
+
+def test_what_cannot_be_quantised_is_refused(model):
+    with pytest.raises(UserError, match=r"needs keys in the model's dtype, but kv.dtype = 4bit: set kv.dtype = auto\."):
+        Engine(model, KV(policy="test_quantised_cache:Precise", dtype="4bit"), slots=1)
+    with pytest.raises(ValueError, match="8bit"):
+        KV(dtype="3bit")
+    rollouts = [
+        Engine(model, KV(dtype="8bit"), slots=1).generate([SHORT], sampling=Sampling(max_tokens=2))[0] for _ in range(2)
+    ]
+    with pytest.raises(UserError, match="replay those of each call separately"):
+        replay(model, rollouts, "sparse")
 
 
 def test_bytes_of_a_head_of_128_channels(monkeypatch):

@@ -27,6 +27,14 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """Two dense steps that nothing interrupts, to be looked at and copied."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(world, run, *DENSE)
+    return run
+
+
 def state_of(run, step):
     """Everything a checkpoint holds, as a tree."""
     folder, one_file = run / f"checkpoints/step-{step}", run / f"step-{step}.pt"
@@ -82,10 +90,9 @@ def test_a_killed_run_resumes_to_the_same_weights(world, tmp_path):
     assert_same_run(tmp_path / "whole", killed, steps)
 
 
-def test_what_a_crash_left_does_no_harm(world, tmp_path):
+def test_what_a_crash_left_does_no_harm(world, whole, tmp_path):
     """Torn lines, rollouts after the checkpoint, half a checkpoint."""
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
-    train(world, whole, *DENSE)
+    crashed = tmp_path / "crashed"
     train(world, crashed, *DENSE, "--steps", "1")
     with (crashed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 3.5}\n{"step": 3, "rew')
@@ -99,23 +106,21 @@ def test_what_a_crash_left_does_no_harm(world, tmp_path):
     assert {path.name for path in (crashed / "checkpoints").iterdir()} == {"step-1", "step-2"}
 
 
-def test_a_run_without_a_checkpoint_yet_starts_over(world, tmp_path):
-    train(world, tmp_path / "whole", *DENSE)
-    train(world, tmp_path / "early", *DENSE)
+def test_a_run_without_a_checkpoint_yet_starts_over(world, whole, tmp_path):
+    early = shutil.copytree(whole, tmp_path / "early")
     for name in ("checkpoints", "model"):  # as if it had been killed before its first checkpoint
-        shutil.rmtree(tmp_path / "early" / name)
-    train(world, tmp_path / "early", *DENSE, "--resume")
-    assert_same_run(tmp_path / "whole", tmp_path / "early", 2)
+        shutil.rmtree(early / name)
+    train(world, early, *DENSE, "--resume")
+    assert_same_run(whole, early, 2)
 
 
-def test_a_run_knows_how_it_was_told_to_run(world, tmp_path):
+def test_a_run_knows_how_it_was_told_to_run(world, whole, tmp_path):
     """Its folder is all that --resume needs, wherever that was moved to."""
     train(world, tmp_path / "before", *DENSE, "--steps", "1")
     (tmp_path / "before").rename(tmp_path / "after")
     with one_thread():
         main(["train", "--resume", "--run-dir", str(tmp_path / "after"), "--steps", "2"])
-    train(world, tmp_path / "whole", *DENSE)
-    assert_same_run(tmp_path / "whole", tmp_path / "after", 2)
+    assert_same_run(whole, tmp_path / "after", 2)
     assert not (tmp_path / "before").exists()
 
 

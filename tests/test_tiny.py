@@ -74,8 +74,8 @@ def test_worked_solutions_are_likely(model, tokenizer):
 
 @pytest.mark.slow
 def test_score_is_what_score_json_says(model, tokenizer, score):
-    """Greedy on the same held-out problems; only rounding may differ, binomial error is room enough."""
-    problems = make_problems(score["problems"], seed=score["problems_seed"], sums=score["sums"], split="test")
+    """Greedy on 200 of the same held-out problems; only rounding may differ, binomial error is room enough."""
+    problems = make_problems(score["problems"], seed=score["problems_seed"], sums=score["sums"], split="test")[:200]
     right = 0.0
     for start in range(0, len(problems), 100):
         batch = problems[start : start + 100]
@@ -90,5 +90,5 @@ def test_score_is_what_score_json_says(model, tokenizer, score):
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(grade(text, p.answer) for text, p in zip(texts, batch, strict=True))
     p, n = score["accuracy_greedy"], len(problems)
-    assert abs(right / n - p) <= 3 * math.sqrt(p * (1 - p) / n) + 1 / n
+    assert abs(right / n - p) <= 3 * math.sqrt(p * (1 - p) / n) + 1 / score["problems"]
     assert score["accuracy_temperature_1"] < p, "sampling must leave reinforcement learning room to improve"

@@ -35,9 +35,9 @@ def test_generate_with_a_bounded_cache_is_the_engine(models, architecture, polic
     """Left-padded, three lengths in a batch: the tokens are those the engine samples greedily."""
     model = models[architecture]
     engine = Engine(model, KV(policy=policy, **SETTINGS), slots=3)
-    expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=50, temperature=0, stop=()))
+    expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=38, temperature=0, stop=()))
     cache = BoundedCache(policy, **SETTINGS, statistics=engine.statistics)
-    assert greedy(model, PROMPTS, cache) == [rollout.response for rollout in expected]
+    assert greedy(model, PROMPTS, cache, tokens=38) == [rollout.response for rollout in expected]
 
 
 def test_a_policy_without_its_statistics_is_refused():

@@ -68,10 +68,10 @@ class RolloutArm:
 def bench(args: argparse.Namespace, kv: KV) -> None:
     if args.batch < 1 or args.prompt_tokens < 1 or args.max_tokens <= WARM_UP_TOKENS:
         raise UserError(f"batch and prompt-tokens must be at least 1, and max-tokens more than {WARM_UP_TOKENS}.")
-    if kv.policy == "full":
+    if not kv.is_sparse:
         raise UserError(
             "kv.policy = full is the dense engine, which bench rollout always runs: set a sparse policy, such as "
-            "--kv.policy rkv."
+            "--kv.policy rkv, or --kv.dtype 8bit."
         )
     from_settings(kv)  # report a misspelt policy before minutes of work
     if args.json and not args.json.parent.is_dir():
@@ -84,7 +84,7 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
     for kind, name, run in (
         ("generate", "transformers generate", lambda: generate_arm(model, args)),
         ("dense", "sparse-rl, dense", lambda: engine_arm(model, dense, dense_slots, args)),
-        ("sparse", f"sparse-rl, {kv.policy} {kv.budget}+{kv.interval}", lambda: engine_arm(model, kv, args.batch, args)),
+        ("sparse", f"sparse-rl, {named(kv)}", lambda: engine_arm(model, kv, args.batch, args)),
     ):
         if kind not in args.arms:
             continue
@@ -96,6 +96,11 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
     if args.json:
         args.json.write_text(json.dumps(record(args, kv, model, arms), indent=1) + "\n")
         console.print(f"Written to {args.json}.", highlight=False)
+
+
+def named(kv: KV) -> str:
+    size = "" if kv.policy == "full" else f" {kv.budget}+{kv.interval}"
+    return f"{kv.policy}{size}{f' {kv.dtype}' if kv.quantised else ''}"
 
 
 def bench_model(args: argparse.Namespace) -> PreTrainedModel:
@@ -114,6 +119,7 @@ def same_memory_slots(args: argparse.Namespace, kv: KV, model: PreTrainedModel) 
     The sparse cache is charged for its side tables. The dense cache is charged only for live tokens, without any waste.
     """
     engine = Engine(model, kv, slots=1)
+    engine.reserve(args.prompt_tokens + args.max_tokens)
     assert engine.cache is not None
     sparse_bytes = args.batch * (engine.cache.kv_bytes + engine.cache.side_bytes)
     if engine.schedule.stores_prompts:
@@ -214,7 +220,7 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     arm.held_tokens = mean_held(kv, args.prompt_tokens, max(lengths), mean_response_tokens_held(lengths))
     arm.seconds_by_part = {name: getattr(stats, f"{name}_s") for name in ("prefill", "decode", "compaction", "host")}
     if engine.use_graphs:
-        arm.roofline_share = share_of_roofline(model, slots, arm.held_tokens, arm.decode_tokens_per_s)
+        arm.roofline_share = share_of_roofline(model, kv, slots, arm.held_tokens, arm.decode_tokens_per_s)
         stored = args.prompt_tokens if engine.schedule.stores_prompts else 0
         arm.decode_by_part = profile(engine, int(arm.held_tokens), stored)
     return arm
@@ -230,7 +236,7 @@ def warm_up(engine: Engine, prompts: Sequence[list[int]], tokens: int, *, unifor
     engine.generate(prompts, samples, Sampling(max_tokens=tokens, stop=()), limits=limits, allow_beyond_context=True)
 
 
-def share_of_roofline(model: PreTrainedModel, slots: int, held: float, tokens_per_s: float | None) -> float | None:
+def share_of_roofline(model: PreTrainedModel, kv: KV, slots: int, held: float, tokens_per_s: float | None) -> float | None:
     if tokens_per_s is None:
         return None
     try:
@@ -238,7 +244,7 @@ def share_of_roofline(model: PreTrainedModel, slots: int, held: float, tokens_pe
         dims = from_config(model.config.get_text_config().to_dict(), "the model")
     except UserError:
         return None  # the plan does not support this GPU or model
-    return tokens_per_s * decode_s(dims, slots, held, model.dtype.itemsize, gpu) / slots
+    return tokens_per_s * decode_s(dims, slots, held, model.dtype.itemsize, gpu, kv.dtype) / slots
 
 
 PARTS = {

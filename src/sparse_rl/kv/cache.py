@@ -156,9 +156,8 @@ class SlotCache:
     def fill_ring(self, layer: int, packed: PackedPrompts, queries_1QND: Tensor) -> None:
         """Write the last queries of prompts into the ring buffers of their samples' slots, for one layer."""
         if self.ring:
-            slots_m, places_m = packed.slots_M[packed.recent_m], packed.places_M[packed.recent_m]
-            last_mQD = queries_1QND[0, :, packed.source_M[packed.recent_m]].transpose(0, 1)
-            self.queries_LSQWD[layer, slots_m, :, places_m % self.ring] = last_mQD
+            source_m, slots_m, places_m = packed.recent
+            self.queries_LSQWD[layer, slots_m, :, places_m] = queries_1QND[0, :, source_m].transpose(0, 1)
 
     def place_packed(self, packed: PackedPrompts) -> None:
         """Write the positions and lengths of packed prompts. Call it after all layers are filled."""
@@ -299,8 +298,8 @@ class SlotCache:
         similarities with its comparisons. R-KV needs the most memory of all policies.
         """
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
-        if self.quantiser is not None:  # the codes, and two float32 forms from which the copy is made
-            key_bytes += held * self.shape.head_dim * 9
+        if self.quantiser is not None:  # the codes, and without kernels three float32 forms from which the copy is made
+            key_bytes += held * self.shape.head_dim * (1 if usable(self.shape.device) else 14)
         ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
             return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held)

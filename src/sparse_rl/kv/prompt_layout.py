@@ -42,8 +42,8 @@ class PackedPrompts:
     source_M: Tensor
     slots_M: Tensor
     places_M: Tensor
-    recent_m: Tensor
-    """Indices of the copied tokens that enter the ring buffer of queries: the last tokens of each prompt."""
+    recent: tuple[Tensor, Tensor, Tensor]
+    """Source index, slot and index within the ring buffer of the queries that enter it: the last ones of each prompt."""
     lengths: list[tuple[int, int]]
     """(slot, number of tokens) of each sample."""
 
@@ -55,5 +55,6 @@ class PackedPrompts:
         which_M = torch.repeat_interleave(torch.arange(len(copies), device=device), counts, output_size=total)
         places_M = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[which_M]
         recent_m = torch.nonzero(places_M >= counts[which_M] - ring).flatten()
-        lengths = [(slot, tokens) for _, tokens, slot in copies]
-        return cls(starts[which_M] + places_M, slots[which_M], places_M, recent_m, lengths)
+        source_M, slots_M = starts[which_M] + places_M, slots[which_M]
+        recent = (source_M[recent_m], slots_M[recent_m], places_M[recent_m] % max(1, ring))
+        return cls(source_M, slots_M, places_M, recent, [(slot, tokens) for _, tokens, slot in copies])

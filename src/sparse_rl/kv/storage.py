@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.decode_codes import fused_decode
+from ..kernels.jit import usable
 from ..sizes import group_channels
 from .quantize import INT4, INT8, SCALE_DTYPE, Range, Scales, Scheme, scales_of
 from .shape import CacheShape
@@ -107,10 +109,14 @@ class Quantiser:
         self, layer: int | Tensor, codes: Tensor, steps: Tensor, dtype: torch.dtype, *, centre: bool = True
     ) -> Tensor:
         """Return the keys [x, H, T, D], with or without their centre. `layer` is a tensor if rows are of several layers."""
-        scheme = self.schemes[0]
-        return scheme.restore(codes, self._of_token(steps), self.static(layer, centre=centre), dtype)
+        if usable(codes.device):
+            centre_xHD, step_xHD = (each[layer] for each in self.scales)
+            return fused_decode(codes, steps, step_xHD, centre_xHD if centre else None, dtype)
+        return self.schemes[0].restore(codes, self._of_token(steps), self.static(layer, centre=centre), dtype)
 
     def decode_values(self, codes: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+        if usable(codes.device):
+            return fused_decode(codes, steps, None, None, dtype)
         return self.schemes[1].restore(codes, self._of_token(steps), None, dtype)
 
     def decode(self, layer: int, stored: Stored, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,13 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..data.examples import Example
 from ..errors import UserError
 from .find import BUILT_IN, find
+
+if TYPE_CHECKING:
+    from ..data.examples import Example  # which imports pydantic, and every worker would wait for that
 
 PLUS = re.compile(r"\s\+\s")
 LISTED = re.compile(r"\[|.*:\w+\s*,")
@@ -62,7 +64,7 @@ def part_names(spec: str) -> list[str]:
     return [name if name not in names[:place] else f"{name}_{place + 1}" for place, name in enumerate(names)]
 
 
-def refuse_without_answers(path: str, example: Example, function: str) -> None:
+def refuse_without_answers(path: str, example: "Example", function: str) -> None:
     """Raise UserError before sampling starts if a built-in reward is used and the data has no answers."""
     if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
         raise UserError(

@@ -34,7 +34,7 @@ def prefill_long(
     Return the same as `prefill` does for a list of one prompt.
     """
     device, tokens, first = cache.shape.device, len(prompt.prompt), prompt.slots[0]
-    row = PrefillRow(0, tokens, nth_samples([prompt.slots], [prompt.seeds], device))
+    row = PrefillRow(0, tokens, 1, nth_samples([prompt.slots], [prompt.seeds], device))
     pieces: PiecesInPages | PiecesInSlot | PiecesInScratch
     if cache.prompts is not None:
         pieces = PiecesInPages(cache.prompts, PackedPages.of([(tokens, prompt.pages)], device), prompt.pages)

@@ -41,7 +41,10 @@ class PrefillRow:
 
     start: int
     stop: int
+    count: int
+    """Number of prompts."""
     samples: list[NthSamples]
+    """Slots of the samples, if the prompts exceed the budget; else empty."""
     dropped: list[list[Tensor]] = field(default_factory=list)
     """Positions that `SlotCache.fill` dropped in each layer, if the prompts exceed the budget."""
 
@@ -72,13 +75,14 @@ def prefill(
     start = 0
     copies: list[list[tuple[int, int, int]]] = []  # one list per sample number: (start among the packed tokens, tokens, slot)
     for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
-        numbers = list(group)
-        for index, n in enumerate(() if schedule.compresses_prompt(length) else numbers):
+        numbers, placed = list(group), []
+        if schedule.compresses_prompt(length):
+            placed = nth_samples([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
+        for index, n in enumerate(() if placed else numbers):
             for number, slot in enumerate(prompts[n].slots):
                 copies += [[]] if number == len(copies) else []
                 copies[number].append((start + index * length, length, slot))
-        placed = nth_samples([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
-        rows.append(PrefillRow(start, start + length * len(numbers), placed))
+        rows.append(PrefillRow(start, start + length * len(numbers), len(numbers), placed))
         members.append(numbers)
         start = rows[-1].stop
     tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
@@ -126,21 +130,21 @@ class PrefillView:
             assert self.cache.prompts is not None
             self.cache.prompts.write(layer, self.pages, keys_1HND, values_1HND)
         for row in self.rows:
-            if self.schedule.compresses_prompt((row.stop - row.start) // len(row.samples[0].rows_m)):
-                q, k, v = (unpack(tensor, row, len(row.samples[0].rows_m)) for tensor in new)
+            if row.samples:
+                q, k, v = (unpack(tensor, row) for tensor in new)
                 row.dropped.append(self.cache.fill(layer, row.samples, q, k, v, self.schedule.budget, self.policy))
         if self.cache.quantiser is not None:  # attend to what is stored
             new = (queries_1QND, *self.cache.quantiser.restored(layer, keys_1HND, values_1HND))
         outputs = []
         if not queries_1QND.is_cuda:
             for row in self.rows:
-                q, k, v = (unpack(tensor, row, len(row.samples[0].rows_m)) for tensor in new)
+                q, k, v = (unpack(tensor, row) for tensor in new)
                 outputs.append(causal_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)[None])
         if queries_1QND.is_cuda:
             return packed_causal_attention(*new, self.cu_seqlens, self.longest, scale)
         return torch.cat(outputs, dim=2)
 
 
-def unpack(packed_1HND: Tensor, row: PrefillRow, count: int) -> Tensor:
+def unpack(packed_1HND: Tensor, row: PrefillRow) -> Tensor:
     """Return the row's prompts as a batch [P, H, T, D]."""
-    return packed_1HND[0, :, row.start : row.stop].unflatten(1, (count, -1)).transpose(0, 1)
+    return packed_1HND[0, :, row.start : row.stop].unflatten(1, (row.count, -1)).transpose(0, 1)

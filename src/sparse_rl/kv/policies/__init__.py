@@ -52,6 +52,8 @@ def from_settings(kv: KV) -> Policy:
         raise UserError(
             f"Policy {kv.policy} does not support kv.protect_prompt: add the argument `protected` to its select()."
         )
+    if kv.quantised and policy.full_precision:
+        raise UserError(f"Policy {kv.policy} needs keys in the model's dtype, but kv.dtype = {kv.dtype}: set kv.dtype = auto.")
     return policy
 
 

@@ -44,6 +44,8 @@ class Policy:
     uses_statistics: ClassVar[tuple[str, ...]] = ()
     """Names of the statistics of the model that `scores` reads, which `collector` gathers. If there are any, `scores` also gets
     `statistics`, tensors by name with one entry per layer, on the keys' device, and `layers` [B], the entries of the rows."""
+    full_precision: ClassVar[bool] = False
+    """True if `scores` needs keys and values in the model's dtype. `kv.dtype` must then be auto."""
     evicts: ClassVar[bool] = True
     """True for all policies except `full`, whose cache grows with the sequence."""
 

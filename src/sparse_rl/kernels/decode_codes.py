@@ -1,0 +1,76 @@
+"""Decode 8-bit or 4-bit codes of keys or values in one launch. The torch reference is `kv.quantize.Scheme.restore`."""
+
+# B rows, H kv heads, T tokens, D head dimension, d bytes of a token's codes in one head, G steps of a token
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .jit import jit, next_power_of_2, tl
+
+BLOCK = 32
+"""Tokens of one program."""
+
+
+def fused_decode(
+    codes_BHTd: Tensor, steps_BHTG: Tensor, step_xHD: Tensor | None, centre_xHD: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return code * token step * channel step + centre as [B, H, T, D]. Channel step and centre may be absent.
+
+    The static scales [H, D] are those of all rows, or [B, H, D] of each.
+    """
+    codes, steps = codes_BHTd.contiguous(), steps_BHTG.contiguous()
+    rows, heads, tokens, width = codes.shape
+    groups = steps.shape[3]
+    dim = width if codes.dtype == torch.int8 else 2 * width
+    out = torch.empty(rows, heads, tokens, dim, dtype=dtype, device=codes.device)
+    if out.numel():
+        step, centre = (steps if each is None else each.contiguous() for each in (step_xHD, centre_xHD))
+        _decode[(rows * heads, -(-tokens // BLOCK))](
+            *(codes, steps, step, centre, out, heads, tokens),
+            BITS=8 if width == dim else 4,
+            HALF=dim // 2,
+            HALF_PAD=next_power_of_2(dim // 2),
+            STEPS=groups,
+            OF_ROW=step_xHD is not None and step_xHD.dim() == 3,
+            SCALED=step_xHD is not None,
+            CENTRED=centre_xHD is not None,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return out
+
+
+@jit
+def _decode(
+    codes_ptr, steps_ptr, step_ptr, centre_ptr, out_ptr, heads, tokens,
+    BITS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, STEPS: tl.constexpr,
+    OF_ROW: tl.constexpr, SCALED: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    n, h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HALF_PAD)
+    mask = (n < tokens)[:, None] & (h < HALF)[None, :]
+    token = (pair * tokens + n)[:, None]
+    if BITS == 8:
+        places = codes_ptr + token * (2 * HALF) + h[None, :]
+        low = tl.load(places, mask=mask, other=0).to(tl.float32)
+        high = tl.load(places + HALF, mask=mask, other=0).to(tl.float32)
+    else:
+        byte = tl.load(codes_ptr + token * HALF + h[None, :], mask=mask, other=136)
+        low, high = (byte & 15).to(tl.float32) - 8.0, (byte >> 4).to(tl.float32) - 8.0
+    channels: tl.constexpr = 2 * HALF // STEPS
+    of_token = steps_ptr + token * STEPS
+    low *= tl.load(of_token + h[None, :] // channels, mask=mask, other=0.0).to(tl.float32)
+    high *= tl.load(of_token + (h[None, :] + HALF) // channels, mask=mask, other=0.0).to(tl.float32)
+    of_head = pair if OF_ROW else pair % heads
+    channel = of_head * (2 * HALF) + h
+    if SCALED:
+        low *= tl.load(step_ptr + channel, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        high *= tl.load(step_ptr + channel + HALF, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+    if CENTRED:
+        low += tl.load(centre_ptr + channel, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        high += tl.load(centre_ptr + channel + HALF, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + token * (2 * HALF) + h[None, :]
+    tl.store(out, low.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + HALF, high.to(out_ptr.dtype.element_ty), mask=mask)
