@@ -1,6 +1,7 @@
 """Policies that predict queries from statistics: triattention and expected attention, and what the engine gathers for them."""
 
 import cmath
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 from transformers import GPT2Config
 
 from conftest import ARCHITECTURES
+from small_runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
+from sparse_rl.cli import main
+from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.kv import statistics
 from sparse_rl.kv.policies import Policy, get
 from sparse_rl.kv.query_statistics import SKIPPED, QueryStatistics
 from sparse_rl.kv.rotary import Rotary
@@ -32,7 +37,7 @@ def rotations(kind, dim):
     return pairs, frequencies + [0.0] * (len(rest) // 2)
 
 
-def statistics_of(kind, dim, q_heads, layers, seed=0):
+def known_statistics(kind, dim, q_heads, layers, seed=0):
     draw = torch.Generator().manual_seed(seed)
     pairs, frequencies = rotations(kind, dim)
     mean = torch.randn(layers, q_heads, dim, generator=draw)
@@ -49,7 +54,7 @@ def statistics_of(kind, dim, q_heads, layers, seed=0):
 def test_triattention_is_the_sum_over_offsets_of_keys_rotated_back(kind, normalize):
     """The paper's form in Python's own complex numbers: unrotate each key, then loop over heads, offsets and pairs."""
     q_heads, kv_heads, tokens, dim = 4, 2, 12, 16
-    statistics = statistics_of(kind, dim, q_heads, layers=3)
+    known = known_statistics(kind, dim, q_heads, layers=3)
     pairs, frequencies = rotations(kind, dim)
     draw = torch.Generator().manual_seed(1)
     keys = torch.randn(2, kv_heads, tokens, dim, generator=draw)
@@ -59,8 +64,8 @@ def test_triattention_is_the_sum_over_offsets_of_keys_rotated_back(kind, normali
     for row in range(2):
         now = int(positions[row, 0, -1]) + 1
         for head in range(q_heads):
-            mean = statistics["query_mean"][layers[row], head].tolist()
-            lengths = statistics["query_lengths"][layers[row], head].tolist()
+            mean = known["query_mean"][layers[row], head].tolist()
+            lengths = known["query_lengths"][layers[row], head].tolist()
             for token in range(tokens):
                 stored, at = keys[row, head // 2, token].tolist(), int(positions[row, 0, token])
                 total = 0.0
@@ -76,7 +81,7 @@ def test_triattention_is_the_sum_over_offsets_of_keys_rotated_back(kind, normali
         expected = (expected - expected.mean(dim=-1, keepdim=True)) / expected.std(dim=-1, correction=0, keepdim=True)
     expected = expected.unflatten(1, (kv_heads, -1)).amax(dim=2)
     policy = get("triattention", normalize=normalize)
-    scores = policy.scores(None, keys, None, positions=positions, layers=layers, statistics=statistics)
+    scores = policy.scores(None, keys, None, positions=positions, layers=layers, statistics=known)
     torch.testing.assert_close(scores.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -84,30 +89,31 @@ def test_triattention_is_the_sum_over_offsets_of_keys_rotated_back(kind, normali
 def test_expected_attention_is_the_mean_over_drawn_queries(kind):
     """E[exp(q k / √D)] over Gaussian queries at one future position, by drawing many: with `future` = 1 the formula is exact."""
     dim, tokens, draw = 8, 6, torch.Generator().manual_seed(0)
-    statistics = statistics_of(kind, dim, q_heads=1, layers=1)
+    known = known_statistics(kind, dim, q_heads=1, layers=1)
     root = torch.randn(dim, dim, generator=draw) / 3
-    statistics["query_covariance"] = (root @ root.T)[None, None]
+    known["query_covariance"] = (root @ root.T)[None, None]
     keys = torch.randn(1, 1, tokens, dim, generator=draw)
     values = torch.ones(1, 1, tokens, 1)
     positions = (torch.arange(tokens) * 7)[None, None]
-    queries = statistics["query_mean"][0, 0] + torch.randn(400_000, dim, generator=draw) @ root.T
+    queries = known["query_mean"][0, 0] + torch.randn(400_000, dim, generator=draw) @ root.T
     turned = torch.zeros_like(queries)
     for (real, imaginary), frequency in zip(*rotations(kind, dim), strict=True):
         turn = torch.tensor(cmath.exp(1j * (5 * 7 + 1) * frequency), dtype=torch.complex64)
         pair = torch.complex(queries[:, real], queries[:, imaginary]) * turn
         turned[:, real], turned[:, imaginary] = pair.real, pair.imag
     weights = (turned @ keys[0, 0].T / dim**0.5).double().exp().mean(dim=0)
-    options = {"positions": positions, "layers": torch.tensor([0]), "statistics": statistics}
+    options = {"positions": positions, "layers": torch.tensor([0]), "statistics": known}
     scores = get("expected", future=1).scores(None, keys, values, **options)
     torch.testing.assert_close(scores[0, 0].exp().double(), weights / weights.sum(), atol=0, rtol=0.02)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral"])
-def test_statistics_are_those_of_the_query_projection(models, architecture):
+@pytest.mark.parametrize("dtype", ["auto", "8bit"])
+def test_statistics_are_those_of_the_query_projection(models, architecture, dtype):
     """Means over the outputs of q_proj, which transformers rotates later: from hooks, with no view and no rotation."""
     model, prompts = models[architecture], [LONG, list(range(50, 20, -1)), [5] * 9]
-    engine = Engine(model, KV(policy="expected", **BOUNDED), slots=2)
-    engine.calibrate(prompts, tokens=900)  # the prompts are also placed up to position 899
+    engine = Engine(model, KV(policy="expected", dtype=dtype, **BOUNDED), slots=2)
+    engine.calibrate(prompts, tokens=900)  # for 8 bits, the prompts are also placed up to position 899
     found: dict[int, list] = {0: [], 1: []}
     hooks = [
         layer.self_attn.q_proj.register_forward_hook(lambda _, __, out, layer=number: found[layer].append(out[0, SKIPPED:]))
@@ -173,6 +179,8 @@ def test_statistics_that_lack_what_is_needed_are_not_used(model):
     assert engine.statistics == {}
     engine.generate([SHORT], sampling=Sampling(max_tokens=40, stop=()))
     assert set(engine.statistics) == set(engine.policy.uses_statistics)
+    with pytest.raises(UserError, match="of 1 layers, but the model has 2"):
+        engine.load_statistics({name: each[:1] for name, each in engine.statistics.items()})
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -227,3 +235,26 @@ def test_own_policy_with_statistics_of_its_own(model):
     assert engine.statistics["key_mean"].shape == (2, 2, 16)
     for ours, rollout in zip(replay(model, rollouts, "sparse"), rollouts, strict=True):
         torch.testing.assert_close(ours.detach(), rollout.logprobs, atol=1e-4, rtol=0)
+
+
+# Runs and evaluations
+
+
+def test_a_run_writes_its_statistics_and_the_model_is_used_with_them(world, tmp_path):
+    train(world, tmp_path / "run", "--kv.policy", "expected", "--steps", "2")
+    assert metrics(tmp_path / "run")[-1]["sparse/engine_noise"] < 1e-3
+    stored = statistics.load(tmp_path / "run/model")
+    assert set(stored) == set(get("expected").uses_statistics)
+    assert BoundedCache.from_pretrained(tmp_path / "run/model").kv.policy == "expected"  # refused without statistics
+
+
+def test_an_evaluation_gathers_what_each_cache_needs(world, tmp_path):
+    """Statistics of one cache do not stop another from gathering its own, and all are kept in the folder."""
+    flags = ["--compare", "rkv@20:8bit,triattention@20,expected@20", "--mismatch", "--max-tokens", "30", "--problems", "4"]
+    reward = ["--reward.function", f"{world / 'rewards.py'}:sums", "--reward.workers", "0"]
+    out = tmp_path / "eval"
+    with one_thread():
+        main(["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags, *reward, "--out", str(out)])
+    found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
+    assert all(found[f"{policy}@20"]["engine_noise"] < 1e-3 < found[f"{policy}@20"]["mismatch_k3"] for policy in POLICIES)
+    assert {"key_step", "query_lengths", "query_covariance"} <= statistics.load(out).keys()

@@ -28,8 +28,8 @@ from .shape import CacheShape, refuse_too_large
 from .statistics import Statistics
 from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, allocated, encoded
 
-STATISTICS_FORMS = 4
-"""float32 forms of the keys that a policy with statistics makes: the keys, their pairs, and the results."""
+STATISTICS_FORMS = 5
+"""float32 forms of the keys that exist at once in a policy with statistics: keys, their pairs, complex numbers and products."""
 
 
 class SlotCache:
@@ -46,7 +46,7 @@ class SlotCache:
         self.quantiser = quantiser
         """Storage in 8 or 4 bits, with scales on the cache's device; None for the model's dtype."""
         self.statistics: Statistics = {}
-        """Statistics that a policy with `uses_statistics` reads, on the cache's device, for all layers of the model."""
+        """Statistics that a policy with `uses_statistics` reads, of the cache's layers and on its device."""
         self.prompts: PromptStore | None = None
         """Store of the prompts that the slots read; None if the slots hold their prompts."""
         name = f"The KV cache of {slots:,} slots of {capacity:,} tokens"
@@ -263,7 +263,7 @@ class SlotCache:
         """Return what a policy with `uses_statistics` gets in addition to queries, keys and values."""
         if not policy.uses_statistics:
             return {}
-        return {"layers": self.first_layer + layer_R, "statistics": self.statistics}
+        return {"layers": layer_R, "statistics": self.statistics}
 
     def _take_keys(self, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
         """Return a copy of the keys of these slots: `stored` tokens of the prompt store, then `held` of the slot."""

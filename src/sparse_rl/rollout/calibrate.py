@@ -25,7 +25,8 @@ PLACES = 8
 def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest: int, collectors: Sequence[Collector]) -> None:
     """Run some of these prompts through the model and pass the inputs of its attention to the collectors.
 
-    `longest` is the length of the longest sequence in tokens. The passes do not depend on the order of the prompts.
+    `longest` is the length of the longest sequence in tokens; 0 places the prompts at the first positions only. The passes do not
+    depend on the order of the prompts.
     """
     limits = prepare(model)
     distinct = sorted({tuple(prompt[:PROMPT_TOKENS]) for prompt in prompts})

@@ -170,8 +170,9 @@ class Engine:
         if self.rotary is not None:
             collectors.append(self.policy.collector(self.rotary))
         if collectors:
+            longest = tokens if self.kv.quantised else 0  # queries before rotation do not depend on positions
             with on(self.limits.shape.device):
-                calibrate(self.model, prompts, tokens, collectors)
+                calibrate(self.model, prompts, longest, collectors)
             self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
 
     def load_statistics(self, statistics: Statistics) -> None:
@@ -180,6 +181,12 @@ class Engine:
         needed = self.needed_statistics
         if not needed or not statistics.keys() >= set(needed):
             return
+        layers, given = self.limits.shape.layers, len(statistics[needed[0]])
+        if given != layers:
+            raise UserError(
+                f"The statistics are of {given} layers, but the model has {layers}: use the statistics of this model, or gather "
+                "them again."
+            )
         if self.storage is not None:
             self._load_scales(key_scales(statistics), self.storage)
         if self.cache is not None:

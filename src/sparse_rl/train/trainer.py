@@ -104,9 +104,8 @@ class TrainingRun:
             self._resume_from(last)
         elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
-        if last is not None and last.statistics:
-            self.engine.load_statistics(last.statistics)
-        else:
+        self.engine.load_statistics({} if last is None else last.statistics)
+        if not self.engine.statistics:
             self._calibrate(inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
         self.health = Health(config, self.state, folder.checkpoints, terminal.warn)

@@ -43,7 +43,7 @@ class Policy:
     """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
     uses_statistics: ClassVar[tuple[str, ...]] = ()
     """Names of the statistics of the model that `scores` reads, which `collector` gathers. If there are any, `scores` also gets
-    `layers` [B], the layers of the rows, and `statistics`, tensors by name with one entry per layer, on the keys' device."""
+    `statistics`, tensors by name with one entry per layer, on the keys' device, and `layers` [B], the entries of the rows."""
     full_precision: ClassVar[bool] = False
     """True if `scores` needs keys and values in the model's dtype. `kv.dtype` must then be auto."""
     evicts: ClassVar[bool] = True

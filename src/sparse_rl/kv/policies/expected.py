@@ -8,13 +8,14 @@ Future queries are Gaussian before rotation, with mean μ and covariance Σ per 
 Here keys are turned by Rᵀ instead of queries by R, and scores are logarithms, which do not underflow.
 """
 
-# B rows, Q query heads, H kv heads, G query heads per kv head, T cached tokens, F pairs of dimensions, D head dimension, n
-# future positions
+# B rows, H kv heads, G query heads per kv head, T cached tokens, F pairs of dimensions, D head dimension
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..query_statistics import QueryStatistics
 from ..rotary import ROTARY, from_pairs, to_pairs, turns
@@ -44,10 +45,7 @@ class ExpectedAttention(Policy):
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None, layers=None, statistics=None):
         pairs_BF2, dim = statistics["rotary_pairs"][layers], keys.shape[-1]
-        frequencies_BF = statistics["rotary_frequencies"][layers]
-        steps_n = torch.arange(self.future, dtype=torch.float64, device=keys.device)
-        next_B1 = next_positions(keys, positions)[:, None].double()
-        turn_BF = turns((next_B1 + steps_n)[..., None] * frequencies_BF[:, None]).mean(dim=1)
+        turn_BF = self._mean_turn(next_positions(keys, positions), statistics["rotary_frequencies"][layers])
         keys_BHTD = from_pairs(to_pairs(keys.float(), pairs_BF2) * turn_BF[:, None, None].conj(), pairs_BF2)
         by_head = (keys.shape[1], -1)
         logits_BHGT = statistics["query_mean"][layers].unflatten(1, by_head) @ keys_BHTD.mT / dim**0.5
@@ -55,7 +53,13 @@ class ExpectedAttention(Policy):
         for group in range(logits_BHGT.shape[2]):  # one head at a time, for memory
             covariance_BHDD = covariance_LHGDD[layers, :, group]
             logits_BHGT[:, :, group] += ((keys_BHTD @ covariance_BHDD) * keys_BHTD).sum(dim=-1) / (2 * dim)
-        weights_BHT = logits_BHGT.log_softmax(dim=-1).logsumexp(dim=2) - torch.tensor(float(logits_BHGT.shape[2])).log()
+        weights_BHT = logits_BHGT.log_softmax(dim=-1).logsumexp(dim=2) - math.log(logits_BHGT.shape[2])
         if self.epsilon:
-            weights_BHT = weights_BHT.logaddexp(weights_BHT.new_tensor(self.epsilon).log())
+            weights_BHT = weights_BHT.logaddexp(weights_BHT.new_full((), math.log(self.epsilon)))
         return weights_BHT + values.float().norm(dim=-1).clamp(min=SMALLEST).log()
+
+    def _mean_turn(self, next_B: Tensor, frequencies_BF: Tensor) -> Tensor:
+        """Return the mean of e^(i p ω) over the next n positions p: e^(i c ω) sin(nω/2) / (n sin(ω/2)) with their centre c."""
+        half_BF, n = frequencies_BF / 2, self.future
+        length_BF = torch.where(half_BF == 0, 1.0, (n * half_BF).sin() / (n * half_BF.sin()))
+        return length_BF.float() * turns((next_B[:, None].double() + (n - 1) / 2) * frequencies_BF)

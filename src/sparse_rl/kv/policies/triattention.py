@@ -9,7 +9,8 @@ K_f, next position t and offsets δ = 1, 2, 4, …, 2^16:
 The first sum is the product of the stored key with one virtual query c_f e^(i t ω_f) mean_δ e^(i δ ω_f).
 """
 
-# B rows, Q query heads, H kv heads, G query heads per kv head, T cached tokens, F pairs of dimensions, D head dimension
+# B rows, Q query heads, H kv heads, G query heads per kv head, T cached tokens, F pairs of dimensions, D head dimension, n
+# offsets
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +21,8 @@ from ..query_statistics import QueryStatistics
 from ..rotary import ROTARY, from_pairs, to_pairs, turns
 from .base import Policy, next_positions
 
-OFFSETS = tuple(2**power for power in range(17))
+OFFSETS = 17
+"""Number of offsets, which are powers of two."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class TriAttention(Policy):
         frequencies_BF = statistics["rotary_frequencies"][layers]
         keys_BHTD = keys.float()
         centre_BQ1F = to_pairs(statistics["query_mean"][layers][:, :, None], pairs_BF2)
-        offsets_d = torch.tensor(OFFSETS, dtype=torch.float64, device=keys.device)
+        offsets_n = 2 ** torch.arange(OFFSETS, dtype=torch.float64, device=keys.device)
         next_B1 = next_positions(keys, positions)[:, None].double()
-        turn_BF = turns((next_B1 + offsets_d)[..., None] * frequencies_BF[:, None]).mean(dim=1)
+        turn_BF = turns((next_B1 + offsets_n)[..., None] * frequencies_BF[:, None]).mean(dim=1)
         virtual_BQ1D = from_pairs(centre_BQ1F * turn_BF[:, None, None], pairs_BF2)
         spread_BQF = (statistics["query_lengths"][layers] - centre_BQ1F[:, :, 0].abs()).clamp(min=0)
         by_head = (keys.shape[1], -1)
