@@ -47,11 +47,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class StoredPrompts:
-    """Prompts of the slots in one layer of the prompt store."""
+    """Prompts of the slots, or all but the newest tokens of dense sequences, in one layer of the prompt store."""
 
     keys_NHTD: Tensor
     values_NHTD: Tensor
     pages_SP: Tensor
-    """Pages of each slot's prompt, int32."""
+    """Pages of each slot, int32."""
     lengths_S: Tensor
-    """Tokens of each slot's prompt."""
+    """Tokens in the pages of each slot."""

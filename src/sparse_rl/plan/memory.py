@@ -24,7 +24,13 @@ from ..sizes import (
     SCRATCH_SHARE,
     SHADOW_BLOCK,
     STEP_LOGIT_BYTES,
+    dense_bytes,
+    dense_pages,
+    live_dense_pages,
     padded_length,
+    page_table_width,
+    pages_of,
+    pool_pages,
     slot_bytes,
     store_bytes,
     token_bytes,
@@ -80,6 +86,10 @@ class Plan:
     """Slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's cache or is off."""
     evaluation_caches: list[str] = field(default_factory=list)
     """Caches of the held-out evaluation: dense, sparse or both; empty if it is off."""
+    pages: int = 0
+    """Pages of the sampler's dense cache; 0 if it is sparse."""
+    evaluation_pages: int = 0
+    """Pages of a second prompt store for an evaluation in the sampler's cache; 0 if the sampler's store is used."""
 
     @property
     def fullest(self) -> Phase:
@@ -98,6 +108,15 @@ class Plan:
     @property
     def pool_bytes(self) -> int:
         return step_bytes(self.dims, self.slots, itemsize(self.config))
+
+    @property
+    def running(self) -> int:
+        """Sequences of full length that run at once: all slots, or as many as fill the pages of a dense cache."""
+        if not self.pages:
+            return self.slots
+        rollout = self.config.rollout
+        of_sequence = pages_of(rollout.max_tokens // 2) + pages_of(self.prompt_tokens) / rollout.samples_per_prompt
+        return max(1, min(self.slots, int(self.pages / of_sequence)))
 
     @property
     def fits(self) -> bool:
@@ -120,20 +139,46 @@ def make_plan(
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
+    least, most = pool_sizes(config, int(wanted), prompt_tokens)
 
-    def plan_with(checkpointed: int) -> Plan:
-        phases = step_phases(config, dims, int(wanted), prompt_tokens, checkpointed)
+    def plan_with(checkpointed: int, pages: int = least) -> Plan:
+        phases = step_phases(config, dims, int(wanted), prompt_tokens, checkpointed, pages)
         evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens)
         evicts, problems = config.sampler_kv.policy != "full", config.evaluated_problems
         caches = config.evaluation_caches(evicts=evicts, dense_slots=evaluated, problems=problems)
+        stored = evaluation_pages(config, dims, phases, int(wanted), prompt_tokens) if "sparse" in caches else 0
         if evaluated and (config.eval.slots != "auto" or "dense" in caches):
-            phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens)]
-        return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, checkpointed, evaluated, caches)
+            phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens, pages)]
+        slots_and_room = int(wanted), memory_bytes
+        return Plan(config, dims, prompt_tokens, *slots_and_room, phases, checkpointed, evaluated, caches, pages, stored)
 
     chosen = config.optimizer.gradient_checkpointing
+    layers = dims.layers if chosen else 0
     if chosen == "auto":
-        return plan_with(dims.layers - largest(lambda plain: plan_with(dims.layers - plain).fits, dims.layers))
-    return plan_with(dims.layers if chosen else 0)
+        layers = dims.layers - largest(lambda plain: plan_with(dims.layers - plain).fits, dims.layers)
+    plan = plan_with(layers)
+    if least == most or not plan.fits:
+        return plan
+    return plan_with(layers, most if memory_bytes is None else min(most, least + more_pages(plan)))
+
+
+def pool_sizes(config: Config, slots: int, prompt_tokens: int) -> tuple[int, int]:
+    """Return the fewest and the most pages of the sampler's dense cache; (0, 0) if it is sparse.
+
+    The fewest hold the live tokens of responses of uniform lengths. With the most, no sequence ever waits for pages.
+    """
+    rollout = config.rollout
+    if config.sampler_kv.policy != "full":
+        return 0, 0
+    prompts = [prompt_tokens] * rollout.prompts_per_step
+    most = dense_pages(prompts, rollout.max_tokens, slots, rollout.samples_per_prompt)
+    return min(most, live_dense_pages(prompt_tokens, rollout.max_tokens, slots, rollout.samples_per_prompt)), most
+
+
+def more_pages(plan: Plan) -> int:
+    """Return the pages by which a dense cache may grow within the free memory. A page also counts in scratch memory."""
+    of_page = dense_bytes(plan.dims, 0, 1, itemsize(plan.config)) * (1 + SCRATCH_SHARE) * (1 + RESERVED_SHARE)
+    return int(plan.free_bytes / of_page)
 
 
 def auto_limit(config: Config) -> int:
@@ -214,13 +259,17 @@ def gathered_bytes(config: Config, dims: Dimensions) -> int:
     return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
 
 
-def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
+def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, pages: int) -> dict[str, int]:
+    """Return the bytes of the sampler's cache. `pages` are those of a dense cache."""
     kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
-    keys, beside = slot_bytes(dims, kv, prompt_tokens + rollout.max_tokens, size)
+    keys, beside = slot_bytes(dims, kv, size)
     stored, tables = 0, 0
     if kv.stores_prompts:
         stored, tables = store_bytes(dims, [prompt_tokens] * rollout.prompts_per_step, slots, rollout.samples_per_prompt, size)
-    return {"KV cache": slots * keys, "prompt store": stored, "positions, queries": slots * beside + tables}
+    if kv.policy == "full":
+        tables = 4 * slots * page_table_width(prompt_tokens + rollout.max_tokens)
+    cache = slots * keys + dense_bytes(dims, 0, pages, size)
+    return {"KV cache": cache, "prompt store": stored, "positions, queries": slots * beside + tables}
 
 
 # Memory of a pass
@@ -336,13 +385,15 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
     A long prompt runs in pieces. First tokens are sampled in batches of at most `FIRST_TOKENS`.
     """
     packed = min(PREFILL_TOKENS, prompts * prompt_tokens)
-    layers = 0
+    layers, tokens = 0, prompt_tokens
     if prompt_tokens > PREFILL_TOKENS:
         layers = Schedule.of(kv, kv.policy != "full").scratch_layers(prompt_tokens, dims.layers)
+    if kv.policy == "full":  # a paused sequence is recomputed in pieces, too
+        layers, tokens = 1, prompt_tokens + config.rollout.max_tokens
     logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
         "prefill scratch": packed * transient_per_token(config, dims, backward=False),
-        "long prompt": prompt_tokens * layers * token_bytes(dims, itemsize(config)) // dims.layers,
+        "long prompt": tokens * layers * token_bytes(dims, itemsize(config)) // dims.layers,
         "decode step": logits * dims.vocab,
     }
 
@@ -355,15 +406,18 @@ def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
 # The phases of a step
 
 
-def always_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
-    return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens)
+def always_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, pages: int) -> dict[str, int]:
+    return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens, pages)
 
 
-def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, checkpointed: int) -> list[Phase]:
-    always = always_parts(config, dims, slots, prompt_tokens)
-    scratch = 0
-    if config.sampler_kv.policy != "full":
-        scratch = int(max(SCRATCH_SHARE * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES))
+def step_phases(
+    config: Config, dims: Dimensions, slots: int, prompt_tokens: int, checkpointed: int, pages: int = 0
+) -> list[Phase]:
+    """Return the phases of a step. `pages` are those of the sampler's dense cache."""
+    always = always_parts(config, dims, slots, prompt_tokens, pages)
+    scratch = max(SCRATCH_SHARE * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES)
+    if config.sampler_kv.policy == "full":  # at most a page of each slot moves at once, keys and then values
+        scratch = min(scratch, dense_bytes(dims, 0, slots, itemsize(config)) // 2)
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, config.sampler_kv, slots, prompts, prompt_tokens)
@@ -383,7 +437,7 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     }
     return [
         Phase("prefill", always | prefill),
-        Phase("sampling", always | step | {"compaction scratch": scratch}),
+        Phase("sampling", always | step | {"compaction scratch": int(scratch)}),
         Phase("old log-probs", always | old),
         Phase("update", always | update_parts(config, dims, prompt_tokens, checkpointed)),
         Phase("optimizer", always | optimizer),
@@ -406,21 +460,42 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
     room = peak_held(phases, pool) - pool
 
     def fit(count: int) -> bool:
-        return evaluation_phase(config, dims, slots, count, prompt_tokens).total <= room
+        return evaluation_phase(config, dims, slots, count, prompt_tokens, 0).total <= room
 
     return largest(fit, problems) or 1
 
 
-def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int) -> Phase:
-    """Return the evaluation phase: a cache of `count` slots and its decode graphs, plus the sampler's cache."""
-    longest, size = prompt_tokens + config.rollout.max_tokens, itemsize(config)
+def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int, pages: int) -> Phase:
+    """Return the evaluation phase: a cache of `count` slots and its decode graphs, plus the sampler's cache with `pages`."""
+    size = itemsize(config)
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
-    cache = count * sum(slot_bytes(dims, kv, longest, size))
+    cache = count * sum(slot_bytes(dims, kv, size))
     if kv.stores_prompts:
         cache += sum(store_bytes(dims, [prompt_tokens] * config.eval.problems, count, 1, size))
+    if kv.policy == "full":
+        cache += dense_bytes(dims, 0, live_dense_pages(prompt_tokens, config.rollout.max_tokens, count, 1), size)
     parts = prefill_parts(config, dims, kv, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
-    return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens) | parts | {"evaluation cache": cache})
+    return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens, pages) | parts | {"evaluation cache": cache})
+
+
+def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
+    """Return the pages of a second prompt store for an evaluation in the sampler's cache; 0 if it would not help.
+
+    An evaluation has one response per prompt, so its prompts take more pages than those of a step. The store has a prompt for
+    every slot, or as many as keep the evaluation below the peak of a training step.
+    """
+    kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
+    if not kv.stores_prompts or config.eval.slots != "auto":
+        return 0
+    wanted = pool_pages([prompt_tokens] * config.evaluated_problems, slots, 1)
+    present = pool_pages([prompt_tokens] * rollout.prompts_per_step, slots, rollout.samples_per_prompt)
+    pool = step_bytes(dims, slots, size)
+    parts = prefill_parts(config, dims, kv, slots, config.evaluated_problems, prompt_tokens)
+    used = sum((always_parts(config, dims, slots, prompt_tokens, 0) | parts).values()) + pool
+    fit = (peak_held(phases, pool) - pool - used) // dense_bytes(dims, 0, 1, size)
+    found = min(wanted, fit)
+    return found if found > present else 0
 
 
 def largest_budget(plan: Plan) -> int:

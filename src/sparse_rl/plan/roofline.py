@@ -112,7 +112,7 @@ def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None 
     """Return the seconds of a decode step at the mean number of cached tokens, by default of the sampler's slots and cache."""
     longest = plan.config.rollout.max_tokens
     held = mean_held(kv or plan.config.sampler_kv, plan.prompt_tokens, longest, longest / 2)
-    return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu)
+    return decode_s(plan.dims, slots or plan.running, held, itemsize(plan.config), gpu)
 
 
 def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:
@@ -150,10 +150,10 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     return StepTime(
         step,
         prefill_s(plan, gpu, rollouts / rollout.samples_per_prompt),
-        decode_all_s(plan, gpu, rollouts, plan.slots),
+        decode_all_s(plan, gpu, rollouts, plan.running),
         max(old, travels.old_s),
         max(update, travels.update_s),
-        plan.slots / step,
+        plan.running / step,
         sync_s=travels.sync_s,
         exposed_s=max(0.0, travels.old_s - old) + max(0.0, travels.update_s - update),
     )

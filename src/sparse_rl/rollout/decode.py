@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
+from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention, sequence_attention
 from ..kernels.jit import usable
 from ..kernels.rows import StoredPrompts
 from ..kernels.slot_attention import attend_and_append, splits_for
@@ -20,7 +20,7 @@ PROMPT_TOKENS = 1024
 class DecodeView:
     """Attention view of slots 0 to n - 1 of the cache, each with one new token.
 
-    If the cache has a prompt store, a slot attends to its stored prompt of `prompts` tokens and then to its own tokens.
+    If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
     lengths on the device. With `kernels=False` no kernel is compiled.
     """
@@ -42,7 +42,9 @@ class DecodeView:
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
-            row_tokens = cache.capacity + (0 if cache.prompts is None else PROMPT_TOKENS)
+            row_tokens = cache.capacity
+            if cache.prompts is not None:
+                row_tokens += cache.prompts.longest if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
@@ -75,6 +77,8 @@ class DecodeView:
                 queries_SQD, keys_SHCD, values_SHCD, lengths_S, longest=self.longest, even=self.even, scale=scale
             )
         keys_SHTD, values_SHTD = keys_SHCD[:, :, : self.longest], values_SHCD[:, :, : self.longest]
+        if cache.prompts is not None and cache.prompts.responses:
+            return sequence_attention(queries_SQD, stored, keys_SHTD, values_SHTD, lengths_S, scale=scale)
         out_SQD = merged_parts(
             prompt_attention(queries_SQD, stored, scale=scale),
             attention_part(queries_SQD, keys_SHTD, values_SHTD, lengths_S, scale=scale),
@@ -106,7 +110,7 @@ class SlotState:
     positions: list[int]
     lengths: list[int]
     prompts: list[int]
-    """Tokens of each slot's prompt in the prompt store; 0 if the cache has none."""
+    """Tokens of each slot in the prompt store; 0 if the cache has none."""
     seeds: list[int]
     last: list[int]
     """Last position that a step may reach. A finished sequence stays at this position."""

@@ -14,12 +14,13 @@ from ..config import Sampling
 from ..errors import UserError, notice
 from ..kernels.counter_rng import uniform
 from ..kv.cache import SlotCache
+from ..kv.pages import copy_last_pages, move_full_pages
 from ..kv.policies import Policy
 from ..kv.prompt_store import PagePool
 from ..kv.schedule import Schedule, by_length
 from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
-from ..sizes import FIRST_TOKENS
+from ..sizes import FIRST_TOKENS, PAGE_TOKENS
 from .clock import Clock
 from .decode import SlotState
 from .long_prefill import prefill_long
@@ -78,7 +79,9 @@ class Generation:
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
         self.total = len(requests) if more is None else 0
-        self.pages = None if cache.prompts is None else PagePool(cache.prompts.pages)
+        self.pages = None
+        if cache.prompts is not None:
+            self.pages = PagePool(cache.prompts.pages, responses=schedule.pages_responses)
         self.scheduler = Scheduler(
             requests if more is None else [], cache.slots, refill, more and self._counted(more), self.pages
         )
@@ -88,6 +91,8 @@ class Generation:
         self.finished = 0
         self.steps_together = 0  # steps since all slots were last empty
         self.stash: Stash | None = None
+        self.first_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.started = 0
         self.pending_drops: list[tuple[list[tuple[TraceRecorder | None, int]], Tensor]] = []
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
@@ -123,6 +128,9 @@ class Generation:
     # Prompts
 
     def _prefill(self, groups: list[list[Request]]) -> None:
+        if self.schedule.pages_responses:
+            self._prefill_pages(groups)
+            return
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
         prompts: list[PromptInSlots] = []
@@ -145,18 +153,94 @@ class Generation:
             self.cache.prompts.assign(pages_of_slots)
         self.stash = None if prompts else self.stash
         if prompts:
-            with fused_layers(self.model):
-                inputs = (self.model, self.cache, self.policy, self.schedule)
-                if self._is_long(prompts):
-                    first_logits, dropped_of = prefill_long(*inputs, prompts[0], self.prefill_tokens)
-                else:
-                    first_logits, dropped_of = prefill(*inputs, prompts)
+            first_logits, dropped_of = self._prefilled(prompts)
             for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
-            self._count_prefill(prompts)
             self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
-        self._start(requests, torch.stack(logits), dropped)
+        sequences = self._new_sequences(requests, dropped)
+        self._take(sequences, *self._draw_first(requests, torch.stack(logits)))
+        self.scheduler.active += sequences
+
+    def _prefilled(self, prompts: list[PromptInSlots]) -> tuple[Tensor, list[list[Tensor | None]]]:
+        """Fill slots or pages with prompts. Return the logits of the first tokens, and the dropped positions."""
+        with fused_layers(self.model):
+            inputs = (self.model, self.cache, self.policy, self.schedule)
+            if self._is_long(prompts):
+                found = prefill_long(*inputs, prompts[0], self.prefill_tokens)
+            else:
+                found = prefill(*inputs, prompts)
+        self._count_prefill(prompts)
+        return found
+
+    def _prefill_pages(self, groups: list[list[Request]]) -> None:
+        """Fill pages with the prompts that are not there, and start or resume a dense sequence for each request.
+
+        First tokens are drawn for all samples of a group, including those that still wait for a slot.
+        """
+        assert self.pages is not None and self.cache.prompts is not None
+        requests = [request for group in groups for request in group]
+        slots = {request.index: slot for slot, request in enumerate(requests, len(self.scheduler.active))}
+        self._fill_pages([group for group in groups if group[0].group not in self.pages.prefilled], slots)
+        fresh = [request for request in requests if request.index not in self.scheduler.paused]
+        sequences = {each.request.index: each for each in self._new_sequences(fresh, [None] * len(fresh))}
+        if fresh:
+            firsts = zip(*(self.first_tokens.pop(request.index) for request in fresh), strict=True)
+            self._take(list(sequences.values()), *map(np.stack, firsts))
+        for request in requests:
+            if request.index in self.scheduler.paused:
+                sequences[request.index] = self.scheduler.paused.pop(request.index)
+        pages_of_slots, last_pages = {}, {}
+        for index, slot in slots.items():
+            sequence = sequences[index]
+            of_group = self.pages.of_group[sequence.request.group]
+            pages_of_slots[slot] = [*of_group[: sequence.prompt_pages], *sequence.pages]
+            if sequence.held and not sequence.entered:
+                last_pages[slot] = of_group[-1]
+        self.cache.prompts.assign(pages_of_slots)
+        if last_pages:
+            copy_last_pages(self.cache, list(last_pages), list(last_pages.values()))
+        for index, slot in slots.items():
+            if sequences[index].entered:
+                self._recompute(sequences[index], slot, pages_of_slots[slot])
+        self.scheduler.active += [sequences[index] for index in slots]
+
+    def _fill_pages(self, groups: list[list[Request]], slots: dict[int, int]) -> None:
+        """Fill pages with the prompts of these groups, and draw the first tokens of all their samples."""
+        if not groups:
+            return
+        assert self.pages is not None
+        prompts, drawn, rows = [], [], []
+        for row, group in enumerate(groups):
+            pages = self.pages.of_group[group[0].group]
+            of_group = [slots[request.index] for request in group]
+            prompts.append(PromptInSlots(group[0].prompt, of_group, [request.seed for request in group], pages))
+            samples = [*group, *self.scheduler.waiting_of(group[0].group)]
+            drawn += samples
+            rows += [row] * len(samples)
+        logits_nV, _ = self._prefilled(prompts)
+        self.pages.prefilled.update(group[0].group for group in groups)
+        tokens, logprobs = self._draw_first(drawn, logits_nV[torch.tensor(rows, device=logits_nV.device)])
+        self.first_tokens |= {each.index: (tokens[row], logprobs[row]) for row, each in enumerate(drawn)}
+
+    def _recompute(self, sequence: Sequence, slot: int, pages: list[int]) -> None:
+        """Compute the keys and values of a paused sequence again, after the pages of the prompt."""
+        assert self.pages is not None
+        request, start = sequence.request, sequence.prompt_pages * PAGE_TOKENS
+        tokens = [*request.prompt, *sequence.response()[0][: sequence.entered]]
+        prompt = PromptInSlots(tokens, [slot], [request.seed], pages)
+        with fused_layers(self.model):
+            prefill_long(self.model, self.cache, self.policy, self.schedule, prompt, self.prefill_tokens, start)
+        sequence.held = self.schedule.held_after_prefill(len(tokens))
+        sequence.stored = len(tokens) - sequence.held
+        if sequence.held:
+            copy_last_pages(self.cache, [slot], pages[-1:])
+            self.pages.give_back([sequence.pages.pop()])
+        self.stats.recomputed_tokens += len(tokens) - start
+        in_scratch = len(tokens) + min(len(tokens) - start, self.prefill_tokens)  # of one layer
+        self.stats.scratch_bytes = max(
+            self.stats.scratch_bytes, in_scratch * self.cache.token_bytes // self.cache.shape.layers
+        )
 
     def _is_long(self, prompts: list[PromptInSlots]) -> bool:
         """Return whether the prompt exceeds one forward pass. The scheduler admits such a prompt alone."""
@@ -182,8 +266,8 @@ class Generation:
         self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
 
-    def _start(self, requests: list[Request], logits_nV: Tensor, dropped: list[Tensor | None]) -> None:
-        """Sample the first tokens from the last logits of the prompts, and start a sequence in a slot for each request."""
+    def _draw_first(self, requests: list[Request], logits_nV: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Sample the first tokens [n, 1] from the last logits of the prompts. Return them and their log-probs."""
         seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
         positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
         drawn = [
@@ -193,13 +277,17 @@ class Generation:
             )
         ]
         tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
-        token_rows, logprob_rows = TakenSteps(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
+        return TakenSteps(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
+
+    def _new_sequences(self, requests: list[Request], dropped: list[Tensor | None]) -> list[Sequence]:
+        """Return a sequence for each request, whose prompt has just entered the cache."""
         sequences = []
         for request, dropped_LHN in zip(requests, dropped, strict=True):
             held = self.schedule.held_after_prefill(len(request.prompt))
-            stored = len(request.prompt) if self.schedule.stores_prompts else 0
+            stored = len(request.prompt) - held if self.schedule.stores_prompts else 0
             trace = TraceRecorder(len(request.prompt), self.schedule.interval) if request.record else None
-            sequence = Sequence(request, held, trace, stored, kv_peak=stored + held)
+            sequence = Sequence(request, held, trace, stored, kv_peak=stored + held, number=self.started)
+            self.started += 1
             if self.sampling.repetition is not None:
                 sequence.guard = RepetitionGuard(*self.sampling.repetition)
             if dropped_LHN is not None:
@@ -207,13 +295,15 @@ class Generation:
                 if sequence.trace is not None:
                     sequence.trace.record(0, dropped_LHN[:, None].cpu())
             sequences.append(sequence)
-        self._take(sequences, token_rows, logprob_rows)
-        self.scheduler.active += sequences
+        return sequences
 
     # Responses
 
     def _decode(self) -> None:
         """Run chunks of steps until the slots change. On a GPU, the host processes one chunk while the next one runs."""
+        if self.schedule.pages_responses:
+            with self.clock.part("compaction"):
+                self._move_full_pages()
         self._start_steps()
         steps = min(self.schedule.steps_to_boundary(self.steps_together, self.chunk), self.scheduler.remaining())
         pending = self.runner.launch(steps, self.clock)
@@ -225,6 +315,30 @@ class Generation:
             if following is None:
                 return
             pending, steps = following, more
+
+    def _move_full_pages(self) -> None:
+        """Move the oldest tokens of dense slots to pages, if a chunk of steps could overflow a slot. If too few pages are
+        free, pause the youngest sequences."""
+        active = self.scheduler.active
+        if max(sequence.held for sequence in active) + self.chunk <= self.cache.capacity:
+            return
+        assert self.pages is not None
+        paused, moves = self.scheduler.make_room()
+        self._move_slots(moves)
+        self.stats.preemptions += len(paused)
+        full = [(slot, sequence) for slot, sequence in enumerate(active) if sequence.held >= PAGE_TOKENS]
+        pages = self.pages.take_pages(len(full) * PAGE_TOKENS)
+        columns = [sequence.stored // PAGE_TOKENS for _, sequence in full]
+        if full:
+            move_full_pages(self.cache, [slot for slot, _ in full], columns, pages)
+        for (_, sequence), page in zip(full, pages, strict=True):
+            sequence.pages.append(page)
+            sequence.stored += PAGE_TOKENS
+            sequence.held -= PAGE_TOKENS
+
+    def _move_slots(self, moves: list[tuple[int, int]]) -> None:
+        for source, slot in moves:
+            self.cache.copy_slot(self.cache, source, slot, self.scheduler.active[slot].held)
 
     def _start_steps(self) -> None:
         active = self.scheduler.active
@@ -281,7 +395,7 @@ class Generation:
         self.stats.count_steps(np.array(taken), cached, dense)
         if self.pages is not None:
             self.stats.count_pages(self.pages, steps)
-        dense_now = int(dense[running].sum()) + steps * int(running.sum())
+        dense_now = dense_tokens_held([sequence for sequence, runs in zip(active, running, strict=True) if runs])
         self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, dense_now)
         self.steps_together += steps
         self.stats.steps += steps
@@ -311,8 +425,7 @@ class Generation:
 
     def _retire(self) -> None:
         finished, moves = self.scheduler.retire()
-        for source, slot in moves:
-            self.cache.copy_slot(self.cache, source, slot, self.scheduler.active[slot].held)
+        self._move_slots(moves)
         for sequence in finished:
             assert sequence.finish is not None
             request, shape = sequence.request, self.cache.shape
@@ -392,6 +505,12 @@ class Generation:
             parts.get(part, 0.0) for part in ("prefill", "decode", "compaction")
         )
         self.stats.seconds = self.clock.wall_s
+
+
+def dense_tokens_held(running: list[Sequence]) -> int:
+    """Return the tokens that a dense cache in pages would hold: the responses so far, and the prompt of each group once."""
+    prompts = {sequence.request.group: len(sequence.request.prompt) for sequence in running}
+    return sum(prompts.values()) + sum(sequence.entered for sequence in running)
 
 
 def to_host_later(tensor: Tensor) -> Tensor:
