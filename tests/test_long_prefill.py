@@ -11,7 +11,7 @@ from sparse_rl.kernels.attention import causal_attention
 from sparse_rl.kernels.prefix_attention import last_tokens_attention
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.plan.dimensions import dimensions
-from sparse_rl.plan.memory import prefill_parts
+from sparse_rl.plan.parts import prefill_parts
 from sparse_rl.sizes import PREFILL_TOKENS, token_bytes
 
 SAMPLING = Sampling(max_tokens=30, stop=())

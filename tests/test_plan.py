@@ -30,8 +30,9 @@ from sparse_rl.models.shapes import SHAPES
 from sparse_rl.plan import dimensions, make_plan, memory, remedies
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.evaluation import evaluation_times
-from sparse_rl.plan.memory import RESERVED_SHARE, gradient_bytes, peak_held, resident, step_phases
+from sparse_rl.plan.memory import RESERVED_SHARE, peak_held, step_phases
 from sparse_rl.plan.output import parse_size
+from sparse_rl.plan.parts import gradient_bytes, resident
 from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
@@ -158,17 +159,9 @@ def test_the_prompts_of_an_evaluation_fill_the_slots():
     assert without.evaluation_pages == 0 and without.peak_bytes == roomy.peak_bytes
     assert [each.slots for each in evaluation_times(roomy, find_gpu("H200"))] == [200]
     assert planned(*flags, "--eval.problems", "32", memory_gib=140, prompt_tokens=1100, slots=256).evaluation_pages == 0
-    small = planned(
-        *flags,
-        "--rollout.max-tokens",
-        "64",
-        "--optimizer.tokens-per-microbatch",
-        "1164",
-        memory_gib=140,
-        prompt_tokens=1100,
-        slots=256,
-    )
-    assert small.evaluation_pages < roomy.evaluation_pages
+    lean = [*flags, "--model.lora.rank", "16", "--rollout.max-tokens", "64", "--optimizer.tokens-per-microbatch", "1164"]
+    small, alone = (planned(*lean, *more, prompt_tokens=1100, slots=256) for more in ([], ["--eval.problems", "0"]))
+    assert small.evaluation_pages < roomy.evaluation_pages and small.peak_bytes == alone.peak_bytes
 
 
 def test_policies_with_a_ring_of_queries_are_named_for_the_plan():

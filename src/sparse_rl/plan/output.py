@@ -20,17 +20,8 @@ from ..text import listed, printable
 from .dimensions import dimensions
 from .evaluation import evaluation_times, evaluations, share_of_run
 from .host import HostPlan, host_plan
-from .memory import (
-    CONTEXT_BYTES,
-    Plan,
-    auto_limit,
-    itemsize,
-    largest_budget,
-    make_plan,
-    most_slots,
-    sharded,
-    update_parts,
-)
+from .memory import CONTEXT_BYTES, Plan, auto_limit, largest_budget, make_plan, most_slots
+from .parts import itemsize, sharded, update_parts
 from .remedies import sentence
 from .roofline import (
     GPU,

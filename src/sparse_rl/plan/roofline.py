@@ -12,8 +12,9 @@ from ..errors import UserError
 from ..format import GIB
 from ..sizes import token_bytes
 from .dimensions import Dimensions
-from .memory import Plan, itemsize, sharded
+from .memory import Plan
 from .microbatch import rollouts_of_rank, samples_per_computed_prompt
+from .parts import itemsize, sharded
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Attainable shares of peak FLOP/s and bandwidth, from an H200 (780 of 989 TFLOP/s in large matrix products, 4.3 of 4.8 TB/s

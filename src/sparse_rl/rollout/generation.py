@@ -12,25 +12,22 @@ from transformers import PreTrainedModel
 
 from ..config import Sampling
 from ..errors import UserError, notice
-from ..kernels.counter_rng import uniform
 from ..kv.cache import SlotCache
-from ..kv.pages import copy_last_pages, move_full_pages
 from ..kv.policies import Policy
 from ..kv.prompt_store import PagePool
 from ..kv.schedule import Schedule, by_length
 from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
-from ..sizes import FIRST_TOKENS, PAGE_TOKENS
 from .clock import Clock
 from .decode import SlotState
 from .long_prefill import prefill_long
+from .paged import PagedSlots, move_slots
 from .prefill import PromptInSlots, prefill
 from .repetition import RepetitionGuard, first_repetitions
-from .request import Request
+from .request import Request, first_tokens
 from .rollout import Rollout
-from .runner import EagerRunner, GraphRunner, NotCapturable, StepRunner, TakenSteps
-from .sampling import sample
-from .scheduler import Scheduler, Sequence
+from .runner import EagerRunner, GraphRunner, NotCapturable, StepRunner
+from .scheduler import Scheduler, Sequence, dense_tokens_held
 from .stats import Progress, Stats
 
 ROUND = 2
@@ -87,6 +84,9 @@ class Generation:
         )
         self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
+        self.paged: PagedSlots | None = None
+        if schedule.pages_responses:
+            self.paged = PagedSlots(model, cache, policy, schedule, self.scheduler, self.stats, prefill_tokens)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
         self.steps_together = 0  # steps since all slots were last empty
@@ -128,8 +128,8 @@ class Generation:
     # Prompts
 
     def _prefill(self, groups: list[list[Request]]) -> None:
-        if self.schedule.pages_responses:
-            self._prefill_pages(groups)
+        if self.paged is not None:
+            self._prefill_pages(groups, self.paged)
             return
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
@@ -159,7 +159,7 @@ class Generation:
                 dropped += of_samples
             self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
         sequences = self._new_sequences(requests, dropped)
-        self._take(sequences, *self._draw_first(requests, torch.stack(logits)))
+        self._take(sequences, *first_tokens(requests, torch.stack(logits), self.sampling))
         self.scheduler.active += sequences
 
     def _prefilled(self, prompts: list[PromptInSlots]) -> tuple[Tensor, list[list[Tensor | None]]]:
@@ -173,12 +173,12 @@ class Generation:
         self._count_prefill(prompts)
         return found
 
-    def _prefill_pages(self, groups: list[list[Request]]) -> None:
+    def _prefill_pages(self, groups: list[list[Request]], paged: PagedSlots) -> None:
         """Fill pages with the prompts that are not there, and start or resume a dense sequence for each request.
 
         First tokens are drawn for all samples of a group, including those that still wait for a slot.
         """
-        assert self.pages is not None and self.cache.prompts is not None
+        assert self.pages is not None
         requests = [request for group in groups for request in group]
         slots = {request.index: slot for slot, request in enumerate(requests, len(self.scheduler.active))}
         self._fill_pages([group for group in groups if group[0].group not in self.pages.prefilled], slots)
@@ -190,19 +190,7 @@ class Generation:
         for request in requests:
             if request.index in self.scheduler.paused:
                 sequences[request.index] = self.scheduler.paused.pop(request.index)
-        pages_of_slots, last_pages = {}, {}
-        for index, slot in slots.items():
-            sequence = sequences[index]
-            of_group = self.pages.of_group[sequence.request.group]
-            pages_of_slots[slot] = [*of_group[: sequence.prompt_pages], *sequence.pages]
-            if sequence.held and not sequence.entered:
-                last_pages[slot] = of_group[-1]
-        self.cache.prompts.assign(pages_of_slots)
-        if last_pages:
-            copy_last_pages(self.cache, list(last_pages), list(last_pages.values()))
-        for index, slot in slots.items():
-            if sequences[index].entered:
-                self._recompute(sequences[index], slot, pages_of_slots[slot])
+        paged.place({slot: sequences[index] for index, slot in slots.items()})
         self.scheduler.active += [sequences[index] for index in slots]
 
     def _fill_pages(self, groups: list[list[Request]], slots: dict[int, int]) -> None:
@@ -220,27 +208,9 @@ class Generation:
             rows += [row] * len(samples)
         logits_nV, _ = self._prefilled(prompts)
         self.pages.prefilled.update(group[0].group for group in groups)
-        tokens, logprobs = self._draw_first(drawn, logits_nV[torch.tensor(rows, device=logits_nV.device)])
+        logits_nV = logits_nV[torch.tensor(rows, device=logits_nV.device)]
+        tokens, logprobs = first_tokens(drawn, logits_nV, self.sampling)
         self.first_tokens |= {each.index: (tokens[row], logprobs[row]) for row, each in enumerate(drawn)}
-
-    def _recompute(self, sequence: Sequence, slot: int, pages: list[int]) -> None:
-        """Compute the keys and values of a paused sequence again, after the pages of the prompt."""
-        assert self.pages is not None
-        request, start = sequence.request, sequence.prompt_pages * PAGE_TOKENS
-        tokens = [*request.prompt, *sequence.response()[0][: sequence.entered]]
-        prompt = PromptInSlots(tokens, [slot], [request.seed], pages)
-        with fused_layers(self.model):
-            prefill_long(self.model, self.cache, self.policy, self.schedule, prompt, self.prefill_tokens, start)
-        sequence.held = self.schedule.held_after_prefill(len(tokens))
-        sequence.stored = len(tokens) - sequence.held
-        if sequence.held:
-            copy_last_pages(self.cache, [slot], pages[-1:])
-            self.pages.give_back([sequence.pages.pop()])
-        self.stats.recomputed_tokens += len(tokens) - start
-        in_scratch = len(tokens) + min(len(tokens) - start, self.prefill_tokens)  # of one layer
-        self.stats.scratch_bytes = max(
-            self.stats.scratch_bytes, in_scratch * self.cache.token_bytes // self.cache.shape.layers
-        )
 
     def _is_long(self, prompts: list[PromptInSlots]) -> bool:
         """Return whether the prompt exceeds one forward pass. The scheduler admits such a prompt alone."""
@@ -266,19 +236,6 @@ class Generation:
         self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
 
-    def _draw_first(self, requests: list[Request], logits_nV: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Sample the first tokens [n, 1] from the last logits of the prompts. Return them and their log-probs."""
-        seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
-        positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
-        drawn = [
-            sample(logits, numbers, self.sampling)
-            for logits, numbers in zip(
-                logits_nV.split(FIRST_TOKENS), uniform(seeds, positions).split(FIRST_TOKENS), strict=True
-            )
-        ]
-        tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
-        return TakenSteps(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
-
     def _new_sequences(self, requests: list[Request], dropped: list[Tensor | None]) -> list[Sequence]:
         """Return a sequence for each request, whose prompt has just entered the cache."""
         sequences = []
@@ -301,9 +258,9 @@ class Generation:
 
     def _decode(self) -> None:
         """Run chunks of steps until the slots change. On a GPU, the host processes one chunk while the next one runs."""
-        if self.schedule.pages_responses:
+        if self.paged is not None:
             with self.clock.part("compaction"):
-                self._move_full_pages()
+                self.paged.make_room(self.chunk)
         self._start_steps()
         steps = min(self.schedule.steps_to_boundary(self.steps_together, self.chunk), self.scheduler.remaining())
         pending = self.runner.launch(steps, self.clock)
@@ -315,30 +272,6 @@ class Generation:
             if following is None:
                 return
             pending, steps = following, more
-
-    def _move_full_pages(self) -> None:
-        """Move the oldest tokens of dense slots to pages, if a chunk of steps could overflow a slot. If too few pages are
-        free, pause the youngest sequences."""
-        active = self.scheduler.active
-        if max(sequence.held for sequence in active) + self.chunk <= self.cache.capacity:
-            return
-        assert self.pages is not None
-        paused, moves = self.scheduler.make_room()
-        self._move_slots(moves)
-        self.stats.preemptions += len(paused)
-        full = [(slot, sequence) for slot, sequence in enumerate(active) if sequence.held >= PAGE_TOKENS]
-        pages = self.pages.take_pages(len(full) * PAGE_TOKENS)
-        columns = [sequence.stored // PAGE_TOKENS for _, sequence in full]
-        if full:
-            move_full_pages(self.cache, [slot for slot, _ in full], columns, pages)
-        for (_, sequence), page in zip(full, pages, strict=True):
-            sequence.pages.append(page)
-            sequence.stored += PAGE_TOKENS
-            sequence.held -= PAGE_TOKENS
-
-    def _move_slots(self, moves: list[tuple[int, int]]) -> None:
-        for source, slot in moves:
-            self.cache.copy_slot(self.cache, source, slot, self.scheduler.active[slot].held)
 
     def _start_steps(self) -> None:
         active = self.scheduler.active
@@ -425,7 +358,7 @@ class Generation:
 
     def _retire(self) -> None:
         finished, moves = self.scheduler.retire()
-        self._move_slots(moves)
+        move_slots(self.cache, self.scheduler, moves)
         for sequence in finished:
             assert sequence.finish is not None
             request, shape = sequence.request, self.cache.shape
@@ -505,12 +438,6 @@ class Generation:
             parts.get(part, 0.0) for part in ("prefill", "decode", "compaction")
         )
         self.stats.seconds = self.clock.wall_s
-
-
-def dense_tokens_held(running: list[Sequence]) -> int:
-    """Return the tokens that a dense cache in pages would hold: the responses so far, and the prompt of each group once."""
-    prompts = {sequence.request.group: len(sequence.request.prompt) for sequence in running}
-    return sum(prompts.values()) + sum(sequence.entered for sequence in running)
 
 
 def to_host_later(tensor: Tensor) -> Tensor:

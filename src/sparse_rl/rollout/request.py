@@ -1,16 +1,21 @@
-"""Requests of `generate`: one per rollout, validated before sampling starts."""
+"""Requests of `generate`: one per rollout, validated before sampling starts. Their first tokens are drawn here."""
+
+# n requests, V vocabulary
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..config import Sampling
 from ..errors import PromptError, UserError
-from ..kernels.counter_rng import derive_all
+from ..kernels.counter_rng import derive_all, uniform
 from ..kv.prompt_store import PromptStore
 from ..models.support import AttentionLimits
+from ..sizes import FIRST_TOKENS
+from .sampling import sample
 
 
 @dataclass(frozen=True)
@@ -124,3 +129,15 @@ class RequestLimits:
         if self.store is not None:
             rooms.append(self.store.longest_prompt(sampling.max_tokens))
         return min(rooms, default=None)
+
+
+def first_tokens(requests: list[Request], logits_nV: Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Sample the first tokens [n, 1] of requests from the last logits of their prompts. Return them and their log-probs."""
+    seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
+    positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
+    drawn = [
+        sample(logits, numbers, sampling)
+        for logits, numbers in zip(logits_nV.split(FIRST_TOKENS), uniform(seeds, positions).split(FIRST_TOKENS), strict=True)
+    ]
+    tokens, logprobs = (torch.cat(each)[:, None].cpu() for each in zip(*drawn, strict=True))
+    return tokens.numpy(), logprobs.float().numpy()

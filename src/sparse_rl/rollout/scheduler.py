@@ -110,6 +110,12 @@ def pages_to_fill(request: Request) -> int:
     return (len(request.prompt) % PAGE_TOKENS + request.max_tokens) // PAGE_TOKENS
 
 
+def dense_tokens_held(running: list[Sequence]) -> int:
+    """Return the tokens that a dense cache in pages would hold: the responses so far, and the prompt of each group once."""
+    prompts = {sequence.request.group: len(sequence.request.prompt) for sequence in running}
+    return sum(prompts.values()) + sum(sequence.entered for sequence in running)
+
+
 class Scheduler:
     def __init__(
         self,
