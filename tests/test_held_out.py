@@ -237,15 +237,15 @@ def test_the_share_is_of_all_steps_and_evaluations():
 LORA = ["--model.lora.rank", "16", "--optimizer.gradient-checkpointing", "--rollout.max-tokens", "16384"]
 
 
-@pytest.mark.parametrize(("tokens", "few"), [("65536", True), ("1024", False)])
-def test_auto_leaves_the_dense_cache_out_where_few_of_its_slots_fit(tokens, few):
+@pytest.mark.parametrize(("model", "tokens", "few"), [("14B", "16384", True), ("7B", "1024", False)])
+def test_auto_leaves_the_dense_cache_out_where_few_of_its_slots_fit(model, tokens, few):
     """What is not evaluated costs neither time nor memory."""
     lora = [*LORA[:-1], tokens]
-    plan = planned(*lora, model="7B")
+    plan = planned(*lora, model=model)
     assert (plan.evaluation_slots < MIN_DENSE_SLOTS) == few
     assert [each.cache for each in evaluation_times(plan, GPUS["h200"])] == (["sparse"] if few else ["dense", "sparse"])
     assert ("evaluation" in {phase.name for phase in plan.phases}) == (not few)
-    asked = planned(*lora, "--checkpoint.best", "eval/arithmetic/pass@1", model="7B")
+    asked = planned(*lora, "--checkpoint.best", "eval/arithmetic/pass@1", model=model)
     assert [each.cache for each in evaluation_times(asked, GPUS["h200"])] == ["dense", "sparse"]
 
 
@@ -265,10 +265,10 @@ def test_the_caches_that_are_evaluated():
     assert all(caches(3, evicts=False, cache=each) == ["dense"] for each in ("auto", "sparse", "dense", "both"))
 
 
-@pytest.mark.parametrize("tokens", ["65536", "1024"])
-def test_the_trainer_evaluates_with_the_caches_of_its_plan(tokens):
+@pytest.mark.parametrize(("model", "tokens"), [("14B", "16384"), ("7B", "1024")])
+def test_the_trainer_evaluates_with_the_caches_of_its_plan(model, tokens):
     """For prompts as long as planned. Of two sets, the one with the most problems and the longest prompts counts."""
-    plan = planned(*LORA[:-1], tokens, "--data.test", "gsm8k,math500", model="7B")
+    plan = planned(*LORA[:-1], tokens, "--data.test", "gsm8k,math500", model=model)
     long, few = (HeldOut(source, [None] * count, [[1] * 256] * count) for source, count in (("gsm8k", 256), ("math500", 3)))
     engine = SimpleNamespace(policy=SimpleNamespace(evicts=True), slots=plan.slots, kv=plan.config.kv)
     evaluator = Evaluator(plan.config, [few, long], engine, None, plan, None, None, None, None)

@@ -202,7 +202,7 @@ class Meter:
 def engine_arm(
     model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namespace, kv_bytes: int | None = None
 ) -> RolloutArm:
-    wanted = max(1, round(slots * args.waves))
+    wanted = max(1, round(args.batch * args.waves))
     samples = min(GROUP, wanted)
     prompts = _prompts(model, -(-wanted // samples), args).tolist()
     rollouts = len(prompts) * samples
