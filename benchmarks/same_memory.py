@@ -1,11 +1,13 @@
-"""Long rollouts in the same KV memory: our sparse engine against vLLM, the same prompts and the same lengths.
+"""Long rollouts in the same KV memory: our sparse engine, our dense engine and vLLM, the same prompts and the same lengths.
 
 python benchmarks/same_memory.py ours --sequences 256 --json benchmarks/results/same-memory-256.json
+python benchmarks/same_memory.py dense --sequences 256 --json benchmarks/results/same-memory-256.json
 python benchmarks/same_memory.py vllm --sequences 256 --json benchmarks/results/same-memory-256.json [--seconds 100]
 
 Prompts of 256 tokens in groups of 8; responses uniform from a sixteenth of the longest to all of it; log-probs of sampled
 tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. vLLM gets the bytes that ours
-allocated for keys, values and side tables, pages them, shares prompts and preempts by its own rules. `--seconds` ends vLLM
+allocated for keys, values and side tables, pages them, shares prompts and preempts by its own rules; so does our dense engine.
+`--seconds` ends vLLM
 early and counts the tokens it has by then. That favours vLLM: sequences are still short, and the tail never comes.
 """
 
@@ -22,7 +24,7 @@ PROMPT_TOKENS, GROUP = 256, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["ours", "vllm"])
+    parser.add_argument("engine", choices=["ours", "dense", "vllm"])
     parser.add_argument("--model", default="1.5B", help="a shape of sparse_rl.models.shapes; weights are random")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--longest", type=int, default=16384)
@@ -34,7 +36,8 @@ def main() -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(-(-args.sequences // GROUP))]
     lengths = [rng.randint(args.longest // 16, args.longest) for _ in range(len(prompts) * GROUP)]
-    record = ours(args, prompts, lengths) if args.engine == "ours" else vllm(args, prompts, lengths)
+    runs = {"ours": ours, "dense": dense, "vllm": vllm}
+    record = runs[args.engine](args, prompts, lengths)
     args.json.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record[args.engine]))
 
@@ -73,6 +76,37 @@ def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
             **{f"{part}_s": getattr(stats, f"{part}_s") for part in ("prefill", "decode", "compaction", "host")},
         },
     }
+
+
+def dense(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+    """Our dense engine in as many bytes as the sparse cache and its side tables take. Sequences take pages as they grow."""
+    import torch
+
+    from sparse_rl import KV, Engine, Sampling
+    from sparse_rl.bench.lengths import live_tokens
+    from sparse_rl.bench.rollout import DENSE_SLOTS, warm_up
+    from sparse_rl.models.shapes import random_model
+    from sparse_rl.sizes import token_bytes
+
+    record = json.loads(args.json.read_text())
+    kv_bytes = record["kv_bytes"] + record["side_bytes"]
+    model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
+    probe = Engine(model, KV(policy="full"), slots=1)
+    tokens = kv_bytes / token_bytes(probe.limits.shape, model.dtype.itemsize)
+    slots = min(len(lengths), int(DENSE_SLOTS * tokens / live_tokens(lengths, PROMPT_TOKENS)))
+    del probe
+    engine = Engine(model, KV(policy="full"), slots=slots)
+    engine.reserve_dense(PROMPT_TOKENS, args.longest, len(prompts), GROUP, kv_bytes=kv_bytes)
+    warm_up(engine, (prompts * GROUP)[: engine.slots], 256, uniform=True)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    rollouts = engine.generate(prompts, GROUP, Sampling(max_tokens=args.longest, stop=()), limits=lengths)
+    seconds = time.perf_counter() - started
+    stats, sampled = engine.stats, sum(len(rollout.response) for rollout in rollouts)
+    found = {"slots": slots, "tokens": sampled, "seconds": seconds, "tokens_per_s": sampled / seconds}
+    for name in ("peak_kv_bytes", "preemptions", "recomputed_tokens", "page_waste", "idle_share", "prefill_s", "decode_s"):
+        found[name] = getattr(stats, name)
+    return record | {"dense": found}
 
 
 def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from sparse_rl.config import KV, Config, migrated_tables
 from sparse_rl.plan.dimensions import Dimensions, dimensions
-from sparse_rl.plan.memory import CONTEXT_BYTES, Plan, itemsize, make_plan, rollouts_of_rank
+from sparse_rl.plan.memory import CONTEXT_BYTES, Plan, make_plan, rollouts_of_rank
+from sparse_rl.plan.parts import itemsize
 from sparse_rl.plan.roofline import GPU, GPUS, decode_s, step_time
 
 ROOT = Path(__file__).parents[1]

@@ -113,7 +113,7 @@ def dense_step_s(model, slots: int, held: int) -> float:
     gc.collect()
     torch.cuda.empty_cache()
     engine = Engine(model, KV(policy="full"), slots=slots)
-    engine.reserve(held + engine.chunk)
+    engine.reserve_dense(PROMPT_TOKENS, held - PROMPT_TOKENS + engine.chunk, slots, 1)
     return decode_step_s(engine, held)
 
 

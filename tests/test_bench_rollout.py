@@ -6,7 +6,7 @@ import pytest
 
 from sparse_rl import KV, Engine, Sampling, load_model
 from sparse_rl.bench.lengths import drawn_lengths, live_tokens
-from sparse_rl.bench.rollout import same_memory_slots
+from sparse_rl.bench.rollout import same_memory
 from sparse_rl.plan.roofline import mean_held
 
 
@@ -42,8 +42,12 @@ def test_dense_gets_the_bytes_of_the_sparse_cache_and_of_its_side_tables():
     engine = Engine(model, kv, slots=64)
     token_bytes = engine.cache.kv_bytes / (64 * kv.capacity)
     live = 1024 / 2 + 40 / 8
-    slots = same_memory_slots(args, kv, model)
-    assert slots * live * token_bytes <= engine.cache.kv_bytes + engine.cache.side_bytes < (slots + 1) * live * token_bytes
+    slots, kv_bytes = same_memory(args, kv, model)
+    assert kv_bytes == engine.cache.kv_bytes + engine.cache.side_bytes
+    assert slots == int(1.5 * (kv_bytes // token_bytes) / live)
+    dense = Engine(model, KV(policy="full"), slots=slots)
+    dense.reserve_dense(40, 1024, 8, 8, kv_bytes=kv_bytes)
+    assert 0.98 * kv_bytes < dense.cache.kv_bytes <= kv_bytes
 
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])

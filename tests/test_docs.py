@@ -136,13 +136,13 @@ def test_the_example_of_own_data_is_right():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The keys that runs write: with every optional term, dense to shadow included."""
+    """The keys that runs write: with every optional term, dense to shadow included, and with a dense cache."""
     world = small_runs.make_world(tmp_path_factory.mktemp("world"))
     evaluated = ["--data.test", str(world / "problems.jsonl"), "--eval.problems", "2", "--rollout.samples-per-prompt", "4"]
     terms = ["--loss.kl-coef", "0.01", "--correction.opsm", "0.5", "--rollout.refill-rejected", "true"]
     keys = set()
     several = ["--reward.function", "{0}:sums + 0.2 * {0}:same".format(world / "rewards.py"), "--kv.protect-prompt", "true"]
-    for method, more in (("sparse_rl", terms), ("smd", several)):
+    for method, more in (("sparse_rl", terms), ("smd", several), ("dense", [])):
         run = world / method
         small_runs.train(world, run, "--method", method, *evaluated, *more)
         for line in (run / "metrics.jsonl").read_text().splitlines():

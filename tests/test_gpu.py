@@ -16,6 +16,7 @@ from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner.logprobs import token_logprobs
 from sparse_rl.learner.replay import ReplayView, Span
 from sparse_rl.models.head import Head
+from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 from sparse_rl.train.run_folder import RunFolder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -342,6 +343,36 @@ def test_stored_prompts_are_read_by_graphs_and_by_single_steps(policy):
     graphs = engines[1].graphs
     assert gap(model, engines[1].generate(prompts[:2], 3, sampling)) < 1e-3 and engines[1].graphs is graphs
     assert gap(model, engines[1].generate([[7] * 1500], 3, sampling)) < 1e-3 and engines[1].graphs is not graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_pages_are_read_by_graphs_and_by_single_steps(dtype):
+    """Shared prompts, pages that fill up, and sequences that pause because no page is free."""
+    model = random_model("qwen2").to("cuda", dtype)
+    prompts, sampling = [*PROMPTS, list(range(3, 60)) * 5, [9] * 64], Sampling(max_tokens=400, stop=())
+    engines = [Engine(model, KV(policy="full"), slots=12, compile=False) for _ in range(3)]
+    engines[0].use_graphs = False
+    kv_bytes = (12 * DENSE_SLOT_TOKENS + 24 * PAGE_TOKENS) * engines[2].cache.token_bytes
+    engines[2].reserve_dense(285, 400, 4, 3, kv_bytes=kv_bytes)
+    alone, graphed, scarce = (engine.generate(prompts, 3, sampling) for engine in engines)
+    assert engines[2].stats.preemptions > 0 == engines[1].stats.preemptions
+    assert engines[2].stats.peak_kv_bytes == kv_bytes < engines[1].stats.peak_kv_bytes
+    for rollouts in (alone, graphed, scarce):
+        assert gap(model, rollouts) < (1e-3 if dtype == torch.float32 else 0.2)
+        if dtype == torch.float32:
+            assert [each.response[:40] for each in rollouts] == [each.response[:40] for each in alone]
+
+
+def test_an_evaluation_uses_another_store_and_keeps_the_graphs():
+    model, sampling = random_model("qwen2").cuda(), Sampling(max_tokens=40, stop=())
+    engine = Engine(model, KV(protect_prompt=True, **SMALL), slots=8, compile=False)
+    engine.reserve_prompts(64, prompts=1, samples=8)
+    engine.generate([[9] * 60], 8, sampling)
+    graphs, store, problems = engine.graphs, engine.cache.prompts, [[9 + number] * 60 for number in range(8)]
+    with engine.larger_store(8, 64):
+        assert gap(model, engine.generate(problems, 1, sampling)) < 1e-3 and engine.stats.steps < 2 * 40
+    assert engine.cache.prompts is store
+    assert gap(model, engine.generate(problems[:1], 8, sampling)) < 1e-3 and engine.graphs is graphs
 
 
 def test_one_engine_serves_every_kind_of_sampling():

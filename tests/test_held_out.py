@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from small_runs import arguments, metrics, one_thread, refused, train, without_clock
+from sparse_rl import KV, Engine, Sampling
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import Config, DataConfig, from_flags, to_toml
 from sparse_rl.config.run import MIN_DENSE_SLOTS
 from sparse_rl.errors import UserError
+from sparse_rl.models.load import load_model
 from sparse_rl.plan.dimensions import dimensions
 from sparse_rl.plan.evaluation import evaluation_times, evaluations, share_of_run
 from sparse_rl.plan.memory import make_plan
@@ -235,15 +237,15 @@ def test_the_share_is_of_all_steps_and_evaluations():
 LORA = ["--model.lora.rank", "16", "--optimizer.gradient-checkpointing", "--rollout.max-tokens", "16384"]
 
 
-@pytest.mark.parametrize(("tokens", "few"), [("16384", True), ("1024", False)])
-def test_auto_leaves_the_dense_cache_out_where_few_of_its_slots_fit(tokens, few):
+@pytest.mark.parametrize(("model", "tokens", "few"), [("14B", "16384", True), ("7B", "1024", False)])
+def test_auto_leaves_the_dense_cache_out_where_few_of_its_slots_fit(model, tokens, few):
     """What is not evaluated costs neither time nor memory."""
     lora = [*LORA[:-1], tokens]
-    plan = planned(*lora, model="7B")
+    plan = planned(*lora, model=model)
     assert (plan.evaluation_slots < MIN_DENSE_SLOTS) == few
     assert [each.cache for each in evaluation_times(plan, GPUS["h200"])] == (["sparse"] if few else ["dense", "sparse"])
     assert ("evaluation" in {phase.name for phase in plan.phases}) == (not few)
-    asked = planned(*lora, "--checkpoint.best", "eval/arithmetic/pass@1", model="7B")
+    asked = planned(*lora, "--checkpoint.best", "eval/arithmetic/pass@1", model=model)
     assert [each.cache for each in evaluation_times(asked, GPUS["h200"])] == ["dense", "sparse"]
 
 
@@ -263,10 +265,10 @@ def test_the_caches_that_are_evaluated():
     assert all(caches(3, is_sparse=False, cache=each) == ["dense"] for each in ("auto", "sparse", "dense", "both"))
 
 
-@pytest.mark.parametrize("tokens", ["16384", "1024"])
-def test_the_trainer_evaluates_with_the_caches_of_its_plan(tokens):
+@pytest.mark.parametrize(("model", "tokens"), [("14B", "16384"), ("7B", "1024")])
+def test_the_trainer_evaluates_with_the_caches_of_its_plan(model, tokens):
     """For prompts as long as planned. Of two sets, the one with the most problems and the longest prompts counts."""
-    plan = planned(*LORA[:-1], tokens, "--data.test", "gsm8k,math500", model="7B")
+    plan = planned(*LORA[:-1], tokens, "--data.test", "gsm8k,math500", model=model)
     long, few = (HeldOut(source, [None] * count, [[1] * 256] * count) for source, count in (("gsm8k", 256), ("math500", 3)))
     engine = SimpleNamespace(is_sparse=True, slots=plan.slots, kv=plan.config.kv)
     evaluator = Evaluator(plan.config, [few, long], engine, None, plan, None, None, None, None)
@@ -278,7 +280,7 @@ def test_the_trainer_evaluates_with_the_caches_of_its_plan(tokens):
 def test_slots_that_are_asked_for_have_the_cache_that_is_evaluated():
     sparse, dense = (planned(*LORA, "--eval.slots", "40", "--eval.cache", cache) for cache in ("sparse", "dense"))
     sizes = [plan.phases[-1].parts["evaluation cache"] for plan in (sparse, dense)]
-    assert sizes[0] / sizes[1] == pytest.approx(640 / (256 + 16384), rel=0.05)
+    assert sizes[0] / sizes[1] == pytest.approx(640 / (256 + 16384 / 3 + 128), rel=0.05)
     for plan in (sparse, dense):
         assert [each.slots for each in evaluation_times(plan, GPUS["h200"])] == [40]
     own = planned(*LORA, "--eval.cache", "sparse")
@@ -315,3 +317,24 @@ def test_plan_says_what_an_evaluation_costs(tmp_path, capsys):
     assert json.loads((tmp_path / "plan.json").read_text())["evaluation"]["evaluations"] == 0
     main(["plan", "7B", "--gpu-memory", "8GiB"])
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_an_evaluation_of_protected_prompts_fills_the_slots():
+    """The sampler's store holds a prompt once for eight samples. An evaluation has one sample per prompt, and as many prompts
+    as slots. Afterwards the sampler's store is back."""
+    model, prompts = load_model("tiny", device="cpu"), [[5 + number] * 70 for number in range(16)]
+    engine = Engine(model, KV(budget=24, interval=8, protect_prompt=True), slots=16)
+    engine.reserve_prompts(70, prompts=2, samples=8)
+    store, sampling = engine.cache.prompts, Sampling(max_tokens=20, stop=())
+    alone = engine.generate(prompts, 1, sampling)
+    waits = engine.stats.steps
+    sets = [HeldOut("gsm8k", [None] * 16, prompts)]
+    evaluator = Evaluator(Config(), sets, engine, None, None, None, None, None, None)
+    with evaluator._prompt_store(engine):
+        together = engine.generate(prompts, 1, sampling)
+        assert engine.cache.prompts.pages >= 16 * 2 and engine.stats.peak_pages == 16 * 2
+        assert 3 * engine.stats.steps < waits
+    assert engine.cache.prompts is store
+    assert [each.response for each in together] == [each.response for each in alone]
+    with evaluator._prompt_store(Engine(model, KV(policy="full"), slots=2)):
+        pass  # another engine keeps its cache

@@ -11,7 +11,7 @@ from sparse_rl.kernels.attention import causal_attention
 from sparse_rl.kernels.prefix_attention import last_tokens_attention
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.plan.dimensions import dimensions
-from sparse_rl.plan.memory import prefill_parts
+from sparse_rl.plan.parts import prefill_parts
 from sparse_rl.sizes import PREFILL_TOKENS, token_bytes
 
 SAMPLING = Sampling(max_tokens=30, stop=())
@@ -95,7 +95,7 @@ def test_a_long_prompt_within_the_budget_is_kept_whole(model):
     [
         (KV(**SMALL), 2),
         (KV(budget=128, interval=8, window=4, sinks=2), 0),
-        (KV(policy="full"), 0),
+        (KV(policy="full"), 1),
         (KV(protect_prompt=True, **SMALL), 1),
     ],
     ids=["compressed", "fits", "full", "protected"],
@@ -110,12 +110,14 @@ def test_the_scratch_of_a_long_prompt_is_reported(model, kv, layers):
 
 def test_the_plan_counts_the_scratch_of_a_long_prompt():
     config, dims = Config(), dimensions("1.5B")
-    for kv, layers in ((KV(), 28), (KV(policy="full"), 0), (KV(protect_prompt=True), 1)):
+    for kv, layers in ((KV(), 28), (KV(protect_prompt=True), 1)):
         for tokens in (PREFILL_TOKENS, PREFILL_TOKENS + 1, 100_000):
             parts = prefill_parts(config, dims, kv, 8, 4, tokens)
             expected = tokens * layers * token_bytes(dims, 2) // 28 if tokens > PREFILL_TOKENS else 0
             assert parts["long prompt"] == expected
             assert parts["prefill scratch"] == prefill_parts(config, dims, kv, 8, 4, PREFILL_TOKENS)["prefill scratch"]
+    parts = prefill_parts(config, dims, KV(policy="full"), 8, 4, 256)  # a paused sequence is computed again, whole
+    assert parts["long prompt"] == (256 + config.rollout.max_tokens) * token_bytes(dims, 2) // 28
 
 
 def test_a_prompt_beyond_the_context_is_refused(model):

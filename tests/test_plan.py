@@ -30,8 +30,10 @@ from sparse_rl.models.actor import Actor
 from sparse_rl.models.shapes import SHAPES
 from sparse_rl.plan import dimensions, make_plan, memory, remedies
 from sparse_rl.plan.dimensions import from_config
-from sparse_rl.plan.memory import RESERVED_SHARE, gradient_bytes, peak_held, resident, step_phases
+from sparse_rl.plan.evaluation import evaluation_times
+from sparse_rl.plan.memory import RESERVED_SHARE, peak_held, step_phases
 from sparse_rl.plan.output import parse_size
+from sparse_rl.plan.parts import gradient_bytes, resident
 from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
@@ -94,11 +96,11 @@ def test_the_cache_is_what_is_allocated(policy, model, dtype, stored):
     kv = KV(policy=policy, budget=40, interval=8, dtype=stored)
     scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
     quantiser = Quantiser(stored, scales) if kv.quantised else None
-    capacity = kv.capacity if policy != "full" else 100 + sizes.CHUNK_STEPS["cuda"]
+    capacity = kv.capacity if policy != "full" else sizes.DENSE_SLOT_TOKENS
     ring = kv.window if POLICIES[policy].uses_queries else 0
     made = cache.SlotCache(shape, 3, capacity, ring, quantiser=quantiser)
-    keys, beside = sizes.slot_bytes(dims, kv, 100, dtype.itemsize)
-    assert (keys, beside) == sizes.slot_bytes(shape, kv, 100, dtype.itemsize)
+    keys, beside = sizes.slot_bytes(dims, kv, dtype.itemsize)
+    assert (keys, beside) == sizes.slot_bytes(shape, kv, dtype.itemsize)
     assert 3 * keys == made.kv_bytes == 3 * capacity * sizes.token_bytes(shape, dtype.itemsize, stored)
     assert 3 * beside == made.side_bytes - made.lengths_S.nbytes
 
@@ -142,6 +144,47 @@ def test_the_prompt_store_is_what_is_allocated():
     assert not planned(*lean, *flags, memory_gib=22, prompt_tokens=1100, slots=fewer.slots + 1).fits
 
 
+def test_a_dense_cache_is_a_pool_of_pages_in_what_is_free():
+    """Slots need the live tokens of responses of any length. The pool takes the rest of the memory, until no sequence waits."""
+    lean = ["--method", "dense", "--optimizer.gradient-checkpointing", "--optimizer.state", "8bit"]
+    lean += ["--optimizer.tokens-per-microbatch", "5200", "--rollout.max-tokens", "4096"]
+    plan = planned(*lean, memory_gib=24)
+    rollout, dims, live = plan.config.rollout, plan.dims, 32 / 8 * 4 + 32 * 22  # prompts once per group, a third of a response
+    shape = CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, torch.bfloat16, torch.device("meta"))
+    assert plan.fits and sizes.live_dense_pages(256, 4096, 32, 8) == live
+    assert plan.pages >= sizes.live_dense_pages(256, 4096, plan.slots, 8)
+    assert not planned(*lean, memory_gib=24, slots=plan.slots + 1).fits
+    store = PromptStore(shape, plan.slots, plan.pages, 256 + 4096, responses=True)
+    made = cache.SlotCache(shape, plan.slots, sizes.DENSE_SLOT_TOKENS)
+    for phase in plan.phases:
+        assert phase.parts["KV cache"] == store.kv_bytes + made.kv_bytes and not phase.parts["prompt store"]
+        assert phase.parts["positions, queries"] == store.side_bytes + made.side_bytes - made.lengths_S.nbytes
+    few = planned(*lean, memory_gib=24, slots=8)
+    assert few.slots == few.running == 8 and few.pages == sizes.dense_pages([256] * 128, 4096, 8, 8)  # all that eight can use
+    assert few.needed_bytes < plan.needed_bytes <= plan.memory_bytes
+    half = planned(*lean, memory_gib=24, slots=plan.slots // 2)
+    assert half.fits and half.free_bytes < 0.01 * half.memory_bytes
+    assert half.pages > sizes.live_dense_pages(256, 4096, half.slots, 8)
+    longer = planned(*lean, "--rollout.max-tokens", "8192", "--optimizer.tokens-per-microbatch", "8448", memory_gib=24)
+    assert plan.running <= plan.slots and longer.fits
+    assert planned(*lean, memory_gib=500, slots=64).pages == sizes.dense_pages([256] * rollout.prompts_per_step, 4096, 64, 8)
+
+
+def test_the_prompts_of_an_evaluation_fill_the_slots():
+    """An evaluation has one sample per prompt. Its prompt store has a prompt for every slot, below the peak of a step."""
+    flags = ["--kv.protect-prompt", "true", "--rollout.prompts-per-step", "32", "--rollout.samples-per-prompt", "8"]
+    flags += ["--data.test", "arithmetic", "--eval.cache", "sparse", "--eval.problems", "200"]
+    roomy = planned(*flags, memory_gib=140, prompt_tokens=1100, slots=256)
+    assert roomy.evaluation_pages == sizes.pool_pages([1100] * 200, 256, 1) >= 200 * 18
+    without = planned(*flags, "--eval.problems", "0", memory_gib=140, prompt_tokens=1100, slots=256)
+    assert without.evaluation_pages == 0 and without.peak_bytes == roomy.peak_bytes
+    assert [each.slots for each in evaluation_times(roomy, find_gpu("H200"))] == [200]
+    assert planned(*flags, "--eval.problems", "32", memory_gib=140, prompt_tokens=1100, slots=256).evaluation_pages == 0
+    lean = [*flags, "--model.lora.rank", "16", "--rollout.max-tokens", "64", "--optimizer.tokens-per-microbatch", "1164"]
+    small, alone = (planned(*lean, *more, prompt_tokens=1100, slots=256) for more in ([], ["--eval.problems", "0"]))
+    assert small.evaluation_pages < roomy.evaluation_pages and small.peak_bytes == alone.peak_bytes
+
+
 def test_policies_with_a_ring_of_queries_are_named_for_the_plan():
     assert set(sizes.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
 
@@ -152,7 +195,7 @@ def test_an_evaluation_leaves_room_for_its_prompts(monkeypatch):
     kv, prompts = KV(protect_prompt=True), [1000] * 300
 
     def needed(slots, samples):
-        keys, _ = sizes.slot_bytes(shape, kv, 5000, 2)
+        keys, _ = sizes.slot_bytes(shape, kv, 2)
         return slots * (keys + 4 * shape.vocab) + sizes.store_bytes(shape, prompts, slots, samples, 2)[0]
 
     monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device: 8 * 2**30)
@@ -165,13 +208,15 @@ def test_an_evaluation_leaves_room_for_its_prompts(monkeypatch):
 def test_an_evaluation_takes_the_slots_that_fit_the_free_memory(policy, slots, monkeypatch):
     shape = SimpleNamespace(**vars(dimensions("1.5B")), dtype=torch.bfloat16, device=torch.device("cuda:0"))
     probe = SimpleNamespace(limits=SimpleNamespace(shape=shape, vocab=shape.vocab))
-    kv, longest = KV(policy=policy), 4352
-    keys, _ = sizes.slot_bytes(shape, kv, longest, 2)
+    kv, tokens = KV(policy=policy), 4096
+    keys, _ = sizes.slot_bytes(shape, kv, 2)
+    if policy == "full":  # the prompt, a third of the longest response, and the newest tokens
+        keys += (4 + 22) * 64 * sizes.token_bytes(shape, 2)
     free = int((keys + 4 * shape.vocab) * (slots + 0.5) / evaluate_slots.SHARE)
     monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device: free)
-    assert evaluate_slots.auto_slots(probe, kv, longest, [256] * 500, 1) == slots
+    assert evaluate_slots.auto_slots(probe, kv, tokens, [256] * 500, 1) == slots
     shape.device = torch.device("cpu")
-    assert evaluate_slots.auto_slots(probe, kv, longest, [256] * 500, 1) == 64
+    assert evaluate_slots.auto_slots(probe, kv, tokens, [256] * 500, 1) == 64
 
 
 @pytest.mark.parametrize("tokens", [100, 300])
@@ -270,7 +315,7 @@ def test_auto_slots_are_as_many_as_fit_and_one_more_does_not():
     assert planned(*flags, memory_gib=500).slots == 1024  # all rollouts of the step, at most so many
     assert planned(*flags, "--rollout.prompts-per-step", "2", memory_gib=500).slots == 16
     assert planned(*flags, "--rollout.slots", "7").slots == 7
-    assert planned(*flags, "--method", "dense").slots < plan.slots / 4
+    assert planned(*flags, "--method", "dense").slots < plan.slots / 2
 
 
 def test_as_few_layers_recompute_their_activations_as_fit():

@@ -124,9 +124,9 @@ class Work:
         """Return (summary, one row per answer)."""
         samples, slots = self.task["samples"], min(self.task["slots"], len(self.prompts) * self.task["samples"])
         engine = Engine(self.model, kv, slots=slots)
-        engine.reserve(max(map(len, self.prompts)) + self.sampling.max_tokens)
-        if engine.schedule.stores_prompts:
-            engine.reserve_prompts(max(map(len, self.prompts)), len(self.prompts), samples)
+        longest = max(map(len, self.prompts))
+        engine.reserve_dense(longest, self.sampling.max_tokens, len(self.prompts), samples)
+        engine.reserve_prompts(longest, len(self.prompts), samples)
         rollouts = engine.generate(self.prompts, samples, self.sampling, record=False)
         stats = engine.stats
         del engine

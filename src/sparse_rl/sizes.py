@@ -4,7 +4,7 @@ The allocating code and `sparse-rl plan`, which predicts the allocation, use the
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from .config import KV, SHADOW_METHODS, Config
@@ -41,8 +41,7 @@ def worth_sharing(prompt_tokens: int, response_tokens: int) -> bool:
 PREFILL_TOKENS = 8192
 """Maximum prompt tokens per forward pass. A longer prompt runs in pieces."""
 CHUNK_STEPS = {"cpu": 8, "cuda": 16}
-"""Maximum decode steps between two returns to the host, by device type. A finished slot idles until the next return, so a
-dense slot has room for so many more tokens."""
+"""Maximum decode steps between two returns to the host, by device type. A finished slot idles until the next return."""
 FIRST_TOKENS = 64
 """Number of logit rows sampled at a time after prefill. Bounds the memory of torch's float64 sums."""
 STEP_LOGIT_BYTES = 4
@@ -56,6 +55,8 @@ SCRATCH_FLOOR_BYTES = 16 * 2**20
 """Minimum size of the compaction scratch buffer, so that a cache of a few MiB is not compacted row by row."""
 PAGE_TOKENS = 64
 """Tokens of a page of the prompt store."""
+DENSE_SLOT_TOKENS = 2 * PAGE_TOKENS
+"""Tokens of a dense slot. It holds the newest tokens of its sequence; the pool of pages holds the others."""
 STRAGGLER_FACTOR = 2
 """Groups that the prompt store has room for, as a multiple of the groups that fill the slots. A group keeps its pages until its
 last sample ends. With 8 samples per group and uniform response lengths, about 1.8 times as many groups are alive (estimated)."""
@@ -109,14 +110,13 @@ def token_bytes(shape: AttentionShape, itemsize: int, dtype: str = "auto") -> in
     return 2 * shape.layers * shape.kv_heads * of_head
 
 
-def slot_bytes(shape: AttentionShape, kv: KV, longest: int, itemsize: int) -> tuple[int, int]:
+def slot_bytes(shape: AttentionShape, kv: KV, itemsize: int) -> tuple[int, int]:
     """Return (bytes of keys and values, bytes of side tables) of one slot on a GPU, as `SlotCache` allocates them.
 
-    `longest` is the length of the longest sequence in tokens, which a dense slot must hold. A custom policy is counted as if
-    it kept queries.
+    A custom policy is counted as if it kept queries.
     """
     dense = kv.policy == "full"
-    capacity = longest + CHUNK_STEPS["cuda"] if dense else kv.capacity
+    capacity = DENSE_SLOT_TOKENS if dense else kv.capacity
     ring = 0 if dense or (kv.policy not in QUERY_POLICIES and "." not in kv.policy) else kv.window
     positions = shape.layers * shape.kv_heads * capacity * 4
     keys = capacity * token_bytes(shape, itemsize, kv.dtype)
@@ -124,20 +124,55 @@ def slot_bytes(shape: AttentionShape, kv: KV, longest: int, itemsize: int) -> tu
 
 
 def pages_of(tokens: int) -> int:
-    """Return the number of pages that a prompt takes in the prompt store."""
+    """Return the number of pages that so many tokens take."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def pool_pages(prompt_lengths: Iterable[int], slots: int, samples: int) -> int:
     """Return the pages of a prompt store for `samples` responses to each of these prompts in `slots` slots.
 
-    The store holds the longest prompts that can be alive at once. The number is rounded up, by less than an eighth, so that a
-    similar call can reuse the store.
+    The store holds the longest prompts that can be alive at once.
     """
+    return _rounded(_prompt_pages(prompt_lengths, slots, samples))
+
+
+def dense_pages(prompt_lengths: Collection[int], response_tokens: int, slots: int, samples: int) -> int:
+    """Return the pages of a dense cache in which no sequence waits for pages, even if all responses have full length."""
+    running = min(slots, len(prompt_lengths) * samples)
+    return _rounded(_prompt_pages(prompt_lengths, slots, samples) + running * pages_of(response_tokens) + 1)
+
+
+def least_dense_pages(prompt_tokens: int, response_tokens: int) -> int:
+    """Return the pages without which a sequence of full length could not end: its prompt, its response, and one page to
+    recompute its newest tokens."""
+    return pages_of(prompt_tokens) + pages_of(response_tokens) + 1
+
+
+def live_dense_pages(prompt_tokens: int, response_tokens: int, slots: int, samples: int) -> int:
+    """Return the pages that a dense cache fills with live tokens, if lengths are uniform up to `response_tokens`.
+
+    A running sequence of final length L then holds E[L^2] / (2 E[L]) = `response_tokens` / 3 tokens on average. A sequence of
+    full length also fits.
+    """
+    live = -(-slots // samples) * pages_of(prompt_tokens) + slots * pages_of(-(-response_tokens // 3))
+    return max(live, least_dense_pages(prompt_tokens, response_tokens))
+
+
+def dense_bytes(shape: AttentionShape, slots: int, pages: int, itemsize: int, dtype: str) -> int:
+    """Return the bytes of keys and values of a dense cache: those of its slots and of its pages. `dtype` is `kv.dtype`."""
+    return (slots * DENSE_SLOT_TOKENS + pages * PAGE_TOKENS) * token_bytes(shape, itemsize, dtype)
+
+
+def _prompt_pages(prompt_lengths: Iterable[int], slots: int, samples: int) -> int:
+    """Return the pages of the longest prompts that can be alive at once."""
     groups = min(slots, STRAGGLER_FACTOR * -(-slots // samples))
-    needed = sum(sorted(map(pages_of, prompt_lengths), reverse=True)[:groups])
-    step = max(1, (1 << needed.bit_length()) // 16)
-    return -(-needed // step) * step
+    return sum(sorted(map(pages_of, prompt_lengths), reverse=True)[:groups])
+
+
+def _rounded(pages: int) -> int:
+    """Round up by less than an eighth, so that a similar call can reuse the pool."""
+    step = max(1, (1 << pages.bit_length()) // 16)
+    return -(-pages // step) * step
 
 
 def page_table_width(longest: int) -> int:

@@ -29,7 +29,7 @@ from ..rollout.clock import Clock, device_time
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
 from ..rollout.stats import Progress
-from ..sizes import store_bytes
+from ..sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, pages_of, store_bytes
 from .lengths import GROUP, drawn_lengths, live_tokens, mean_response_tokens_held
 from .record import environment
 
@@ -48,6 +48,9 @@ class RolloutArm:
     """Allocated bytes of keys and values."""
     side_bytes: int = 0
     """Allocated bytes of positions, lengths and the ring buffer of queries."""
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    """Pauses of dense sequences for want of pages, and the tokens that were computed again."""
     held_tokens: float | None = None
     """Mean number of tokens that a running sequence holds during decode. The roofline and the profile use it."""
     decode_tokens_per_s: float | None = None
@@ -79,11 +82,11 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
     console = wide_console()
     model = bench_model(args)
     dense = KV(policy="full")
-    dense_slots = same_memory_slots(args, kv, model) if args.same_memory else args.batch
+    dense_slots, dense_bytes = same_memory(args, kv, model) if args.same_memory else (args.batch, None)
     arms = []
     for kind, name, run in (
         ("generate", "transformers generate", lambda: generate_arm(model, args)),
-        ("dense", "sparse-rl, dense", lambda: engine_arm(model, dense, dense_slots, args)),
+        ("dense", "sparse-rl, dense", lambda: engine_arm(model, dense, dense_slots, args, dense_bytes)),
         ("sparse", f"sparse-rl, {named(kv)}", lambda: engine_arm(model, kv, args.batch, args)),
     ):
         if kind not in args.arms:
@@ -113,20 +116,23 @@ def bench_model(args: argparse.Namespace) -> PreTrainedModel:
     return model
 
 
-def same_memory_slots(args: argparse.Namespace, kv: KV, model: PreTrainedModel) -> int:
-    """Return how many sequences a paged dense cache with shared prompts runs in the memory of the sparse cache.
+DENSE_SLOTS = 1.5
+"""Slots of a dense engine in a given memory, as a multiple of the sequences whose live tokens fill it."""
 
-    The sparse cache is charged for its side tables. The dense cache is charged only for live tokens, without any waste.
+
+def same_memory(args: argparse.Namespace, kv: KV, model: PreTrainedModel) -> tuple[int, int]:
+    """Return the slots and the bytes of keys and values of a dense engine in the memory of the sparse cache.
+
+    The sparse cache is charged for its side tables, the dense cache is not.
     """
     engine = Engine(model, kv, slots=1)
-    engine.reserve(args.prompt_tokens + args.max_tokens)
-    assert engine.cache is not None
     sparse_bytes = args.batch * (engine.cache.kv_bytes + engine.cache.side_bytes)
     if engine.schedule.stores_prompts:
         lengths = [args.prompt_tokens] * -(-args.batch // GROUP)
         sparse_bytes += sum(store_bytes(engine.limits.shape, lengths, args.batch, GROUP, model.dtype.itemsize, kv.dtype))
     live = live_tokens(response_lengths(args, 4096), args.prompt_tokens)
-    return max(1, int(sparse_bytes / (engine.cache.dense_token_bytes * live)))
+    tokens = sparse_bytes // engine.cache.dense_token_bytes
+    return max(1, min(int(DENSE_SLOTS * tokens / live), tokens // (2 * DENSE_SLOT_TOKENS))), sparse_bytes
 
 
 def response_lengths(args: argparse.Namespace, count: int) -> list[int]:
@@ -198,14 +204,16 @@ class Meter:
         return (after - before) / (last - first)
 
 
-def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namespace) -> RolloutArm:
-    wanted = max(1, round(slots * args.waves))
+def engine_arm(
+    model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namespace, kv_bytes: int | None = None
+) -> RolloutArm:
+    wanted = max(1, round(args.batch * args.waves))
     samples = min(GROUP, wanted)
     prompts = _prompts(model, -(-wanted // samples), args).tolist()
     rollouts = len(prompts) * samples
     lengths = response_lengths(args, rollouts)
     engine = Engine(model, kv, slots=slots)
-    engine.reserve(args.prompt_tokens + args.max_tokens)
+    engine.reserve_dense(args.prompt_tokens, args.max_tokens, len(prompts), samples, kv_bytes=kv_bytes)
     engine.reserve_prompts(args.prompt_tokens, len(prompts), samples)
     warm_up(engine, (prompts * slots)[:slots], min(args.max_tokens, kv.capacity), uniform=args.lengths == "uniform")
     meter = Meter(engine, slots)
@@ -215,13 +223,13 @@ def engine_arm(model: PreTrainedModel, kv: KV, slots: int, args: argparse.Namesp
     seconds = device_time(model.device) - started
     stats = engine.stats
     arm = RolloutArm("", slots, rollouts, sum(len(rollout.response) for rollout in done), seconds, stats.peak_kv_bytes)
-    arm.side_bytes = stats.side_bytes
+    arm.side_bytes, arm.preemptions, arm.recomputed_tokens = stats.side_bytes, stats.preemptions, stats.recomputed_tokens
     arm.decode_tokens_per_s = meter.tokens_per_s()
     arm.held_tokens = mean_held(kv, args.prompt_tokens, max(lengths), mean_response_tokens_held(lengths))
     arm.seconds_by_part = {name: getattr(stats, f"{name}_s") for name in ("prefill", "decode", "compaction", "host")}
     if engine.use_graphs:
         arm.roofline_share = share_of_roofline(model, kv, slots, arm.held_tokens, arm.decode_tokens_per_s)
-        stored = args.prompt_tokens if engine.schedule.stores_prompts else 0
+        stored = args.prompt_tokens if kv.stores_prompts else 0
         arm.decode_by_part = profile(engine, int(arm.held_tokens), stored)
     return arm
 
@@ -258,8 +266,13 @@ def decode_chunks(engine: Engine, held: int, stored: int = 0) -> Callable[[], No
     """Return a function that runs one chunk of decode steps. Every slot starts with `held` tokens, of which the prompt store
     holds `stored`."""
     graphs, clock = engine._graphs(), Clock(engine.model.device)
-    assert graphs is not None and engine.cache is not None
+    assert graphs is not None
     slots = engine.cache.slots
+    if engine.schedule.pages_responses:  # each slot reads other pages
+        stored = held // PAGE_TOKENS * PAGE_TOKENS
+        store, each = engine.cache.prompts, pages_of(stored)
+        assert store is not None
+        store.assign({slot: [(slot * each + page) % store.pages for page in range(each)] for slot in range(slots)})
     state = SlotState(*([5] * slots, [held] * slots, [held - stored] * slots, [stored] * slots, [1] * slots, [2**20] * slots))
 
     @torch.no_grad()

@@ -31,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="full",
         help="response lengths: all max-tokens (full), or uniform between max-tokens/16 and max-tokens [full]",
     )
-    rollout.add_argument("--waves", type=float, default=1.0, help="rollouts per slot [1]")
+    rollout.add_argument("--waves", type=float, default=1.0, help="rollouts per slot of the sparse engine [1]")
     rollout.add_argument(
         "--same-memory",
         action="store_true",
         help=(
-            "give the dense engine the number of slots that a paged cache with shared prompts fits into the sparse "
-            "cache's memory"
+            "run the dense engine in the sparse cache's memory: its sequences take pages as they grow, and the youngest wait "
+            "if pages run out"
         ),
     )
     rollout.add_argument(

@@ -34,11 +34,6 @@ class Benchmark:
     samples: int = 1
     """Samples per problem."""
 
-    @property
-    def longest(self) -> int:
-        """Return the maximum sequence length: the longest prompt plus `max_tokens`."""
-        return max(map(len, self.prompts)) + self.sampling.max_tokens
-
 
 @dataclass
 class EvalSample:
@@ -155,7 +150,6 @@ def run(
 
 def cost_of(stats: Stats, engine: Engine) -> Cost:
     cache = engine.cache
-    assert cache is not None
     return Cost(
         tokens=stats.tokens,
         seconds=stats.seconds,

@@ -33,7 +33,7 @@ from .benchmark import Benchmark, run
 from .compare import Setting
 from .mismatch import measure
 from .result import Result, as_json, results
-from .slots import auto_slots
+from .slots import auto_slots, dense_cache_bytes
 from .sources import evaluated_as, loaded
 from .table import are_shares, benchmark_tables, latex_rows, score_name, summary_table
 from .watch import EvalProgress
@@ -291,13 +291,15 @@ class Runner:
                 for each, other, missing in self.left
                 if each is setting and (not dense or other.sampling.max_tokens == source.sampling.max_tokens)
             ]
-            longest = max(benchmark.longest for benchmark, _ in alike)
+            tokens = max(benchmark.sampling.max_tokens for benchmark, _ in alike)
             prompts = [len(prompt) for benchmark, _ in alike for prompt in benchmark.prompts]
             samples = min(benchmark.samples for benchmark, _ in alike)
-            slots = self.args.slots or auto_slots(self.probe, setting.kv, longest, prompts, samples)
+            slots = self.args.slots or auto_slots(self.probe, setting.kv, tokens, prompts, samples)
             most = max(len(missing) * benchmark.samples for benchmark, missing in alike)
             self.engine, self.engine_key = Engine(self.model, setting.kv, slots=min(slots, most)), key
-            self.engine.reserve(longest)
+            if dense:
+                kv_bytes = dense_cache_bytes(self.engine, tokens, prompts, samples)
+                self.engine.reserve_dense(max(prompts), tokens, len(prompts), samples, kv_bytes=kv_bytes)
             self._load_statistics(self.engine)
         return self.engine
 
@@ -308,7 +310,8 @@ class Runner:
             engine.load_statistics(found | statistics.load(Path(self.args.model)))
             if not engine.statistics:
                 prompts = [prompt for benchmark in self.benchmarks.values() for prompt in benchmark.prompts]
-                engine.calibrate(prompts, max(benchmark.longest for benchmark in self.benchmarks.values()))
+                tokens = max(benchmark.sampling.max_tokens for benchmark in self.benchmarks.values())
+                engine.calibrate(prompts, max(map(len, prompts)) + tokens)
                 with self.work.writing():
                     statistics.save(found | engine.statistics, self.work.path)
 

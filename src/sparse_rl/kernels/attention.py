@@ -6,7 +6,7 @@ N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
 # B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, M packed keys, C capacity, D
-# head dimension; in stored prompts: P pages of a prompt, N pages of the pool, T tokens of a page
+# head dimension; in stored prompts: P pages of a prompt, N pages of the pool, T tokens of a page, U tokens in pages and slot
 
 import inspect
 import itertools
@@ -98,6 +98,37 @@ def prompt_attention(
         out_SQD[slots] = part[0].view(queries_HnGD.shape).transpose(0, 1).flatten(1, 2)
         sums_SQ[slots] = part[1].view(queries_HnGD.shape[:3]).transpose(0, 1).flatten(1, 2)
     return out_SQD, sums_SQ
+
+
+def sequence_attention(
+    queries_SQD: Tensor,
+    stored_keys_SHtD: Tensor,
+    stored_values_SHtD: Tensor,
+    stored_S: Tensor,
+    keys_SHTD: Tensor,
+    values_SHTD: Tensor,
+    lengths_S: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Return the attention output [S, Q, D] of each slot's query over the first `stored` keys that were gathered from its
+    pages and the first `lengths` keys of its row."""
+    slots, q_heads, dim = queries_SQD.shape
+    heads = keys_SHTD.shape[1]
+    keys_SHUD = torch.cat([stored_keys_SHtD, keys_SHTD], dim=2)
+    values_SHUD = torch.cat([stored_values_SHtD, values_SHTD], dim=2)
+    held_SU = torch.cat(
+        [
+            torch.arange(count, device=lengths_S.device) < each_S[:, None]
+            for count, each_S in ((stored_keys_SHtD.shape[2], stored_S), (keys_SHTD.shape[2], lengths_S))
+        ],
+        dim=1,
+    )
+    queries_SHGD = queries_SQD.view(slots, heads, -1, dim)
+    out_SHGD = F.scaled_dot_product_attention(
+        queries_SHGD, keys_SHUD, values_SHUD, attn_mask=held_SU[:, None, None], scale=scale
+    )
+    return out_SHGD.reshape(slots, q_heads, dim)
 
 
 def gathered_prompts(stored_NHTD: Tensor, pages_SP: Tensor, tokens: int) -> Tensor:

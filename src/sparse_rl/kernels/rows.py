@@ -47,23 +47,23 @@ class Rows:
 
 @dataclass(frozen=True)
 class StoredPrompts:
-    """Prompts of the slots in one layer of the prompt store."""
+    """Prompts of the slots, or all but the newest tokens of dense sequences, in one layer of the prompt store."""
 
     keys_NHTD: Tensor
     values_NHTD: Tensor
     pages_SP: Tensor
-    """Pages of each slot's prompt, int32."""
+    """Pages of each slot, int32."""
     lengths_S: Tensor
-    """Tokens of each slot's prompt."""
+    """Tokens in the pages of each slot."""
 
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """Prompts of the slots in one layer of a prompt store of 8-bit or 4-bit codes."""
+    """Pages of the slots in one layer of a prompt store of 8-bit or 4-bit codes."""
 
     stored: tuple[Tensor, Tensor, Tensor, Tensor]
     """Codes of keys and values [N, H, T, bytes], and the steps of both [N, H, T, steps]."""
     pages_SP: Tensor
-    """Pages of each slot's prompt, int32."""
+    """Pages of each slot, int32."""
     lengths_S: Tensor
-    """Tokens of each slot's prompt."""
+    """Tokens in the pages of each slot."""

@@ -1,7 +1,8 @@
-"""The prompt store: keys and values of protected prompts, held once per group and read by the slots of all its samples.
+"""The prompt store: keys and values of prompts, held once per group and read by the slots of all its samples.
 
 The store is a fixed pool of pages. A group takes pages for its prompt when it is admitted, and returns them when its last
-sample has ended. `PagePool` assigns pages on the host. `PromptStore` holds the tensors and one page table per slot.
+sample has ended. In a dense cache, a sequence also takes pages for its response (`pages.py`). `PagePool` assigns pages on the
+host. `PromptStore` holds the tensors and one page table per slot.
 """
 
 # L layers, S slots, H kv heads, N pages of the pool, T tokens of a page, D head dimension, P pages of the longest prompt, M
@@ -13,19 +14,33 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import gathered_prompts
-from ..sizes import PAGE_TOKENS, page_table_width, pages_of, token_bytes
+from ..sizes import PAGE_TOKENS, least_dense_pages, page_table_width, pages_of, token_bytes
 from .shape import CacheShape, refuse_too_large
 from .storage import Quantiser, allocated, encoded
 
 
 class PromptStore:
-    def __init__(self, shape: CacheShape, slots: int, pages: int, longest: int, quantiser: Quantiser | None = None):
-        """Allocate `pages` pages, and page tables for prompts of at most `longest` tokens."""
-        self.shape, self.slots, self.pages, self.quantiser = shape, slots, pages, quantiser
+    def __init__(
+        self,
+        shape: CacheShape,
+        slots: int,
+        pages: int,
+        longest: int,
+        quantiser: Quantiser | None = None,
+        *,
+        responses: bool = False,
+    ):
+        """Allocate `pages` pages, and page tables for at most `longest` tokens. If `responses` is true, the pages of a slot
+        are those of a whole sequence, and not of a prompt alone."""
+        self.shape, self.slots, self.pages, self.responses = shape, slots, pages, responses
+        self.quantiser = quantiser
         dtype = "auto" if quantiser is None else quantiser.dtype
         needed = pages * PAGE_TOKENS * token_bytes(shape, shape.dtype.itemsize, dtype)
         refuse_too_large(
-            shape, needed, f"The prompt store of {pages:,} pages of {PAGE_TOKENS} tokens", "use shorter prompts or fewer slots"
+            shape,
+            needed,
+            f"The pool of {pages:,} pages of {PAGE_TOKENS} tokens",
+            "use shorter sequences or fewer slots",
         )
         self.stored = allocated((shape.layers, pages, shape.kv_heads, PAGE_TOKENS), shape, quantiser)
         self.pages_SP = torch.zeros(slots, page_table_width(longest), dtype=torch.int32, device=shape.device)
@@ -41,8 +56,16 @@ class PromptStore:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that the store can hold."""
+        """Tokens of the longest prompt, or sequence, that the store can hold."""
         return min(self.pages, self.pages_SP.shape[1]) * PAGE_TOKENS
+
+    def longest_prompt(self, max_tokens: int) -> int:
+        """Return the tokens of the longest prompt that the store can hold. In a dense cache, a response of `max_tokens` tokens
+        must fit, too."""
+        if not self.responses:
+            return self.longest
+        pages = self.pages - least_dense_pages(0, max_tokens)
+        return min(pages * PAGE_TOKENS, self.pages_SP.shape[1] * PAGE_TOKENS - max_tokens)
 
     @property
     def kv_bytes(self) -> int:
@@ -101,19 +124,25 @@ class PackedPages:
 
 
 class PagePool:
-    """Assignment of pages to groups. It runs on the host and uses plain integers."""
+    """Assignment of pages to groups and sequences. It runs on the host and uses plain integers."""
 
-    def __init__(self, pages: int):
+    def __init__(self, pages: int, *, responses: bool = False):
         self.pages = pages
+        self.responses = responses
+        """True if sequences take pages for their responses, too."""
         self.peak = 0
         """Most pages in use at once."""
         self.taken = 0
-        """Pages taken so far, over all groups."""
+        """Pages taken so far."""
+        self.filled_tokens = 0
+        """Tokens written to these pages."""
         self.free = list(range(pages))
         self.of_group: dict[int, list[int]] = {}
         """Pages of each group."""
         self.samples_left: dict[int, int] = {}
         """Samples of each group that have not ended, including those that wait for a slot."""
+        self.prefilled: set[int] = set()
+        """Groups whose pages hold their prompt."""
 
     @property
     def used(self) -> int:
@@ -121,21 +150,36 @@ class PagePool:
 
     def take(self, group: int, tokens: int, samples: int) -> bool:
         """Assign pages to a group. Return False if too few are free."""
-        count = pages_of(tokens)
-        if count > len(self.free):
+        if pages_of(tokens) > len(self.free):
             return False
-        self.of_group[group], self.free = self.free[:count], self.free[count:]
+        self.of_group[group] = self.take_pages(tokens)
         self.samples_left[group] = samples
-        self.taken += count
-        self.peak = max(self.peak, self.used)
         return True
+
+    def take_pages(self, tokens: int) -> list[int]:
+        """Return free pages for so many tokens. The caller returns them with `give_back`."""
+        count = pages_of(tokens)
+        assert count <= len(self.free)
+        pages, self.free = self.free[:count], self.free[count:]
+        self.taken += count
+        self.filled_tokens += tokens
+        self.peak = max(self.peak, self.used)
+        return pages
+
+    def give_back(self, pages: list[int]) -> None:
+        self.free += pages
 
     def end_sample(self, group: int) -> None:
         """Count one ended sample of a group. Its last sample frees the pages."""
         self.samples_left[group] -= 1
         if not self.samples_left[group]:
-            self.free += self.of_group.pop(group)
-            del self.samples_left[group]
+            self.release(group)
+
+    def release(self, group: int) -> None:
+        """Free the pages of a group. If some of its samples wait, its prompt is prefilled again."""
+        self.give_back(self.of_group.pop(group))
+        del self.samples_left[group]
+        self.prefilled.discard(group)
 
     @property
     def straggler_pages(self) -> int:

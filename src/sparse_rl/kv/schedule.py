@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import KV
+from ..sizes import PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,18 @@ class Schedule:
     evicts: bool = True
     """False for a dense cache, which is never compacted."""
     stores_prompts: bool = False
-    """True if prompts are protected from eviction, and held by the prompt store."""
+    """True if prompts are held by the prompt store: protected prompts, and those of a dense cache in pages."""
     quantised: bool = False
     """True if keys and values are stored in 8 or 4 bits."""
 
     @classmethod
     def of(cls, kv: KV, evicts: bool) -> "Schedule":
-        return cls(kv.budget, kv.interval, evicts, evicts and kv.protect_prompt, kv.quantised)
+        return cls(kv.budget, kv.interval, evicts, not evicts or kv.protect_prompt, kv.quantised)
+
+    @property
+    def pages_responses(self) -> bool:
+        """True for a dense cache in pages: all tokens of a sequence but the newest are in the prompt store."""
+        return self.stores_prompts and not self.evicts
 
     def compresses_prompt(self, tokens: int) -> bool:
         return self.evicts and not self.stores_prompts and tokens > self.budget
@@ -33,7 +39,7 @@ class Schedule:
     def held_after_prefill(self, prompt_tokens: int) -> int:
         """Return the tokens that the slot of a sequence holds after prefill."""
         if self.stores_prompts:
-            return 0
+            return prompt_tokens % PAGE_TOKENS if self.pages_responses else 0
         return self.budget if self.compresses_prompt(prompt_tokens) else prompt_tokens
 
     def scratch_layers(self, prompt_tokens: int, layers: int) -> int:
@@ -64,7 +70,7 @@ class Schedule:
 
 
 DENSE = Schedule(budget=0, interval=1, evicts=False)
-"""Schedule of a cache that is never compacted."""
+"""Schedule of a cache that is never compacted, and whose slots hold whole sequences."""
 
 
 def by_length(lengths_of_slots: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], list[int]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..config import KV, Config
+from ..sizes import pages_of, pool_pages
 from .memory import Plan
 from .roofline import GPU, decode_all_s, prefill_s, step_time
 
@@ -28,10 +29,19 @@ def evaluation_times(plan: Plan, gpu: GPU) -> list[EvaluationTime]:
     for cache in plan.evaluation_caches:
         kv = config.sampler_kv if cache == "sparse" else KV(policy="full")
         sampler_alone = config.eval.slots == "auto" and kv == config.sampler_kv
-        slots = min(plan.slots if sampler_alone else plan.evaluation_slots, of_rank)
+        slots = min(sampler_slots(plan) if sampler_alone else plan.evaluation_slots, of_rank)
         seconds = sets * (decode_all_s(plan, gpu, of_rank, slots, kv) + prefill_s(plan, gpu, of_rank))
         found.append(EvaluationTime(cache, sets * problems, slots, seconds))
     return found
+
+
+def sampler_slots(plan: Plan) -> int:
+    """Return the problems that the sampler's cache evaluates at once: one per slot, if there are pages for so many prompts."""
+    rollout = plan.config.rollout
+    if not plan.config.sampler_kv.stores_prompts:
+        return plan.running
+    present = pool_pages([plan.prompt_tokens] * rollout.prompts_per_step, plan.slots, rollout.samples_per_prompt)
+    return max(1, min(plan.slots, max(present, plan.evaluation_pages) // pages_of(plan.prompt_tokens)))
 
 
 def evaluations(config: Config) -> int:

@@ -12,7 +12,8 @@ from ..config import MAX_DRAWS, SHADOW_METHODS, Config
 from ..format import GIB, gib
 from ..sizes import recorded_rollouts
 from .dimensions import Dimensions
-from .memory import STATE_8BIT_BYTES, Phase, Plan, itemsize, sharded
+from .memory import Phase, Plan
+from .parts import STATE_8BIT_BYTES, itemsize, sharded
 from .roofline import NODE_GPUS
 
 TOKEN_BYTES = 8 + 32 + 4

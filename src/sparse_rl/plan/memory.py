@@ -1,53 +1,40 @@
-"""Compute the GPU memory of a training run, by part and by phase. The peak is the phase with the most bytes.
-
-The sizes of weights, optimizer state and cache are exact. Activation sizes are derived from the tensors that autograd saves in
-a compiled layer. `sizes.py` holds the constants that the plan shares with the engine and the learner.
-"""
-
-# N tokens of a micro-batch, n response tokens among them, S slots, D hidden size, F intermediate size, V vocabulary size
+"""Compute the GPU memory of a training run by phase: the parts of `parts.py`, and the cache. The peak is the phase with the
+most bytes. Choose slots, pages and checkpointed layers that fit."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
+from ..config import KV, Config
 from ..format import GIB
-from ..kv.schedule import Schedule
 from ..sizes import (
-    CHUNK_ELEMENTS,
-    FIRST_TOKENS,
-    FUSED_CHUNK_ELEMENTS,
-    KEYS_PER_TOKEN,
-    LARGE_VOCABULARY,
     MAX_AUTO_SLOTS,
-    PREFILL_TOKENS,
     SCRATCH_FLOOR_BYTES,
     SCRATCH_SHARE,
-    SHADOW_BLOCK,
-    STEP_LOGIT_BYTES,
-    padded_length,
+    dense_bytes,
+    dense_pages,
+    live_dense_pages,
+    page_table_width,
+    pages_of,
+    pool_pages,
     slot_bytes,
     store_bytes,
-    token_bytes,
 )
 from .dimensions import Dimensions
-from .microbatch import largest_pack, rollouts_of_rank, shares_prompts
+from .microbatch import largest_pack, rollouts_of_rank
+from .parts import (
+    STEP_8BIT_BYTES,
+    gathered_bytes,
+    gradient_bytes,
+    head_bytes,
+    itemsize,
+    prefill_parts,
+    resident,
+    sharded,
+    step_bytes,
+    transient_per_token,
+    update_parts,
+)
 
-# Constants that only the plan uses. `sparse-rl bench memory` compares the plan with a measured peak (docs/plan.md).
-PLAIN_CHUNK_BYTES = 28
-"""Bytes per element of a logits chunk with autograd: float32 logits, log-probs, exponentials and gradients."""
-FIRST_TOKEN_BYTES = 26
-"""Bytes per logit of a first token, sampled with plain torch: one half-precision, three float32 and two float64 copies."""
-MLP_BACKWARD = 3
-"""Number of [N, F] tensors that MLP backward holds in addition to saved ones: gradients of the product and its factors."""
-MLP_FORWARD = 3
-LORA_MLP_BYTES = 8
-"""Bytes per element of the temporary float32 copies of an [N, F] tensor. Adapters compute in float32 and make them."""
-STATE_8BIT_BYTES = 2.04
-"""Bytes per weight of both 8-bit moments: one byte each, plus one float32 scale per 256 values."""
-STEP_8BIT_BYTES = 12
-"""Bytes per element of the largest weight during its 8-bit update: both moments and the step in float32."""
-BATCH_TENSORS = 12
-"""Number of float32 [rollouts, tokens] tensors that an update reads."""
 CONTEXT_BYTES = int(0.55 * GIB)
 """Bytes that CUDA and its libraries allocate outside torch's allocator."""
 RESERVED_SHARE = 0.05
@@ -80,6 +67,10 @@ class Plan:
     """Slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's cache or is off."""
     evaluation_caches: list[str] = field(default_factory=list)
     """Caches of the held-out evaluation: dense, sparse or both; empty if it is off."""
+    pages: int = 0
+    """Pages of the sampler's dense cache; 0 if it is sparse."""
+    evaluation_pages: int = 0
+    """Pages of a second prompt store for an evaluation in the sampler's cache; 0 if the sampler's store is used."""
 
     @property
     def fullest(self) -> Phase:
@@ -98,6 +89,15 @@ class Plan:
     @property
     def pool_bytes(self) -> int:
         return step_bytes(self.dims, self.slots, itemsize(self.config))
+
+    @property
+    def running(self) -> int:
+        """Sequences of full length that run at once: all slots, or as many as fill the pages of a dense cache."""
+        if not self.pages:
+            return self.slots
+        rollout = self.config.rollout
+        of_sequence = pages_of(rollout.max_tokens // 2) + pages_of(self.prompt_tokens) / rollout.samples_per_prompt
+        return max(1, min(self.slots, int(self.pages / of_sequence)))
 
     @property
     def fits(self) -> bool:
@@ -120,20 +120,46 @@ def make_plan(
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
+    least, most = pool_sizes(config, int(wanted), prompt_tokens)
 
-    def plan_with(checkpointed: int) -> Plan:
-        phases = step_phases(config, dims, int(wanted), prompt_tokens, checkpointed)
-        evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens)
+    def plan_with(checkpointed: int, pages: int = least) -> Plan:
+        phases = step_phases(config, dims, int(wanted), prompt_tokens, checkpointed, pages)
+        evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens, pages)
         is_sparse, problems = config.sampler_kv.is_sparse, config.evaluated_problems
         caches = config.evaluation_caches(is_sparse=is_sparse, dense_slots=evaluated, problems=problems)
+        stored = evaluation_pages(config, dims, phases, int(wanted), prompt_tokens) if "sparse" in caches else 0
         if evaluated and (config.eval.slots != "auto" or "dense" in caches):
-            phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens)]
-        return Plan(config, dims, prompt_tokens, int(wanted), memory_bytes, phases, checkpointed, evaluated, caches)
+            phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens, pages)]
+        slots_and_room = int(wanted), memory_bytes
+        return Plan(config, dims, prompt_tokens, *slots_and_room, phases, checkpointed, evaluated, caches, pages, stored)
 
     chosen = config.optimizer.gradient_checkpointing
+    layers = dims.layers if chosen else 0
     if chosen == "auto":
-        return plan_with(dims.layers - largest(lambda plain: plan_with(dims.layers - plain).fits, dims.layers))
-    return plan_with(dims.layers if chosen else 0)
+        layers = dims.layers - largest(lambda plain: plan_with(dims.layers - plain).fits, dims.layers)
+    plan = plan_with(layers)
+    if least == most or not plan.fits:
+        return plan
+    return plan_with(layers, most if memory_bytes is None else min(most, least + more_pages(plan)))
+
+
+def pool_sizes(config: Config, slots: int, prompt_tokens: int) -> tuple[int, int]:
+    """Return the fewest and the most pages of the sampler's dense cache; (0, 0) if it is sparse.
+
+    The fewest hold the live tokens of responses of uniform lengths. With the most, no sequence ever waits for pages.
+    """
+    rollout = config.rollout
+    if config.sampler_kv.policy != "full":
+        return 0, 0
+    prompts = [prompt_tokens] * rollout.prompts_per_step
+    most = dense_pages(prompts, rollout.max_tokens, slots, rollout.samples_per_prompt)
+    return min(most, live_dense_pages(prompt_tokens, rollout.max_tokens, slots, rollout.samples_per_prompt)), most
+
+
+def more_pages(plan: Plan) -> int:
+    """Return the pages by which a dense cache may grow within the free memory. A page also counts in scratch memory."""
+    of_page = dense_bytes(plan.dims, 0, 1, itemsize(plan.config), plan.config.sampler_kv.dtype)
+    return int(plan.free_bytes / (of_page * (1 + SCRATCH_SHARE) * (1 + RESERVED_SHARE)))
 
 
 def auto_limit(config: Config) -> int:
@@ -158,213 +184,38 @@ def largest(fits, limit: int) -> int:
     return low
 
 
-# Resident memory
+# The cache
 
 
-def itemsize(config: Config) -> int:
-    return 4 if config.model.dtype == "float32" else 2
-
-
-def logit_bytes(config: Config) -> int:
-    return max(itemsize(config), 4 if config.model.head_dtype == "float32" else 2)
-
-
-def resident(config: Config, dims: Dimensions) -> dict[str, int]:
-    """Return the bytes of weights and optimizer state that stay allocated between steps, by part."""
-    size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
-    parts, shards = {"weights": dims.params * size}, config.ranks.count
-    moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
-    if lora.rank:
-        adapters = dims.adapter_params(lora.targets, lora.rank)
-        parts["adapters"] = 4 * adapters  # peft stores adapters in float32, so they need no master copy
-        parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merge else 0
-        trained = adapters
-    elif shards > 1:  # the full model for sampling, and float32 shards of the trained weights
-        parts["reference copy"] = 4 * dims.params // shards if config.loss.kl_coef > 0 else 0
-        parts["float32 masters"] = 4 * dims.params // shards
-        trained = dims.params // shards
-    else:
-        parts["reference copy"] = dims.params * size if config.loss.kl_coef > 0 else 0
-        parts["float32 masters"] = 4 * dims.params if size < 4 and state != "offload" else 0
-        trained = dims.params
-    parts["optimizer moments"] = int(moment_bytes * trained)
-    return parts
-
-
-def gradient_bytes(config: Config, dims: Dimensions) -> int:
-    """Return the bytes of the gradients, which are accumulated in float32 over the micro-batches of an update."""
-    lora = config.model.lora
-    trained = dims.adapter_params(lora.targets, lora.rank) if lora.rank else dims.params
-    if sharded(config):
-        held = dims.params if config.ranks.hold_gradients else max(dims.layer_params, outside_layers(dims))
-        return 4 * (dims.params // config.ranks.count + held)
-    return 4 * trained
-
-
-def sharded(config: Config) -> bool:
-    return config.ranks.count > 1 and not config.model.lora.rank
-
-
-def outside_layers(dims: Dimensions) -> int:
-    return dims.params - dims.layers * dims.layer_params
-
-
-def gathered_bytes(config: Config, dims: Dimensions) -> int:
-    """Return the bytes of the weights that FSDP2 gathers in a pass: non-layer weights, the current and the next layer."""
-    return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
-
-
-def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
+def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, pages: int) -> dict[str, int]:
+    """Return the bytes of the sampler's cache. `pages` are those of a dense cache."""
     kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
-    keys, beside = slot_bytes(dims, kv, prompt_tokens + rollout.max_tokens, size)
+    keys, beside = slot_bytes(dims, kv, size)
     stored, tables = 0, 0
     if kv.stores_prompts:
         lengths = [prompt_tokens] * rollout.prompts_per_step
         stored, tables = store_bytes(dims, lengths, slots, rollout.samples_per_prompt, size, kv.dtype)
-    return {"KV cache": slots * keys, "prompt store": stored, "positions, queries": slots * beside + tables}
-
-
-# Memory of a pass
-
-
-def fuses(dims: Dimensions) -> bool:
-    return dims.params >= WORTH_COMPILING
-
-
-def kept_per_token(config: Config, dims: Dimensions) -> int:
-    """Return the bytes per token that autograd saves in one layer for backward."""
-    size, lora = itemsize(config), config.model.lora
-    adapted = dims.adapted(lora.targets) if lora.rank else []
-    widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
-    fused = fuses(dims)
-    # norms save their input; uncompiled, in float32, plus the normalised values if the norm's weight is trained
-    norm = size if fused else 4 if adapted else 4 + size
-    kept = 2 * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.qk_norm else 0)
-    # linear layers save their input: the output of the norm, or a float32 copy of it for adapters
-    if adapted:
-        copies = sum(name in adapted for name in ("q_proj", "k_proj", "v_proj")), 2
-        if fused:  # projections that share an input share its copy
-            copies = min(copies[0], 1), 1
-        kept += widen * (sum(copies) * dims.hidden + dims.intermediate)
-    else:
-        kept += 2 * dims.hidden * size
-    # attention saves queries, keys, values, output and one sum per head; float32 attention also repeats keys, copies outputs
-    kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
-    kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
-    # the MLP saves gate, up, and their product if the down projection is trained; uncompiled, also the gate's activation
-    kept += (2 + (0 if adapted else 1) + (0 if fused else 1)) * dims.intermediate * size
-    return kept + 4 * lora.rank * len(adapted)
-
-
-def transient_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
-    """Return the bytes per token of temporary tensors in the layer that is being computed."""
-    size = itemsize(config)
-    wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 else 0
-    return (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate * size + 4 * dims.hidden * size + wide
-
-
-def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> int:
-    """Return the bytes of one chunk of logits and its hidden states.
-
-    In backward this includes the LM head's gradient, accumulated in float32, and the gradient of one chunk.
-    """
-    size, logit = itemsize(config), logit_bytes(config)
-    if dims.vocab >= LARGE_VOCABULARY:
-        chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * (logit + (size if backward else 0))
-    else:
-        chunk = min(CHUNK_ELEMENTS, n * dims.vocab) * (logit + (20 if backward else 12))
-    if backward and config.method == "smd":  # autograd computes the gradient of the divergence
-        chunk = max(chunk, min(CHUNK_ELEMENTS, n * dims.vocab) * PLAIN_CHUNK_BYTES)
-    if backward and not config.model.lora.rank:
-        chunk += dims.embedding_params * (4 + size)
-    return chunk + n * dims.hidden * size * (2 if backward else 1)
-
-
-def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpointed: int) -> dict[str, int]:
-    """Return the bytes of the backward pass of the largest micro-batch, by part, if the first `checkpointed` layers recompute
-    their activations.
-
-    The peak occurs in the LM head, while all activations are saved, or in the last layer, or in the last layer that recomputes
-    its activations. The largest one counts.
-    """
-    size = itemsize(config)
-    pack = largest_pack(prompt_tokens, config)
-    n, tokens = pack.responses, pack.tokens
-    shadow = config.method in SHADOW_METHODS
-    layer = kept_per_token(config, dims) * tokens
-    if shares_prompts(config):  # each response has a copy of its prompt's keys and values
-        layer += (KEYS_PER_TOKEN - 1) * 2 * dims.kv_width * size * tokens
-    if shadow:  # FlexAttention pads the sequence to a power of two
-        layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
-    ends = 2 * dims.hidden * size * tokens
-    inputs = checkpointed * dims.hidden * size * tokens + ends
-    kept = inputs + (dims.layers - checkpointed) * layer
-    if config.method == "smd" and config.loss.smd.direction != "shadow_to_dense":
-        inputs, kept = 2 * inputs, 2 * kept
-    evictions = 0
-    if shadow:
-        evictions = 5 * dims.layers * dims.kv_heads * tokens * 4
-        evictions += block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed))
-    in_head = kept, head_bytes(config, dims, n, backward=True)
-    head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
-    at_work = transient_per_token(config, dims, backward=True) * tokens
-    in_layer = kept + at_work, head_gradient
-    recomputing = (inputs + layer + at_work if checkpointed else 0), head_gradient
-    activations, logits = max(in_head, in_layer, recomputing, key=sum)
-    batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
-    return {
-        "gathered layers": gathered_bytes(config, dims),
-        "gradients": gradient_bytes(config, dims),
-        "activations": activations + evictions,
-        "logits chunk": logits,
-        "batch": batch,
-    }
-
-
-def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
-    """Return the bytes of FlexAttention's block lists: four lists of [heads, B, B] and their lengths, for B blocks.
-
-    The lists exist once for the kv heads of all layers, and again for all query heads of each layer that backward still needs.
-    """
-    blocks = padded // SHADOW_BLOCK
-    heads = dims.layers * dims.kv_heads + kept_layers * dims.q_heads
-    return 4 * heads * blocks * (blocks + 1) * 4
-
-
-def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts: int, prompt_tokens: int) -> dict[str, int]:
-    """Return the bytes of prefill: prompt activations in one layer, keys and values of a long prompt, and first-token logits.
-
-    A long prompt runs in pieces. First tokens are sampled in batches of at most `FIRST_TOKENS`.
-    """
-    packed = min(PREFILL_TOKENS, prompts * prompt_tokens)
-    layers = 0
-    if prompt_tokens > PREFILL_TOKENS:
-        layers = Schedule.of(kv, kv.policy != "full").scratch_layers(prompt_tokens, dims.layers)
-    logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
-    return {
-        "prefill scratch": packed * transient_per_token(config, dims, backward=False),
-        "long prompt": prompt_tokens * layers * token_bytes(dims, itemsize(config)) // dims.layers,
-        "decode step": logits * dims.vocab,
-    }
-
-
-def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
-    """Return the bytes of one decode step: the logits and the activations of the widest layer."""
-    return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.intermediate + 6 * dims.hidden) * size)
+    if kv.policy == "full":
+        tables = 4 * slots * page_table_width(prompt_tokens + rollout.max_tokens)
+    cache = slots * keys + dense_bytes(dims, 0, pages, size, kv.dtype)
+    return {"KV cache": cache, "prompt store": stored, "positions, queries": slots * beside + tables}
 
 
 # The phases of a step
 
 
-def always_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int) -> dict[str, int]:
-    return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens)
+def always_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, pages: int) -> dict[str, int]:
+    return resident(config, dims) | cache_parts(config, dims, slots, prompt_tokens, pages)
 
 
-def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, checkpointed: int) -> list[Phase]:
-    always = always_parts(config, dims, slots, prompt_tokens)
-    scratch = 0
-    if config.sampler_kv.policy != "full":
-        scratch = int(max(SCRATCH_SHARE * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES))
+def step_phases(
+    config: Config, dims: Dimensions, slots: int, prompt_tokens: int, checkpointed: int, pages: int = 0
+) -> list[Phase]:
+    """Return the phases of a step. `pages` are those of the sampler's dense cache."""
+    always = always_parts(config, dims, slots, prompt_tokens, pages)
+    scratch = max(SCRATCH_SHARE * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES)
+    if config.sampler_kv.policy == "full":  # at most a page of each slot moves at once, keys and then values
+        scratch = min(scratch, dense_bytes(dims, 0, slots, itemsize(config), config.sampler_kv.dtype) // 2)
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, config.sampler_kv, slots, prompts, prompt_tokens)
@@ -384,14 +235,14 @@ def step_phases(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     }
     return [
         Phase("prefill", always | prefill),
-        Phase("sampling", always | step | {"compaction scratch": scratch}),
+        Phase("sampling", always | step | {"compaction scratch": int(scratch)}),
         Phase("old log-probs", always | old),
         Phase("update", always | update_parts(config, dims, prompt_tokens, checkpointed)),
         Phase("optimizer", always | optimizer),
     ]
 
 
-def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
+def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int, pages: int) -> int:
     """Return the slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's or is off.
 
     The number is `eval.slots`. With "auto", use as many slots as keep the evaluation below the peak of a training step, and at
@@ -407,21 +258,43 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
     room = peak_held(phases, pool) - pool
 
     def fit(count: int) -> bool:
-        return evaluation_phase(config, dims, slots, count, prompt_tokens).total <= room
+        return evaluation_phase(config, dims, slots, count, prompt_tokens, pages).total <= room
 
     return largest(fit, problems) or 1
 
 
-def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int) -> Phase:
-    """Return the evaluation phase: a cache of `count` slots and its decode graphs, plus the sampler's cache."""
-    longest, size = prompt_tokens + config.rollout.max_tokens, itemsize(config)
+def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int, pages: int) -> Phase:
+    """Return the evaluation phase: a cache of `count` slots and its decode graphs, plus the sampler's cache with `pages`."""
+    size = itemsize(config)
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
-    cache = count * sum(slot_bytes(dims, kv, longest, size))
+    cache = count * sum(slot_bytes(dims, kv, size))
     if kv.stores_prompts:
         cache += sum(store_bytes(dims, [prompt_tokens] * config.eval.problems, count, 1, size, kv.dtype))
+    if kv.policy == "full":
+        live = live_dense_pages(prompt_tokens, config.rollout.max_tokens, count, 1)
+        cache += dense_bytes(dims, 0, live, size, kv.dtype)
     parts = prefill_parts(config, dims, kv, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
-    return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens) | parts | {"evaluation cache": cache})
+    return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens, pages) | parts | {"evaluation cache": cache})
+
+
+def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
+    """Return the pages of a second prompt store for an evaluation in the sampler's cache; 0 if it would not help.
+
+    An evaluation has one response per prompt, so its prompts take more pages than those of a step. The store has a prompt for
+    every slot, or as many as keep the evaluation below the peak of a training step.
+    """
+    kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
+    if not kv.stores_prompts or config.eval.slots != "auto":
+        return 0
+    wanted = pool_pages([prompt_tokens] * config.evaluated_problems, slots, 1)
+    present = pool_pages([prompt_tokens] * rollout.prompts_per_step, slots, rollout.samples_per_prompt)
+    pool = step_bytes(dims, slots, size)
+    parts = prefill_parts(config, dims, kv, slots, config.evaluated_problems, prompt_tokens)
+    used = sum((always_parts(config, dims, slots, prompt_tokens, 0) | parts).values()) + pool
+    fit = (peak_held(phases, pool) - pool - used) // dense_bytes(dims, 0, 1, size, config.sampler_kv.dtype)
+    found = min(wanted, fit)
+    return found if found > present else 0
 
 
 def largest_budget(plan: Plan) -> int:

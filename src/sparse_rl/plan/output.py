@@ -14,23 +14,14 @@ from ..data.examples import name_of
 from ..errors import UserError
 from ..format import GIB, gib
 from ..host_memory import machine_bytes
-from ..sizes import slot_bytes
+from ..sizes import dense_bytes, slot_bytes
 from ..terminal import Terminal
 from ..text import listed, printable
 from .dimensions import dimensions
 from .evaluation import evaluation_times, evaluations, share_of_run
 from .host import HostPlan, host_plan
-from .memory import (
-    CONTEXT_BYTES,
-    Plan,
-    auto_limit,
-    itemsize,
-    largest_budget,
-    make_plan,
-    most_slots,
-    sharded,
-    update_parts,
-)
+from .memory import CONTEXT_BYTES, Plan, auto_limit, largest_budget, make_plan, most_slots
+from .parts import itemsize, sharded, update_parts
 from .remedies import sentence
 from .roofline import (
     GPU,
@@ -177,8 +168,8 @@ def fit_table(plan: Plan) -> Table:
     ):
         table.add_column(heading, justify="left" if heading in ("sampler", "in") else "right")
     for name, arm in arms(plan):
-        longest = arm.prompt_tokens + arm.config.rollout.max_tokens
-        keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, longest, itemsize(arm.config)))
+        keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, itemsize(arm.config)))
+        keys += dense_bytes(arm.dims, 0, arm.pages, itemsize(arm.config), arm.config.sampler_kv.dtype) // arm.slots
         most = most_slots(arm.config, arm.dims, arm.memory_bytes, arm.prompt_tokens, 4 * auto_limit(arm.config))
         budget = "" if name == "dense" else str(largest_budget(arm) or "none")
         free = gib(arm.free_bytes) if arm.fits else f"lacks {gib(-arm.free_bytes)}"
@@ -283,6 +274,7 @@ def record(plan: Plan, gpu: GPU, total: int) -> dict[str, Any]:
         "context_bytes": CONTEXT_BYTES,
         "prompt_tokens": plan.prompt_tokens,
         "slots": plan.slots,
+        "pages": plan.pages,
         "fits": plan.fits,
         "peak_bytes": plan.peak_bytes,
         "peak_phase": plan.fullest.name,

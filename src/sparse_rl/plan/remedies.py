@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..config import Config
-from .memory import Plan, auto_limit, itemsize, make_plan, most_slots, sharded
+from .memory import Plan, auto_limit, make_plan, most_slots
+from .parts import itemsize, sharded
 
 NAMED = 4
 """Maximum number of suggestions."""

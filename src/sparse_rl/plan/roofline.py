@@ -12,8 +12,9 @@ from ..errors import UserError
 from ..format import GIB
 from ..sizes import token_bytes
 from .dimensions import Dimensions
-from .memory import Plan, itemsize, sharded
+from .memory import Plan
 from .microbatch import rollouts_of_rank, samples_per_computed_prompt
+from .parts import itemsize, sharded
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Attainable shares of peak FLOP/s and bandwidth, from an H200 (780 of 989 TFLOP/s in large matrix products, 4.3 of 4.8 TB/s
@@ -113,7 +114,7 @@ def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None 
     longest = plan.config.rollout.max_tokens
     kv = kv or plan.config.sampler_kv
     held = mean_held(kv, plan.prompt_tokens, longest, longest / 2)
-    return decode_s(plan.dims, slots or plan.slots, held, itemsize(plan.config), gpu, kv.dtype)
+    return decode_s(plan.dims, slots or plan.running, held, itemsize(plan.config), gpu, kv.dtype)
 
 
 def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:
@@ -151,10 +152,10 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     return StepTime(
         step,
         prefill_s(plan, gpu, rollouts / rollout.samples_per_prompt),
-        decode_all_s(plan, gpu, rollouts, plan.slots),
+        decode_all_s(plan, gpu, rollouts, plan.running),
         max(old, travels.old_s),
         max(update, travels.update_s),
-        plan.slots / step,
+        plan.running / step,
         sync_s=travels.sync_s,
         exposed_s=max(0.0, travels.old_s - old) + max(0.0, travels.update_s - update),
     )

@@ -88,13 +88,14 @@ def printable(text: str) -> str:
 
 def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     stats, cache = engine.stats, engine.cache
-    assert cache is not None
     longest = max(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
     ends = Counter(rollout.finish for rollout in rollouts)
     table = Table(show_header=False)
     table.add_row("rollouts", f"{len(rollouts)} ({', '.join(f'{count} {finish}' for finish, count in ends.items())})")
     table.add_row("tokens", f"{stats.tokens:,} in {stats.seconds:.1f} s, {stats.tokens_per_s:,.1f} tokens/s")
-    pages = "" if cache.prompts is None else f", and {cache.prompts.pages} pages of {PAGE_TOKENS} tokens for prompts"
+    pages = ""
+    if cache.prompts is not None:
+        pages = f", and {cache.prompts.pages} pages of {PAGE_TOKENS} tokens{'' if cache.prompts.responses else ' for prompts'}"
     table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens{pages}")
     held = max(rollout.kv_peak for rollout in rollouts)
     table.add_row("peak held", f"{held} tokens of a sequence, {size(held * cache.token_bytes)}")

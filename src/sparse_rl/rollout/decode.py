@@ -8,12 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention
+from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention, sequence_attention
 from ..kernels.code_attention import attend_and_append_codes
 from ..kernels.jit import usable
 from ..kernels.rows import StoredCodes, StoredPrompts
 from ..kernels.slot_attention import attend_and_append, splits_for
 from ..kv.cache import SlotCache
+from ..sizes import PAGE_TOKENS, pages_of
 
 PROMPT_TOKENS = 1024
 """Length of a stored prompt for which rows are split. A fixed one: results do not depend on earlier calls of an engine."""
@@ -22,7 +23,7 @@ PROMPT_TOKENS = 1024
 class DecodeView:
     """Attention view of slots 0 to n - 1 of the cache, each with one new token.
 
-    If the cache has a prompt store, a slot attends to its stored prompt of `prompts` tokens and then to its own tokens.
+    If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
     lengths on the device. With `kernels=False` no kernel is compiled.
     """
@@ -44,7 +45,9 @@ class DecodeView:
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
-            row_tokens = cache.capacity + (0 if cache.prompts is None else PROMPT_TOKENS)
+            row_tokens = cache.capacity
+            if cache.prompts is not None:
+                row_tokens += cache.prompts.longest if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
@@ -76,6 +79,11 @@ class DecodeView:
             return decode_attention(
                 queries_SQD, keys_SHTD, values_SHTD, lengths_S, longest=self.longest, even=self.even, scale=scale
             )
+        if cache.prompts.responses:
+            pages_SP, stored_S = self._pages()
+            most = pages_of(int(stored_S.max())) * PAGE_TOKENS
+            stored = cache.prompts.read(layer, pages_SP, most)
+            return sequence_attention(queries_SQD, *stored, stored_S, keys_SHTD, values_SHTD, lengths_S, scale=scale)
         out_SQD = merged_parts(
             prompt_attention(queries_SQD, *self._pages(), partial(cache.prompts.read, layer), scale=scale),
             attention_part(queries_SQD, keys_SHTD, values_SHTD, lengths_S, scale=scale),
@@ -103,7 +111,7 @@ class SlotState:
     positions: list[int]
     lengths: list[int]
     prompts: list[int]
-    """Tokens of each slot's prompt in the prompt store; 0 if the cache has none."""
+    """Tokens of each slot in the prompt store; 0 if the cache has none."""
     seeds: list[int]
     last: list[int]
     """Last position that a step may reach. A finished sequence stays at this position."""

@@ -1,6 +1,7 @@
 """The engine: a model, a bounded KV cache and `generate`. This is the sampler's public API."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,15 @@ from ..kv.storage import KeyScales, Quantiser
 from ..models.attention import eval_mode
 from ..models.rotary import rotary_of
 from ..models.support import prepare
-from ..sizes import CHUNK_STEPS, PREFILL_TOKENS, pool_pages
+from ..sizes import (
+    CHUNK_STEPS,
+    DENSE_SLOT_TOKENS,
+    PAGE_TOKENS,
+    PREFILL_TOKENS,
+    dense_pages,
+    least_dense_pages,
+    pool_pages,
+)
 from ..text import quoted
 from .calibrate import calibrate
 from .generation import Generation
@@ -32,10 +41,11 @@ class Engine:
     """Sampler with a bounded KV cache: each slot holds at most budget + interval tokens per layer and head.
 
     The cache is allocated once. With `kv.protect_prompt`, prompts are in a prompt store, which holds each prompt once for all
-    its samples and grows with the calls. `slots` sequences run concurrently; the others wait. `prefill_tokens` bounds the prompt
-    tokens per forward pass; a longer prompt runs in pieces. The engine reads the model's parameters at every step, so they may change between calls. On a GPU, each
-    step is one CUDA graph. `compile` also compiles the layers, which takes half a minute once; it defaults to true for models
-    that are large enough to benefit.
+    its samples and grows with the calls. A dense cache (`kv.policy = "full"`) is a pool of pages, which sequences take as they
+    grow. `slots` sequences run concurrently; the others wait. `prefill_tokens` bounds the prompt tokens per forward pass; a
+    longer prompt runs in pieces. The engine reads the model's parameters at every step, so they may change between calls. On a
+    GPU, each step is one CUDA graph. `compile` also compiles the layers, which takes half a minute once; it defaults to true
+    for models that are large enough to benefit.
     """
 
     def __init__(
@@ -80,8 +90,10 @@ class Engine:
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
-        self.cache: SlotCache | None = self._allocate(self.kv.capacity) if self.policy.evicts else None
-        self.prompts_reserved = False
+        ring = self.policy.window if self.policy.uses_queries else 0
+        capacity = self.kv.capacity if self.policy.evicts else DENSE_SLOT_TOKENS
+        self.cache = SlotCache(self.limits.shape, slots, capacity, ring, quantiser=self.storage)
+        self.pool_reserved = False
 
     def generate(
         self,
@@ -116,13 +128,10 @@ class Engine:
             group = take() if take is not None else None
             return [] if group is None else requests[group * samples : (group + 1) * samples]
 
-        if not self.policy.evicts:
-            self._grow(max(len(request.prompt) for request in requests) + sampling.max_tokens + self.chunk)
-        assert self.cache is not None
         if self.needed_statistics and not self.statistics:
             self.calibrate(prompts, max(len(request.prompt) for request in requests) + sampling.max_tokens)
-        if self.schedule.stores_prompts and not self.prompts_reserved:
-            self._grow_store([len(request.prompt) for request in requests[::samples]], samples)
+        if self.schedule.stores_prompts and not self.pool_reserved:
+            self._grow_pool([len(request.prompt) for request in requests[::samples]], sampling.max_tokens, samples)
         generation = Generation(
             self.model,
             self.cache,
@@ -189,9 +198,8 @@ class Engine:
             )
         if self.storage is not None:
             self._load_scales(key_scales(statistics), self.storage)
-        if self.cache is not None:
-            device = self.limits.shape.device
-            self.cache.statistics = {name: statistics[name].to(device) for name in self.policy.uses_statistics}
+        device = self.limits.shape.device
+        self.cache.statistics = {name: statistics[name].to(device) for name in self.policy.uses_statistics}
         self.statistics = {name: statistics[name] for name in needed}
 
     def _load_scales(self, scales: KeyScales, storage: Quantiser) -> None:
@@ -232,11 +240,32 @@ class Engine:
                 )
             targets[name].copy_(weight)
 
-    def reserve(self, tokens: int) -> None:
-        """Allocate a dense cache for sequences of `tokens` tokens. Does nothing for a sparse cache, which is already
-        allocated."""
-        if not self.policy.evicts:
-            self._grow(tokens + self.chunk)
+    def reserve_dense(
+        self, prompt_tokens: int, max_tokens: int, prompts: int, samples: int, *, kv_bytes: int | None = None
+    ) -> None:
+        """Allocate a dense cache for `samples` responses of at most `max_tokens` tokens to each of `prompts` prompts of at most
+        `prompt_tokens` tokens. Does nothing if the cache is sparse.
+
+        By default, no sequence ever waits for pages. With `kv_bytes`, keys and values take at most so many bytes, and the cache
+        keeps its size: if pages run out, the youngest sequences wait and are recomputed.
+        """
+        if self.policy.evicts:
+            return
+        self.pool_reserved = False
+        if kv_bytes is None:
+            self._grow_pool([prompt_tokens] * prompts, max_tokens, samples)
+            return
+        token_bytes = self.cache.token_bytes
+        pages = kv_bytes // (PAGE_TOKENS * token_bytes) - self.slots * DENSE_SLOT_TOKENS // PAGE_TOKENS
+        least = least_dense_pages(prompt_tokens, max_tokens)
+        if pages < least:
+            needed = (least * PAGE_TOKENS + self.slots * DENSE_SLOT_TOKENS) * token_bytes
+            raise UserError(
+                f"kv_bytes = {kv_bytes:,} is too small: {self.slots} slots and one sequence of {prompt_tokens + max_tokens:,} "
+                f"tokens take {needed:,}. Use fewer slots, shorter responses or more memory."
+            )
+        self._allocate_pool(pages, prompt_tokens + max_tokens)
+        self.pool_reserved = True
 
     def reserve_prompts(self, tokens: int, prompts: int, samples: int) -> None:
         """Allocate a prompt store for `samples` responses to each of `prompts` prompts of at most `tokens` tokens.
@@ -244,15 +273,29 @@ class Engine:
         The store then keeps its size: groups wait for free pages, and a prompt that exceeds it is refused. Does nothing if
         prompts are not protected.
         """
-        if self.schedule.stores_prompts:
-            self.prompts_reserved = False
-            self._grow_store([tokens] * prompts, samples)
-            self.prompts_reserved = True
+        if self.kv.stores_prompts:
+            self.pool_reserved = False
+            self._grow_pool([tokens] * prompts, 0, samples)
+            self.pool_reserved = True
+
+    @contextmanager
+    def larger_store(self, pages: int, longest: int) -> Iterator[None]:
+        """Use a prompt store of `pages` pages for prompts of at most `longest` tokens within the block, if that is more than
+        the store has. The present store, and the graphs that read it, return after the block."""
+        store, graphs, reserved = self.cache.prompts, self.graphs, self.pool_reserved
+        if not self.kv.stores_prompts or (store is not None and pages <= store.pages):
+            yield
+            return
+        try:
+            self._allocate_pool(pages, longest)
+            self.pool_reserved = True
+            yield
+        finally:
+            self.cache.prompts, self.graphs, self.pool_reserved = store, graphs, reserved
 
     @property
     def request_limits(self) -> RequestLimits:
-        store = self.cache.prompts if self.cache is not None and self.prompts_reserved else None
-        return RequestLimits(self.limits, None if store is None else store.longest)
+        return RequestLimits(self.limits, self.cache.prompts if self.pool_reserved else None)
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise the PromptError that `generate` would raise for this prompt."""
@@ -264,33 +307,29 @@ class Engine:
 
     def _graphs(self) -> GraphRunner | None:
         """Return the graph runner. It is rebuilt if the cache or the weights have moved in memory."""
-        assert self.cache is not None
         if self.use_graphs and (self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk)):
             self.graphs = None  # free its memory before the new graphs are captured
             unmerged = any(hasattr(module, "get_delta_weight") for module in self.model.modules())
             self.graphs = GraphRunner(self.model, self.cache, self.chunk, compile=self.compile and not unmerged)
         return self.graphs
 
-    def _allocate(self, capacity: int) -> SlotCache:
-        ring = self.policy.window if self.policy.uses_queries else 0
-        return SlotCache(self.limits.shape, self.slots, capacity, ring, quantiser=self.storage)
-
-    def _grow(self, capacity: int) -> None:
-        """Enlarge a dense cache to hold the longest sequence of a call."""
-        if self.cache is None or self.cache.capacity < capacity:
-            self.cache = self.graphs = None  # free the old cache before the new one is allocated
-            self.cache = self._allocate(capacity)
-
-    def _grow_store(self, prompt_lengths: list[int], samples: int) -> None:
-        """Enlarge the prompt store for a call with these prompts."""
-        assert self.cache is not None
-        pages, longest, store = pool_pages(prompt_lengths, self.slots, samples), max(prompt_lengths), self.cache.prompts
+    def _grow_pool(self, prompt_lengths: list[int], max_tokens: int, samples: int) -> None:
+        """Enlarge the pool of pages for a call with these prompts and, in a dense cache, responses of `max_tokens` tokens."""
+        longest, store = max(prompt_lengths), self.cache.prompts
+        if self.policy.evicts:
+            pages = pool_pages(prompt_lengths, self.slots, samples)
+        else:
+            pages, longest = dense_pages(prompt_lengths, max_tokens, self.slots, samples), longest + max_tokens
         if store is None or store.pages < pages or store.longest < longest:
-            self.cache.prompts = self.graphs = None  # free the old store before the new one is allocated
             if store is not None:
                 pages, longest = max(pages, store.pages), max(longest, store.longest)
             del store
-            self.cache.prompts = PromptStore(self.limits.shape, self.slots, pages, longest, self.storage)
+            self._allocate_pool(pages, longest)
+
+    def _allocate_pool(self, pages: int, longest: int) -> None:
+        self.cache.prompts = self.graphs = None  # free the old pool before the new one is allocated
+        responses = not self.policy.evicts
+        self.cache.prompts = PromptStore(self.limits.shape, self.slots, pages, longest, self.storage, responses=responses)
 
     def _model_stop_ids(self) -> list[int]:
         ids = self.model.generation_config.eos_token_id

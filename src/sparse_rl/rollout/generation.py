@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ..config import Sampling
 from ..errors import UserError, notice
-from ..kernels.counter_rng import uniform
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.prompt_store import PagePool
@@ -20,17 +19,16 @@ from ..kv.schedule import Schedule, by_length
 from ..kv.storage import Quantiser
 from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
-from ..sizes import FIRST_TOKENS
 from .clock import Clock
 from .decode import SlotState
 from .long_prefill import prefill_long
+from .paged import PagedSlots, move_slots
 from .prefill import PromptInSlots, prefill
 from .repetition import RepetitionGuard, first_repetitions
-from .request import Request
+from .request import Request, first_tokens
 from .rollout import Rollout
-from .runner import EagerRunner, GraphRunner, NotCapturable, StepRunner, TakenSteps
-from .sampling import sample
-from .scheduler import Scheduler, Sequence
+from .runner import EagerRunner, GraphRunner, NotCapturable, StepRunner
+from .scheduler import Scheduler, Sequence, dense_tokens_held
 from .stats import Progress, Stats
 
 ROUND = 2
@@ -80,16 +78,23 @@ class Generation:
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
         self.total = len(requests) if more is None else 0
-        self.pages = None if cache.prompts is None else PagePool(cache.prompts.pages)
+        self.pages = None
+        if cache.prompts is not None:
+            self.pages = PagePool(cache.prompts.pages, responses=schedule.pages_responses)
         self.scheduler = Scheduler(
             requests if more is None else [], cache.slots, refill, more and self._counted(more), self.pages
         )
         self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
+        self.paged: PagedSlots | None = None
+        if schedule.pages_responses:
+            self.paged = PagedSlots(model, cache, policy, schedule, self.scheduler, self.stats, prefill_tokens)
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.finished = 0
         self.steps_together = 0  # steps since all slots were last empty
         self.stash: Stash | None = None
+        self.first_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.started = 0
         self.pending_drops: list[tuple[list[tuple[TraceRecorder | None, int]], Tensor]] = []
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
@@ -126,6 +131,9 @@ class Generation:
     # Prompts
 
     def _prefill(self, groups: list[list[Request]]) -> None:
+        if self.paged is not None:
+            self._prefill_pages(groups, self.paged)
+            return
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
         prompts: list[PromptInSlots] = []
@@ -148,18 +156,66 @@ class Generation:
             self.cache.prompts.assign(pages_of_slots)
         self.stash = None if prompts else self.stash
         if prompts:
-            with fused_layers(self.model):
-                inputs = (self.model, self.cache, self.policy, self.schedule)
-                if self._is_long(prompts):
-                    first_logits, dropped_of = prefill_long(*inputs, prompts[0], self.prefill_tokens)
-                else:
-                    first_logits, dropped_of = prefill(*inputs, prompts)
+            first_logits, dropped_of = self._prefilled(prompts)
             for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
-            self._count_prefill(prompts)
             self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
-        self._start(requests, torch.stack(logits), dropped)
+        sequences = self._new_sequences(requests, dropped)
+        self._take(sequences, *first_tokens(requests, torch.stack(logits), self.sampling))
+        self._end_aborted(sequences)
+        self.scheduler.active += sequences
+
+    def _prefilled(self, prompts: list[PromptInSlots]) -> tuple[Tensor, list[list[Tensor | None]]]:
+        """Fill slots or pages with prompts. Return the logits of the first tokens, and the dropped positions."""
+        with fused_layers(self.model):
+            inputs = (self.model, self.cache, self.policy, self.schedule)
+            if self._is_long(prompts):
+                found = prefill_long(*inputs, prompts[0], self.prefill_tokens)
+            else:
+                found = prefill(*inputs, prompts)
+        self._count_prefill(prompts)
+        return found
+
+    def _prefill_pages(self, groups: list[list[Request]], paged: PagedSlots) -> None:
+        """Fill pages with the prompts that are not there, and start or resume a dense sequence for each request.
+
+        First tokens are drawn for all samples of a group, including those that still wait for a slot.
+        """
+        assert self.pages is not None
+        requests = [request for group in groups for request in group]
+        slots = {request.index: slot for slot, request in enumerate(requests, len(self.scheduler.active))}
+        self._fill_pages([group for group in groups if group[0].group not in self.pages.prefilled], slots)
+        fresh = [request for request in requests if request.index not in self.scheduler.paused]
+        sequences = {each.request.index: each for each in self._new_sequences(fresh, [None] * len(fresh))}
+        if fresh:
+            firsts = zip(*(self.first_tokens.pop(request.index) for request in fresh), strict=True)
+            self._take(list(sequences.values()), *map(np.stack, firsts))
+        for request in requests:
+            if request.index in self.scheduler.paused:
+                sequences[request.index] = self.scheduler.paused.pop(request.index)
+        paged.place({slot: sequences[index] for index, slot in slots.items()})
+        self._end_aborted(list(sequences.values()))
+        self.scheduler.active += [sequences[index] for index in slots]
+
+    def _fill_pages(self, groups: list[list[Request]], slots: dict[int, int]) -> None:
+        """Fill pages with the prompts of these groups, and draw the first tokens of all their samples."""
+        if not groups:
+            return
+        assert self.pages is not None
+        prompts, drawn, rows = [], [], []
+        for row, group in enumerate(groups):
+            pages = self.pages.of_group[group[0].group]
+            of_group = [slots[request.index] for request in group]
+            prompts.append(PromptInSlots(group[0].prompt, of_group, [request.seed for request in group], pages))
+            samples = [*group, *self.scheduler.waiting_of(group[0].group)]
+            drawn += samples
+            rows += [row] * len(samples)
+        logits_nV, _ = self._prefilled(prompts)
+        self.pages.prefilled.update(group[0].group for group in groups)
+        logits_nV = logits_nV[torch.tensor(rows, device=logits_nV.device)]
+        tokens, logprobs = first_tokens(drawn, logits_nV, self.sampling)
+        self.first_tokens |= {each.index: (tokens[row], logprobs[row]) for row, each in enumerate(drawn)}
 
     def _is_long(self, prompts: list[PromptInSlots]) -> bool:
         """Return whether the prompt exceeds one forward pass. The scheduler admits such a prompt alone."""
@@ -185,24 +241,15 @@ class Generation:
         self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
 
-    def _start(self, requests: list[Request], logits_nV: Tensor, dropped: list[Tensor | None]) -> None:
-        """Sample the first tokens from the last logits of the prompts, and start a sequence in a slot for each request."""
-        seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
-        positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
-        drawn = [
-            sample(logits, numbers, self.sampling)
-            for logits, numbers in zip(
-                logits_nV.split(FIRST_TOKENS), uniform(seeds, positions).split(FIRST_TOKENS), strict=True
-            )
-        ]
-        tokens, logprobs = (torch.cat(each) for each in zip(*drawn, strict=True))
-        token_rows, logprob_rows = TakenSteps(tokens[:, None].cpu(), logprobs[:, None].cpu()).wait()
+    def _new_sequences(self, requests: list[Request], dropped: list[Tensor | None]) -> list[Sequence]:
+        """Return a sequence for each request, whose prompt has just entered the cache."""
         sequences = []
         for request, dropped_LHN in zip(requests, dropped, strict=True):
             held = self.schedule.held_after_prefill(len(request.prompt))
-            stored = len(request.prompt) if self.schedule.stores_prompts else 0
+            stored = len(request.prompt) - held if self.schedule.stores_prompts else 0
             trace = TraceRecorder(len(request.prompt), self.schedule.interval) if request.record else None
-            sequence = Sequence(request, held, trace, stored, kv_peak=stored + held)
+            sequence = Sequence(request, held, trace, stored, kv_peak=stored + held, number=self.started)
+            self.started += 1
             if self.sampling.repetition is not None:
                 sequence.guard = RepetitionGuard(*self.sampling.repetition)
             if dropped_LHN is not None:
@@ -210,14 +257,15 @@ class Generation:
                 if sequence.trace is not None:
                     sequence.trace.record(0, dropped_LHN[:, None].cpu())
             sequences.append(sequence)
-        self._take(sequences, token_rows, logprob_rows)
-        self._end_aborted(sequences)
-        self.scheduler.active += sequences
+        return sequences
 
     # Responses
 
     def _decode(self) -> None:
         """Run chunks of steps until the slots change. On a GPU, the host processes one chunk while the next one runs."""
+        if self.paged is not None:
+            with self.clock.part("compaction"):
+                self.paged.make_room(self.chunk)
         self._start_steps()
         steps = min(self.schedule.steps_to_boundary(self.steps_together, self.chunk), self.scheduler.remaining())
         pending = self.runner.launch(steps, self.clock)
@@ -285,7 +333,7 @@ class Generation:
         self.stats.count_steps(np.array(taken), cached, dense)
         if self.pages is not None:
             self.stats.count_pages(self.pages, steps)
-        dense_now = int(dense[running].sum()) + steps * int(running.sum())
+        dense_now = dense_tokens_held([sequence for sequence, runs in zip(active, running, strict=True) if runs])
         self.stats.dense_peak_tokens = max(self.stats.dense_peak_tokens, dense_now)
         self.steps_together += steps
         self.stats.steps += steps
@@ -315,8 +363,7 @@ class Generation:
 
     def _retire(self) -> None:
         finished, moves = self.scheduler.retire()
-        for source, slot in moves:
-            self.cache.copy_slot(self.cache, source, slot, self.scheduler.active[slot].held)
+        move_slots(self.cache, self.scheduler, moves)
         for sequence in finished:
             assert sequence.finish is not None
             request, shape = sequence.request, self.cache.shape

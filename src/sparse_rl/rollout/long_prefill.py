@@ -27,10 +27,17 @@ from .prefill import PrefillRow, PromptInSlots
 
 
 def prefill_long(
-    model: PreTrainedModel, cache: SlotCache, policy: Policy, schedule: Schedule, prompt: PromptInSlots, piece_tokens: int
+    model: PreTrainedModel,
+    cache: SlotCache,
+    policy: Policy,
+    schedule: Schedule,
+    prompt: PromptInSlots,
+    piece_tokens: int,
+    start: int = 0,
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
     """Fill the slots, or the pages of the prompt store, with one prompt, in pieces of at most `piece_tokens` tokens.
 
+    The tokens before `start` are in the pages already.
     Return the same as `prefill` does for a list of one prompt.
     """
     device, tokens, first = cache.shape.device, len(prompt.prompt), prompt.slots[0]
@@ -43,10 +50,10 @@ def prefill_long(
     else:
         pieces = PiecesInSlot(cache, first)
     view = LongPrefillView(cache, policy, schedule, row, first, pieces)
-    for start in range(0, tokens, piece_tokens):
-        view.start, view.stop = start, min(start + piece_tokens, tokens)
-        piece = torch.tensor([prompt.prompt[start : view.stop]], device=device)
-        positions = torch.arange(start, view.stop, device=device)[None]
+    for first_token in range(start, tokens, piece_tokens):
+        view.start, view.stop = first_token, min(first_token + piece_tokens, tokens)
+        piece = torch.tensor([prompt.prompt[view.start : view.stop]], device=device)
+        positions = torch.arange(view.start, view.stop, device=device)[None]
         logits_11V = next_logits(model, piece, positions, view, keep=1)
     if not schedule.compresses_prompt(tokens):
         held = schedule.held_after_prefill(tokens)

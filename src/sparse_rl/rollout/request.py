@@ -1,15 +1,21 @@
-"""Requests of `generate`: one per rollout, validated before sampling starts."""
+"""Requests of `generate`: one per rollout, validated before sampling starts. Their first tokens are drawn here."""
+
+# n requests, V vocabulary
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..config import Sampling
 from ..errors import PromptError, UserError
-from ..kernels.counter_rng import derive_all
+from ..kernels.counter_rng import derive_all, uniform
+from ..kv.prompt_store import PromptStore
 from ..models.support import AttentionLimits
+from ..sizes import FIRST_TOKENS
+from .sampling import sample
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class RequestLimits:
     """Limits on requests, which derive from the model, the cache and the engine."""
 
     model: AttentionLimits
-    stored_tokens: int | None = None
-    """Longest prompt that a reserved prompt store can hold; None if there is none."""
+    store: PromptStore | None = None
+    """Prompt store, or pool of a dense cache, that keeps its size; None if it grows with the calls."""
 
     def requests(
         self,
@@ -101,16 +107,37 @@ class RequestLimits:
                     prompt=name,
                     fits=fits,
                 )
-        if self.stored_tokens is not None and tokens > self.stored_tokens:
+        room = None if self.store is None else self.store.longest_prompt(sampling.max_tokens)
+        if self.store is None or room is None or tokens <= room:
+            return
+        if self.store.responses:
             raise PromptError(
-                f"has {tokens} tokens, more than the reserved prompt store can hold ({self.stored_tokens})",
-                f"reserve it for {tokens} tokens, as in engine.reserve_prompts({tokens}, prompts=1, samples=1)",
+                f"has {tokens} tokens. With max_tokens = {sampling.max_tokens}, the reserved dense cache holds prompts of at most "
+                f"{max(0, room)}",
+                "reserve more memory with engine.reserve_dense, or lower max_tokens",
                 prompt=name,
             )
+        raise PromptError(
+            f"has {tokens} tokens, more than the reserved prompt store can hold ({room})",
+            f"reserve it for {tokens} tokens, as in engine.reserve_prompts({tokens}, prompts=1, samples=1)",
+            prompt=name,
+        )
 
     def most_prompt_tokens(self, sampling: Sampling) -> int | None:
         """Return the longest prompt in tokens that `check_prompt` accepts; None if its length is not limited."""
         rooms = [room - sampling.max_tokens for room in (self.model.sliding_window, self.model.context) if room is not None]
-        if self.stored_tokens is not None:
-            rooms.append(self.stored_tokens)
+        if self.store is not None:
+            rooms.append(self.store.longest_prompt(sampling.max_tokens))
         return min(rooms, default=None)
+
+
+def first_tokens(requests: list[Request], logits_nV: Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Sample the first tokens [n, 1] of requests from the last logits of their prompts. Return them and their log-probs."""
+    seeds = torch.tensor([request.seed for request in requests], device=logits_nV.device)
+    positions = torch.tensor([len(request.prompt) for request in requests], device=logits_nV.device)
+    drawn = [
+        sample(logits, numbers, sampling)
+        for logits, numbers in zip(logits_nV.split(FIRST_TOKENS), uniform(seeds, positions).split(FIRST_TOKENS), strict=True)
+    ]
+    tokens, logprobs = (torch.cat(each)[:, None].cpu() for each in zip(*drawn, strict=True))
+    return tokens.numpy(), logprobs.float().numpy()

@@ -1,7 +1,9 @@
 """Assign slots: requests wait in order, active sequences occupy the first slots, and a finished sequence frees its slot.
 
 The scheduler runs on the host and uses plain integers. The active slots are always 0 to n - 1, so a step processes the front
-of the cache and no idle slots. With a prompt store, a group also needs pages, and waits until enough are free.
+of the cache and no idle slots. With a prompt store, a group also needs pages, and waits until enough are free. In a dense
+cache, sequences take pages as they grow. If pages run out, the youngest sequences are paused: they return their pages, wait at
+the head of the queue, and keep their tokens, whose keys are recomputed later.
 """
 
 from collections import Counter, deque
@@ -13,10 +15,13 @@ import numpy as np
 
 from ..kv.prompt_store import PagePool
 from ..kv.trace import TraceRecorder
-from ..sizes import pages_of
+from ..sizes import PAGE_TOKENS, pages_of
 from .repetition import RepetitionGuard
 from .request import Request
 from .rollout import Finish
+
+HEADROOM_PAGES = 2
+"""Pages that stay free for each running sequence when another one enters a dense cache. Fewer would pause it again soon."""
 
 
 @dataclass
@@ -29,7 +34,11 @@ class Sequence:
     trace: TraceRecorder | None
     """Recorder of the evictions, if the request asks for them."""
     stored: int = 0
-    """Tokens of the prompt in the prompt store; 0 if the slot holds the prompt."""
+    """Tokens in the prompt store: those of the prompt, and of a dense sequence all but the newest ones."""
+    pages: list[int] = field(default_factory=list)
+    """Pages of a dense sequence after those that all samples of its prompt read."""
+    number: int = 0
+    """Order in which sequences entered. The largest number is the youngest sequence."""
     guard: RepetitionGuard | None = None
     entered: int = 0
     """Response tokens whose keys have entered the cache, including those of steps after the end."""
@@ -40,6 +49,11 @@ class Sequence:
     """Tokens and log-probs of the response, one pair per chunk. They are views of the arrays copied from the device."""
     finish: Finish | None = None
     kv_peak: int = 0
+
+    @property
+    def prompt_pages(self) -> int:
+        """Full pages of the prompt, which all samples of a dense group read."""
+        return len(self.request.prompt) // PAGE_TOKENS
 
     @property
     def cached(self) -> int:
@@ -59,6 +73,11 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.request.max_tokens - self.tokens
+
+    @property
+    def pages_to_come(self) -> int:
+        """Pages that a dense sequence may still fill."""
+        return (self.held + self.remaining) // PAGE_TOKENS
 
     def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int, repeats_at: int) -> int:
         """Append sampled tokens up to the end of the rollout and return how many were taken. `stop_at` is the index of the
@@ -86,6 +105,17 @@ class Sequence:
         return np.concatenate(tokens).tolist(), np.concatenate(logprobs)
 
 
+def pages_to_fill(request: Request) -> int:
+    """Return the pages that the response to a request may fill in a dense cache."""
+    return (len(request.prompt) % PAGE_TOKENS + request.max_tokens) // PAGE_TOKENS
+
+
+def dense_tokens_held(running: list[Sequence]) -> int:
+    """Return the tokens that a dense cache in pages would hold: the responses so far, and the prompt of each group once."""
+    prompts = {sequence.request.group: len(sequence.request.prompt) for sequence in running}
+    return sum(prompts.values()) + sum(sequence.entered for sequence in running)
+
+
 class Scheduler:
     def __init__(
         self,
@@ -103,6 +133,8 @@ class Scheduler:
         self.slots, self.refill, self.more, self.pages = slots, refill, more, pages
         self.waiting = deque(requests)
         self.active: list[Sequence] = []
+        self.paused: dict[int, Sequence] = {}
+        """Paused sequences, by the index of their request."""
 
     def has_work(self) -> bool:
         """Call `more` for requests if there is room. Return whether any sequence runs or waits."""
@@ -121,18 +153,45 @@ class Scheduler:
         return self.has_more and (not self.active or free >= enough) and self._has_pages(ended)
 
     def _has_pages(self, ended: Counter[int]) -> bool:
-        """Return whether the next group finds enough pages, if the groups all of whose samples `ended` return theirs."""
-        if self.pages is None or not self.waiting or self.waiting[0].group in self.pages.of_group:
+        """Return whether the next request finds enough pages, if sequences that ended, and the groups all of whose samples
+        `ended`, return theirs."""
+        if self.pages is None or not self.waiting:
             return True
         returned = sum(
             len(self.pages.of_group[group]) for group, count in ended.items() if count == self.pages.samples_left[group]
         )
-        return pages_of(len(self.waiting[0].prompt)) <= len(self.pages.free) + returned
+        returned += sum(len(sequence.pages) for sequence in self.active if sequence.finish is not None)
+        return self._pages_for(self.waiting[0], []) <= len(self.pages.free) + returned
+
+    def _pages_for(self, request: Request, entering: list[Request]) -> int:
+        """Return the free pages with which a request may enter after those that are `entering`.
+
+        In a dense cache, these are the pages of a paused sequence, and headroom for it and all others.
+        """
+        assert self.pages is not None
+        needed = 0 if request.group in self.pages.of_group else pages_of(len(request.prompt))
+        if not self.pages.responses:
+            return needed
+        needed += pages_of(self._own_tokens(request))
+        if self.active or entering:
+            running = [sequence.pages_to_come for sequence in self.active if sequence.finish is None]
+            to_come = running + [pages_to_fill(each) for each in (*entering, request)]
+            needed += sum(min(HEADROOM_PAGES, pages) for pages in to_come)
+        return needed
+
+    def _own_tokens(self, request: Request) -> int:
+        """Return the tokens of a paused sequence that are not in full pages of its prompt; 0 for a new request."""
+        sequence = self.paused.get(request.index)
+        return 0 if sequence is None or not sequence.entered else sequence.position - sequence.prompt_pages * PAGE_TOKENS
 
     @property
     def has_more(self) -> bool:
         """True if a sequence waits or `more` may still return requests."""
         return bool(self.waiting) or self.more is not None
+
+    def waiting_of(self, group: int) -> list[Request]:
+        """Return the next requests, if they are of this group."""
+        return list(takewhile(lambda request: request.group == group, self.waiting))
 
     def admit(self, prefill_tokens: int) -> list[list[Request]]:
         """Return the next requests that fit the free slots and pages, and whose prompt tokens fit one prefill. There is one
@@ -141,21 +200,50 @@ class Scheduler:
         free, tokens = self.slots - len(self.active), 0
         while self.waiting and free:
             request = self.waiting[0]
-            if not groups or groups[-1][0].group != request.group:
-                tokens += len(request.prompt)
-                if (groups and tokens > prefill_tokens) or not self._take_pages(request):
-                    break
+            is_new = not groups or groups[-1][0].group != request.group
+            tokens += len(request.prompt) if is_new else 0
+            if (is_new and groups and tokens > prefill_tokens) or not self._take_pages(request, groups):
+                break
+            if is_new:
                 groups.append([])
             groups[-1].append(self.waiting.popleft())
             free -= 1
         return groups
 
-    def _take_pages(self, request: Request) -> bool:
-        """Take pages for the request's group, unless it has them. Return False if too few are free."""
-        if self.pages is None or request.group in self.pages.of_group:
+    def _take_pages(self, request: Request, groups: list[list[Request]]) -> bool:
+        """Take pages for the request's group, unless it has them, and for a paused sequence. Return False if too few are
+        free."""
+        if self.pages is None:
             return True
-        samples = sum(1 for _ in takewhile(lambda each: each.group == request.group, self.waiting))
-        return self.pages.take(request.group, len(request.prompt), samples)
+        if self._pages_for(request, [each for group in groups for each in group]) > len(self.pages.free):
+            return False
+        if request.group not in self.pages.of_group:
+            self.pages.take(request.group, len(request.prompt), len(self.waiting_of(request.group)))
+        if tokens := self._own_tokens(request):
+            self.paused[request.index].pages = self.pages.take_pages(tokens)
+        return True
+
+    def make_room(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
+        """Pause the youngest sequences of a dense cache until every slot that has filled a page finds a free one.
+
+        Return the paused sequences, and the moves (from slot, to slot) that close the gaps. Groups of which no sample runs
+        return their pages first. So the oldest sequence always continues.
+        """
+        assert self.pages is not None
+        running = sorted(self.active, key=lambda sequence: sequence.number)
+        paused: list[Sequence] = []
+        while sum(sequence.held >= PAGE_TOKENS for sequence in running) > len(self.pages.free):
+            idle = self.pages.of_group.keys() - {sequence.request.group for sequence in running}
+            for group in idle:
+                self.pages.release(group)
+            if not idle:
+                assert len(running) > 1
+                paused.append(running.pop())
+                self.pages.give_back(paused[-1].pages)
+                paused[-1].pages = []
+                self.waiting.appendleft(paused[-1].request)
+        self.paused |= {sequence.request.index: sequence for sequence in paused}
+        return paused, self._remove({id(sequence) for sequence in paused})
 
     def remaining(self) -> int:
         """Return the number of steps until the last running sequence reaches its maximum length."""
@@ -167,15 +255,20 @@ class Scheduler:
         if self.pages is not None:
             for sequence in finished:
                 self.pages.end_sample(sequence.request.group)
+                self.pages.give_back(sequence.pages)
+        return finished, self._remove({id(sequence) for sequence in finished})
+
+    def _remove(self, gone: set[int]) -> list[tuple[int, int]]:
+        """Remove the sequences with these ids. Return the moves (from slot, to slot) that close the gaps."""
         moves = []
         slot = 0
         while slot < len(self.active):
-            if self.active[slot].finish is None:
+            if id(self.active[slot]) not in gone:
                 slot += 1
                 continue
             last = self.active.pop()
             if slot < len(self.active):
                 self.active[slot] = last
-                if last.finish is None:
+                if id(last) not in gone:
                     moves.append((len(self.active), slot))
-        return finished, moves
+        return moves

@@ -28,7 +28,7 @@ class Stats:
     """Number of compactions, counted per sequence and including the compression of long prompts."""
     steps: int = 0
     peak_kv_bytes: int = 0
-    """Allocated bytes of keys and values, in slots and prompt store, which are constant during a call."""
+    """Allocated bytes of keys and values, in slots and pages, which are constant during a call."""
     side_bytes: int = 0
     """Bytes of positions, lengths, the ring buffer of queries and page tables."""
     scratch_bytes: int = 0
@@ -40,17 +40,24 @@ class Stats:
     dense_tokens: int = 0
     """Tokens that a dense cache would have held, summed over the same steps."""
     dense_peak_tokens: int = 0
-    """Maximum number of tokens that a dense cache would have held at one time, over all sequences."""
+    """Maximum number of tokens that a dense cache in pages would have held at one time: the responses so far of all running
+    sequences, and the prompt of each group once."""
     pool_pages: int = 0
-    """Pages of the prompt store; 0 without one."""
+    """Pages of the prompt store, or of a dense cache; 0 if slots hold whole sequences."""
     peak_pages: int = 0
     """Maximum number of pages in use at one time."""
     pages_taken: int = 0
-    """Pages that groups took, over the whole call."""
+    """Pages taken, over the whole call."""
+    page_tokens: int = 0
+    """Tokens written to these pages."""
     page_steps: int = 0
     """Pages in use, summed over decode steps."""
     straggler_page_steps: int = 0
     """Pages of groups of which one sample was left, summed over decode steps."""
+    preemptions: int = 0
+    """Number of times that a dense sequence was paused because no page was free."""
+    recomputed_tokens: int = 0
+    """Tokens whose keys were computed again when paused sequences continued."""
 
     def merged_with(self, other: "Stats") -> "Stats":
         """Combine the statistics of two engines that ran concurrently. Counts are added; for times and memory the maximum is
@@ -80,7 +87,7 @@ class Stats:
     @property
     def page_waste(self) -> float:
         """Share of the tokens of used pages that hold no token, because a prompt does not fill its last page."""
-        return 1 - self.prompt_tokens / (self.pages_taken * PAGE_TOKENS) if self.pages_taken else 0.0
+        return 1 - self.page_tokens / (self.pages_taken * PAGE_TOKENS) if self.pages_taken else 0.0
 
     @property
     def straggler_share(self) -> float:
@@ -91,7 +98,8 @@ class Stats:
 
     def count_pages(self, pages: PagePool, steps: int) -> None:
         """Count the pages in use during `steps` decode steps."""
-        self.pool_pages, self.peak_pages, self.pages_taken = pages.pages, pages.peak, pages.taken
+        self.pool_pages, self.peak_pages = pages.pages, pages.peak
+        self.pages_taken, self.page_tokens = pages.taken, pages.filled_tokens
         self.page_steps += steps * pages.used
         self.straggler_page_steps += steps * pages.straggler_pages
 

@@ -13,9 +13,10 @@ from ..models.actor import Actor
 from ..plan.memory import Plan
 from ..rewards.pool import RewardPool, pool_for
 from ..rollout.engine import Engine
+from ..sizes import pool_pages
 from ..world import World
 from .inputs import HeldOut
-from .memory import dense_slots
+from .memory import dense_slots, evaluation_bytes
 from .terminal import RunTerminal
 
 
@@ -42,8 +43,9 @@ class Evaluator:
         metrics: dict[str, dict[str, float]] = {held_out.name: {} for held_out in self.sets}
         for cache in self.caches():
             engine = self._engine(sparse=cache == "sparse")
-            for held_out in self.sets:
-                metrics[held_out.name] |= self._scored(engine, held_out, cache)
+            with self._prompt_store(engine):
+                for held_out in self.sets:
+                    metrics[held_out.name] |= self._scored(engine, held_out, cache)
             del engine  # free its cache before the next engine allocates one
         return {key: value for of_set in metrics.values() for key, value in of_set.items()}
 
@@ -92,12 +94,11 @@ class Evaluator:
     def _dense_slots(self) -> int:
         if self.config.eval.slots != "auto":
             return self.config.eval.slots
-        return dense_slots(self.plan, self.engine, self._longest)
+        return dense_slots(self.plan, self.engine, self._longest_prompt + self.config.rollout.max_tokens)
 
     @property
-    def _longest(self) -> int:
-        longest_prompt = max(len(prompt) for held_out in self.sets for prompt in held_out.prompts)
-        return longest_prompt + self.config.rollout.max_tokens
+    def _longest_prompt(self) -> int:
+        return max(len(prompt) for held_out in self.sets for prompt in held_out.prompts)
 
     def _engine(self, *, sparse: bool) -> Engine:
         """Return the training engine if it has the wanted cache and slots, else a new engine for this evaluation."""
@@ -109,8 +110,28 @@ class Evaluator:
         kv = self.engine.kv if sparse else KV(policy="full")
         engine = Engine(self.actor.sampler, kv, slots=min(slots, self.problems))
         engine.load_statistics(self.engine.statistics)
-        engine.reserve(self._longest)  # once for all sets
+        if not engine.policy.evicts:  # once for all sets
+            longest, tokens = self._longest_prompt, self.config.rollout.max_tokens
+            kv_bytes = evaluation_bytes(self.plan, engine, longest, tokens)
+            engine.reserve_dense(longest, tokens, self.problems, 1, kv_bytes=kv_bytes)
         return engine
+
+    @contextmanager
+    def _prompt_store(self, engine: Engine) -> Iterator[None]:
+        """Let the training engine use a larger prompt store, if it protects prompts.
+
+        Its own store holds a prompt once for several samples. An evaluation has one sample per prompt, so it needs more
+        prompts to fill the slots. The plan limits the store; on a GPU without a plan, the own store is used.
+        """
+        if engine is not self.engine or not engine.kv.stores_prompts:
+            yield
+            return
+        lengths = [[len(prompt) for prompt in held_out.prompts] for held_out in self.sets]
+        pages = max(pool_pages(of_set, engine.slots, 1) for of_set in lengths)
+        if engine.limits.shape.device.type == "cuda":
+            pages = min(pages, 0 if self.plan is None else self.plan.evaluation_pages)
+        with engine.larger_store(pages, self._longest_prompt):
+            yield
 
     @contextmanager
     def _grading(self, source: str) -> Iterator[RewardPool]:

@@ -13,7 +13,7 @@ from ..plan.dimensions import from_config
 from ..plan.microbatch import rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
-from ..sizes import MAX_AUTO_SLOTS
+from ..sizes import MAX_AUTO_SLOTS, dense_bytes, live_dense_pages
 
 CPU_SLOTS = 256
 """Maximum number of automatic slots on a CPU. More slots are not faster."""
@@ -66,6 +66,22 @@ def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:
     if plan is None or not plan.evaluation_slots:
         return max(1, engine.slots * engine.kv.capacity // longest)
     return max(1, plan.evaluation_slots * (plan.prompt_tokens + plan.config.rollout.max_tokens) // longest)
+
+
+def dense_bytes_of(plan: Plan | None, engine: Engine) -> int | None:
+    """Return the bytes of keys and values of the sampler's dense cache, by the plan. None without a plan: the cache then has
+    pages for all sequences."""
+    if plan is None or not plan.pages:
+        return None
+    return dense_bytes(plan.dims, engine.slots, plan.pages, engine.limits.shape.dtype.itemsize, engine.kv.dtype)
+
+
+def evaluation_bytes(plan: Plan | None, engine: Engine, prompt_tokens: int, max_tokens: int) -> int | None:
+    """Return the bytes of keys and values of a dense evaluation engine: those of its live tokens, or None without a plan."""
+    if plan is None:
+        return None
+    pages = live_dense_pages(prompt_tokens, max_tokens, engine.slots, 1)
+    return dense_bytes(plan.dims, engine.slots, pages, engine.limits.shape.dtype.itemsize, engine.kv.dtype)
 
 
 def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:

@@ -37,7 +37,6 @@ def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def kv_metrics(stats: Sequence[Stats], rollouts: Sequence[Rollout], engine: Engine) -> dict[str, float]:
     """Return the metrics of the cache over the `generate` calls that sampled these rollouts."""
     cache = engine.cache
-    assert cache is not None
     kept, dense = sum(each.kept_tokens for each in stats), sum(each.dense_tokens for each in stats)
     whole = functools.reduce(Stats.merged_with, stats)
     pages = {
@@ -45,15 +44,27 @@ def kv_metrics(stats: Sequence[Stats], rollouts: Sequence[Rollout], engine: Engi
         "kv/page_waste": whole.page_waste,
         "kv/straggler_pages": whole.straggler_share,
     }
+    if not engine.policy.evicts:
+        pages |= {
+            "kv/preemptions": float(whole.preemptions),
+            "kv/recomputed_tokens": whole.recomputed_tokens / max(1, whole.tokens),
+        }
     return {
         "kv/token_savings": 1 - kept / dense if dense else 0.0,
         "kv/peak_bytes": float(max(each.peak_kv_bytes for each in stats)),
         "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * cache.dense_token_bytes),
         "kv/peak_tokens": float(max(rollout.kv_peak for rollout in rollouts)),
         "kv/evictions": float(sum(each.compactions for each in stats)),
-        "kv/budget": float(engine.kv.budget if engine.policy.evicts else cache.capacity),
+        "kv/budget": float(engine.kv.budget if engine.policy.evicts else longest_sequence(engine)),
         **(pages if whole.pool_pages else {}),
     }
+
+
+def longest_sequence(engine: Engine) -> int:
+    """Return the tokens of the longest sequence that a dense cache holds."""
+    store = engine.cache.prompts
+    assert store is not None
+    return store.longest
 
 
 def engine_noise(rollouts: Sequence[Rollout], replayed: Sequence[Tensor]) -> float:

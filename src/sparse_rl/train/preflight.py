@@ -57,7 +57,7 @@ def try_sampler(engine: Engine, prompt: list[int], config: Config) -> list[Rollo
     """
     tokens = min(engine.chunk + 1, config.rollout.max_tokens)
     sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
-    samples = config.rollout.samples_per_prompt if engine.schedule.stores_prompts else 1  # as many groups as the store holds
+    samples = min(config.rollout.samples_per_prompt, engine.slots) if engine.schedule.stores_prompts else 1  # as in a step
     return engine.generate([prompt] * -(-engine.slots // samples), samples, sampling, record=False)
 
 

@@ -30,7 +30,7 @@ from .health import Health
 from .held_out import Evaluator
 from .inputs import RunInputs, load_all
 from .loggers import Logger
-from .memory import checkpointed_layers, peak_line, peak_metrics, plan_run, slots_of
+from .memory import checkpointed_layers, dense_bytes_of, peak_line, peak_metrics, plan_run, slots_of
 from .preflight import preflight
 from .probe import probe
 from .rollouts import RolloutSampler
@@ -82,8 +82,9 @@ class TrainingRun:
         for held_out in inputs.held_out:
             self._longest(held_out.prompts, f"the test problems, {held_out.source},")
         longest, rollout = max(map(len, [self.longest_prompt, *evaluated])), config.rollout
-        self.engine.reserve(longest + rollout.max_tokens)
-        self.engine.reserve_prompts(longest, rollout.prompts_per_step, rollout.samples_per_prompt)
+        calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
+        self.engine.reserve_dense(longest, rollout.max_tokens, *calls, kv_bytes=dense_bytes_of(self.plan, self.engine))
+        self.engine.reserve_prompts(longest, *calls)
         self.evaluator = Evaluator(
             config, inputs.held_out, self.engine, self.actor, self.plan, self.tokenizer, pool, world, terminal
         )

@@ -1,0 +1,228 @@
+"""Compute the GPU memory of weights, optimizer state and passes of a training run, by part.
+
+The sizes of weights and optimizer state are exact. Activation sizes are derived from the tensors that autograd saves in a
+compiled layer. `sizes.py` holds the constants that the plan shares with the engine and the learner.
+"""
+
+# N tokens of a micro-batch, n response tokens among them, D hidden size, F intermediate size, V vocabulary size
+
+from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
+from ..kv.schedule import Schedule
+from ..sizes import (
+    CHUNK_ELEMENTS,
+    FIRST_TOKENS,
+    FUSED_CHUNK_ELEMENTS,
+    KEYS_PER_TOKEN,
+    LARGE_VOCABULARY,
+    PREFILL_TOKENS,
+    SHADOW_BLOCK,
+    STEP_LOGIT_BYTES,
+    padded_length,
+    token_bytes,
+)
+from .dimensions import Dimensions
+from .microbatch import largest_pack, shares_prompts
+
+# Constants that only the plan uses. `sparse-rl bench memory` compares the plan with a measured peak (docs/plan.md).
+PLAIN_CHUNK_BYTES = 28
+"""Bytes per element of a logits chunk with autograd: float32 logits, log-probs, exponentials and gradients."""
+FIRST_TOKEN_BYTES = 26
+"""Bytes per logit of a first token, sampled with plain torch: one half-precision, three float32 and two float64 copies."""
+MLP_BACKWARD = 3
+"""Number of [N, F] tensors that MLP backward holds in addition to saved ones: gradients of the product and its factors."""
+MLP_FORWARD = 3
+LORA_MLP_BYTES = 8
+"""Bytes per element of the temporary float32 copies of an [N, F] tensor. Adapters compute in float32 and make them."""
+STATE_8BIT_BYTES = 2.04
+"""Bytes per weight of both 8-bit moments: one byte each, plus one float32 scale per 256 values."""
+STEP_8BIT_BYTES = 12
+"""Bytes per element of the largest weight during its 8-bit update: both moments and the step in float32."""
+BATCH_TENSORS = 12
+"""Number of float32 [rollouts, tokens] tensors that an update reads."""
+
+
+# Resident memory
+
+
+def itemsize(config: Config) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def logit_bytes(config: Config) -> int:
+    return max(itemsize(config), 4 if config.model.head_dtype == "float32" else 2)
+
+
+def resident(config: Config, dims: Dimensions) -> dict[str, int]:
+    """Return the bytes of weights and optimizer state that stay allocated between steps, by part."""
+    size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
+    parts, shards = {"weights": dims.params * size}, config.ranks.count
+    moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
+    if lora.rank:
+        adapters = dims.adapter_params(lora.targets, lora.rank)
+        parts["adapters"] = 4 * adapters  # peft stores adapters in float32, so they need no master copy
+        parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merge else 0
+        trained = adapters
+    elif shards > 1:  # the full model for sampling, and float32 shards of the trained weights
+        parts["reference copy"] = 4 * dims.params // shards if config.loss.kl_coef > 0 else 0
+        parts["float32 masters"] = 4 * dims.params // shards
+        trained = dims.params // shards
+    else:
+        parts["reference copy"] = dims.params * size if config.loss.kl_coef > 0 else 0
+        parts["float32 masters"] = 4 * dims.params if size < 4 and state != "offload" else 0
+        trained = dims.params
+    parts["optimizer moments"] = int(moment_bytes * trained)
+    return parts
+
+
+def gradient_bytes(config: Config, dims: Dimensions) -> int:
+    """Return the bytes of the gradients, which are accumulated in float32 over the micro-batches of an update."""
+    lora = config.model.lora
+    trained = dims.adapter_params(lora.targets, lora.rank) if lora.rank else dims.params
+    if sharded(config):
+        held = dims.params if config.ranks.hold_gradients else max(dims.layer_params, outside_layers(dims))
+        return 4 * (dims.params // config.ranks.count + held)
+    return 4 * trained
+
+
+def sharded(config: Config) -> bool:
+    return config.ranks.count > 1 and not config.model.lora.rank
+
+
+def outside_layers(dims: Dimensions) -> int:
+    return dims.params - dims.layers * dims.layer_params
+
+
+def gathered_bytes(config: Config, dims: Dimensions) -> int:
+    """Return the bytes of the weights that FSDP2 gathers in a pass: non-layer weights, the current and the next layer."""
+    return itemsize(config) * (outside_layers(dims) + 2 * dims.layer_params) if sharded(config) else 0
+
+
+# Memory of a pass
+
+
+def fuses(dims: Dimensions) -> bool:
+    return dims.params >= WORTH_COMPILING
+
+
+def kept_per_token(config: Config, dims: Dimensions) -> int:
+    """Return the bytes per token that autograd saves in one layer for backward."""
+    size, lora = itemsize(config), config.model.lora
+    adapted = dims.adapted(lora.targets) if lora.rank else []
+    widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
+    fused = fuses(dims)
+    # norms save their input; uncompiled, in float32, plus the normalised values if the norm's weight is trained
+    norm = size if fused else 4 if adapted else 4 + size
+    kept = 2 * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.qk_norm else 0)
+    # linear layers save their input: the output of the norm, or a float32 copy of it for adapters
+    if adapted:
+        copies = sum(name in adapted for name in ("q_proj", "k_proj", "v_proj")), 2
+        if fused:  # projections that share an input share its copy
+            copies = min(copies[0], 1), 1
+        kept += widen * (sum(copies) * dims.hidden + dims.intermediate)
+    else:
+        kept += 2 * dims.hidden * size
+    # attention saves queries, keys, values, output and one sum per head; float32 attention also repeats keys, copies outputs
+    kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
+    kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
+    # the MLP saves gate, up, and their product if the down projection is trained; uncompiled, also the gate's activation
+    kept += (2 + (0 if adapted else 1) + (0 if fused else 1)) * dims.intermediate * size
+    return kept + 4 * lora.rank * len(adapted)
+
+
+def transient_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
+    """Return the bytes per token of temporary tensors in the layer that is being computed."""
+    size = itemsize(config)
+    wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 else 0
+    return (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate * size + 4 * dims.hidden * size + wide
+
+
+def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> int:
+    """Return the bytes of one chunk of logits and its hidden states.
+
+    In backward this includes the LM head's gradient, accumulated in float32, and the gradient of one chunk.
+    """
+    size, logit = itemsize(config), logit_bytes(config)
+    if dims.vocab >= LARGE_VOCABULARY:
+        chunk = min(FUSED_CHUNK_ELEMENTS, n * dims.vocab) * (logit + (size if backward else 0))
+    else:
+        chunk = min(CHUNK_ELEMENTS, n * dims.vocab) * (logit + (20 if backward else 12))
+    if backward and config.method == "smd":  # autograd computes the gradient of the divergence
+        chunk = max(chunk, min(CHUNK_ELEMENTS, n * dims.vocab) * PLAIN_CHUNK_BYTES)
+    if backward and not config.model.lora.rank:
+        chunk += dims.embedding_params * (4 + size)
+    return chunk + n * dims.hidden * size * (2 if backward else 1)
+
+
+def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpointed: int) -> dict[str, int]:
+    """Return the bytes of the backward pass of the largest micro-batch, by part, if the first `checkpointed` layers recompute
+    their activations.
+
+    The peak occurs in the LM head, while all activations are saved, or in the last layer, or in the last layer that recomputes
+    its activations. The largest one counts.
+    """
+    size = itemsize(config)
+    pack = largest_pack(prompt_tokens, config)
+    n, tokens = pack.responses, pack.tokens
+    shadow = config.method in SHADOW_METHODS
+    layer = kept_per_token(config, dims) * tokens
+    if shares_prompts(config):  # each response has a copy of its prompt's keys and values
+        layer += (KEYS_PER_TOKEN - 1) * 2 * dims.kv_width * size * tokens
+    if shadow:  # FlexAttention pads the sequence to a power of two
+        layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
+    ends = 2 * dims.hidden * size * tokens
+    inputs = checkpointed * dims.hidden * size * tokens + ends
+    kept = inputs + (dims.layers - checkpointed) * layer
+    if config.method == "smd" and config.loss.smd.direction != "shadow_to_dense":
+        inputs, kept = 2 * inputs, 2 * kept
+    evictions = 0
+    if shadow:
+        evictions = 5 * dims.layers * dims.kv_heads * tokens * 4
+        evictions += block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed))
+    in_head = kept, head_bytes(config, dims, n, backward=True)
+    head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
+    at_work = transient_per_token(config, dims, backward=True) * tokens
+    in_layer = kept + at_work, head_gradient
+    recomputing = (inputs + layer + at_work if checkpointed else 0), head_gradient
+    activations, logits = max(in_head, in_layer, recomputing, key=sum)
+    batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
+    return {
+        "gathered layers": gathered_bytes(config, dims),
+        "gradients": gradient_bytes(config, dims),
+        "activations": activations + evictions,
+        "logits chunk": logits,
+        "batch": batch,
+    }
+
+
+def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
+    """Return the bytes of FlexAttention's block lists: four lists of [heads, B, B] and their lengths, for B blocks.
+
+    The lists exist once for the kv heads of all layers, and again for all query heads of each layer that backward still needs.
+    """
+    blocks = padded // SHADOW_BLOCK
+    heads = dims.layers * dims.kv_heads + kept_layers * dims.q_heads
+    return 4 * heads * blocks * (blocks + 1) * 4
+
+
+def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts: int, prompt_tokens: int) -> dict[str, int]:
+    """Return the bytes of prefill: prompt activations in one layer, keys and values of a long prompt, and first-token logits.
+
+    A long prompt runs in pieces. First tokens are sampled in batches of at most `FIRST_TOKENS`.
+    """
+    packed = min(PREFILL_TOKENS, prompts * prompt_tokens)
+    layers, tokens = 0, prompt_tokens
+    if prompt_tokens > PREFILL_TOKENS:
+        layers = Schedule.of(kv, kv.policy != "full").scratch_layers(prompt_tokens, dims.layers)
+    if kv.policy == "full":  # a paused sequence is recomputed in pieces, too
+        layers, tokens = 1, prompt_tokens + config.rollout.max_tokens
+    logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
+    return {
+        "prefill scratch": packed * transient_per_token(config, dims, backward=False),
+        "long prompt": tokens * layers * token_bytes(dims, itemsize(config)) // dims.layers,
+        "decode step": logits * dims.vocab,
+    }
+
+
+def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
+    """Return the bytes of one decode step: the logits and the activations of the widest layer."""
+    return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.intermediate + 6 * dims.hidden) * size)
