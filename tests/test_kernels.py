@@ -75,9 +75,9 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
         attention_part(query[some], expected_keys[some], expected_values[some], lengths[some] + 1, scale=0.2),
     )
     torch.testing.assert_close(merged, torch.stack(whole)[some])
-    in_pages = StoredPrompts(stored_keys.float(), stored_values.float(), table, prompts)
+    in_pages = (each.float() for each in read(table, int(prompts.max())))
     own = (expected_keys.float(), expected_values.float(), lengths + 1)
-    torch.testing.assert_close(sequence_attention(query.float(), in_pages, *own, scale=0.2), torch.stack(whole))
+    torch.testing.assert_close(sequence_attention(query.float(), *in_pages, prompts, *own, scale=0.2), torch.stack(whole))
     places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
     ring = torch.zeros(slots, q_heads, 0, dim, dtype=dtype, device=DEVICE)
     state = (keys, values, places, ring, lengths, prompts + lengths)
