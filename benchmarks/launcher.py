@@ -75,12 +75,12 @@ def measured(model: str, steps: int, flags: list[str]) -> dict[str, Any]:
 
 def take_turns(name: str, folder: Path) -> None:
     """Every step of this process waits for its turn, and then lets the other's begin."""
-    from sparse_rl.train.trainer import Trainer
+    from sparse_rl.train.trainer import TrainingRun
 
     other = next(each for each in LAUNCHERS if each != name)
-    step = Trainer.step
+    step = TrainingRun.step
 
-    def in_turn(trainer: Trainer) -> Any:
+    def in_turn(trainer: TrainingRun) -> Any:
         while not (folder / name).exists():
             time.sleep(0.002)
         (folder / name).unlink()
@@ -89,7 +89,7 @@ def take_turns(name: str, folder: Path) -> None:
         finally:
             (folder / other).touch()
 
-    Trainer.step = in_turn  # type: ignore[method-assign]
+    TrainingRun.step = in_turn  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

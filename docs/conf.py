@@ -25,8 +25,12 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|transformers|numpy|pydantic|collections)\..*|np\..*|Tensor|PreTrained\w+")]
-"""Types of other packages: their own sites are not read, so that a build needs no network."""
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|transformers|numpy|pydantic|collections|pathlib)\..*|np\..*|Tensor|PreTrained\w+"),
+    ("py:class", r"sparse_rl\.config\..*"),
+]
+"""Types of other packages: their own sites are not read, so that a build needs no network. And the sections of the
+configuration, which config.md describes."""
 
 
 def link_outside(app, name, source) -> None:
@@ -44,7 +48,8 @@ def link_outside(app, name, source) -> None:
 def describe_options(app, what, name, thing, options, lines) -> None:
     """List the options of a settings class with the sentences of the schema."""
     for field_name, field in getattr(thing, "model_fields", {}).items():
-        lines += ["", f":param {field_name}: {field.description.replace('|', chr(92) + '|')}"]
+        described = field.description or f"Options of the section `{field_name}`."
+        lines += ["", f":param {field_name}: {described.replace('|', chr(92) + '|')}"]
 
 
 def setup(app) -> None:

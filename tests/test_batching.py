@@ -17,6 +17,7 @@ SAMPLING = Sampling(max_tokens=40, temperature=1.0)  # token 1 stops, so lengths
 def rollouts_with(model, policy, *, slots, order, prefill_tokens=8192):
     kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2)
     engine = Engine(model, kv, slots=slots, prefill_tokens=prefill_tokens)
+    engine.calibrate(PROMPTS, 128)  # by default with the prompts of the call
     results = engine.generate([PROMPTS[i] for i in order], sampling=SAMPLING, seeds=[SEEDS[i] for i in order])
     return dict(zip(order, results, strict=True))
 

@@ -11,6 +11,7 @@ from sparse_rl.kernels.importance import decode_importance
 from sparse_rl.kernels.redundancy import redundancy
 from sparse_rl.kv.policies import get
 from sparse_rl.kv.policies.pooling import pool
+from sparse_rl.kv.rotary import Rotary
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -123,6 +124,25 @@ def test_policies_match_kvpress(path, layer):
     kept = policy.select(q[:, :, -1:], k, v, meta["n_kept"])
     # Repeated tokens have keys of equal norm up to rounding, so a tie is a little wider here.
     assert_kept(kept, golden[f"kept_sorted_l{layer}"], reference, golden[f"cut_gap_l{layer}"], meta["T"] - window, tie=1e-6)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("path", files("expected_*"), ids=lambda p: p.stem)
+def test_expected_attention_matches_kvpress(path, layer):
+    """kvpress has statistics of each row's own queries: here each row is a layer."""
+    meta, golden = load(path)
+    keys, values, mean, covariance = (golden[f"{kind}_l{layer}"] for kind in ("k", "v", "query_mean", "query_covariance"))
+    rotary = Rotary.half_split(2, meta["head_dim"], meta["rope_theta"]).statistics()
+    of_model = {
+        "layers": torch.tensor([0, 1]),
+        "statistics": {"query_mean": mean, "query_covariance": covariance, **rotary},
+    }
+    for kind, options in (("score", {}), ("score_epsilon", {"epsilon": meta["epsilon"]})):
+        policy = get("expected", window=0, future=meta["n_future_positions"], **options)
+        scores = policy.scores(None, keys, values, **of_model).exp()
+        torch.testing.assert_close(scores, golden[f"{kind}_l{layer}"], atol=1e-6, rtol=1e-4)
+        kept = policy.select(None, keys, values, 20, **of_model)
+        assert torch.equal(kept, golden[f"{kind}_l{layer}"].topk(20).indices.sort().values)
 
 
 @pytest.mark.parametrize("path", files("streaming_*"), ids=lambda p: p.stem)

@@ -12,7 +12,7 @@ from sparse_rl import UserError
 from sparse_rl.kernels.redundancy import redundancy
 from sparse_rl.kv.policies import POLICIES, Policy, get
 from sparse_rl.kv.policies.rkv import RKV
-from sparse_rl.testing import check_policy
+from sparse_rl.testing import check_policy, random_statistics
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
 
@@ -66,10 +66,11 @@ def test_bfloat16_keys_are_scored_in_float32():
     torch.manual_seed(0)
     keys, queries = torch.randn(1, 2, 60, 32).bfloat16(), torch.randn(1, 4, 8, 32).bfloat16()
     for name in POLICIES:
-        policy = get(name)
-        half = policy.scores(queries, keys, keys)
+        policy, layers = get(name), torch.tensor([0])
+        of_model = {"layers": layers, "statistics": random_statistics(policy, 1, 4, 32)} if policy.uses_statistics else {}
+        half = policy.scores(queries, keys, keys, **of_model)
         assert half.dtype == torch.float32
-        torch.testing.assert_close(half, policy.scores(queries.float(), keys.float(), keys.float()))
+        torch.testing.assert_close(half, policy.scores(queries.float(), keys.float(), keys.float(), **of_model))
 
 
 # A user's own policy

@@ -31,7 +31,7 @@ def test_statistics_do_not_depend_on_order_and_cover_all_positions(model):
     found = []
     for prompts, longest in (([LONG, [7, 8, 9]], 2000), ([[7, 8, 9], LONG, LONG], 2000), ([LONG, [7, 8, 9]], 57)):
         ranges = KeyRanges()
-        calibrate(model, prompts, longest, ranges)
+        calibrate(model, prompts, longest, [ranges])
         found.append(ranges.statistics())
     assert equal(found[0], found[1]) and not equal(found[0], found[2])
     assert bool((found[0]["key_step"] >= found[2]["key_step"]).all())

@@ -618,7 +618,7 @@ def test_where_nothing_can_be_saved_the_evaluations_own_error_is_told(world, tmp
     def save(*args):
         raise UserError("The disk is full: free some disk space.")
 
-    monkeypatch.setattr(trainer.Trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer.TrainingRun, "_evaluate", evaluate)
     monkeypatch.setattr(trainer.checkpoint, "save", save)
     with pytest.raises(SystemExit):
         train(world, tmp_path / "run")

@@ -36,7 +36,13 @@ def test_generate_with_a_bounded_cache_is_the_engine(models, architecture, polic
     model = models[architecture]
     engine = Engine(model, KV(policy=policy, **SETTINGS), slots=3)
     expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=38, temperature=0, stop=()))
-    assert greedy(model, PROMPTS, BoundedCache(policy, **SETTINGS), tokens=38) == [rollout.response for rollout in expected]
+    cache = BoundedCache(policy, **SETTINGS, statistics=engine.statistics)
+    assert greedy(model, PROMPTS, cache, tokens=38) == [rollout.response for rollout in expected]
+
+
+def test_a_policy_without_its_statistics_is_refused():
+    with pytest.raises(UserError, match="Policy triattention needs statistics of the model: pass statistics"):
+        BoundedCache("triattention", **SETTINGS)
 
 
 @pytest.mark.parametrize("policy", ["rkv", "snapkv", "tova", "knorm"])

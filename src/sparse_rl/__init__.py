@@ -5,20 +5,25 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Config": "config",
     "Engine": "rollout.engine",
     "KV": "config",
     "NEVER": "kv.trace",
     "Rollout": "rollout.rollout",
     "Sampling": "config",
+    "TrainResult": "train.result",
+    "Trainer": "train.api",
     "UserError": "errors",
     "load_model": "models.load",
     "load_tokenizer": "models.load",
     "replay": "learner.replay",
+    "train": "train.api",
 }
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
     from .config import KV as KV
+    from .config import Config as Config
     from .config import Sampling as Sampling
     from .errors import UserError as UserError
     from .kv.trace import NEVER as NEVER
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
     from .models.load import load_tokenizer as load_tokenizer
     from .rollout.engine import Engine as Engine
     from .rollout.rollout import Rollout as Rollout
+    from .train.api import Trainer as Trainer
+    from .train.api import train as train
+    from .train.result import TrainResult as TrainResult
 
 
 def __getattr__(name: str):

@@ -1,11 +1,17 @@
 """Check a custom policy before training with it: `check_policy("my_package.my_module:MyPolicy")`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .kv.policies import Policy, get
+from .kv.rotary import Rotary
 
 SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 24)]  # (query heads, kv heads, head dimension) of MHA, GQA and MQA
+
+LAYERS = torch.tensor([0, 1, 0])
+"""Layers of the three rows, for policies that use statistics."""
 
 
 def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
@@ -27,10 +33,12 @@ def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
             values = some_values if policy.uses_values else None
             seeds = torch.tensor([5, 6, 7])
             positions = (torch.arange(total) * 2).expand(3, kv_heads, total)
+            statistics = random_statistics(policy, 2, q_heads, dim)
 
-            def select(rows: slice, seeds: Tensor, q=queries, k=keys, v=values, p=positions) -> Tensor:
+            def select(rows: slice, seeds: Tensor, q=queries, k=keys, v=values, p=positions, more=statistics) -> Tensor:
                 window, of_rows = (None if each is None else each[rows] for each in (q, v))
-                return policy.select(window, k[rows], of_rows, budget, seeds=seeds[rows], positions=p[rows])
+                model: dict[str, Any] = {"layers": LAYERS[rows], "statistics": more} if policy.uses_statistics else {}
+                return policy.select(window, k[rows], of_rows, budget, seeds=seeds[rows], positions=p[rows], **model)
 
             kept = select(slice(None), seeds)
             _check_indices(policy, kept, (3, kv_heads, budget), total)
@@ -47,6 +55,21 @@ def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
             assert torch.equal(few, torch.arange(budget).expand_as(few)), (
                 "If there are no more keys than the budget, the policy must keep all of them."
             )
+
+
+def random_statistics(policy: Policy, layers: int, q_heads: int, dim: int) -> dict[str, Tensor]:
+    """Return statistics that the policy's collector gathers from random queries, keys and values; empty if it uses none."""
+    if not policy.uses_statistics:
+        return {}
+    collector = policy.collector(Rotary.half_split(layers, dim))
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(layers):
+        queries = torch.randn(1, q_heads, 50, dim, generator=generator) + 1
+        collector.add(layer, queries, queries, queries, torch.arange(50)[None])
+    found = collector.statistics()
+    missing = set(policy.uses_statistics) - found.keys()
+    assert not missing, f"The collector does not gather the statistics {', '.join(sorted(missing))}."
+    return found
 
 
 def _check_indices(policy: Policy, kept: Tensor, shape: tuple[int, ...], total: int) -> None:

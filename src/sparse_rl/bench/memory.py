@@ -17,7 +17,7 @@ from ..learner.replay import forward, response_logprobs
 from ..models.compile import fused_layers
 from ..plan.output import wide_console
 from ..train.preflight import largest_microbatch, try_learner
-from ..train.trainer import Trainer
+from ..train.trainer import TrainingRun
 from .record import environment
 from .synthetic import cap_memory, synthetic_trainer
 
@@ -76,7 +76,7 @@ def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, A
         return {"slots": trainer.engine.slots, "rows": rows, "predicted": phases, "needed_bytes": plan.needed_bytes}
 
 
-def parts(trainer: Trainer) -> dict[str, Callable[[], Any]]:
+def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
     """Return the phases in the order of a step. The update runs as in the preflight."""
     config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
     prompt = trainer.longest_prompt

@@ -23,7 +23,7 @@ from ..rewards.pool import pool_for
 from ..train.inputs import RunInputs
 from ..train.run_folder import RunFolder
 from ..train.terminal import RunTerminal
-from ..train.trainer import Trainer
+from ..train.trainer import TrainingRun
 from .lengths import drawn_lengths
 
 BASE: dict[str, Any] = {"rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_tokens": 4096}}
@@ -82,7 +82,7 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
 
 
 @contextmanager
-def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[Trainer]:
+def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, uniform_lengths: bool) -> Iterator[TrainingRun]:
     """Yield the trainer of a run whose folder is deleted afterwards."""
     with TemporaryDirectory() as folder, RunTerminal(config, console) as view:
         run = RunFolder(Path(folder) / "run")
@@ -92,7 +92,7 @@ def synthetic_trainer(config: Config, console: Console, prompt_tokens: int, *, u
             pool_for(config.reward, function, workers=workers) as pool,
             run.opening(config, resume=False, overwrite=False),
         ):
-            yield Trainer(
+            yield TrainingRun(
                 config, run, view, pool, inputs=synthetic_inputs(config, prompt_tokens, uniform_lengths=uniform_lengths)
             )
 

@@ -1,6 +1,7 @@
 """`sparse-rl train`: post-train a model."""
 
 import argparse
+import sys
 
 from ..config import Config, add_flags, from_flags, recipe, recipe_names
 from ..errors import UserError
@@ -50,4 +51,6 @@ def _run(args: argparse.Namespace) -> None:
 
         ray.train(config, resume=args.resume, overwrite=args.overwrite)
     else:
-        run.train(config, resume=args.resume, overwrite=args.overwrite)
+        runs = run.train(config, resume=args.resume, overwrite=args.overwrite)
+        if not all(each.finished for each in runs):
+            sys.exit(130)

@@ -19,7 +19,8 @@ class KV(Section):
     policy: str = Field(
         "rkv",
         description=(
-            "Eviction policy: full rkv snapkv streaming tova knorm keydiff random, or package.module:Class of a custom policy."
+            "Eviction policy: full rkv snapkv streaming tova knorm keydiff triattention expected random, or package.module:Class "
+            "of a custom policy."
         ),
     )
     budget: int = Field(
@@ -40,7 +41,10 @@ class KV(Section):
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description='Policy options, such as {"mix": 0.2}: kernel mix threshold (rkv), kernel form pool (snapkv).',
+        description=(
+            'Policy options, such as {"mix": 0.2}: kernel mix threshold (rkv), kernel form pool (snapkv), normalize '
+            "(triattention), future epsilon (expected)."
+        ),
     )
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from ..kernels.counter_rng import derive_all
 from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
 from ..rollout.graded import sample_and_grade
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Finish, Rollout
 from ..rollout.stats import Progress, Stats
 from .statistics import NOTHING, Estimate, mean_interval, pass_at_k, t_interval
 
@@ -48,7 +48,7 @@ class EvalSample:
     sample: int
     reward: float | None
     tokens: int
-    finish: Literal["stop", "length", "repetition"]
+    finish: Finish
     repeats: bool
     kv_peak: int
     text: str

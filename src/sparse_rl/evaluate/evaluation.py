@@ -303,13 +303,14 @@ class Runner:
 
     def _load_statistics(self, engine: Engine) -> None:
         """Use the statistics of the model or of the folder. Else gather them and write them to the folder."""
-        if engine.kv.quantised:
-            engine.load_statistics(statistics.load(Path(self.args.model)) or statistics.load(self.work.path))
+        if engine.needed_statistics:
+            found = statistics.load(self.work.path)
+            engine.load_statistics(found | statistics.load(Path(self.args.model)))
             if not engine.statistics:
                 prompts = [prompt for benchmark in self.benchmarks.values() for prompt in benchmark.prompts]
                 engine.calibrate(prompts, max(benchmark.longest for benchmark in self.benchmarks.values()))
                 with self.work.writing():
-                    statistics.save(engine.statistics, self.work.path)
+                    statistics.save(found | engine.statistics, self.work.path)
 
 
 def parts(numbers: Sequence[int], count: int) -> list[Sequence[int]]:

@@ -14,6 +14,7 @@ model, the first prompts give the scales. In a left-padded batch, padding never 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
 
 import functools
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from ..kv.prompt_layout import nth_samples
 from ..kv.quantize import Range, channel_range
 from ..kv.schedule import Schedule, by_length
 from ..kv.shape import CacheShape
-from ..kv.statistics import Statistics, key_scales, load
+from ..kv.statistics import KEY_SCALES, Statistics, key_scales, load
 from ..kv.storage import KeyScales, Quantiser
 from ..models.attention import BoundKeys
 from ..models.stored_kv import stored_kv
@@ -69,9 +70,13 @@ class BoundedCache(Cache):
         )
         if policy == "full":
             raise UserError("BoundedCache does not support policy='full': use transformers' DynamicCache.")
-        chosen = from_settings(self.kv)
-        scales = key_scales(statistics) if statistics and self.kv.quantised else None
-        super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed, scales))
+        chosen, statistics = from_settings(self.kv), statistics or {}
+        if not statistics.keys() >= set(chosen.uses_statistics):
+            raise UserError(
+                f"Policy {policy} needs statistics of the model: pass statistics=engine.statistics of an Engine with this policy "
+                "that has sampled, or use another policy, such as rkv."
+            )
+        super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed, statistics))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
@@ -129,11 +134,11 @@ class BoundedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, kv: KV, policy: Policy, seed: int, scales: KeyScales | None = None, layer: int = 0):
+    def __init__(self, kv: KV, policy: Policy, seed: int, statistics: Statistics, layer: int = 0):
         super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.kv, self.policy, self.seed, self.scales, self.layer = kv, policy, seed, scales, layer
+        self.kv, self.policy, self.seed, self.statistics, self.layer = kv, policy, seed, statistics, layer
         self.schedule = Schedule.of(kv, policy.evicts)
         self.cache: SlotCache | None = None
         self.seen = 0
@@ -181,6 +186,7 @@ class BoundedLayer(CacheLayerMixin):
         quantiser = self._quantiser([k for _, k, _ in prompts]) if self.kv.quantised else None
         capacity = protected + self.kv.capacity
         self.cache = SlotCache(shape, rows, capacity, ring, first_layer=self.layer, quantiser=quantiser)
+        self.cache.statistics = self._of_layer(self.policy.uses_statistics, shape.device)
         self.is_initialized = True
         self.keys = self.cache.keys_LSHCD[0]
         self.values = self.cache.values_LSHCD[0]
@@ -196,11 +202,15 @@ class BoundedLayer(CacheLayerMixin):
 
     def _quantiser(self, keys: list[Tensor]) -> Quantiser:
         """Return the storage in 8 or 4 bits. Without statistics of the model, the keys of the prompts give the scales."""
-        if self.scales is None:
-            scales = KeyScales.of([functools.reduce(Range.union, map(channel_range, keys))])
+        if self.statistics.keys() >= set(KEY_SCALES):
+            scales = key_scales(self._of_layer(KEY_SCALES, keys[0].device))
         else:
-            scales = KeyScales(*(each[self.layer : self.layer + 1].to(keys[0].device) for each in self.scales))
+            scales = KeyScales.of([functools.reduce(Range.union, map(channel_range, keys))])
         return Quantiser(self.kv.dtype, scales)
+
+    def _of_layer(self, names: Iterable[str], device: torch.device) -> Statistics:
+        """Return statistics of this layer, as the only one."""
+        return {name: self.statistics[name][self.layer : self.layer + 1].to(device) for name in names}
 
     def _protected(self, prompt_tokens: int) -> int:
         """Return the tokens of a prompt that are never evicted. They are not among those that the schedule counts."""

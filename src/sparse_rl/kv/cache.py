@@ -10,6 +10,7 @@ length from the fixed schedule, so this module never synchronizes with the devic
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,11 @@ from .policies import Policy
 from .prompt_layout import NthSamples, PackedPrompts
 from .prompt_store import PromptStore
 from .shape import CacheShape, refuse_too_large
+from .statistics import Statistics
 from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, allocated, encoded
+
+STATISTICS_FORMS = 5
+"""float32 forms of the keys that exist at once in a policy with statistics: keys, their pairs, complex numbers and products."""
 
 
 class SlotCache:
@@ -40,6 +45,8 @@ class SlotCache:
         self.shape, self.slots, self.capacity, self.ring, self.first_layer = shape, slots, capacity, ring, first_layer
         self.quantiser = quantiser
         """Storage in 8 or 4 bits, with scales on the cache's device; None for the model's dtype."""
+        self.statistics: Statistics = {}
+        """Statistics that a policy with `uses_statistics` reads, of the cache's layers and on its device."""
         self.prompts: PromptStore | None = None
         """Store of the prompts that the slots read; None if the slots hold their prompts."""
         name = f"The KV cache of {slots:,} slots of {capacity:,} tokens"
@@ -128,6 +135,7 @@ class SlotCache:
                     budget,
                     seeds=mix(nth.seeds_P, self.first_layer + layer),
                     positions=positions_PHT,
+                    **self._model_of_rows(policy, torch.full_like(nth.seeds_P, layer)),
                 )
                 new, positions = whole.map(partial(_gather, kept_BHK=kept)), kept
                 dropped.append(_dropped(positions_PHT, kept))
@@ -223,15 +231,18 @@ class SlotCache:
         slots_n = torch.tensor(slots, device=device)
         ends_n = torch.tensor(ends, device=device)
         seeds_n = torch.tensor(seeds, device=device)
-        more = {"protected": torch.full((len(slots),), protected, device=device)} if protected else {}
+        protected_n = torch.full((len(slots),), protected, device=device)
         stored = 0 if self.prompts is None else protected
         dropped = []
         in_place = policy.reads_rows and usable(device) and not stored and self.quantiser is None
         copies = (not in_place) + policy.uses_values + (stored > 0)
+        if policy.uses_statistics:
+            copies += STATISTICS_FORMS * torch.float32.itemsize // self.shape.dtype.itemsize
         for layer_R, which_R in self._tiles(len(slots), stored + held, copies=copies):
             slot_R = slots_n[which_R]
             rows_R = layer_R * self.slots + slot_R
             positions_RHT = self.positions_LSHC[layer_R, slot_R, :, :held]
+            more: dict[str, Any] = {"protected": protected_n[which_R]} if protected else {}  # some policies do not accept it
             kept_RHK: Tensor = policy.select(
                 self.ring_in_order(layer_R, slot_R, ends_n[which_R]) if self.ring else None,
                 Rows(_rows(self.keys_LSHCD), rows_R, held) if in_place else self._take_keys(layer_R, slot_R, held, stored),
@@ -239,13 +250,20 @@ class SlotCache:
                 stored + budget,
                 seeds=mix(seeds_n[which_R], self.first_layer + layer_R) if policy.uses_seeds else None,
                 positions=_after_prompt(positions_RHT, stored),
-                **{name: each[which_R] for name, each in more.items()},
+                **self._model_of_rows(policy, layer_R),
+                **more,
             )
             kept_RHK = kept_RHK[..., stored:] - stored  # all of the prompt is kept, where it is
             dropped.append(_dropped(positions_RHT, kept_RHK))
             keep_in_place(*self.stored.map(_rows), _rows(self.positions_LSHC), rows_R, kept_RHK)
         self.lengths_S[slots_n] = budget
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
+
+    def _model_of_rows(self, policy: Policy, layer_R: Tensor) -> dict[str, Any]:
+        """Return what a policy with `uses_statistics` gets in addition to queries, keys and values."""
+        if not policy.uses_statistics:
+            return {}
+        return {"layers": layer_R, "statistics": self.statistics}
 
     def _take_keys(self, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
         """Return a copy of the keys of these slots: `stored` tokens of the prompt store, then `held` of the slot."""

@@ -23,6 +23,9 @@ FILE = "sparse_rl.statistics"
 """Name of the file of statistics, next to a model's weights. It is a safetensors file with a suffix of its own, because other
 programs load every file with the usual one as weights."""
 
+KEY_SCALES = ("key_centre", "key_step")
+"""Names of the statistics that a quantised cache needs."""
+
 
 class Collector(Protocol):
     """Gathers statistics from the attention inputs of every layer."""
@@ -48,11 +51,11 @@ class KeyRanges:
 
     def statistics(self) -> Statistics:
         scales = KeyScales.of([self.ranges[layer] for layer in sorted(self.ranges)])
-        return {"key_centre": scales.centre_LHD.cpu(), "key_step": scales.step_LHD.cpu()}
+        return dict(zip(KEY_SCALES, (scales.centre_LHD.cpu(), scales.step_LHD.cpu()), strict=True))
 
 
 def key_scales(statistics: Statistics) -> KeyScales:
-    return KeyScales(statistics["key_centre"], statistics["key_step"])
+    return KeyScales(*(statistics[name] for name in KEY_SCALES))
 
 
 def save(statistics: Statistics, folder: Path) -> None:

@@ -26,7 +26,7 @@ def write_model(
     merge: bool = False,
 ) -> None:
     """Write the full model or, with LoRA and without `merge`, the adapter. sparse_rl.json holds the KV settings of the
-    training run, and a file next to it the statistics of a quantised cache.
+    training run, and a file next to it the statistics that the cache or the policy needs.
 
     The folder is renamed into place when it is complete.
     """

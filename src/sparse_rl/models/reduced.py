@@ -23,20 +23,31 @@ def reduced(model: PreTrainedModel) -> PreTrainedModel:
     if layers is None:
         raise ValueError("the decoder's layers were not found")
     numbered = _numbered(layers)
-    kept = _one_of_each_kind(layers, model.config.get_text_config(), numbered)
+    kept = sorted(set(_first_of_kind(layers, model.config.get_text_config(), numbered)))
     memo: dict[int, Any] = {id(layers): nn.ModuleList()}
     _share_in_float32(model, layers, [layers[index] for index in kept], memo)
     small = copy.deepcopy(model, memo)
+    vars(small).pop("forward", None)  # a trainer may wrap the forward of an instance; the copied wrapper calls the original
     small.get_input_embeddings().padding_idx = None  # it may exceed the number of rows, and only gradients use it
     memo[id(layers)].extend(copy.deepcopy(layers[index], memo) for index in kept)
     _renumber(small, memo[id(layers)], kept, len(layers), numbered)
     return small.requires_grad_(False).eval()
 
 
-def _one_of_each_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[str, str]]) -> list[int]:
-    """Return the indices of the first layer of every kind. Layers are of one kind if their modules, shapes and settings agree,
-    apart from layer indices."""
+def stand_ins(model: PreTrainedModel) -> list[int]:
+    """Return, for every layer of the model, the index of the layer of `reduced(model)` that is of its kind."""
+    layers = layer_list(model)
+    assert layers is not None
+    first = _first_of_kind(layers, model.config.get_text_config(), _numbered(layers))
+    kept = sorted(set(first))
+    return [kept.index(index) for index in first]
+
+
+def _first_of_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[str, str]]) -> list[int]:
+    """Return, for every layer, the index of the first layer of its kind. Layers are of one kind if their modules, shapes and
+    settings agree, apart from layer indices."""
     first: dict[Any, int] = {}
+    found = []
     per_layer = [values for _, values in _lists(config, len(layers))]
     for index, layer in enumerate(layers):
         modules = []
@@ -44,8 +55,9 @@ def _one_of_each_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[st
             settings = [(name, value) for name, value in _settings(module) if (path, name) not in numbered]
             shapes = [(name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)]
             modules.append((path, type(module), tuple(settings), tuple(shapes)))
-        first.setdefault((tuple(modules), tuple(repr(values[index]) for values in per_layer)), index)
-    return sorted(first.values())
+        kind = (tuple(modules), tuple(repr(values[index]) for values in per_layer))
+        found.append(first.setdefault(kind, index))
+    return found
 
 
 def _numbered(layers: nn.ModuleList) -> set[tuple[str, str]]:

@@ -23,6 +23,8 @@ BUILT_IN = {
     "math_answer": "math",  # the only built-in reward that imports sympy
 }
 """Built-in reward names and the modules that define them."""
+OBJECT = "python:"
+"""Prefix of the stored name of a reward that was passed as a Python object."""
 INSIDE = "SPARSE_RL_REWARD_WORKER"
 """Environment variable that is set in reward workers and their child processes, and in the trainer while it imports a
 reward."""
@@ -54,6 +56,11 @@ def find(spec: str) -> Callable[..., Any]:
 
     Raise UserError if the function is not found.
     """
+    if spec.startswith(OBJECT):
+        raise UserError(
+            f"reward.function = {spec} was passed to Trainer as a Python object, which a command cannot find: continue the run "
+            "from Python with Trainer(config, reward=…).train(resume=True), or set --reward.function."
+        )
     where, _, name = spec.rpartition(":" if ":" in spec else ".")
     if not name or (":" in spec and not where) or spec.endswith(".py"):
         raise UserError(

@@ -9,7 +9,8 @@ Each worker is a fresh interpreter. A forked process would inherit CUDA, and mul
 main module and torch.
 
 With `workers=0` the function is called in the trainer's process, once with all samples and without a time limit. This mode is
-for reward models that need the GPU and a batch.
+for reward models that need the GPU and a batch. A function that is a Python object and not a name runs in threads, see
+`threads.py`.
 """
 
 import math
@@ -18,10 +19,8 @@ import pickle
 import selectors
 import sys
 import time
-import traceback
-from asyncio import CancelledError
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +29,11 @@ from ..config import RewardConfig as Settings
 from ..config import Timeout, Truncated
 from ..data.examples import Example
 from ..errors import UserError
-from .find import inside_a_reward, one_line, refuse_inside_a_reward
+from .find import inside_a_reward, refuse_inside_a_reward
 from .log import trim
 from .process import START, Worker
-from .weighted_sum import Reward, fault_of, part_names
+from .threads import InThreads
+from .weighted_sum import Reward, part_names
 from .worker import START_S
 
 if TYPE_CHECKING:
@@ -99,18 +99,21 @@ class RewardPool:
         log: Path | None = None,
         truncated: Truncated = "grade",
         timeout: Timeout = "none",
+        call: Callable[..., Any] | None = None,
     ):
         """Start the workers and wait until each has imported the function. Their output is written to `log`, or discarded if
-        None."""
+        None. With `call`, threads call this object, and `function` is its name."""
         refuse_inside_a_reward()
         self.function, self.timeout_s, self.log = function, timeout_s, log
         self.truncated, self.timeout = truncated, timeout
         self._parts = part_names(function)  # reject a malformed sum before starting workers
-        self._size, self._strays = workers, 0
+        self._size, self._strays = 0 if call else workers, 0
         self._watched_at, self._unwatched_s = time.monotonic(), 0.0
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
-        self._in_process = None if workers else _InProcess(function, log)
+        self._in_process: InThreads | None = None
+        if call is not None or not workers:
+            self._in_process = InThreads(Reward(call) if call else _imported_here(function), workers, timeout_s, log)
         failure = self._fill()
         while not failure and not all(worker.ready for worker in self._workers):
             for worker in self._wait(math.inf):
@@ -299,7 +302,8 @@ class Grading:
         """Wait for the remaining verdicts and return all of them."""
         pool, batch = self._pool, self._batch
         if pool._in_process:
-            return pool._graded(pool._in_process.grade(batch.requests), self._truncated)
+            graded = iter(pool._in_process.grade([batch.requests[sample] for sample in batch.waiting]))
+            return pool._graded([{} if cut else next(graded) for cut in self._truncated], self._truncated)
         try:
             while pool._is_busy(batch):
                 idle = batch.unassigned and any(worker.idle for worker in pool._workers)
@@ -315,8 +319,16 @@ class Grading:
             self._pool._end_batch()
 
 
-def pool_for(settings: Settings, function: str, *, log: Path | None = None, workers: int | None = None) -> RewardPool:
-    """Return a pool for this function with the configured settings. `workers` overrides the configured number."""
+def pool_for(
+    settings: Settings,
+    function: str,
+    *,
+    log: Path | None = None,
+    workers: int | None = None,
+    call: Callable[..., Any] | None = None,
+) -> RewardPool:
+    """Return a pool for this function with the configured settings. `workers` overrides the configured number; `call` is the
+    function itself, if it is a Python object."""
     return RewardPool(
         function,
         settings.workers if workers is None else workers,
@@ -324,6 +336,7 @@ def pool_for(settings: Settings, function: str, *, log: Path | None = None, work
         log=log,
         truncated=settings.truncated,
         timeout=settings.timeout,
+        call=call,
     )
 
 
@@ -386,32 +399,12 @@ class _Batch:
         self.alone.clear()
 
 
-class _InProcess:
-    """Reward that runs in the trainer's process and is called once per batch."""
-
-    def __init__(self, function: str, log: Path | None):
-        self.log = log
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
-        with inside_a_reward():
-            self.reward = Reward(function)
-
-    def grade(self, packed: list[bytes]) -> list[dict[str, Any]]:
-        if not packed:
-            return []
-        prompts, completions, rows = zip(*map(pickle.loads, packed), strict=True)  # deserialized copies, as in a worker
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        try:
-            verdicts = self.reward(list(prompts), list(completions), columns)
-        except (Exception, SystemExit, CancelledError) as error:  # KeyboardInterrupt is left to the trainer
-            with open(self.log or os.devnull, "a") as output:
-                traceback.print_exc(file=output)
-            return [{"error": one_line(error)}] * len(packed)
-        faults = [fault_of(verdict) for verdict in verdicts]
-        return [
-            {"error": fault} if fault else {"value": verdict.total, "parts": verdict.parts}
-            for verdict, fault in zip(verdicts, faults, strict=True)
-        ]
+def _imported_here(function: str) -> Reward:
+    """Import the reward in the trainer's process."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    with inside_a_reward():
+        return Reward(function)
 
 
 def by_name(names: list[str], parts: Sequence[list[float | None] | None]) -> dict[str, list[float | None]]:

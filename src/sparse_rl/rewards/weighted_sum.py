@@ -76,9 +76,13 @@ def refuse_without_answers(path: str, example: "Example", function: str) -> None
 class Reward:
     """Callable that returns one verdict per completion. Raises if a function returns values other than floats and None."""
 
-    def __init__(self, spec: str):
-        self.weights = [term.weight for term in terms(spec)]
-        self.parts = [find(term.function) for term in terms(spec)]
+    def __init__(self, spec: str | Callable[..., Any]):
+        """Find the functions of a weighted sum by name, or wrap one function."""
+        if isinstance(spec, str):
+            self.weights = [term.weight for term in terms(spec)]
+            self.parts = [find(term.function) for term in terms(spec)]
+        else:
+            self.weights, self.parts = [1.0], [spec]
         self.left_out = [{name for name in ROLLOUT_COLUMNS if not accepts(part, name)} for part in self.parts]
         limits = [part.memory_bytes for part in self.parts if hasattr(part, "memory_bytes")]
         self.memory_bytes = sum(limits) if len(limits) == len(self.parts) else None

@@ -22,10 +22,11 @@ PLACES = 8
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest: int, collector: Collector) -> None:
-    """Run some of these prompts through the model and pass the inputs of its attention to the collector.
+def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest: int, collectors: Sequence[Collector]) -> None:
+    """Run some of these prompts through the model and pass the inputs of its attention to the collectors.
 
-    `longest` is the length of the longest sequence in tokens. The passes do not depend on the order of the prompts.
+    `longest` is the length of the longest sequence in tokens; 0 places the prompts at the first positions only. The passes do not
+    depend on the order of the prompts.
     """
     limits = prepare(model)
     distinct = sorted({tuple(prompt[:PROMPT_TOKENS]) for prompt in prompts})
@@ -38,16 +39,17 @@ def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest:
     bounds = torch.tensor([0, *map(len, chosen)], device=device).cumsum(0, dtype=torch.int32)
     with eval_mode(model):
         for offset in sorted({last * number // max(1, PLACES - 1) for number in range(PLACES)}):
-            view = _Collecting(collector, places_1N + offset, bounds, most)
+            view = _Collecting(collectors, places_1N + offset, bounds, most)
             decoder_output(model, tokens_1N, places_1N + offset, view)
 
 
 class _Collecting:
-    """View of packed prompts, each attending only to itself, that passes all inputs to a collector."""
+    """View of packed prompts, each attending only to itself, that passes all inputs to collectors."""
 
-    def __init__(self, collector: Collector, positions_1N: torch.Tensor, bounds: torch.Tensor, longest: int):
-        self.collector, self.positions_1N, self.bounds, self.longest = collector, positions_1N, bounds, longest
+    def __init__(self, collectors: Sequence[Collector], positions_1N: torch.Tensor, bounds: torch.Tensor, longest: int):
+        self.collectors, self.positions_1N, self.bounds, self.longest = collectors, positions_1N, bounds, longest
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
-        self.collector.add(layer, queries_1QND, keys_1HND, values_1HND, self.positions_1N)
+        for collector in self.collectors:
+            collector.add(layer, queries_1QND, keys_1HND, values_1HND, self.positions_1N)
         return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale)

@@ -1,6 +1,6 @@
 """The engine: a model, a bounded KV cache and `generate`. This is the sampler's public API."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -12,9 +12,10 @@ from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
 from ..kv.prompt_store import PromptStore
 from ..kv.schedule import Schedule
-from ..kv.statistics import KeyRanges, Statistics, key_scales
+from ..kv.statistics import KEY_SCALES, Collector, KeyRanges, Statistics, key_scales
 from ..kv.storage import KeyScales, Quantiser
 from ..models.attention import eval_mode
+from ..models.rotary import rotary_of
 from ..models.support import prepare
 from ..sizes import CHUNK_STEPS, PREFILL_TOKENS, pool_pages
 from ..text import quoted
@@ -68,8 +69,9 @@ class Engine:
             raise
         device = self.limits.shape.device
         self.schedule = Schedule.of(self.kv, self.policy.evicts)
+        self.rotary = rotary_of(model, self.kv.policy) if self.policy.uses_statistics else None
         self.statistics: Statistics = {}
-        """Statistics of the model's keys, which a quantised cache needs; empty until they are gathered or loaded."""
+        """Statistics of the model's queries and keys, if they are needed; empty until they are gathered or loaded."""
         self.quantiser: Quantiser | None = None
         """Storage of the rollouts of the next call; None for the model's dtype."""
         self.storage = self._storage()
@@ -101,7 +103,8 @@ class Engine:
         `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips recording evictions
         (`evicted_at` is then None); a set of indices records only those rollouts. `take` returns the index of the next prompt,
         or None at the end; engines that share prompts each return the rollouts of the prompts they took. `progress` is called
-        between chunks of steps. `on_end` is called with the index and the record of each finished rollout.
+        between chunks of steps, with the new tokens of each rollout; it may end rollouts with `Progress.abort`. `on_end` is
+        called with the index and the record of each finished rollout. An exception in a callback ends the whole call.
         `allow_beyond_context` permits responses beyond the model's context.
         """
         sampling = sampling or Sampling()
@@ -116,7 +119,7 @@ class Engine:
         if not self.policy.evicts:
             self._grow(max(len(request.prompt) for request in requests) + sampling.max_tokens + self.chunk)
         assert self.cache is not None
-        if self.kv.quantised and not self.statistics:
+        if self.needed_statistics and not self.statistics:
             self.calibrate(prompts, max(len(request.prompt) for request in requests) + sampling.max_tokens)
         if self.schedule.stores_prompts and not self.prompts_reserved:
             self._grow_store([len(request.prompt) for request in requests[::samples]], samples)
@@ -151,32 +154,55 @@ class Engine:
         """True if the sampler does not see every key as the learner computes it: keys are evicted, quantised, or both."""
         return self.policy.evicts or self.kv.quantised
 
+    @property
+    def needed_statistics(self) -> tuple[str, ...]:
+        """Names of the statistics of the model that the cache and the policy need."""
+        return (*(KEY_SCALES if self.kv.quantised else ()), *self.policy.uses_statistics)
+
     def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """Gather the statistics that a quantised cache needs from some of these prompts, at positions up to `tokens`. Does
-        nothing for a cache in the model's dtype.
+        """Gather the statistics that the cache and the policy need from some of these prompts, at positions up to `tokens`. Does
+        nothing if they need none.
 
         `generate` does this with its own prompts if there are no statistics. They stay as they are until they are gathered or
         loaded again.
         """
-        if self.kv.quantised:
-            ranges = KeyRanges()
+        collectors: list[Collector] = [KeyRanges()] if self.kv.quantised else []
+        if self.rotary is not None:
+            collectors.append(self.policy.collector(self.rotary))
+        if collectors:
+            longest = tokens if self.kv.quantised else 0  # queries before rotation do not depend on positions
             with on(self.limits.shape.device):
-                calibrate(self.model, prompts, tokens, ranges)
-            self.load_statistics(ranges.statistics())
+                calibrate(self.model, prompts, longest, collectors)
+            self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
 
     def load_statistics(self, statistics: Statistics) -> None:
-        """Use these statistics from the next call on. Does nothing for a cache in the model's dtype, or if they are empty."""
-        if self.storage is None or not statistics:
+        """Use these statistics from the next call on. Does nothing if none are needed, or if not all that are needed are among
+        them."""
+        needed = self.needed_statistics
+        if not needed or not statistics.keys() >= set(needed):
             return
-        scales = key_scales(statistics)
-        if scales.step_LHD.shape != self.storage.scales.step_LHD.shape:
+        layers, given = self.limits.shape.layers, len(statistics[needed[0]])
+        if given != layers:
+            raise UserError(
+                f"The statistics are of {given} layers, but the model has {layers}: use the statistics of this model, or gather "
+                "them again."
+            )
+        if self.storage is not None:
+            self._load_scales(key_scales(statistics), self.storage)
+        if self.cache is not None:
+            device = self.limits.shape.device
+            self.cache.statistics = {name: statistics[name].to(device) for name in self.policy.uses_statistics}
+        self.statistics = {name: statistics[name] for name in needed}
+
+    def _load_scales(self, scales: KeyScales, storage: Quantiser) -> None:
+        if scales.step_LHD.shape != storage.scales.step_LHD.shape:
             raise UserError(
                 f"The statistics are of keys [layers, heads, channels] = {list(scales.step_LHD.shape)}, but the model has "
-                f"{list(self.storage.scales.step_LHD.shape)}: use the statistics of this model, or gather them again."
+                f"{list(storage.scales.step_LHD.shape)}: use the statistics of this model, or gather them again."
             )
-        for mine, new in zip(self.storage.scales, scales, strict=True):
+        for mine, new in zip(storage.scales, scales, strict=True):
             mine.copy_(new)  # in place, because captured graphs read it
-        self.statistics, self.quantiser = statistics, Quantiser(self.kv.dtype, scales)
+        self.quantiser = Quantiser(self.kv.dtype, scales)
 
     def _storage(self) -> Quantiser | None:
         """Return the storage of a quantised cache, with scales on the device that are not set yet."""
@@ -188,6 +214,23 @@ class Engine:
                 f"The model's head dimension = {shape.head_dim} is odd: set kv.dtype = auto, or use another model."
             )
         return Quantiser(self.kv.dtype, KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device))
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy weights by name into the model, in place: `engine.update_weights(learner.named_parameters())`.
+
+        A model that is trained itself needs no call: the engine reads its parameters at every step. The dtype may differ. Call
+        it between `generate` calls, because a rollout would otherwise have tokens of two policies.
+        """
+        targets = self.model.state_dict(keep_vars=True)
+        for name, weight in weights:
+            if name not in targets or targets[name].shape != weight.shape:
+                has = f"has shape {tuple(targets[name].shape)}" if name in targets else "does not exist"
+                raise UserError(
+                    f"The weight {name} of shape {tuple(weight.shape)} {has} in the engine's model: pass the weights of the same "
+                    "architecture."
+                )
+            targets[name].copy_(weight)
 
     def reserve(self, tokens: int) -> None:
         """Allocate a dense cache for sequences of `tokens` tokens. Does nothing for a sparse cache, which is already

@@ -93,6 +93,7 @@ class Generation:
         self.pending_drops: list[tuple[list[tuple[TraceRecorder | None, int]], Tensor]] = []
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
+        self.aborted: set[int] = set()
 
     def run(self) -> list[Rollout]:
         while self.scheduler.has_work():
@@ -210,6 +211,7 @@ class Generation:
                     sequence.trace.record(0, dropped_LHN[:, None].cpu())
             sequences.append(sequence)
         self._take(sequences, token_rows, logprob_rows)
+        self._end_aborted(sequences)
         self.scheduler.active += sequences
 
     # Responses
@@ -385,9 +387,27 @@ class Generation:
     def _report(self) -> None:
         if self.progress is not None:
             self.progress(
-                Progress(self.finished, self.total, self.stats.tokens, self.clock.wall_s, self.new_tokens, self.new_ends)
+                Progress(
+                    self.finished,
+                    self.total,
+                    self.stats.tokens,
+                    self.clock.wall_s,
+                    self.new_tokens,
+                    self.new_ends,
+                    self._abort,
+                )
             )
         self.new_tokens, self.new_ends = {}, []
+
+    def _abort(self, index: int) -> None:
+        """End a rollout. Steps that are already launched for it are ignored, as after a stop token."""
+        self.aborted.add(index)
+        self._end_aborted(self.scheduler.active)
+
+    def _end_aborted(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.finish is None and sequence.request.index in self.aborted:
+                sequence.finish = "abort"
 
     def _count_time(self) -> None:
         parts = self.clock.seconds()

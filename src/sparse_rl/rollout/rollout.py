@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kv.storage import Quantiser
 from ..kv.trace import Trace
 
-Finish = Literal["stop", "length", "repetition"]
+Finish = Literal["stop", "length", "repetition", "abort"]
 
 
 @dataclass(frozen=True)

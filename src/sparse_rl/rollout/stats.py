@@ -1,5 +1,6 @@
 """Statistics and progress of one `generate` call."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,3 +123,6 @@ class Progress:
     """Response tokens sampled since the last callback, by the rollout's index in the result."""
     ended: list[int]
     """Indices of the rollouts that ended since the last callback."""
+    abort: Callable[[int], None] = field(repr=False, default=lambda index: None)
+    """Function that ends the rollout with this index, with `finish="abort"`. It keeps the tokens sampled so far; a rollout that
+    waits for a slot ends with its first token."""

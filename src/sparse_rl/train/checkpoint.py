@@ -180,7 +180,7 @@ class LoadedCheckpoint:
 
     state: State
     statistics: Statistics
-    """Statistics of a quantised cache; empty if the checkpoint has none."""
+    """Statistics that the cache or the policy needs; empty if the checkpoint has none."""
     damaged: list[Damaged]
     """Later checkpoints that are damaged."""
     unfinished: list[int]

@@ -34,8 +34,9 @@ def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def kv_metrics(batch: RolloutBatch, engine: Engine) -> dict[str, float]:
-    stats, cache = batch.stats, engine.cache
+def kv_metrics(stats: Sequence[Stats], rollouts: Sequence[Rollout], engine: Engine) -> dict[str, float]:
+    """Return the metrics of the cache over the `generate` calls that sampled these rollouts."""
+    cache = engine.cache
     assert cache is not None
     kept, dense = sum(each.kept_tokens for each in stats), sum(each.dense_tokens for each in stats)
     whole = functools.reduce(Stats.merged_with, stats)
@@ -48,7 +49,7 @@ def kv_metrics(batch: RolloutBatch, engine: Engine) -> dict[str, float]:
         "kv/token_savings": 1 - kept / dense if dense else 0.0,
         "kv/peak_bytes": float(max(each.peak_kv_bytes for each in stats)),
         "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * cache.dense_token_bytes),
-        "kv/peak_tokens": float(max(sample.rollout.kv_peak for sample in batch.samples)),
+        "kv/peak_tokens": float(max(rollout.kv_peak for rollout in rollouts)),
         "kv/evictions": float(sum(each.compactions for each in stats)),
         "kv/budget": float(engine.kv.budget if engine.policy.evicts else cache.capacity),
         **(pages if whole.pool_pages else {}),

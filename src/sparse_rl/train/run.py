@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -30,6 +29,8 @@ from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import pool_for, try_on_gold
 from ..terminal import Terminal
 from ..text import message
+from .api import PythonObjects
+from .result import TrainResult
 from .run_folder import RunFolder
 from .storage import is_address
 from .summary import print_summary
@@ -117,8 +118,11 @@ def planned(config: Config) -> str:
     )
 
 
-def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None = None) -> None:
-    """Train as a single process, or as one of the ranks that a launcher started.
+def train(
+    config: Config, *, resume: bool, overwrite: bool, launch: str | None = None, objects: PythonObjects | None = None
+) -> list[TrainResult]:
+    """Train as a single process, or as one of the ranks that a launcher started. Return the runs, of which the last may not be
+    finished: several if methods are compared.
 
     `launch` is an id shared by all restarts of one launch and by no other launch; the default is torchrun's id. After the run
     has begun, a restart of the same launch resumes it, regardless of `resume` and `overwrite`. Before that, the run that
@@ -135,11 +139,22 @@ def train(config: Config, *, resume: bool, overwrite: bool, launch: str | None =
         again = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # a restart after a lost rank
         if world.gather(again)[0]:
             resume, overwrite = True, False
-        train_all(config, console, world, resume=resume, overwrite=overwrite, launch=launch)
+        objects = objects or PythonObjects()
+        runs = train_all(config, console, world, resume=resume, overwrite=overwrite, launch=launch, objects=objects)
         world.barrier()  # rank 0 may still write after the other ranks finish
+    return runs
 
 
-def train_all(config: Config, console: Console, world: "World", *, resume: bool, overwrite: bool, launch: str = "") -> None:
+def train_all(
+    config: Config,
+    console: Console,
+    world: "World",
+    *,
+    resume: bool,
+    overwrite: bool,
+    launch: str,
+    objects: PythonObjects,
+) -> list[TrainResult]:
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
@@ -157,14 +172,25 @@ def train_all(config: Config, console: Console, world: "World", *, resume: bool,
         folders = [RunFolder(each.run_dir, writes=world.is_main) for each in configs]
         for folder in folders:
             locks.enter_context(folder.locked(launch))
+        runs: list[TrainResult] = []
         for each, folder in zip(configs, folders, strict=True):
             with pushed(folder):
                 finished = train_one(
-                    each, folder, console, resume=resume, overwrite=overwrite, again=again, world=world, launch=launch
+                    each,
+                    folder,
+                    console,
+                    resume=resume,
+                    overwrite=overwrite,
+                    again=again,
+                    world=world,
+                    launch=launch,
+                    objects=objects,
                 )
+            runs.append(TrainResult(each, finished))
             if not finished:
-                sys.exit(130)
+                return runs
         print_end(config, configs, console, world)
+    return runs
 
 
 @contextmanager
@@ -226,7 +252,8 @@ def train_one(
     overwrite: bool,
     again: str,
     world: "World",
-    launch: str = "",
+    launch: str,
+    objects: PythonObjects,
 ) -> bool:
     """Train one run. Return whether it reached its last step. `again` is the command that continues a stopped run."""
     from torch import OutOfMemoryError
@@ -237,12 +264,12 @@ def train_one(
     from .memory import out_of_memory
     from .stop import StopHandler
     from .terminal import RunTerminal
-    from .trainer import Trainer
+    from .trainer import TrainingRun
 
     dtype, _ = place(config.model.dtype, config.model.device)  # store the resolved dtype, so that an export uses it too
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     reward = config.reward
-    trainer: Trainer | None = None
+    trainer: TrainingRun | None = None
     with (
         ExitStack() as log,
         RunTerminal(config, console) as terminal,
@@ -262,10 +289,12 @@ def train_one(
                 if folder.remote and world.rank:
                     folder.remote.fetch(name)
                 function, reward_log = reward.function_for(config.data.train), folder.path / name
-                pool = opened.enter_context(pool_for(reward, function, log=reward_log))
+                pool = opened.enter_context(pool_for(reward, function, log=reward_log, call=objects.reward))
                 first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
                 loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.is_main else []
-                trainer = Trainer(config, folder, terminal, pool, loggers, resume=resume, world=world)
+                trainer = TrainingRun(
+                    config, folder, terminal, pool, loggers, resume=resume, world=world, callback=objects.callback
+                )
             trainer.run(stop)
         except UserError as error:
             if not world.is_main:

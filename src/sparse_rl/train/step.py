@@ -139,7 +139,7 @@ class TrainingStep:
             **result.corrected.metrics,
             **({"sparse/replaced": float(len(batch.replaced))} if self.config.rollout.refill_rejected else {}),
             "sparse/engine_noise": result.engine_noise,
-            **kv_metrics(batch, self.engine),
+            **kv_metrics(batch.stats, rollouts, self.engine),
             **policy_metrics(result.updates, tokens, result.entropy, self.optimizer.lr_at(step)),
             **response_metrics(rollouts),
             "perf/rollout_s": rollout_s,

@@ -1,8 +1,9 @@
 """The trainer: set up or resume a run, run its steps, evaluate, log and save. `step.py` implements one step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ from .stop import StopHandler
 from .terminal import RunTerminal
 
 
-class Trainer:
+class TrainingRun:
     def __init__(
         self,
         config: Config,
@@ -51,7 +52,9 @@ class Trainer:
         resume: bool = False,
         inputs: RunInputs | None = None,
         world: World = ALONE,
+        callback: Callable[[int, dict[str, float]], Any] | None = None,
     ):
+        self.callback = callback
         self.config, self.folder, self.terminal, self.pool, self.loggers = config, folder, terminal, pool, loggers
         self.world = world
         torch.manual_seed(config.seed)  # only adapter initialization uses it; all other randomness is derived from counters
@@ -101,9 +104,8 @@ class Trainer:
             self._resume_from(last)
         elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
-        if last is not None and last.statistics:
-            self.engine.load_statistics(last.statistics)
-        else:
+        self.engine.load_statistics({} if last is None else last.statistics)
+        if not self.engine.statistics:
             self._calibrate(inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
         self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
@@ -141,8 +143,8 @@ class Trainer:
         self.terminal.note(f"Continuing after step {step}.")
 
     def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
-        """Gather the statistics that a quantised cache needs. All ranks use those of the first."""
-        if self.engine.kv.quantised:
+        """Gather the statistics that the cache or the policy needs. All ranks use those of the first."""
+        if self.engine.needed_statistics:
             self.actor.merge()
             self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens)
             self.engine.load_statistics(self.world.gather(self.engine.statistics)[0])
@@ -184,7 +186,7 @@ class Trainer:
             self._log(metrics)
             self.health.stop_if_not_finite()
             self.health.stop_if_refill_fails()
-            stopping = self.world.any(stop.requested)
+            stopping = self.world.any(self._asked_to_stop(step, metrics) or stop.requested)
             # Save no checkpoint right after a skipped update: it would replace an older, good one.
             due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
             if last or stopping or due:
@@ -193,6 +195,10 @@ class Trainer:
             self._write_model()
         if line := self.best.summary_line(self.state):
             self.terminal.note(line)
+
+    def _asked_to_stop(self, step: int, metrics: dict[str, float]) -> bool:
+        """Call the user's callback on the main rank and return whether it asks to end the run."""
+        return self.callback is not None and self.world.is_main and self.callback(step, dict(metrics)) is True
 
     def _warn_if_disk_is_small(self) -> None:
         step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint

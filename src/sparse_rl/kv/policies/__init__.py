@@ -10,6 +10,7 @@ from inspect import signature
 from ...config import KV
 from ...errors import UserError
 from .base import Policy
+from .expected import ExpectedAttention
 from .full import Full
 from .keydiff import KeyDiff
 from .knorm import KNorm
@@ -18,6 +19,7 @@ from .rkv import RKV
 from .snapkv import SnapKV
 from .streaming import Streaming
 from .tova import TOVA
+from .triattention import TriAttention
 
 __all__ = ["ENTRY_POINT_GROUP", "POLICIES", "Policy", "find", "from_settings", "get"]
 
@@ -31,6 +33,8 @@ POLICIES: dict[str, type[Policy]] = {
     "tova": TOVA,
     "knorm": KNorm,
     "keydiff": KeyDiff,
+    "triattention": TriAttention,
+    "expected": ExpectedAttention,
     "random": Random,
 }
 

@@ -2,7 +2,7 @@
 order.
 
 A policy is a frozen dataclass with one method, `scores`. It gets rotated queries and keys as they are stored in the cache. It
-does not depend on a model, on slots or on the schedule.
+does not depend on a model, on slots or on the schedule. A policy that needs to know more about the model uses statistics.
 """
 
 # queries [B, Q, W, D], keys and values [B, H, T, D], already rotated: B rows, Q query heads, H kv heads, W window,
@@ -14,8 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import LongTensor, Tensor
 
+from ...errors import UserError
 from ...kernels.choose import MOST, fused_choose
 from ...kernels.jit import usable
+from ..rotary import Rotary
+from ..statistics import Collector, Statistics
 
 ROUNDING = 2e-6  # relative; scores closer than this differ only by summation order
 
@@ -38,6 +41,9 @@ class Policy:
     """True if `scores` also accepts keys as `kernels.rows.Rows`. Compaction on a GPU then does not copy keys."""
     uses_seeds: ClassVar[bool] = False
     """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
+    uses_statistics: ClassVar[tuple[str, ...]] = ()
+    """Names of the statistics of the model that `scores` reads, which `collector` gathers. If there are any, `scores` also gets
+    `statistics`, tensors by name with one entry per layer, on the keys' device, and `layers` [B], the entries of the rows."""
     full_precision: ClassVar[bool] = False
     """True if `scores` needs keys and values in the model's dtype. `kv.dtype` must then be auto."""
     evicts: ClassVar[bool] = True
@@ -55,6 +61,10 @@ class Policy:
             raise ValueError(f"window = {self.window} and sinks = {self.sinks} are invalid: they must not be negative.")
         if self.uses_queries and self.window < 1:
             raise ValueError(f"{type(self).__name__} scores keys with the queries of the window: set window to at least 1.")
+
+    def collector(self, rotary: Rotary) -> Collector:
+        """Return a collector of the statistics that `scores` reads. `rotary` is the rotation of the model's queries and keys."""
+        raise TypeError(f"{type(self).__name__} sets uses_statistics, so it must define collector().")
 
     def scores(
         self,
@@ -78,18 +88,24 @@ class Policy:
         seeds: Tensor | None = None,
         positions: Tensor | None = None,
         protected: Tensor | None = None,
+        layers: Tensor | None = None,
+        statistics: Statistics | None = None,
     ) -> LongTensor:
         """Return the indices [B, H, budget] of the keys to keep, ascending. If T <= budget, return all indices.
 
         `seeds` [B] are the seeds of the rows, `positions` [B, H, T] are absolute, and `protected` [B] is the number of leading
-        keys that are kept in addition to the sinks. Ties go to the lower position (see `rank`).
+        keys that are kept in addition to the sinks. Only policies with `uses_statistics` get `layers` and `statistics`. Ties go
+        to the lower position (see `rank`).
         """
         rows, heads, total, _ = keys.shape
         index_T = torch.arange(total, device=keys.device)
         if total <= budget:
             return index_T.expand(rows, heads, total)  # type: ignore[return-value]
         competing = total - self.window
-        scores_BHn = self.scores(queries, keys, values, seeds=seeds, positions=positions)
+        if self.uses_statistics and not statistics:
+            raise UserError(f"{type(self).__name__} needs statistics of the model: sample with an Engine, which gathers them.")
+        more: dict[str, Any] = {"layers": layers, "statistics": statistics} if self.uses_statistics else {}
+        scores_BHn = self.scores(queries, keys, values, seeds=seeds, positions=positions, **more)
         scores_BHn = scores_BHn[..., :competing].float()
         if usable(keys.device) and competing <= MOST:
             return fused_choose(scores_BHn, total, budget, self.sinks, protected, ROUNDING)  # type: ignore[return-value]
@@ -100,6 +116,13 @@ class Policy:
         best_BHn = rank(scores_BHn)[..., : budget - self.window]
         window_BHW = index_T[competing:].expand(rows, heads, self.window)
         return torch.cat([best_BHn.sort(dim=-1).values, window_BHW], dim=-1)  # type: ignore[return-value]
+
+
+def next_positions(keys_BHTD: Tensor, positions_BHT: Tensor | None) -> Tensor:
+    """Return the positions [B] of the next queries. The last cached key is that of the last token, in all heads."""
+    if positions_BHT is None:
+        return torch.full((keys_BHTD.shape[0],), keys_BHTD.shape[2], device=keys_BHTD.device)
+    return positions_BHT[:, 0, -1] + 1
 
 
 def rank(scores_BHn: Tensor) -> LongTensor:

@@ -17,6 +17,6 @@ class Full(Policy):
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
-    def select(self, queries, keys, values, budget, *, seeds=None, positions=None, protected=None):
+    def select(self, queries, keys, values, budget, *, seeds=None, positions=None, protected=None, **more):
         rows, heads, total, _ = keys.shape
         return torch.arange(total, device=keys.device).expand(rows, heads, total)

@@ -1,0 +1,145 @@
+"""Train from Python: `sparse_rl.train(config)`, or `Trainer(config, reward=f, dataset=rows).train()`.
+
+The command line parses flags into the same configuration and calls the same function, `run.train`.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, merged_tables, recipe
+from ..errors import UserError
+from ..rewards.find import OBJECT
+from .result import TrainResult
+from .storage import is_address
+
+Rows = Iterable[Mapping[str, Any]]
+Callback = Callable[[int, dict[str, float]], Any]
+
+
+@dataclass(frozen=True)
+class PythonObjects:
+    """Objects of a Python caller that no configuration can hold."""
+
+    reward: Callable[..., Any] | None = None
+    callback: Callback | None = None
+
+
+class Trainer:
+    """A training run with Python objects in place of names.
+
+    `config` is a `Config`, the name or path of a recipe, or a dict of recipe keys, which may `extends` a recipe. `reward` is a
+    function in TRL's convention, also a closure or a lambda. It runs in this process in `reward.workers` threads, one sample
+    per call, and can share state with the caller. A call beyond `reward.timeout_s` is abandoned and counted, but not killed; a
+    reward by name runs in processes, which are killed. `dataset` and `test` are lists of dicts or `datasets.Dataset`s with a
+    prompt (text or messages), an answer and any other columns. They are written to JSON Lines files beside the run folder.
+    `callback(step, metrics)` is called after each step; the run stops with a checkpoint if it returns True.
+    """
+
+    def __init__(
+        self,
+        config: "Config | str | Path | Mapping[str, Any]" = "quickstart",
+        *,
+        reward: Callable[..., Any] | str | None = None,
+        dataset: Rows | None = None,
+        test: Rows | None = None,
+        callback: Callback | None = None,
+    ):
+        if reward is not None and not isinstance(reward, str) and not callable(reward):
+            raise UserError(
+                f"reward is a {type(reward).__name__}, which is not callable: pass a function, or a name such as 'math_answer'."
+            )
+        self.dataset, self.test = dataset, test
+        self.objects = PythonObjects(None if isinstance(reward, str) else reward, callback)
+        values = _values(config)
+        if reward is not None:
+            values = merged_tables(values, {"reward": {"function": _name(reward)}})
+        self.config = Config(**values)
+        if self.config.compare:
+            raise UserError(
+                f"compare = {list(self.config.compare)} trains several runs: pass one method, as in "
+                f'{{"extends": "quickstart", "method": "{self.config.compare[-1]}"}}.'
+            )
+
+    def train(self, *, resume: bool = False, overwrite: bool = False) -> TrainResult:
+        """Train to the last step and return its result.
+
+        `resume` continues the run in `run_dir`, and `overwrite` replaces it. After Ctrl-C, or an interrupted notebook cell, the
+        run finishes its step, saves a checkpoint and is returned with `finished=False`.
+        """
+        if resume and overwrite:
+            raise UserError("resume continues a run and overwrite deletes it: choose one.")
+        given = {"train": self.dataset, "test": self.test}
+        files = {split: _stored(rows, split, self.config.run_dir) for split, rows in given.items() if rows is not None}
+        config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
+        if config.ray.workers:
+            raise UserError(
+                "ray.workers starts processes, which only the command line does: use sparse-rl train --ray.workers N."
+            )
+        from .run import train
+
+        (run,) = train(config, resume=resume, overwrite=overwrite, objects=self.objects)
+        return run
+
+
+def train(
+    config: "Config | str | Path | Mapping[str, Any]", *, resume: bool = False, overwrite: bool = False, **objects: Any
+) -> TrainResult:
+    """Train a run and return its result. `objects` are the arguments of `Trainer`: reward, dataset, test and callback."""
+    return Trainer(config, **objects).train(resume=resume, overwrite=overwrite)
+
+
+def _values(config: "Config | str | Path | Mapping[str, Any]") -> dict[str, Any]:
+    if isinstance(config, Config):
+        return config.model_dump(by_alias=True)
+    if isinstance(config, str | Path):
+        return recipe(str(config))
+    if not isinstance(config, Mapping):
+        raise UserError(f"config is a {type(config).__name__}: pass a Config, the name or path of a recipe, or a dict.")
+    own = dict(config)
+    base = recipe(own.pop("extends")) if "extends" in own else {}
+    if "method" in own and "compare" not in own:  # a method alone overrides the recipe's comparison, as on the command line
+        base.pop("compare", None)
+    return merged_tables(base, own)
+
+
+def _name(reward: Callable[..., Any] | str) -> str:
+    """Return the name under which a reward is stored in config.toml."""
+    if isinstance(reward, str):
+        return reward
+    name = getattr(reward, "__name__", type(reward).__name__)
+    return OBJECT + (re.sub(r"\W+", "_", name).strip("_") or "reward")
+
+
+def _stored(rows: Rows, split: str, run_dir: str) -> str:
+    """Write the rows to a JSON Lines file beside the run folder and return its path. A resumed run and `sparse-rl eval` read it
+    again."""
+    if isinstance(rows, str | Path | Mapping):
+        raise UserError(
+            f"{split} is a {type(rows).__name__}, not rows: pass a list of dicts or a Dataset; name files in data.{split}."
+        )
+    path = Path(f"{run_dir.rstrip('/')}.{split}.jsonl")
+    if is_address(run_dir):
+        path = (
+            Path(tempfile.gettempdir())
+            / f"sparse-rl-{os.getuid()}"
+            / f"{re.sub(r'[^a-zA-Z0-9]+', '-', run_dir)}.{split}.jsonl"
+        )
+    lines = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"Row {number} of the {split} rows cannot be written as JSON ({error}): keep columns of text, numbers and lists."
+            ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # every rank writes the same file
+    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    os.replace(partial, path)
+    return str(path)
