@@ -87,7 +87,7 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
     for kind, name, run in (
         ("generate", "transformers generate", lambda: generate_arm(model, args)),
         ("dense", "sparse-rl, dense", lambda: engine_arm(model, dense, dense_slots, args, dense_bytes)),
-        ("sparse", f"sparse-rl, {named(kv)}", lambda: engine_arm(model, kv, args.batch, args)),
+        ("sparse", f"sparse-rl, {kv.label}", lambda: engine_arm(model, kv, args.batch, args)),
     ):
         if kind not in args.arms:
             continue
@@ -99,11 +99,6 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
     if args.json:
         args.json.write_text(json.dumps(record(args, kv, model, arms), indent=1) + "\n")
         console.print(f"Written to {args.json}.", highlight=False)
-
-
-def named(kv: KV) -> str:
-    size = "" if kv.policy == "full" else f" {kv.budget}+{kv.interval}"
-    return f"{kv.policy}{size}{f' {kv.dtype}' if kv.quantised else ''}"
 
 
 def bench_model(args: argparse.Namespace) -> PreTrainedModel:

@@ -101,6 +101,12 @@ class KV(Section):
         return self.policy != "full" or self.quantised
 
     @property
+    def label(self) -> str:
+        """Name of the cache in tables, such as rkv 512+128 or full 4bit."""
+        size = "" if self.policy == "full" else f" {self.budget}+{self.interval}"
+        return f"{self.policy}{size}{f' {self.dtype}' if self.quantised else ''}"
+
+    @property
     def stores_prompts(self) -> bool:
         """True if prompts are in the prompt store, and not in the slots."""
         return self.protect_prompt and self.policy != "full"

@@ -116,9 +116,8 @@ def show_longest(
 
 def named(config: Config) -> tuple[str, str, str]:
     """Return (trained weights, optimizer state, sampler) of a config in words."""
-    lora, kv = config.model.lora, config.kv
-    sampler = "dense" if config.sampler_kv.policy == "full" else f"{kv.policy} {kv.budget}+{kv.interval}"
-    sampler += f" {config.sampler_kv.dtype}" if config.sampler_kv.quantised else ""
+    lora = config.model.lora
+    sampler = config.sampler_kv.label if config.sampler_kv.is_sparse else "dense"
     return f"LoRA rank {lora.rank}" if lora.rank else "all weights", config.optimizer.state, sampler
 
 

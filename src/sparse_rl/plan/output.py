@@ -147,7 +147,7 @@ def arms(plan: Plan) -> list[tuple[str, Plan]]:
     sparse = config if config.method != "dense" else config.model_copy(update={"method": "sparse_rl"})
     dense = config.model_copy(update={"method": "dense"})
     kv = config.kv
-    named = ((f"{kv.policy} {kv.budget}+{kv.interval}", sparse), ("dense", dense))
+    named = ((kv.label, sparse), ("dense", dense))
     made = []
     for name, each in named:
         made.append((name, make_plan(each, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)))

@@ -54,7 +54,7 @@ def _row(name: str) -> tuple[str, ...]:
         config.model.path.rpartition("/")[2],
         method,
         data,
-        f"{kv.policy} {kv.budget}+{kv.interval}",
+        kv.label,
         card,
         gib(plan.peak_bytes),
         time,

@@ -35,7 +35,7 @@ def summary_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> 
         for number, key in enumerate(dict.fromkeys(key for row in rows for key in score_keys(row)) or [""]):
             scored = [row for row in rows if key in row]
             before, after = (_score(scored[end], key, share) if scored else "" for end in (0, -1))
-            cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else _cache(config)
+            cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else config.kv.label
             costs = _costs(rows) if number == 0 else [""] * 4
             held_out = [escape(printable(score_set(key), 60))] if several else []
             table.add_row(config.method if number == 0 else "", *held_out, cache, before, after, *costs)
@@ -76,7 +76,3 @@ def _peak(rows: list[dict[str, float]], key: str) -> float:
 
 def _score(row: dict[str, float], key: str, share: bool) -> str:
     return score_text(row[key], row.get(f"{key}_low"), row.get(f"{key}_high"), share=share)
-
-
-def _cache(config: Config) -> str:
-    return f"{config.kv.policy} {config.kv.budget}+{config.kv.interval}"
