@@ -28,7 +28,7 @@ from sparse_rl.models import compile as compiler
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.shapes import SHAPES
-from sparse_rl.plan import dimensions, make_plan, memory, remedies
+from sparse_rl.plan import dimensions, make_plan, parts, remedies
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.evaluation import evaluation_times
 from sparse_rl.plan.memory import RESERVED_SHARE, peak_held, step_phases
@@ -228,7 +228,7 @@ def test_lists_of_blocks_are_what_a_shadow_pass_holds(tokens):
     mask = made.block_mask(0, dims.q_heads)
     kept = sum(getattr(mask, name).nbytes for name in made.lists)
     for layers in (1, dims.layers):
-        assert memory.block_list_bytes(dims, made.padded, layers) == held + layers * kept
+        assert parts.block_list_bytes(dims, made.padded, layers) == held + layers * kept
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -243,12 +243,12 @@ def test_activations_are_what_autograd_keeps(name, rank, compiled, monkeypatch):
             "_compiled",
             lambda plain, **how: torch.compile(plain, backend="aot_eager_decomp_partition", dynamic=True),
         )
-        for module in (compiler, memory):
+        for module in (compiler, parts):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0)
     dims = from_config(MODELS[name].to_dict(), name)
     config = Config(model={"dtype": "bfloat16", "lora": {"rank": rank}})
     layers = [kept_bytes(MODELS[name], count, rank) for count in (2, 3)]
-    assert memory.kept_per_token(config, dims) == pytest.approx((layers[1] - layers[0]) / TOKENS, rel=0.05)
+    assert parts.kept_per_token(config, dims) == pytest.approx((layers[1] - layers[0]) / TOKENS, rel=0.05)
 
 
 TOKENS = 64
