@@ -145,7 +145,8 @@ def test_protected_prompt_is_never_evicted(model):
 
 
 @pytest.mark.parametrize(
-    ("policy", "options"), [("rkv", {}), ("snapkv", {}), ("snapkv", {"form": "prefill"}), ("tova", {}), ("random", {})]
+    ("policy", "options"),
+    [("rkv", {}), ("snapkv", {}), ("snapkv", {"form": "prefill"}), ("tova", {}), ("triattention", {}), ("random", {})],
 )
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
 def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, options, prompt):
@@ -168,9 +169,9 @@ def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, opt
             if n % kv.interval == 0 and alive.shape[-1] > kv.budget:
                 cached = keys.gather(2, alive[..., None].expand(-1, -1, -1, keys.shape[-1]))
                 seeds = torch.tensor([derive(rollout.seed, layer)])
-                kept = chosen.select(
-                    queries[:, :, now - kv.window : now], cached, cached, kv.budget, seeds=seeds, positions=alive
-                )
+                window = queries[:, :, now - kv.window : now]
+                of_model = {"layers": torch.tensor([layer]), "statistics": engine.cache.statistics}
+                kept = chosen.select(window, cached, cached, kv.budget, seeds=seeds, positions=alive, **of_model)
                 survivors = alive.gather(-1, kept)
                 for head in range(2):
                     gone = set(alive[0, head].tolist()) - set(survivors[0, head].tolist())
