@@ -179,7 +179,7 @@ class Work:
     def _bytes(self, kv: KV, stats: Any, lengths: list[int], slots: int) -> float:
         """Return the bytes of one sequence: its slot, or its live tokens if nothing is evicted, and its side tables."""
         if kv.policy == DENSE:
-            return self._live(lengths) * token_bytes(self._shape, self.model.dtype.itemsize)
+            return self._live(lengths) * token_bytes(self._shape, self.model.dtype.itemsize, kv.dtype)
         return (stats.peak_kv_bytes + stats.side_bytes) / slots
 
     def _rewards(self, rollouts: list[Rollout], samples: int) -> list[float]:

@@ -21,6 +21,7 @@ from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
 from .clock import Clock
 from .decode import SlotState
+from .drops import PendingDrops
 from .long_prefill import prefill_long
 from .paged import PagedSlots, move_slots
 from .prefill import PromptInSlots, prefill
@@ -95,7 +96,7 @@ class Generation:
         self.stash: Stash | None = None
         self.first_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.started = 0
-        self.pending_drops: list[tuple[list[tuple[TraceRecorder | None, int]], Tensor]] = []
+        self.drops = PendingDrops()
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
         self.aborted: set[int] = set()
@@ -321,7 +322,7 @@ class Generation:
 
     def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> None:
         """Append the sampled tokens to their sequences and update the statistics."""
-        self._record_drops()
+        self.drops.record()
         active = self.scheduler.active
         cached, dense = (np.array(each) for each in zip(*((each.cached, each.position) for each in active), strict=True))
         running = np.array([sequence.finish is None for sequence in active])  # the others ended in the last chunk and idled
@@ -407,29 +408,8 @@ class Generation:
             )
             for sequence in sequences:
                 sequence.held = self.schedule.budget
-            self._record_later(sequences, dropped_LnHN)
+            self.drops.add(sequences, dropped_LnHN)
             self.stats.compactions += len(sequences)
-
-    def _record_later(self, sequences: list[Sequence], dropped_LnHN: Tensor) -> None:
-        """Start to copy the dropped positions of the recorded sequences to the host."""
-        recorded = [index for index, sequence in enumerate(sequences) if sequence.trace is not None]
-        if not recorded:
-            return
-        if len(recorded) < len(sequences):
-            dropped_LnHN = torch.stack([dropped_LnHN[:, index] for index in recorded], dim=1)
-        if max(sequences[index].position for index in recorded) <= torch.iinfo(torch.int16).max:
-            dropped_LnHN = dropped_LnHN.short()
-        pending = [(sequences[index].trace, sequences[index].entered) for index in recorded]
-        self.pending_drops.append((pending, to_host_later(dropped_LnHN)))
-
-    def _record_drops(self) -> None:
-        """Record the positions that the last compactions dropped, after the device has been waited for."""
-        for recorders, pinned_LnHN in self.pending_drops:
-            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse: it is slow to allocate
-            for index, (recorder, entered) in enumerate(recorders):
-                assert recorder is not None
-                recorder.record(entered, dropped_LnHN, index)
-        self.pending_drops.clear()
 
     def _report(self) -> None:
         if self.progress is not None:
@@ -462,8 +442,3 @@ class Generation:
             parts.get(part, 0.0) for part in ("prefill", "decode", "compaction")
         )
         self.stats.seconds = self.clock.wall_s
-
-
-def to_host_later(tensor: Tensor) -> Tensor:
-    """Start a copy to the host. The copy is complete after the next synchronization, at the latest at the end of the chunk."""
-    return tensor.to("cpu", non_blocking=True)
