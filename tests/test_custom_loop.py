@@ -47,6 +47,25 @@ def test_all_rollouts_may_be_aborted_and_the_engine_goes_on(model):
     assert [rollout.response for rollout in again] == [rollout.response for rollout in whole]
 
 
+def test_a_rollout_that_ends_with_its_first_token_may_abort_all_others(model):
+    aborts = []
+
+    def end_siblings(index, rollout):
+        if index == 4:
+            for other in (5, 6, 7):
+                aborts[-1](other)
+
+    rollouts = Engine(model, SMALL, slots=4).generate(
+        PROMPTS,
+        samples=4,
+        sampling=FREE,
+        limits=[9, 9, 9, 9, 1, 40, 40, 40],
+        progress=lambda chunk: aborts.append(chunk.abort),
+        on_end=end_siblings,
+    )
+    assert [rollout.finish for rollout in rollouts] == ["length"] * 5 + ["abort"] * 3
+
+
 def test_an_exception_in_a_callback_ends_the_call_and_not_the_engine(model):
     engine = Engine(model, SMALL, slots=2)
 

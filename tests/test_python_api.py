@@ -86,6 +86,16 @@ def test_a_run_that_a_callback_stops_continues_from_its_checkpoint(world, tmp_pa
     assert whole.finished and max(row["step"] for row in whole.metrics) == 3
 
 
+def test_the_rows_of_an_earlier_run_are_not_replaced_by_a_refused_one(trained, world):
+    run, _, _ = trained
+    stored = run.path.with_name("closure.train.jsonl")
+    before, other = stored.read_text(), ROWS[:4]
+    for options, sentence in (({}, "overwrite"), ({"resume": True}, "pass the same rows")):
+        with pytest.raises(UserError, match=sentence):
+            Trainer(settings(world, run.path), reward=len, dataset=iter(other)).train(**options)
+        assert stored.read_text() == before
+
+
 def test_python_and_the_command_line_train_the_same_run(world, tmp_path):
     function = f"{world / 'rewards.py'}:sums"
     values = settings(world, tmp_path / "python", data={"train": str(world / "problems.jsonl")})
@@ -176,6 +186,15 @@ def test_an_async_closure_runs_next_to_a_running_event_loop(workers):
         return graded(reward, ["1", "2", "3"], workers=workers)
 
     assert asyncio.run(cell()).values == [1.0, 2.0, 3.0]
+
+
+def test_a_function_that_returns_a_coroutine_is_awaited_in_every_thread():
+    async def grade(text):
+        await asyncio.sleep(0.01)
+        return [float(text)]
+
+    result = graded(lambda completions, **columns: grade(completions[0]), [str(n) for n in range(16)], workers=4)
+    assert result.values == [float(n) for n in range(16)] and result.errors == 0
 
 
 def test_without_workers_a_closure_is_called_once_with_all_samples():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from small_runs import arguments, metrics, one_thread, refused, train
-from sparse_rl import KV, Engine, Sampling, UserError
+from sparse_rl import KV, Engine, Sampling, UserError, replay
 from sparse_rl.cli import main
 from sparse_rl.evaluate.compare import settings
 from sparse_rl.integrations.transformers import BoundedCache
@@ -36,6 +36,19 @@ def test_statistics_do_not_depend_on_order_and_cover_all_positions(model):
     assert equal(found[0], found[1]) and not equal(found[0], found[2])
     assert bool((found[0]["key_step"] >= found[2]["key_step"]).all())
     assert found[0]["key_step"].shape == (2, 2, 16) and found[0]["key_step"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("first", [[5], [5, 6, 7]], ids=len)
+def test_a_short_first_call_does_not_spoil_the_scales(model, first):
+    """Slow rotary channels hardly vary over a few tokens: their steps must not determine those of all others."""
+    calibrated, warmed = (Engine(model, KV(policy="full", dtype="8bit"), slots=1) for _ in range(2))
+    warmed.generate([first], sampling=Sampling(max_tokens=1, stop=()))
+    gaps = []
+    for engine in (calibrated, warmed):
+        (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=60, stop=()))
+        (dense,) = replay(model, [rollout], "dense")
+        gaps.append(float((dense.detach() - rollout.logprobs).abs().mean()))
+    assert gaps[1] < 8 * gaps[0] + 0.01
 
 
 def test_statistics_stay_until_they_are_gathered_again(model, tmp_path):

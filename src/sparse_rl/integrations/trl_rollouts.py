@@ -167,6 +167,12 @@ class SamplerWeights:
                 yield name, module
 
     def _refuse_unmergeable(self) -> None:
+        for name, weight in self.learner.named_parameters():
+            if weight.requires_grad and ".lora_" not in name:
+                raise UserError(
+                    f"The weight {name} is trained beside the LoRA adapters, and a merged sampler would not see it: remove "
+                    "modules_to_save and bias from the LoraConfig, or set merge_lora=False."
+                )
         for name, layer in self._adapted():
             weight = getattr(layer.get_base_layer(), "weight", None)
             plain = isinstance(layer, LoraLayer) and not layer.use_dora.get(self.adapter, False)

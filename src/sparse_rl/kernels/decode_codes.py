@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .jit import jit, next_power_of_2, tl
+from .jit import jit, next_power_of_2, on, tl
 
 BLOCK = 32
 """Tokens of one program."""
@@ -27,18 +27,19 @@ def fused_decode(
     out = torch.empty(rows, heads, tokens, dim, dtype=dtype, device=codes.device)
     if out.numel():
         step, centre = (steps if each is None else each.contiguous() for each in (step_xHD, centre_xHD))
-        _decode[(rows * heads, -(-tokens // BLOCK))](
-            *(codes, steps, step, centre, out, heads, tokens),
-            BITS=8 if width == dim else 4,
-            HALF=dim // 2,
-            HALF_PAD=next_power_of_2(dim // 2),
-            STEPS=groups,
-            OF_ROW=step_xHD is not None and step_xHD.dim() == 3,
-            SCALED=step_xHD is not None,
-            CENTRED=centre_xHD is not None,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        with on(codes.device):  # replay does not set the current device
+            _decode[(rows * heads, -(-tokens // BLOCK))](
+                *(codes, steps, step, centre, out, heads, tokens),
+                BITS=8 if width == dim else 4,
+                HALF=dim // 2,
+                HALF_PAD=next_power_of_2(dim // 2),
+                STEPS=groups,
+                OF_ROW=step_xHD is not None and step_xHD.dim() == 3,
+                SCALED=step_xHD is not None,
+                CENTRED=centre_xHD is not None,
+                BLOCK=BLOCK,
+                num_warps=4,
+            )
     return out
 
 

@@ -43,6 +43,11 @@ class Stored(NamedTuple):
         return sum(tensor.untyped_storage().nbytes() for tensor in self)
 
 
+NARROWEST = 32
+"""Ratio of the median step of a head to its smallest. A channel that hardly varied in a short calibration would otherwise
+determine the step of every token."""
+
+
 class KeyScales(NamedTuple):
     """Static scales of the keys of a model, float16 [L, H, D]."""
 
@@ -54,7 +59,9 @@ class KeyScales(NamedTuple):
         """Return the scales of the key ranges [H, 1, D] of each layer."""
         layers = [scales_of(each, INT8, symmetric=False) for each in ranges]
         centres = [scales.centre for scales in layers if scales.centre is not None]
-        return cls(torch.stack(centres).squeeze(2), torch.stack([scales.step for scales in layers]).squeeze(2))
+        step_LHD = torch.stack([scales.step for scales in layers]).squeeze(2)
+        least_LH1 = step_LHD.float().median(dim=-1, keepdim=True).values / NARROWEST
+        return cls(torch.stack(centres).squeeze(2), step_LHD.maximum(least_LH1.to(step_LHD.dtype)))
 
     @classmethod
     def unset(cls, layers: int, heads: int, dim: int, device: torch.device) -> "KeyScales":
@@ -132,6 +139,13 @@ class Quantiser:
     def _of_token(self, steps: Tensor) -> Scales:
         dim = self.scales.step_LHD.shape[-1]
         return Scales(steps, None, 1, dim // steps.shape[-1])
+
+
+def same_storage(left: Quantiser | None, right: Quantiser | None) -> bool:
+    """Return whether both store keys and values alike."""
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and all(torch.equal(a, b) for a, b in zip(left.scales, right.scales, strict=True))
 
 
 class _Restored(torch.autograd.Function):

@@ -18,7 +18,7 @@ from ..kernels.long_attention import long_causal_attention
 from ..kernels.prefix_attention import PrefixAttention, Segment
 from ..kernels.shadow import Shadow
 from ..kernels.upload import upload
-from ..kv.storage import Quantiser
+from ..kv.storage import Quantiser, same_storage
 from ..kv.trace import NEVER
 from ..models.attention import eval_mode
 from ..models.compile import compiler_errors, fused_layers
@@ -129,10 +129,10 @@ def _evictions(rollout: Rollout) -> Tensor | None:
 
 def quantiser_of(rollouts: Sequence[Rollout]) -> Quantiser | None:
     """Return the storage of the keys and values of these rollouts; None for the model's dtype."""
-    found = {id(rollout.quantiser): rollout.quantiser for rollout in rollouts}
-    if len(found) > 1:
+    found = list({id(rollout.quantiser): rollout.quantiser for rollout in rollouts}.values())
+    if any(not same_storage(found[0], other) for other in found[1:]):
         raise UserError("The rollouts were sampled with different statistics of keys: replay those of each call separately.")
-    return next(iter(found.values()), None)
+    return found[0] if found else None
 
 
 @dataclass(frozen=True)

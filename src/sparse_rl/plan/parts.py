@@ -215,6 +215,7 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
         layers = Schedule.of(kv, kv.policy != "full").scratch_layers(prompt_tokens, dims.layers)
     if kv.policy == "full":  # a paused sequence is recomputed in pieces, too
         layers, tokens = 1, prompt_tokens + config.rollout.max_tokens
+        packed = min(PREFILL_TOKENS, max(packed, tokens))
     logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
         "prefill scratch": packed * transient_per_token(config, dims, backward=False),

@@ -129,6 +129,8 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
+        if self._in_process is not None:
+            self._in_process.close()
         self._size, self._in_process = 0, None
         for worker in self._workers:
             worker.disconnect()

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from .find import one_line
-from .weighted_sum import Reward, fault_of
+from .weighted_sum import Reward, awaited, fault_of
 from .worker import AT_ONCE
+
+GRACE_S = 1.0
+"""Seconds after its time limit at which an asynchronous call is cancelled. By then it counts as a timeout."""
 
 
 class InThreads:
@@ -27,7 +30,8 @@ class InThreads:
     def __init__(self, reward: Reward, workers: int, timeout_s: float, log: Path | None):
         self.reward, self.timeout_s, self.log = reward, timeout_s, log
         self.threads = workers * (AT_ONCE if reward.is_async else 1)
-        self._loop = _running_loop() if reward.is_async else None
+        self._loop = _running_loop()
+        """Event loop of everything awaitable that the reward returns. It has a thread of its own, which all others share."""
 
     def grade(self, packed: list[bytes]) -> list[dict[str, Any]]:
         """Return the outcome of each sample: a value, an error or a timeout."""
@@ -40,10 +44,7 @@ class InThreads:
         prompts, completions, rows = zip(*map(pickle.loads, packed), strict=True)
         arguments = list(prompts), list(completions), {name: [row[name] for row in rows] for name in rows[0]}
         try:
-            if self._loop is None:
-                verdicts = self.reward(*arguments)
-            else:
-                verdicts = asyncio.run_coroutine_threadsafe(self.reward.graded(*arguments), self._loop).result()
+            verdicts = self.reward(*arguments, wait=self._wait)
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # KeyboardInterrupt is left to the trainer
             with open(self.log or os.devnull, "a") as output:
                 traceback.print_exc(file=output)
@@ -53,6 +54,22 @@ class InThreads:
             {"error": fault} if fault else {"value": verdict.total, "parts": verdict.parts}
             for verdict, fault in zip(verdicts, faults, strict=True)
         ]
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _wait(self, result: Any) -> Any:
+        """Return the result, awaited in the event loop if it is awaitable. What is over time is cancelled."""
+        if not hasattr(result, "__await__"):
+            return result
+        assert self._loop is not None
+        future = asyncio.run_coroutine_threadsafe(awaited(result), self._loop)
+        try:
+            return future.result(self.timeout_s + GRACE_S if self.threads else None)
+        except TimeoutError:
+            future.cancel()
+            raise
 
 
 class _Calls:

@@ -88,8 +88,12 @@ class Reward:
         self.memory_bytes = sum(limits) if len(limits) == len(self.parts) else None
         self.is_async = any(map(is_async, self.parts))
 
-    def __call__(self, prompts: list, completions: list, columns: dict[str, list]) -> list[RewardSum]:
-        results = [wait_for(self._call(place, prompts, completions, columns)) for place in range(len(self.parts))]
+    def __call__(
+        self, prompts: list, completions: list, columns: dict[str, list], wait: Callable[[Any], Any] | None = None
+    ) -> list[RewardSum]:
+        """Grade a batch. `wait` returns the result of something awaitable, by default in the process's event loop."""
+        wait = wait or wait_for
+        results = [wait(self._call(place, prompts, completions, columns)) for place in range(len(self.parts))]
         return self._sum(results, len(completions))
 
     async def graded(self, prompts: list, completions: list, columns: dict[str, list]) -> list[RewardSum]:
@@ -171,8 +175,8 @@ def event_loop() -> Any:
 
 def wait_for(result: Any) -> Any:
     """Return the result, awaited if it is awaitable."""
-    return event_loop().run(_await(result)) if hasattr(result, "__await__") else result
+    return event_loop().run(awaited(result)) if hasattr(result, "__await__") else result
 
 
-async def _await(result: Any) -> Any:
+async def awaited(result: Any) -> Any:
     return await result

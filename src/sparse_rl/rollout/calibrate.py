@@ -16,7 +16,9 @@ from ..models.support import prepare
 PROMPTS = 16
 """Prompts of a calibration, evenly spaced among those given."""
 PROMPT_TOKENS = 512
-"""Tokens of each prompt that are used, at most."""
+"""Tokens of each prompt that are used, at most: the last ones, so that long prompts with responses do not count as prompts."""
+ENOUGH_TOKENS = 256
+"""Tokens from which statistics are taken as final. Fewer, as of a warm-up call, do not show the range of all channels."""
 PLACES = 8
 """Positions at which the prompts are placed. Only the rotation of keys and queries differs between them."""
 
@@ -29,7 +31,7 @@ def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest:
     depend on the order of the prompts.
     """
     limits = prepare(model)
-    distinct = sorted({tuple(prompt[:PROMPT_TOKENS]) for prompt in prompts})
+    distinct = sorted({tuple(prompt[-PROMPT_TOKENS:]) for prompt in prompts})
     chosen = distinct[:: -(-len(distinct) // PROMPTS)]
     most = max(map(len, chosen))
     last = max(0, min(longest, limits.context or longest) - most)

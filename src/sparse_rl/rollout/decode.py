@@ -18,6 +18,8 @@ from ..sizes import PAGE_TOKENS, pages_of
 
 PROMPT_TOKENS = 1024
 """Length of a stored prompt for which rows are split. A fixed one: results do not depend on earlier calls of an engine."""
+RESPONSE_TOKENS = 8192
+"""The same for a dense cache, whose pages also hold responses."""
 
 
 class DecodeView:
@@ -47,7 +49,7 @@ class DecodeView:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
             row_tokens = cache.capacity
             if cache.prompts is not None:
-                row_tokens += cache.prompts.longest if cache.prompts.responses else PROMPT_TOKENS
+                row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)

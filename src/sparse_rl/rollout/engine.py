@@ -28,7 +28,7 @@ from ..sizes import (
     pool_pages,
 )
 from ..text import quoted
-from .calibrate import calibrate
+from .calibrate import ENOUGH_TOKENS, calibrate
 from .generation import Generation
 from .request import Request, RequestLimits
 from .rollout import Rollout
@@ -82,6 +82,8 @@ class Engine:
         self.rotary = rotary_of(model, self.kv.policy) if self.policy.uses_statistics else None
         self.statistics: Statistics = {}
         """Statistics of the model's queries and keys, if they are needed; empty until they are gathered or loaded."""
+        self.calibrated_tokens = 0
+        """Tokens of the prompts that `generate` gathered them from, at most ENOUGH_TOKENS. A longer call gathers them again."""
         self.quantiser: Quantiser | None = None
         """Storage of the rollouts of the next call; None for the model's dtype."""
         self.storage = self._storage()
@@ -128,8 +130,10 @@ class Engine:
             group = take() if take is not None else None
             return [] if group is None else requests[group * samples : (group + 1) * samples]
 
-        if self.needed_statistics and not self.statistics:
+        tokens = min(ENOUGH_TOKENS, sum(map(len, prompts)))
+        if self.needed_statistics and self.calibrated_tokens < tokens:
             self.calibrate(prompts, max(len(request.prompt) for request in requests) + sampling.max_tokens)
+            self.calibrated_tokens = tokens
         if self.schedule.stores_prompts and not self.pool_reserved:
             self._grow_pool([len(request.prompt) for request in requests[::samples]], sampling.max_tokens, samples)
         generation = Generation(
@@ -172,8 +176,8 @@ class Engine:
         """Gather the statistics that the cache and the policy need from some of these prompts, at positions up to `tokens`. Does
         nothing if they need none.
 
-        `generate` does this with its own prompts if there are no statistics. They stay as they are until they are gathered or
-        loaded again.
+        `generate` does this with its own prompts if there are no statistics, or only those of a few tokens. Otherwise they stay
+        as they are until they are gathered or loaded again.
         """
         collectors: list[Collector] = [KeyRanges()] if self.kv.quantised else []
         if self.rotary is not None:
@@ -200,7 +204,7 @@ class Engine:
             self._load_scales(key_scales(statistics), self.storage)
         device = self.limits.shape.device
         self.cache.statistics = {name: statistics[name].to(device) for name in self.policy.uses_statistics}
-        self.statistics = {name: statistics[name] for name in needed}
+        self.statistics, self.calibrated_tokens = {name: statistics[name] for name in needed}, ENOUGH_TOKENS
 
     def _load_scales(self, scales: KeyScales, storage: Quantiser) -> None:
         if scales.step_LHD.shape != storage.scales.step_LHD.shape:

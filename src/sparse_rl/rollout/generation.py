@@ -109,7 +109,7 @@ class Generation:
                     with self.clock.part("prefill"):
                         self._prefill(groups)
             self._retire()
-            if self.scheduler.active:
+            if any(sequence.finish is None for sequence in self.scheduler.active):  # a callback may have aborted all
                 self._decode()
                 self._retire()
                 with self.clock.part("compaction"):

@@ -54,7 +54,7 @@ class Trainer:
             raise UserError(
                 f"reward is a {type(reward).__name__}, which is not callable: pass a function, or a name such as 'math_answer'."
             )
-        self.dataset, self.test = dataset, test
+        self.dataset, self.test = _rows(dataset, "train"), _rows(test, "test")
         self.objects = PythonObjects(None if isinstance(reward, str) else reward, callback)
         values = _values(config)
         if reward is not None:
@@ -75,14 +75,17 @@ class Trainer:
         if resume and overwrite:
             raise UserError("resume continues a run and overwrite deletes it: choose one.")
         given = {"train": self.dataset, "test": self.test}
-        files = {split: _stored(rows, split, self.config.run_dir) for split, rows in given.items() if rows is not None}
+        from .run import refuse_folders, train
+
+        run_dir = self.config.run_dir
+        if not is_address(run_dir) and os.environ.get("RANK", "0") == "0":  # before the rows of an earlier run are replaced
+            refuse_folders([self.config], run_dir, resume=resume, overwrite=overwrite)
+        files = {split: _stored(rows, split, run_dir, resume) for split, rows in given.items() if rows is not None}
         config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
         if config.ray.workers:
             raise UserError(
                 "ray.workers starts processes, which only the command line does: use sparse-rl train --ray.workers N."
             )
-        from .run import train
-
         (run,) = train(config, resume=resume, overwrite=overwrite, objects=self.objects)
         return run
 
@@ -116,13 +119,17 @@ def _name(reward: Callable[..., Any] | str) -> str:
     return OBJECT + (re.sub(r"\W+", "_", name).strip("_") or "reward")
 
 
-def _stored(rows: Rows, split: str, run_dir: str) -> str:
-    """Write the rows to a JSON Lines file beside the run folder and return its path. A resumed run and `sparse-rl eval` read it
-    again."""
+def _rows(rows: Rows | None, split: str) -> list[Mapping[str, Any]] | None:
     if isinstance(rows, str | Path | Mapping):
         raise UserError(
             f"{split} is a {type(rows).__name__}, not rows: pass a list of dicts or a Dataset; name files in data.{split}."
         )
+    return None if rows is None else list(rows)
+
+
+def _stored(rows: list[Mapping[str, Any]], split: str, run_dir: str, resume: bool) -> str:
+    """Write the rows to a JSON Lines file beside the run folder and return its path. A resumed run and `sparse-rl eval` read it
+    again."""
     path = Path(f"{run_dir.rstrip('/')}.{split}.jsonl")
     if is_address(run_dir):
         path = (
@@ -138,8 +145,11 @@ def _stored(rows: Rows, split: str, run_dir: str) -> str:
             raise UserError(
                 f"Row {number} of the {split} rows cannot be written as JSON ({error}): keep columns of text, numbers and lists."
             ) from None
+    text = "".join(f"{line}\n" for line in lines)
+    if resume and path.exists() and path.read_text(encoding="utf-8") != text:
+        raise UserError(f"The {split} rows are not those of the run in {run_dir}: pass the same rows to resume it.")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # every rank writes the same file
-    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
     return str(path)

@@ -155,7 +155,7 @@ class TrainingRun:
         if self.engine.kv.quantised:
             self.actor.merge()
             prompts, sampling = self.rollout_sampler.prompts, self.config.rollout.sampling(self.config.seed)
-            found = probe(self.engine, self.actor.sampler, prompts, sampling)
+            found = self.world.gather(probe(self.engine, self.actor.sampler, prompts, sampling))[0]  # ranks must agree
             warning = found.warning()
             self.terminal.warn(warning) if warning else self.terminal.note(f"{found.sentence}.")
 
