@@ -28,7 +28,7 @@ from sparse_rl.kv.storage import KeyScales, Quantiser
 from sparse_rl.models import compile as compiler
 from sparse_rl.models import load
 from sparse_rl.models.actor import Actor
-from sparse_rl.models.shapes import SHAPES
+from sparse_rl.models.shapes import SHAPES, random_model
 from sparse_rl.plan import dimensions, make_plan, parts, remedies
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.evaluation import evaluation_times
@@ -83,9 +83,8 @@ def test_parameters_are_those_of_the_model(name):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_of_named_shapes(shape):
-    fields = dict(SHAPES[shape])
-    kind = {"Llama": LlamaConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}[fields.pop("architecture")]
-    assert dimensions(shape).params == sum(weight.numel() for weight in on_meta(kind(**fields)).parameters())
+    model = random_model(shape, dtype=torch.bfloat16, device="meta", seed=0)  # the model of the benchmarks
+    assert dimensions(shape).params == sum(weight.numel() for weight in model.parameters())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -403,8 +402,8 @@ def test_no_option_or_pair_of_options_is_clearly_faster_than_the_first_remedy():
 def test_a_remedy_keeps_to_the_memory_of_the_machine():
     plan, gpu = planned(model="7B", memory_gib=80), find_gpu("H100")
     assert any("offload" in each.flags for each in remedies(plan, gpu))
-    modest = remedies(plan, gpu, host_bytes=32 * GIB)
-    assert modest and all(host_plan(each.plan).peak_bytes <= 32 * GIB for each in modest)
+    within = remedies(plan, gpu, host_bytes=32 * GIB)
+    assert within and all(host_plan(each.plan).peak_bytes <= 32 * GIB for each in within)
 
 
 def test_responses_are_shortened_only_if_nothing_else_fits():
