@@ -112,7 +112,10 @@ def _add_head_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="MODEL_OR_RECIPE", help="a shape (0.5B, 1.5B, 3B, 7B), a folder, tiny, or a recipe")
+    from ..models.shapes import SHAPES
+
+    known = f"a shape ({', '.join(SHAPES)}), a folder, tiny, or a recipe"
+    parser.add_argument("what", metavar="MODEL_OR_RECIPE", help=known)
     parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="random tokens per prompt [256]")
     parser.add_argument("--memory-cap", metavar="SIZE", help="limit of the process's GPU memory, such as 22GiB")
     parser.add_argument(

@@ -3,17 +3,19 @@
 import argparse
 from pathlib import Path
 
-from ..config import Config, add_flags, from_flags
+from ..config import Config, add_flags, flag_values, from_flags
 from .arguments import is_recipe, recipe_or_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from ..models.shapes import SHAPES
+
     parser.set_defaults(command=run, parser=parser)
     parser.description = "Compute the memory and time of a run from the model's config.json. All flags of train are accepted."
     parser.add_argument(
         "what",
         metavar="MODEL_OR_RECIPE",
-        help="a shape (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B), a hub id, a folder, tiny, or a recipe",
+        help=f"a shape ({', '.join(SHAPES)}), a hub id, a folder, tiny, or a recipe",
     )
     parser.add_argument(
         "--longest",
@@ -36,7 +38,10 @@ def run(args: argparse.Namespace) -> None:
     from ..plan.longest import refuse_length, show_longest
     from ..plan.output import show_plan
 
-    config = from_flags(args, Config, recipe_or_model(args.what))
+    base = recipe_or_model(args.what)
+    if not is_recipe(args.what) and not {"data", "eval"} & flag_values(args, Config).keys():
+        base["eval"] = {"problems": 0}  # a model alone names no problems to evaluate
+    config = from_flags(args, Config, base)
     options = {
         "gpu_memory": args.gpu_memory,
         "gpu_name": args.gpu,

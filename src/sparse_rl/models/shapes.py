@@ -58,6 +58,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
+    "4B": {  # Qwen3-4B
+        "architecture": "Qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
     "7B": {  # Qwen2.5-7B
         "architecture": "Qwen2",
         "vocab_size": 152064,
@@ -67,6 +79,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    },
+    "8B": {  # Qwen3-8B
+        "architecture": "Qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
     "14B": {  # Qwen2.5-14B
@@ -108,10 +132,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(shape: str, *, dtype, device: str, seed: int):
     """Return a causal language model of this shape, with random weights from `seed`."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     fields = dict(SHAPES[shape])
-    config_class = {"Llama": LlamaConfig, "Qwen2": Qwen2Config}[fields.pop("architecture")]
+    config_class = {"Llama": LlamaConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}[fields.pop("architecture")]
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_class(**fields), dtype=dtype)

@@ -17,6 +17,7 @@ HUB_SHAPES = {
         for kind in ("", "-Instruct")
     },
     **{f"meta-llama/Llama-3.2-1B{kind}": "1B" for kind in ("", "-Instruct")},
+    **{f"Qwen/Qwen3-{size}": size for size in ("4B", "8B")},
     "smollm2-135m": "135M",
 }
 """Models whose shape ships with the package, so that planning them needs no download."""

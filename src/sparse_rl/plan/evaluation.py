@@ -52,6 +52,13 @@ def evaluations(config: Config) -> int:
     return 1 + -(-config.steps // every)
 
 
+def without_evaluation(config: Config) -> Config:
+    """Return the config without evaluations of automatic size: they take no memory from a step, but make planning slower."""
+    if config.eval.slots != "auto":
+        return config
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"problems": 0})})
+
+
 def share_of_run(plan: Plan, gpu: GPU) -> float:
     """Return the share of all evaluations in the time of all steps and evaluations."""
     evaluated = evaluations(plan.config) * sum(each.seconds for each in evaluation_times(plan, gpu))

@@ -12,25 +12,27 @@ from rich.table import Table
 from ..config import Config
 from ..data.examples import name_of
 from ..errors import UserError
-from ..format import GIB, gib
+from ..format import GIB, duration, gib
 from ..host_memory import machine_bytes
 from ..sizes import dense_bytes, slot_bytes
 from ..terminal import Terminal
 from ..text import listed, printable
+from .budgets import BudgetRow, guide
 from .dimensions import dimensions
 from .evaluation import evaluation_times, evaluations, share_of_run
 from .host import HostPlan, host_plan
 from .memory import CONTEXT_BYTES, Plan, auto_limit, largest_budget, make_plan, most_slots
 from .parts import itemsize, sharded, update_parts
-from .remedies import sentence
+from .remedies import Remedy, remedies, timed_sentence
 from .roofline import (
     GPU,
-    GPUS,
     NETWORK_BYTES_PER_S,
     NODE_BYTES_PER_S,
     NODE_GPUS,
     communication,
     find_gpu,
+    nearest_gpu,
+    run_s,
     step_time,
 )
 
@@ -59,7 +61,7 @@ def show_plan(
     config = checked_inputs(config, prompt_tokens, file)
     named = find_gpu(gpu_name or "H200")
     total = parse_size(gpu_memory) if gpu_memory else named.memory_bytes
-    gpu = named if gpu_name else min(GPUS.values(), key=lambda card: abs(card.memory_bytes - total))
+    gpu = named if gpu_name else nearest_gpu(total)
     dims = dimensions(config.model.path)
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
@@ -68,17 +70,20 @@ def show_plan(
     console.print(activations(plan), soft_wrap=True, markup=False)
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
+    host_bytes = parse_size(host_memory) if host_memory else None
+    found = [] if plan.fits else remedies(plan, gpu, host_bytes=host_bytes)
+    rows = guide(plan, found, gpu, console)
     console.print(evaluation_table(plan, gpu) if evaluations(config) else no_evaluation(config))
     if sharded(config):
         console.print(communication_line(plan, gpu), soft_wrap=True, markup=False)
-    host = host_plan(plan, parse_size(host_memory) if host_memory else machine_bytes())
+    host = host_plan(plan, host_bytes or machine_bytes())
     console.print(phase_table(host, "GiB in host memory by phase" + (" and rank" if host.ranks > 1 else "")))
     console.print(host.line, soft_wrap=True, markup=False)
     if host.warning:
         console.print(f"warning: {host.warning}", soft_wrap=True, markup=False, style="yellow")
-    console.print(verdict(plan, total), soft_wrap=True, markup=False)
+    console.print(verdict(plan, total, found), soft_wrap=True, markup=False)
     if file:
-        file.write_text(json.dumps(record(plan, gpu, total) | {"host": host.record}, indent=1) + "\n")
+        file.write_text(json.dumps(record(plan, gpu, total, rows) | {"host": host.record}, indent=1) + "\n")
 
 
 def checked_inputs(config: Config, prompt_tokens: int, file: Path | None) -> Config:
@@ -195,6 +200,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
         "update s",
         *(("sync s",) if several else ()),
         "step s",
+        f"{plan.config.steps} steps",
     ):
         table.add_column(heading, justify="left" if heading == "sampler" else "right")
     for name, arm in arms(plan):
@@ -209,6 +215,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
             f"{1e3 * at.decode_step_s:.2f}",
             f"{at.tokens_per_s:,.0f}",
             *(f"{each:,.1f}" for each in seconds),
+            duration(run_s(arm, gpu)),
         )
     return table
 
@@ -244,7 +251,7 @@ def communication_line(plan: Plan, gpu: GPU) -> str:
     )
 
 
-def verdict(plan: Plan, total: int) -> str:
+def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
     peak = f"the peak is {gib(plan.peak_bytes)} GiB, in {plan.fullest.name}"
     if plan.fits:
         return (
@@ -252,7 +259,7 @@ def verdict(plan: Plan, total: int) -> str:
             f"{gib(total)} GiB, {gib(plan.free_bytes)} GiB free."
         )
     lacks = f"with graphs, allocator and CUDA {gib(-plan.free_bytes)} GiB over the limit"
-    return f"The run does not fit: {peak}, {lacks}; {sentence(plan)}."
+    return f"The run does not fit: {peak}, {lacks}; {timed_sentence(plan, found)}."
 
 
 def compact(plan: Plan) -> list[str]:
@@ -266,7 +273,7 @@ def compact(plan: Plan) -> list[str]:
     ]
 
 
-def record(plan: Plan, gpu: GPU, total: int) -> dict[str, Any]:
+def record(plan: Plan, gpu: GPU, total: int, rows: list[BudgetRow]) -> dict[str, Any]:
     return {
         "model": plan.config.model.path,
         "params": plan.dims.params,
@@ -281,6 +288,11 @@ def record(plan: Plan, gpu: GPU, total: int) -> dict[str, Any]:
         "needed_bytes": plan.needed_bytes,
         "phases": {phase.name: phase.parts | {"all": phase.total} for phase in plan.phases},
         "step_time_computed_s": {name: step_time(arm, gpu).total_s if arm.fits else None for name, arm in arms(plan)},
+        "run_time_computed_s": run_s(plan, gpu) if plan.fits else None,
+        "budgets": [
+            {"sampler": row.name, "share": row.share, "slots": row.plan.slots, "step_time_computed_s": row.step_s}
+            for row in rows
+        ],
         "evaluation": {
             "evaluations": evaluations(plan.config),
             "caches": {

@@ -9,7 +9,7 @@ from ..format import duration, gib
 from .dimensions import dimensions
 from .memory import CONTEXT_BYTES, Plan, make_plan
 from .output import wide_console
-from .roofline import GPU, GPUS, step_time
+from .roofline import GPU, GPUS, run_s
 
 CARDS = ("RTX 4090", "A6000", "H100", "H200")
 """One GPU of each memory size, smallest first."""
@@ -71,8 +71,3 @@ def smallest_card(config: Config) -> tuple[GPU, Plan]:
         if plan.fits and plan.slots >= enough:
             break
     return gpu, plan
-
-
-def run_s(plan: Plan, gpu: GPU) -> float:
-    """Return the seconds of all steps. In a comparison, every method counts as long as the planned one."""
-    return step_time(plan, gpu).total_s * plan.config.steps * max(1, len(plan.config.compare))

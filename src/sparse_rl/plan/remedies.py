@@ -1,69 +1,136 @@
 """Suggest options for a run that does not fit in memory. Every suggestion is first checked with the plan."""
 
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ..config import Config
+from ..format import duration
+from .evaluation import without_evaluation
+from .host import host_plan
 from .memory import Plan, auto_limit, make_plan, most_slots
+from .microbatch import rollouts_of_rank
 from .parts import itemsize, sharded
+from .roofline import GPU, nearest_gpu, step_time
 
-NAMED = 4
-"""Maximum number of suggestions."""
+NAMED = 3
+"""Maximum number of suggestions that train the same weights. One with adapters is added."""
 SAFETY_SHARE = 0.9
 """If memory ran out although the plan fits, a suggestion must reduce the planned memory to this share."""
+WORTH_SHARE = 0.9
+"""A further option must reduce the step time to this share."""
+FASTER_SHARE = 0.5
+"""If the run fits, options are suggested that reduce the step time to this share."""
 
 TOO_LARGE = "the model is too large for one GPU, and every rank samples from a full copy: use a smaller model or a larger GPU"
 
 Edit = tuple[str, dict[str, Any]]
 
 
-def remedies(plan: Plan, *, ran_out: bool = False) -> list[str]:
-    """Return alternative flags, each of which alone makes the run fit.
+@dataclass(frozen=True)
+class Remedy:
+    """Flags with which the run fits, its plan, and the best-case time of a step."""
 
-    If no single change suffices, return one combination of flags. Return an empty list if no combination suffices either.
+    flags: str
+    plan: Plan
+    step_s: float
+    strengths: tuple[int, ...]
+    """Position of the chosen edit in each kind, from 1 for the mildest; 0 if the kind is left as it is."""
+    adapters: bool = False
+    """True if the flags train adapters in place of all weights."""
+
+    def is_spared_by(self, other: "Remedy") -> bool:
+        """Return whether `other` changes less and is about as fast."""
+        milder = all(theirs <= ours for theirs, ours in zip(other.strengths, self.strengths, strict=True))
+        return milder and other != self and self.step_s > WORTH_SHARE * other.step_s
+
+
+def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | None = None) -> list[Remedy]:
+    """Return alternative flags with which the run fits, the shortest step first. Each may combine several options.
+
+    All combinations are tried. Responses are shortened only if nothing else fits. `host_bytes` is the memory of the machine,
+    if known.
     """
     limit = plan.memory_bytes
     assert limit is not None
     if ran_out:
         limit = min(limit, int(SAFETY_SHARE * plan.needed_bytes))
-    edits = _edits(plan.config, plan.prompt_tokens)
-    found = []
-    fewer = _most_slots(plan.config, plan, limit)
-    if 0 < fewer < plan.slots:
-        found.append(f"--rollout.slots {fewer}")
-    for variants in edits:
-        found += [flags for flags, change in variants if _fits(_edited(plan.config, change), plan, limit)][:1]
-    return found[:NAMED] or _together(plan, edits, limit)
-
-
-def sentence(plan: Plan, *, ran_out: bool = False) -> str:
-    """Return a sentence with the remedies (`by the plan it fits with --rollout.slots 48, or …`), or that nothing fits."""
-    found = remedies(plan, ran_out=ran_out)
-    if plan.config.ranks.count > 1 and plan.dims.params * itemsize(plan.config) > (plan.memory_bytes or 0):
-        return TOO_LARGE
-    if not found:
-        return "no option of the plan makes the run fit: use a smaller model or a larger GPU"
-    return f"the plan fits with {', or '.join(found)}"
-
-
-def _together(plan: Plan, edits: list[list[Edit]], limit: int) -> list[str]:
-    """Apply the strongest edit of each kind, one after the other, until the run fits. Return the flags in one string."""
-    config, flags = plan.config, []
-    for variants in edits:
-        flag, change = variants[-1]
-        flags.append(flag)
-        config = _edited(config, change)
-        if slots := _most_slots(config, plan, limit):
-            few = [f"--rollout.slots {slots}"] if slots < plan.slots and plan.config.rollout.slots != "auto" else []
-            return [" ".join([*flags, *few])]
+    kinds = _edits(plan.config, plan.prompt_tokens)
+    for more in ([], _shorter(plan.config)):
+        found = []
+        for strengths in product(*(range(len(kind) + 1) for kind in [*kinds, *more])):
+            edits = [kind[place - 1] for kind, place in zip([*kinds, *more], strengths, strict=True) if place]
+            fitted = _fitted(plan, edits, limit, ran_out=ran_out)
+            if fitted is None or (host_bytes is not None and host_plan(fitted[1]).peak_bytes > host_bytes):
+                continue
+            flags, made = fitted
+            adapters = made.config.model.lora.rank > plan.config.model.lora.rank
+            found.append(Remedy(flags, made, step_time(made, gpu).total_s, strengths, adapters))
+        if found:
+            return _best(found)
     return []
 
 
+def sentence(plan: Plan, *, ran_out: bool = False) -> str:
+    """Return a sentence with the remedies (`the plan fits with --rollout.slots 48, or …`), or that nothing fits."""
+    found = remedies(plan, nearest_gpu(plan.memory_bytes or 0), ran_out=ran_out)
+    return f"the plan fits with {', or '.join(each.flags for each in found)}" if found else nothing_fits(plan)
+
+
+def timed_sentence(plan: Plan, found: list[Remedy]) -> str:
+    """Return a sentence with the remedies and their times (`the plan fits with --rollout.slots 48 (40 min a step), or …`)."""
+    shown = [f"{each.flags} ({duration(each.step_s)} a step)" for each in found]
+    return f"the plan fits with {', or '.join(shown)}" if found else nothing_fits(plan)
+
+
+def nothing_fits(plan: Plan) -> str:
+    if plan.config.ranks.count > 1 and plan.dims.params * itemsize(plan.config) > (plan.memory_bytes or 0):
+        return TOO_LARGE
+    return "no option of the plan makes the run fit: use a smaller model or a larger GPU"
+
+
+def faster(plan: Plan, gpu: GPU) -> Remedy | None:
+    """Return flags with which a step of a run that fits takes half the time; None if there are none, or if all rollouts already
+    run at once."""
+    if plan.running >= rollouts_of_rank(plan.config):
+        return None
+    now_s = step_time(plan, gpu).total_s
+    found = [each for each in remedies(plan, gpu) if not each.adapters and each.step_s < FASTER_SHARE * now_s]
+    return found[0] if found else None
+
+
+def _best(found: list[Remedy]) -> list[Remedy]:
+    found = [each for each in found if not any(each.is_spared_by(other) for other in found)]
+    found.sort(key=lambda each: each.step_s)
+    same = [each for each in found if not each.adapters][:NAMED]
+    adapters = [each for each in found if each.adapters][:1]
+    return sorted(same + adapters, key=lambda each: each.step_s)
+
+
+def _fitted(plan: Plan, edits: list[Edit], limit: int, *, ran_out: bool) -> tuple[str, Plan] | None:
+    """Return (flags, plan) of the run with these edits; None if it does not fit. The flags name the slots if they are fixed or
+    must stay below those with which memory ran out."""
+    config = without_evaluation(plan.config)
+    for _, change in edits:
+        config = _edited(config, change)
+    flags, slots = [flag for flag, _ in edits], None
+    if ran_out or plan.config.rollout.slots != "auto":
+        most = min(plan.slots, auto_limit(config))
+        slots = most_slots(config, plan.dims, limit, plan.prompt_tokens, most)
+        if slots == 0:
+            return None
+        if slots < plan.slots:
+            flags.append(f"--rollout.slots {slots}")
+    made = make_plan(config, plan.dims, memory_bytes=limit, prompt_tokens=plan.prompt_tokens, slots=slots)
+    return (" ".join(flags), made) if made.fits and flags else None
+
+
 def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
-    """Return the possible edits by kind, from the cheapest kind to the costliest. Each kind lists its edits mildest first."""
+    """Return the possible edits by kind. Each kind lists its edits mildest first. Adapters are the last kind."""
     optimizer, lora = config.optimizer, config.model.lora
     found: list[list[Edit]] = []
     if not optimizer.gradient_checkpointing:
-        found.append([("--optimizer.gradient-checkpointing true", {"optimizer": {"gradient_checkpointing": True}})])
+        found.append([("--optimizer.gradient-checkpointing auto", {"optimizer": {"gradient_checkpointing": "auto"}})])
     longest, tokens, smaller = prompt_tokens + config.rollout.max_tokens, optimizer.tokens_per_microbatch, []
     while tokens > longest:
         tokens = max(longest, tokens // 2)
@@ -82,10 +149,14 @@ def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
         merged = ("--model.lora.rank 16", {"model": {"lora": {"rank": 16}}})
         apart = ("--model.lora.rank 16 --model.lora.merge false", {"model": {"lora": {"rank": 16, "merge": False}}})
         found.append([merged, apart])
-    if config.rollout.max_tokens > 1024:
-        shorter = config.rollout.max_tokens // 2
-        found.append([(f"--rollout.max-tokens {shorter}", {"rollout": {"max_tokens": shorter}})])
     return found
+
+
+def _shorter(config: Config) -> list[list[Edit]]:
+    half = config.rollout.max_tokens // 2
+    if half < max(512, config.advantage.overlong):
+        return []
+    return [[(f"--rollout.max-tokens {half}", {"rollout": {"max_tokens": half}})]]
 
 
 def _edited(config: Config, change: dict[str, Any]) -> Config:
@@ -98,12 +169,3 @@ def _edited(config: Config, change: dict[str, Any]) -> Config:
         }
         update[name] = section.model_copy(update=inner)
     return config.model_copy(update=update)
-
-
-def _fits(config: Config, plan: Plan, limit: int) -> bool:
-    slots = None if plan.config.rollout.slots == "auto" else plan.slots
-    return make_plan(config, plan.dims, memory_bytes=limit, prompt_tokens=plan.prompt_tokens, slots=slots).fits
-
-
-def _most_slots(config: Config, plan: Plan, limit: int) -> int:
-    return most_slots(config, plan.dims, limit, plan.prompt_tokens, min(plan.slots, auto_limit(config)))

@@ -65,6 +65,11 @@ def find_gpu(name: str) -> GPU:
     raise UserError(f"GPU {name!r} is unknown: {hint}")
 
 
+def nearest_gpu(memory_bytes: int) -> GPU:
+    """Return the GPU with the closest memory size."""
+    return min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by phase, if every response has `max_tokens` tokens, and the decode speed."""
@@ -159,6 +164,11 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
         sync_s=travels.sync_s,
         exposed_s=max(0.0, travels.old_s - old) + max(0.0, travels.update_s - update),
     )
+
+
+def run_s(plan: Plan, gpu: GPU) -> float:
+    """Return the seconds of all steps. In a comparison, every method counts as long as the planned one."""
+    return step_time(plan, gpu).total_s * plan.config.steps * max(1, len(plan.config.compare))
 
 
 def passes_before_update(config: Config) -> float:

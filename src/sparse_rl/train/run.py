@@ -22,8 +22,8 @@ from ..format import duration, gib
 from ..models.folder import check_model_folder, refuse_missing
 from ..plan.dimensions import HUB_SHAPES
 from ..plan.output import wide_console
-from ..plan.recipe_table import run_s, smallest_card
-from ..plan.roofline import step_time
+from ..plan.recipe_table import smallest_card
+from ..plan.roofline import run_s, step_time
 from ..report.live import LiveReport
 from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import pool_for, try_on_gold

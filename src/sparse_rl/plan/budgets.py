@@ -1,0 +1,210 @@
+"""Compare budgets: slots and step time by the budget's share of the longest sequence, beside dense, and what was measured."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import Config
+from ..format import duration
+from .evaluation import without_evaluation
+from .memory import Plan, largest, make_plan
+from .remedies import Remedy, faster
+from .roofline import GPU, run_s, step_time
+
+MEASURED = {0.25: (52, 23.3), 0.34: (36, 29.0), 0.42: (23, 28.4), 0.49: (16, 30.4), 0.65: (4, 30.6)}
+"""Rejected share at first and test Pass@1 after training, in %, by R-KV's share of a mean sequence (docs/choosing-a-budget.md)."""
+MEASURED_DENSE = 31.3
+"""Test Pass@1 after dense training, in %."""
+SMALLER = (0.06, 0.12)
+"""Shares in the table that no training run has measured."""
+SAME_SHARE = 0.01
+"""Difference up to which two shares count as the same."""
+FASTER = 0.95
+"""Sparse sampling wins if its step takes at most this share of the dense step."""
+LONG_STEP_S = 600.0
+"""Step time from which fewer prompts per step are suggested."""
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """A sampler's cache, planned with as many slots as fit."""
+
+    name: str
+    share: float
+    """Cached tokens that stay after a compaction, as a share of the longest sequence; 1 if dense."""
+    plan: Plan
+    step_s: float | None
+    """Best-case time of a step; None if the run does not fit."""
+
+
+def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Console) -> list[BudgetRow]:
+    """Print and return the sweep of budgets, and print what makes a step shorter.
+
+    If the plan does not fit, use the fastest remedy in `found`, preferably one that trains the same weights. If it fits but
+    other options make it much faster, use these.
+    """
+    best = faster(plan, gpu) if plan.fits else min(found, key=lambda each: (each.adapters, each.step_s), default=None)
+    if not plan.fits and best is None:
+        return []
+    lines: list[str | None] = []
+    if plan.fits and best:
+        lines.append(
+            f"A step takes {duration(best.step_s)} in place of {duration(step_time(plan, gpu).total_s)} with {best.flags}."
+        )
+    plan, flags = (best.plan, best.flags) if best else (plan, "")
+    lines.append(fewer_prompts(plan, gpu))
+    rows = sweep(plan, gpu) if plan.config.kv.policy != "full" else []
+    if rows:
+        console.print(budget_table(plan, rows, gpu, flags))
+        lines.insert(0, advice(plan, rows, gpu))
+    for line in filter(None, lines):
+        console.print(line, soft_wrap=True, markup=False)
+    return rows
+
+
+def longest_sequence(plan: Plan) -> int:
+    return plan.prompt_tokens + plan.config.rollout.max_tokens
+
+
+def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
+    """Return a row for each share of the table and the configured budget, smallest first, and for a dense cache."""
+    kv = plan.config.kv
+    stored = plan.prompt_tokens if kv.protect_prompt else 0
+    longest = longest_sequence(plan)
+    budgets = {round(share * longest) - stored for share in (*SMALLER, *MEASURED)}
+    near = SAME_SHARE * longest
+    budgets = {each for each in budgets if each > kv.window + kv.sinks and abs(each - kv.budget) > near} | {kv.budget}
+    return [_row(plan, gpu, budget) for budget in sorted(budgets)] + [_row(plan, gpu, None)]
+
+
+def _row(plan: Plan, gpu: GPU, budget: int | None, max_tokens: int | None = None) -> BudgetRow:
+    config = without_evaluation(plan.config)
+    sparse = config.method if config.method != "dense" else "sparse_rl"
+    rollout = config.rollout.model_copy(update={"slots": "auto", "max_tokens": max_tokens or config.rollout.max_tokens})
+    kv = config.kv.model_copy(update={} if budget is None else {"budget": budget})
+    changed = config.model_copy(update={"rollout": rollout, "kv": kv, "method": "dense" if budget is None else sparse})
+    made = make_plan(changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)
+    held = (budget or 0) + (plan.prompt_tokens if kv.protect_prompt else 0)
+    share = 1.0 if budget is None else held / longest_sequence(made)
+    return BudgetRow(kv.label if budget else "dense", share, made, step_time(made, gpu).total_s if made.fits else None)
+
+
+def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -> Table:
+    """Return the table of a sweep. `flags` are those with which the plan fits."""
+    steps, using = plan.config.steps, f" with {flags}" if flags else ""
+    table = Table(title=f"Budgets on {gpu.name}{using}, with as many slots as fit", title_justify="left")
+    headings = (
+        "sampler",
+        "of the longest sequence",
+        "slots",
+        "step s",
+        f"{steps} steps",
+        "speed-up",
+        "measured: rejected, Pass@1",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "sampler" else "right")
+    dense_s = rows[-1].step_s
+    for row in rows:
+        name = f"{row.name} (this run)" if _is_of(plan.config, row) else row.name
+        measured = next((f"{MEASURED[each][0]}%, {MEASURED[each][1]}%" for each in MEASURED if _near(each, row.share)), "")
+        if row.name == "dense":
+            measured = f"0%, {MEASURED_DENSE}%"
+        if row.step_s is None:
+            table.add_row(name, f"{row.share:.0%}", "0", "does not fit", "", "", measured)
+            continue
+        speed = f"{dense_s / row.step_s:.2f}x" if dense_s else ""
+        times = f"{row.step_s:,.1f}", duration(run_s(row.plan, gpu))
+        table.add_row(name, f"{row.share:.0%}", str(row.plan.slots), *times, speed, measured)
+    return table
+
+
+def _is_of(config: Config, row: BudgetRow) -> bool:
+    return row.plan.config.sampler_kv == config.sampler_kv
+
+
+def _near(measured: float, share: float) -> bool:
+    return abs(measured - share) <= SAME_SHARE
+
+
+def winning_budget(plan: Plan, gpu: GPU, dense_s: float | None) -> int:
+    """Return the largest budget with which a sparse step is clearly faster than a dense one; 0 if there is none.
+
+    If dense does not fit, return the largest budget that fits.
+    """
+    least = plan.config.kv.window + plan.config.kv.sinks
+
+    def wins(more: int) -> bool:
+        return _faster(_row(plan, gpu, least + more).step_s, dense_s)
+
+    longest = plan.config.rollout.max_tokens if plan.config.kv.protect_prompt else longest_sequence(plan)
+    found = largest(wins, longest - least)
+    return least + found if found else 0
+
+
+def winning_length(plan: Plan, gpu: GPU) -> int:
+    """Return the power of two from which longer responses make a sparse step of the configured budget clearly faster; 0 if the
+    longest that fits does not."""
+    limit = max(plan.config.rollout.max_tokens, (plan.dims.context or 0) - plan.prompt_tokens)
+    found, tokens = 0, 64
+    while tokens <= limit:
+        sparse, dense = (_row(plan, gpu, budget, tokens).step_s for budget in (plan.config.kv.budget, None))
+        if sparse is None:
+            break
+        found = (found or tokens) if _faster(sparse, dense) else 0
+        tokens *= 2
+    return found
+
+
+def _faster(sparse_s: float | None, dense_s: float | None) -> bool:
+    return sparse_s is not None and (dense_s is None or sparse_s <= FASTER * dense_s)
+
+
+def advice(plan: Plan, rows: list[BudgetRow], gpu: GPU) -> str:
+    """Return sentences that say where sparse sampling starts to win, and what was measured at that share."""
+    dense_s, kv = rows[-1].step_s, plan.config.kv
+    budget, length = winning_budget(plan, gpu, dense_s), winning_length(plan, gpu)
+    from_length = (
+        f"with {kv.label} from responses of about {length:,} tokens on" if length else f"with {kv.label} at no length"
+    )
+    if not budget:
+        return f"No budget makes a step {1 - FASTER:.0%} faster than dense; {from_length}. Train dense at this length."
+    share = _row(plan, gpu, budget).share
+    than = f"is {1 - FASTER:.0%} faster than dense" if dense_s else "fits, and dense does not,"
+    return (
+        f"A sparse step {than} up to a budget of {budget:,} ({share:.0%} of the longest sequence); {from_length}. "
+        f"{evidence(share)}"
+    )
+
+
+def evidence(share: float) -> str:
+    """Return a sentence with the training run whose share of a sequence is the largest up to `share`."""
+    where = "(R-KV, 0.5B, GSM8K, answers of 300 tokens; docs/choosing-a-budget.md)"
+    known = [each for each in MEASURED if each <= share + SAME_SHARE]
+    at = max(known, default=min(MEASURED))
+    rejected, accuracy = MEASURED[at]
+    less = "" if known else f"No run with less than {at:.0%} was measured. "
+    return (
+        f"{less}Measured at {at:.0%}: {rejected}% of rollouts rejected at first, Pass@1 {accuracy}% after training, "
+        f"{MEASURED_DENSE}% dense {where}."
+    )
+
+
+def fewer_prompts(plan: Plan, gpu: GPU) -> str | None:
+    """Return a sentence with the prompts per step that fill the slots once, if a step is long and fills them several times."""
+    rollout, ranks = plan.config.rollout, plan.config.ranks.count
+    now_s = step_time(plan, gpu).total_s
+    prompts = max(ranks * max(1, plan.running // rollout.samples_per_prompt), plan.config.optimizer.updates_per_step)
+    if now_s < LONG_STEP_S or prompts >= rollout.prompts_per_step:
+        return None
+    fewer = plan.config.model_copy(update={"rollout": rollout.model_copy(update={"prompts_per_step": prompts})})
+    made = make_plan(fewer, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)
+    if not made.fits:
+        return None
+    then_s, steps = step_time(made, gpu).total_s, plan.config.steps
+    return (
+        f"A step samples {rollout.rollouts_per_step:,} rollouts, {ranks * plan.running:,} at once. With "
+        f"--rollout.prompts-per-step {prompts} it takes {duration(then_s)} in place of {duration(now_s)}, {steps} steps "
+        f"{duration(run_s(made, gpu))}; each update then has fewer rollouts."
+    )

@@ -1,0 +1,164 @@
+"""The plan's guidance: budgets beside dense, where sparse wins, what was measured, and fewer prompts per step."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sparse_rl.cli import main
+from sparse_rl.config import Config, recipe
+from sparse_rl.format import duration
+from sparse_rl.plan import dimensions, make_plan
+from sparse_rl.plan.budgets import (
+    FASTER,
+    MEASURED,
+    MEASURED_DENSE,
+    evidence,
+    fewer_prompts,
+    sweep,
+    winning_budget,
+    winning_length,
+)
+from sparse_rl.plan.memory import CONTEXT_BYTES
+from sparse_rl.plan.remedies import faster
+from sparse_rl.plan.roofline import GPUS, run_s, step_time
+
+CARD = GPUS["rtx 4090"]
+PAGE = (Path(__file__).parents[1] / "docs/choosing-a-budget.md").read_text()
+LONG = {"max_tokens": 8192}
+
+
+def planned(memory_bytes=CARD.memory_bytes - CONTEXT_BYTES, model="1.5B", **sections):
+    values = recipe("1.5b-full-24gb")
+    values["model"]["path"] = model
+    for name, fields in sections.items():
+        values[name] = {**values.get(name, {}), **fields} if isinstance(fields, dict) else fields
+    return make_plan(Config(**values), dimensions(model), memory_bytes=memory_bytes)
+
+
+def alone(plan, **kv):
+    """Plan a run of its own with these cache options, or dense without."""
+    config = plan.config.model_copy(
+        update={"kv": plan.config.kv.model_copy(update=kv), "method": plan.config.method if kv else "dense"}
+    )
+    return make_plan(config, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)
+
+
+def test_a_row_is_the_plan_of_a_run_with_that_budget():
+    plan = planned(rollout=LONG)
+    *sparse, dense = sweep(plan, CARD)
+    assert [row.share for row in sparse] == sorted(row.share for row in sparse)
+    assert any(row.plan.config.kv == plan.config.kv for row in sparse)
+    for row in sparse:
+        made = alone(plan, budget=row.plan.config.kv.budget)
+        assert (row.plan.slots, row.step_s) == (made.slots, step_time(made, CARD).total_s)
+        assert row.share == row.plan.config.kv.budget / (256 + 8192)
+    assert dense.name == "dense" and dense.step_s == step_time(alone(plan), CARD).total_s
+    times = [row.step_s for row in sparse]
+    assert times == sorted(times)  # a larger budget leaves fewer slots
+
+
+def test_a_protected_prompt_counts_in_the_share():
+    plan = planned(rollout=LONG, kv={"protect_prompt": True})
+    for row in sweep(plan, CARD)[:-1]:
+        assert row.share == (256 + row.plan.config.kv.budget) / (256 + 8192)
+
+
+def test_sparse_wins_up_to_the_named_budget():
+    plan = planned(rollout=LONG)
+    dense_s = step_time(alone(plan), CARD).total_s
+    budget = winning_budget(plan, CARD, dense_s)
+    at, above = (step_time(alone(plan, budget=each), CARD).total_s for each in (budget, budget + 64))
+    assert at <= FASTER * dense_s < above
+    assert winning_budget(plan, CARD, 0.5 * step_time(plan, CARD).total_s) < plan.config.kv.budget
+
+
+def test_sparse_wins_from_the_named_length_on():
+    plan = planned()
+    length = winning_length(plan, CARD)
+    for tokens, wins in ((length // 2, False), (length, True), (2 * length, True)):
+        made = planned(rollout={"max_tokens": tokens})
+        assert (step_time(made, CARD).total_s <= FASTER * step_time(alone(made), CARD).total_s) is wins
+
+
+def test_the_evidence_is_that_of_the_page():
+    rows = re.findall(r"^\| R-KV \d+(?: \(three seeds\))? \| ([\d.]+) \| (\d+) % \| ([\d.]+) % \|", PAGE, flags=re.MULTILINE)
+    assert {float(share): (int(rejected), float(passed)) for share, rejected, passed in rows} == MEASURED
+    assert re.search(r"mean of ([\d.]+) %", PAGE)[1] == str(MEASURED_DENSE)
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.9, "at 65%"), (0.45, "at 42%"), (0.25, "at 25%"), (0.1, "at 25%")])
+def test_the_evidence_is_never_from_a_larger_share_without_saying_so(share, said):
+    assert said in evidence(share)
+    assert ("No run with less than 25% was measured" in evidence(share)) is (share < 0.25)
+
+
+def test_the_table_of_the_page_is_computed():
+    """The slots and step times that help to decide whether a bounded cache is needed."""
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+, [\d,]+ s \| .*?) \|$", PAGE, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for tokens, cells in rows:
+        plan = planned(rollout={"max_tokens": int(tokens.replace(",", ""))})
+        arms = [alone(plan, budget=budget, interval=budget // 4) for budget in (512, 1024, 2048)] + [alone(plan)]
+        assert cells.split(" | ") == [f"{arm.slots}, {step_time(arm, CARD).total_s:,.0f} s" for arm in arms]
+
+
+def test_the_sweep_of_the_page_is_computed():
+    page = (Path(__file__).parents[1] / "docs/plan.md").read_text()
+    shown = re.findall(r"^\| ([\d,]+|dense) \| (\d+) % \| (\d+) \| (\d+) s \| (\S+ h) \| (\S+)x \|$", page, flags=re.MULTILINE)
+    rows = sweep(planned(rollout=LONG), CARD)
+    computed = {
+        "dense" if row.share == 1 else f"{row.plan.config.kv.budget:,}": (
+            f"{100 * row.share:.0f}",
+            str(row.plan.slots),
+            f"{row.step_s:.0f}",
+            duration(run_s(row.plan, CARD)),
+            f"{rows[-1].step_s / row.step_s:.2f}",
+        )
+        for row in rows
+    }
+    assert len(shown) == 5
+    for budget, *cells in shown:
+        assert computed[budget] == tuple(cells)
+
+
+def test_fewer_prompts_are_named_where_a_long_step_fills_the_slots_several_times():
+    plan = planned(rollout={**LONG, "prompts_per_step": 512})
+    line = fewer_prompts(plan, CARD)
+    prompts = int(re.search(r"--rollout.prompts-per-step (\d+)", line)[1])
+    assert 0 < prompts * plan.config.rollout.samples_per_prompt <= plan.running
+    made = planned(rollout={**LONG, "prompts_per_step": prompts})
+    for seconds in (step_time(made, CARD).total_s, run_s(made, CARD), step_time(plan, CARD).total_s):
+        assert duration(seconds) in line
+    assert fewer_prompts(made, CARD) is None
+    assert fewer_prompts(planned(rollout={"max_tokens": 512}), CARD) is None  # a short step
+
+
+def test_a_run_that_barely_fits_is_shown_a_faster_way():
+    config = Config(
+        model={"path": "8B", "dtype": "bfloat16"}, rollout={"max_tokens": 16384}, ranks={"count": 8}, eval={"problems": 0}
+    )
+    plan = make_plan(config, dimensions("8B"), memory_bytes=GPUS["h100"].memory_bytes - CONTEXT_BYTES)
+    found = faster(plan, GPUS["h100"])
+    assert plan.fits and found.plan.fits and found.step_s < step_time(plan, GPUS["h100"]).total_s / 2
+    assert faster(found.plan, GPUS["h100"]) is None
+
+
+def test_the_command_shows_budgets_hours_and_no_evaluation_of_a_model_alone(tmp_path, capsys):
+    main(["plan", "4B", "--max-tokens", "8192", "--gpu", "H200", "--json", str(tmp_path / "plan.json")])
+    out = " ".join(capsys.readouterr().out.split())
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["budgets"][-1]["sampler"] == "dense" and f"{written['budgets'][0]['step_time_computed_s']:,.1f}" in out
+    assert "100 steps" in out and "A sparse step is 5% faster than dense up to a budget of " in out
+    assert "docs/choosing-a-budget.md" in out
+    assert "evaluation cache" not in out and "No evaluation (eval.problems = 0)." in out
+    main(["plan", "4B", "--data.test", "arithmetic", "--gpu", "H200"])
+    assert "evaluation cache" in capsys.readouterr().out
+
+
+def test_budgets_of_a_run_that_does_not_fit_are_those_of_a_remedy(capsys):
+    main(["plan", "7B", "--gpu-memory", "80GiB"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Budgets on H100 with --optimizer.state offload, with as many slots as fit" in out
+    assert re.search(r"the plan fits with --\S.*? \(\d+ min a step\), or --optimizer.state offload \(\d+ min a step\)", out)
