@@ -53,11 +53,17 @@ class Probe:
 
 
 @torch.no_grad()
-def probe(engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Probe:
-    """Sample a few short responses and compare their log-probs with stored and with unquantised keys and values."""
-    asked = prompts[:: -(-len(prompts) // ROLLOUTS)]
+def probe(
+    engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, *, most: int, samples: int
+) -> Probe:
+    """Sample a few short responses and compare their log-probs with stored and with unquantised keys and values.
+
+    `most` prompts with `samples` samples each are those of a step, for which the cache is reserved.
+    """
+    count = min(most, -(-ROLLOUTS // samples))
+    asked = prompts[:: -(-len(prompts) // count)]
     short = sampling.model_copy(update={"max_tokens": min(TOKENS, sampling.max_tokens)})
-    rollouts = engine.generate(asked, sampling=short, record=False)
+    rollouts = engine.generate(asked, samples, short, record=False)
     dense, stored = (replay(model, rollouts, view) for view in ("dense", "quantised"))
     log_ratio = padded([(all_keys - own).cpu() for all_keys, own in zip(dense, stored, strict=True)])
     metrics = correct(log_ratio, response_mask(rollouts), "paper").metrics

@@ -155,7 +155,9 @@ class TrainingRun:
         if self.engine.kv.quantised:
             self.actor.merge()
             prompts, sampling = self.rollout_sampler.prompts, self.config.rollout.sampling(self.config.seed)
-            found = self.world.gather(probe(self.engine, self.actor.sampler, prompts, sampling))[0]  # ranks must agree
+            calls = {"most": self.config.rollout.prompts_per_step, "samples": self.config.rollout.samples_per_prompt}
+            found = probe(self.engine, self.actor.sampler, prompts, sampling, **calls)
+            found = self.world.gather(found)[0]  # ranks must agree
             warning = found.warning()
             self.terminal.warn(warning) if warning else self.terminal.note(f"{found.sentence}.")
 
