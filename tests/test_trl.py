@@ -160,7 +160,8 @@ def test_the_gradient_is_that_of_our_learner(second_update, loss_type, preset):
     learner = copy.deepcopy(sampler)
     move(learner)
     counts = accumulate(learner, ours, [list(range(len(rollouts)))], loss, "dense", None, None)
-    assert_close(gradient(learner), theirs, 1e-4 if spec.weight == "sequence" else 1e-5)  # a product adds up rounding errors
+    # 1e-5 with torch's usual products, 1.3e-5 without mkldnn, which a test may turn off; a product adds up rounding errors
+    assert_close(gradient(learner), theirs, 1e-4 if spec.weight == "sequence" else 2e-5)
     if loss_type != "cispo":
         assert counts["clipped_tokens"] > 0
     if spec.veto or spec.drop == "mean":
