@@ -208,10 +208,10 @@ def test_the_pool_has_room_for_the_groups_that_run_at_once():
     assert all(left <= right for left, right in pairwise(sizes)) and len(set(sizes)) == 9
 
 
-def test_a_failed_call_leaves_no_page_behind(model):
+@pytest.mark.parametrize(("kv", "tokens"), [(PROTECTED, 20), (KV(policy="full"), 100)], ids=["protected", "dense"])
+def test_a_failed_call_leaves_no_page_behind(kv, tokens):
     broken = random_model("qwen2", seed=1)
-    engine = Engine(broken, PROTECTED, slots=4)
-    sampling = Sampling(max_tokens=20, stop=())
+    engine, sampling = Engine(broken, kv, slots=4), Sampling(max_tokens=tokens, stop=())
     expected = engine.generate([prompt_of(70)], 2, sampling)
     with torch.no_grad():
         weights = broken.model.layers[0].self_attn.k_proj.weight
