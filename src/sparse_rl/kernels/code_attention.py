@@ -4,20 +4,29 @@ the query, and attend over the stored prompt and the slot.
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
 `attention_part` with a prompt store. A program works as in `slot_attention.py`, but reads codes. The query is multiplied by the
 channel steps once. A logit is then a product with codes times the token's step. The centre of keys is left out, because it adds
-the same number to all logits of a query. The head is processed in two halves, since a byte holds a 4-bit code of each.
+the same number to all logits of a query.
+
+The product of a head is the sum of the products of its parts (`codes.py`). The products of a 16-bit model run in float16, in which
+all codes are exact.
 """
 
 # S slots, Q query heads, H kv heads, G query heads per kv head or steps of a token, C capacity, D head dimension, W window, d
 # bytes of a token's codes in one head; in stored prompts: N pages of the pool, T tokens of a page, P pages of the longest prompt
+
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .codes import WEIGHT_FACTOR, _channel, _encode, _parts, _spread
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredCodes
 from .slot_attention import BLOCK, _combine, _rows
+
+HEAD_MULTIPLE = 4
+"""The kernel needs a head dimension that is a multiple of this."""
 
 
 def attend_and_append_codes(
@@ -44,46 +53,48 @@ def attend_and_append_codes(
     """
     slots, q_heads, dim = queries_SQD.shape
     kv_heads, capacity, width = cached[0].shape[1:]
-    steps = cached[2].shape[3]
-    group, window, half = q_heads // kv_heads, ring_SQWD.shape[2], dim // 2
+    bits, steps = 8 if width == dim else 4, cached[2].shape[3]
+    group, window, words = q_heads // kv_heads, ring_SQWD.shape[2], width // 2
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
-    parts = out
+    sums = out
     marks = out
     if splits > 1:
-        parts = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
+        sums = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
         marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
-    block = BLOCK if dim <= 128 and splits > 1 else BLOCK // 2
+    block, warps, stages = _launch_shape(bits, dim, alone=splits == 1 and prompts is None)
     stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, block
     if prompts is not None:
         stored, table = prompts.stored, (prompts.pages_SP, prompts.lengths_S)
         pages_slot, page = prompts.pages_SP.stride(0), prompts.stored[0].shape[2]
-    half_pad = max(16, next_power_of_2(half))
+    words_pad = max(16, next_power_of_2(words))
     _attend[(slots, kv_heads, splits)](
-        *(queries, keys, values, *cached, positions_SHC, ring_SQWD, *stored, *table, pages_slot),
-        *(lengths_S, next_positions_S, centre_HD, step_HD, out, parts, marks, scale),
+        *(queries, keys, values, *_in_words(cached), positions_SHC, ring_SQWD, *_in_words(stored), *table, pages_slot),
+        *(lengths_S, next_positions_S, centre_HD, step_HD, out, sums, marks, scale),
         *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), capacity),
-        BITS=8 if width == dim else 4,
+        BITS=bits,
+        PARTS=16 // bits,
         GROUP=group,
         GROUP_PAD=max(16, next_power_of_2(group)),
         HEADS=kv_heads,
-        HALF=half,
-        HALF_PAD=half_pad,
-        WIDTH=width,
+        DIM=dim,
+        WORDS=words,
+        WORDS_PAD=words_pad,
         STEPS=steps,
-        STEPS_PAD=1 if steps == 1 else half_pad * steps // dim,
+        STEPS_PAD=1 if bits == 8 else words_pad * steps // (2 * words),
         WINDOW=window,
         SPLITS=splits,
         STORED=prompts is not None,
         PAGE=page,
         BLOCK=block,
         PRECISION=precision(queries),
-        num_warps=4 if splits > 1 else 2,
-        num_stages=3 if splits == 1 else 2,
+        FLOAT32=queries.dtype == torch.float32,
+        num_warps=warps,
+        num_stages=stages,
     )
     if splits > 1:
         _combine[(slots, q_heads)](
-            *(parts, marks, out),
+            *(sums, marks, out),
             HEADS=q_heads,
             DIM=dim,
             DIM_PAD=next_power_of_2(dim),
@@ -94,183 +105,160 @@ def attend_and_append_codes(
     return out
 
 
-# Codes of one token: x are the two halves of its values
+def _launch_shape(bits: int, dim: int, alone: bool) -> tuple[int, int, int]:
+    """Return (keys that a program reads at a time, warps, stages): the fastest of 15 on an H200.
+
+    `alone`: a program has a row to itself, without a stored prompt. A block may not be longer than a page of a prompt.
+    """
+    if bits == 4:
+        return BLOCK // 2, 1, 3
+    if dim > 128:
+        return BLOCK // 2, 4, 2  # shared memory of a 24 GB GPU
+    return (2 * BLOCK, 4, 2) if alone else (BLOCK, 4, 3)
 
 
-@jit
-def _rounded(x):
-    """Round to the nearest integer, halves to even, as torch does. The sum has no bits after the point."""
-    return (x + 12582912.0) - 12582912.0
+def _in_words(stored: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keys, values, key_steps, value_steps = stored
+    return keys.view(torch.int16), values.view(torch.int16), key_steps, value_steps
 
 
-@jit
-def _spread(steps, ROWS: tl.constexpr, STEPS_PAD: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Return the step of each channel of a half, [ROWS, HALF_PAD], from those of its groups, [ROWS, STEPS_PAD]."""
-    wide = tl.broadcast_to(steps[:, :, None], [ROWS, STEPS_PAD, HALF_PAD // STEPS_PAD])
-    return tl.reshape(wide, [ROWS, HALF_PAD])
-
-
-@jit
-def _group_steps(x, STEPS_PAD: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Return the 4-bit steps [STEPS_PAD] of a half: the value of largest magnitude of each group gets the code -8."""
-    grouped = tl.reshape(x, [STEPS_PAD, HALF_PAD // STEPS_PAD])
-    high, low = tl.max(grouped, axis=1), tl.min(grouped, axis=1)
-    step = tl.where(high > -low, high, low) / -8.0
-    step = tl.minimum(tl.maximum(step, -65504.0), 65504.0).to(tl.float16)
-    return tl.where(step == 0.0, 5.9604644775390625e-08, step.to(tl.float32))
-
-
-@jit
-def _encode(
-    low, high, codes_ptr, steps_ptr, stores, h, in_half,
-    BITS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
-):  # fmt: skip
-    """Store the codes and steps of one token. Return the two halves of its values as they are stored."""
-    if BITS == 8:
-        largest = tl.maximum(tl.max(tl.abs(low), axis=0), tl.max(tl.abs(high), axis=0))
-        step = tl.minimum(tl.div_rn(largest, 127.0), 65504.0).to(tl.float16).to(tl.float32)
-        step = tl.where(step == 0.0, 5.9604644775390625e-08, step)
-        low = tl.minimum(tl.maximum(_rounded(tl.div_rn(low, step)), -128.0), 127.0)
-        high = tl.minimum(tl.maximum(_rounded(tl.div_rn(high, step)), -128.0), 127.0)
-        if stores:
-            tl.store(codes_ptr + h, low.to(tl.int8), mask=in_half)
-            tl.store(codes_ptr + HALF + h, high.to(tl.int8), mask=in_half)
-            tl.store(steps_ptr, step.to(tl.float16))
-        return low * step, high * step
-    else:
-        g = tl.arange(0, STEPS_PAD)
-        low_steps, high_steps = _group_steps(low, STEPS_PAD, HALF_PAD), _group_steps(high, STEPS_PAD, HALF_PAD)
-        low_step = tl.reshape(_spread(low_steps[None, :], 1, STEPS_PAD, HALF_PAD), [HALF_PAD])
-        high_step = tl.reshape(_spread(high_steps[None, :], 1, STEPS_PAD, HALF_PAD), [HALF_PAD])
-        low = tl.minimum(tl.maximum(_rounded(tl.div_rn(low, low_step)), -8.0), 7.0)
-        high = tl.minimum(tl.maximum(_rounded(tl.div_rn(high, high_step)), -8.0), 7.0)
-        if stores:
-            byte = (low + 8.0).to(tl.int32) | ((high + 8.0).to(tl.int32) << 4)
-            tl.store(codes_ptr + h, byte.to(tl.uint8), mask=in_half)
-            tl.store(steps_ptr + g, low_steps.to(tl.float16), mask=g < STEPS // 2)
-            tl.store(steps_ptr + STEPS // 2 + g, high_steps.to(tl.float16), mask=g < STEPS // 2)
-        return low * low_step, high * high_step
-
-
-# Codes of a block of tokens
+# Attend to a block of tokens
 
 
 @jit
 def _load(
-    codes_ptr, steps_ptr, tokens, held, h, in_half, TYPE: tl.constexpr,
-    BITS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    codes_ptr, steps_ptr, tokens, held, w, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
     STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return two halves [BLOCK, HALF_PAD] and the factor [BLOCK] that both are still to be multiplied by.
+    """Return the parts [BLOCK, WORDS_PAD] and the factor [BLOCK] that all are still to be multiplied by.
 
-    8-bit codes are returned as they are: they are exact in half precision. 4-bit codes are multiplied by their steps.
+    8-bit codes are returned as they are. 4-bit codes are multiplied by their steps.
     """
-    mask = held[:, None] & in_half[None, :]
-    places = tokens[:, None] * WIDTH + h[None, :]
+    mask = held[:, None] & (w < WORDS)[None, :]
+    words = tl.load(codes_ptr + tokens[:, None] * WORDS + w[None, :], mask=mask, other=0)
+    parts = _parts(words, TYPE, PRECISION, BITS)
     if BITS == 8:
-        low = tl.load(codes_ptr + places, mask=mask, other=0).to(tl.float32).to(TYPE)
-        high = tl.load(codes_ptr + places + HALF, mask=mask, other=0).to(tl.float32).to(TYPE)
-        return low, high, tl.load(steps_ptr + tokens, mask=held, other=0.0).to(tl.float32)
+        return parts, tl.load(steps_ptr + tokens, mask=held, other=0.0).to(tl.float32)
     else:
-        byte = tl.load(codes_ptr + places, mask=mask, other=136)  # code 0 in both halves
         g = tl.arange(0, STEPS_PAD)
         has_step = held[:, None] & (g < STEPS // 2)[None, :]
-        of_token = steps_ptr + tokens[:, None] * STEPS + g[None, :]
-        low_step = tl.load(of_token, mask=has_step, other=0.0).to(tl.float32)
-        high_step = tl.load(of_token + STEPS // 2, mask=has_step, other=0.0).to(tl.float32)
-        low = ((byte & 15).to(tl.float32) - 8.0) * _spread(low_step, BLOCK, STEPS_PAD, HALF_PAD)
-        high = ((byte >> 4).to(tl.float32) - 8.0) * _spread(high_step, BLOCK, STEPS_PAD, HALF_PAD)
-        return low.to(TYPE), high.to(TYPE), tl.full([BLOCK], 1.0, tl.float32)
+        scaled = ()
+        for half in tl.static_range(2):
+            of_token = steps_ptr + tokens[:, None] * STEPS + half * (STEPS // 2) + g[None, :]
+            step = _spread(tl.load(of_token, mask=has_step, other=0.0).to(TYPE), BLOCK, STEPS_PAD, WORDS_PAD)
+            for byte in tl.static_range(2):
+                scaled = scaled + (parts[2 * half + byte] * step,)
+        return scaled, tl.full([BLOCK], 1.0, tl.float32)
 
 
 @jit
 def _attend_block(
-    low_query, high_query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, h, in_half, scale,
-    top, weight, low_total, high_total,
-    BITS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, w, scale, top, weight, totals,
+    BITS: tl.constexpr, PARTS: tl.constexpr, GROUP_PAD: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
     STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of both halves of values."""
-    low, high, step = _load(
-        keys_ptr, key_steps_ptr, tokens, held, h, in_half, low_query.dtype,
-        BITS, HALF, HALF_PAD, WIDTH, STEPS, STEPS_PAD, BLOCK,
-    )  # fmt: skip
-    logits = product(low_query, tl.trans(low), PRECISION) + product(high_query, tl.trans(high), PRECISION)
-    logits = tl.where(held[None, :], logits * (step * scale)[None, :], float("-inf"))
+    """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of each part of values."""
+    keys, step = _load(
+        keys_ptr, key_steps_ptr, tokens, held, w, query[0].dtype, PRECISION, BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK
+    )
+    logits = tl.zeros([GROUP_PAD, BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        logits += product(query[part], tl.trans(keys[part]), PRECISION)
+    logits = tl.where(held[None, :], logits * scale[:, None] * step[None, :], float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, axis=1))
     shrink = tl.exp(top - new_top)
     probs = tl.exp(logits - new_top[:, None])
     weight = weight * shrink + tl.sum(probs, axis=1)
-    low, high, step = _load(
-        values_ptr, value_steps_ptr, tokens, held, h, in_half, low_query.dtype,
-        BITS, HALF, HALF_PAD, WIDTH, STEPS, STEPS_PAD, BLOCK,
-    )  # fmt: skip
-    probs = (probs * step[None, :]).to(low.dtype)
-    low_total = low_total * shrink[:, None] + product(probs, low, PRECISION)
-    high_total = high_total * shrink[:, None] + product(probs, high, PRECISION)
-    return new_top, weight, low_total, high_total
+    values, step = _load(
+        values_ptr,
+        value_steps_ptr,
+        tokens,
+        held,
+        w,
+        query[0].dtype,
+        PRECISION,
+        BITS,
+        WORDS,
+        WORDS_PAD,
+        STEPS,
+        STEPS_PAD,
+        BLOCK,
+    )
+    if BITS == 8:
+        probs *= step[None, :] * WEIGHT_FACTOR
+    probs, added = probs.to(query[0].dtype), ()
+    for part in tl.static_range(PARTS):
+        added = added + (totals[part] * shrink[:, None] + product(probs, values[part], PRECISION),)
+    return new_top, weight, added
 
 
 @jit
 def _attend(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, positions_ptr, ring_ptr,
     prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr, pages_ptr, prompts_ptr, pages_slot,
-    lengths_ptr, next_positions_ptr, centre_ptr, step_ptr, out_ptr, parts_ptr, marks_ptr, scale,
+    lengths_ptr, next_positions_ptr, centre_ptr, step_ptr, out_ptr, sums_ptr, marks_ptr, scale,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, capacity,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, HALF_PAD: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + slot).to(tl.int32)
-    g, h = tl.arange(0, GROUP_PAD), tl.arange(0, HALF_PAD)
-    in_group, in_half = g < GROUP, h < HALF
+    position = tl.load(next_positions_ptr + slot)
+    g, w = tl.arange(0, GROUP_PAD), tl.arange(0, WORDS_PAD)
+    in_group, in_words = g < GROUP, w < WORDS
     q_head_of = head * GROUP + g
-    in_query = in_group[:, None] & in_half[None, :]
-    q_places = q_ptr + slot * q_slot + q_head_of[:, None] * q_head + h[None, :]
-    low_query = tl.load(q_places, mask=in_query, other=0.0)
-    high_query = tl.load(q_places + HALF, mask=in_query, other=0.0)
+    in_query = in_group[:, None] & in_words[None, :]
     row = (slot * HEADS + head) * capacity
     if split == 0:
-        position = tl.load(next_positions_ptr + slot)
         tl.store(positions_ptr + row + length, position.to(tl.int32))
-        if WINDOW > 0:
-            of_head = (slot * HEADS * GROUP + q_head_of[:, None]) * WINDOW + position % WINDOW
-            ring = ring_ptr + of_head * (2 * HALF) + h[None, :]
-            tl.store(ring, low_query, mask=in_query)
-            tl.store(ring + HALF, high_query, mask=in_query)
 
-    # The new token, as it is stored, initializes the sums of split 0. The other splits start empty.
-    channel = head * (2 * HALF) + h
-    low_step = tl.load(step_ptr + channel, mask=in_half, other=1.0).to(tl.float32)
-    high_step = tl.load(step_ptr + channel + HALF, mask=in_half, other=1.0).to(tl.float32)
-    low_centre = tl.load(centre_ptr + channel, mask=in_half, other=0.0).to(tl.float32)
-    high_centre = tl.load(centre_ptr + channel + HALF, mask=in_half, other=0.0).to(tl.float32)
-    new_key, new_value = k_ptr + slot * k_slot + head * k_head + h, v_ptr + slot * v_slot + head * v_head + h
-    low = tl.load(new_key, mask=in_half, other=0.0).to(tl.float32) - low_centre
-    high = tl.load(new_key + HALF, mask=in_half, other=0.0).to(tl.float32) - high_centre
-    low_key, high_key = _encode(
-        tl.div_rn(low, low_step), tl.div_rn(high, high_step),
-        keys_ptr + (row + length) * WIDTH, key_steps_ptr + (row + length) * STEPS, split == 0, h, in_half,
-        BITS, HALF, HALF_PAD, STEPS, STEPS_PAD,
+    # The query, and the new token as it is stored
+    query, key, value = (), (), ()
+    largest = tl.zeros([GROUP_PAD], tl.float32) + 1e-30
+    for part in tl.static_range(PARTS):
+        c = _channel(w, part, DIM)
+        q = tl.load(q_ptr + slot * q_slot + q_head_of[:, None] * q_head + c[None, :], mask=in_query, other=0.0)
+        if WINDOW > 0:
+            if split == 0:
+                place = (slot * HEADS * GROUP + q_head_of[:, None]) * WINDOW + position % WINDOW
+                tl.store(ring_ptr + place * DIM + c[None, :], q, mask=in_query)
+        centre = tl.load(centre_ptr + head * DIM + c, mask=in_words, other=0.0).to(tl.float32)
+        step = tl.load(step_ptr + head * DIM + c, mask=in_words, other=1.0).to(tl.float32)
+        k = tl.load(k_ptr + slot * k_slot + head * k_head + c, mask=in_words, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + slot * v_slot + head * v_head + c, mask=in_words, other=0.0).to(tl.float32)
+        q = q.to(tl.float32) * step[None, :]
+        largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
+        query, key, value = query + (q,), key + (tl.div_rn(k - centre, step),), value + (v,)
+    place = row + length
+    key = _encode(
+        key, keys_ptr + place * WORDS, key_steps_ptr + place * STEPS, split == 0, w, BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD
+    )
+    value = _encode(
+        value, values_ptr + place * WORDS, value_steps_ptr + place * STEPS, split == 0, w,
+        BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD,
     )  # fmt: skip
-    low = tl.load(new_value, mask=in_half, other=0.0).to(tl.float32)
-    high = tl.load(new_value + HALF, mask=in_half, other=0.0).to(tl.float32)
-    low_value, high_value = _encode(
-        low, high,
-        values_ptr + (row + length) * WIDTH, value_steps_ptr + (row + length) * STEPS, split == 0, h, in_half,
-        BITS, HALF, HALF_PAD, STEPS, STEPS_PAD,
-    )  # fmt: skip
-    low_query = (low_query.to(tl.float32) * low_step[None, :]).to(low_query.dtype)
-    high_query = (high_query.to(tl.float32) * high_step[None, :]).to(high_query.dtype)
-    mine = tl.sum(low_query.to(tl.float32) * low_key[None, :], axis=1)
-    mine = (mine + tl.sum(high_query.to(tl.float32) * high_key[None, :], axis=1)) * scale
-    first_split = tl.where(split == 0, 1.0, 0.0)
-    top = tl.where(split == 0, mine, float("-inf"))
-    weight = first_split * tl.full([GROUP_PAD], 1.0, tl.float32)
-    low_total = first_split * (tl.zeros([GROUP_PAD, 1], tl.float32) + low_value[None, :])
-    high_total = first_split * (tl.zeros([GROUP_PAD, 1], tl.float32) + high_value[None, :])
+
+    # The new token initializes the sums of split 0. The other splits start empty.
+    is_first = tl.where(split == 0, 1.0, 0.0)
+    factor: tl.constexpr = WEIGHT_FACTOR if BITS == 8 else 1.0
+    mine = tl.zeros([GROUP_PAD], tl.float32)
+    scaled, totals = (), ()
+    for part in tl.static_range(PARTS):
+        mine += tl.sum(query[part] * key[part][None, :], axis=1)
+        totals = totals + (is_first * factor * (tl.zeros([GROUP_PAD, 1], tl.float32) + value[part][None, :]),)
+        if FLOAT32:
+            scaled = scaled + (query[part],)
+        else:
+            scaled = scaled + ((query[part] / largest[:, None]).to(tl.float16),)
+    query = scaled
+    top = tl.where(split == 0, mine * scale, float("-inf"))
+    weight = is_first * tl.full([GROUP_PAD], 1.0, tl.float32)
+    scales = tl.zeros([GROUP_PAD], tl.float32) + scale
+    if not FLOAT32:
+        scales *= largest
 
     # The splits share the blocks of the row: first the prompt's, then the slot's own.
     n = tl.arange(0, BLOCK)
@@ -285,30 +273,29 @@ def _attend(
         for block in range(first, tl.minimum(last, prompt_blocks)):
             start = block * BLOCK
             page = tl.load(pages_ptr + slot * pages_slot + start // PAGE).to(tl.int64)
-            top, weight, low_total, high_total = _attend_block(
-                low_query, high_query, prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr,
-                (page * HEADS + head) * PAGE + start % PAGE + n, start + n < prompt, h, in_half, scale,
-                top, weight, low_total, high_total,
-                BITS, HALF, HALF_PAD, WIDTH, STEPS, STEPS_PAD, BLOCK, PRECISION,
+            top, weight, totals = _attend_block(
+                query, prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr,
+                (page * HEADS + head) * PAGE + start % PAGE + n, start + n < prompt, w, scales, top, weight, totals,
+                BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION,
             )  # fmt: skip
         first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
     for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
-        top, weight, low_total, high_total = _attend_block(
-            low_query, high_query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
-            row + start + n, start + n < length, h, in_half, scale,
-            top, weight, low_total, high_total,
-            BITS, HALF, HALF_PAD, WIDTH, STEPS, STEPS_PAD, BLOCK, PRECISION,
+        top, weight, totals = _attend_block(
+            query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
+            row + start + n, start + n < length, w, scales, top, weight, totals,
+            BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION,
         )  # fmt: skip
 
+    weight *= factor
     out_row = slot * HEADS * GROUP + q_head_of
-    if SPLITS == 1:
-        places = out_ptr + out_row[:, None] * (2 * HALF) + h[None, :]
-        tl.store(places, (low_total / weight[:, None]).to(out_ptr.dtype.element_ty), mask=in_query)
-        tl.store(places + HALF, (high_total / weight[:, None]).to(out_ptr.dtype.element_ty), mask=in_query)
-    else:
-        part = out_row * SPLITS + split
-        places = parts_ptr + part[:, None] * (2 * HALF) + h[None, :]
-        tl.store(places, low_total, mask=in_query)
-        tl.store(places + HALF, high_total, mask=in_query)
-        tl.store(marks_ptr + part * 2, top, mask=in_group)
-        tl.store(marks_ptr + part * 2 + 1, weight, mask=in_group)
+    for part in tl.static_range(PARTS):
+        c = _channel(w, part, DIM)
+        if SPLITS == 1:
+            out = (totals[part] / weight[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] * DIM + c[None, :], out, mask=in_query)
+        else:
+            place = (out_row * SPLITS + split)[:, None] * DIM + c[None, :]
+            tl.store(sums_ptr + place, totals[part], mask=in_query)
+    if SPLITS > 1:
+        tl.store(marks_ptr + (out_row * SPLITS + split) * 2, top, mask=in_group)
+        tl.store(marks_ptr + (out_row * SPLITS + split) * 2 + 1, weight, mask=in_group)

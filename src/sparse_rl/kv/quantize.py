@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..kernels.codes import LARGEST_STEP
 
 SCALE_DTYPE = torch.float16
 """Dtype of stored steps and centres. It is finer than bfloat16, which matters for the centre of a channel with a large bias."""
@@ -127,7 +128,7 @@ def scales_of(covered: Range, format: Format, *, symmetric: bool, tokens: int = 
         centre = (low - share * (high - low)).clamp(-LARGEST, LARGEST).to(SCALE_DTYPE)
         # from the stored centre, so that its rounding cuts nothing off
         step = torch.maximum((high - centre.float()) / format.high, (low - centre.float()) / format.low)
-    step = step.clamp(-LARGEST, LARGEST).to(SCALE_DTYPE)
+    step = step.clamp(-LARGEST_STEP, LARGEST_STEP).to(SCALE_DTYPE)
     return Scales(torch.where(step == 0, SMALLEST_STEP, step), centre, tokens, channels)
 
 
