@@ -58,11 +58,21 @@ def summary(section: type[Section]) -> str:
 
 def table(section: type[Section], prefix: str) -> str:
     rows = [
-        f"| `{prefix}{field.alias or name}` | {kind(field.annotation)}{bounds(field.metadata)} | {default(field)} | {cell(field.description)} |"
+        f"| `{prefix}{field.alias or name}` | {values(field)} | {cell(field.description)} |"
         for name, field in section.model_fields.items()
         if not is_section(field.annotation)
     ]
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(["| key | default (other values) | meaning |", "|---|---|---|", *rows, ""])
+
+
+def values(field: FieldInfo) -> str:
+    """The default, and in parentheses the other values or the type. The default of a text or a boolean shows its type."""
+    value = default(field)
+    if value and field.annotation in (bool, str):
+        return value
+    if get_origin(field.annotation) is Literal:
+        return f"{value} ({', '.join(f'`{other}`' for other in get_args(field.annotation) if other != field.default)})"
+    return f"{value} ({kind(field.annotation)}{bounds(field.metadata)})".strip()
 
 
 def kind(annotation: Any) -> str:
