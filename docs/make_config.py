@@ -4,6 +4,7 @@ python docs/make_config.py
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -66,13 +67,16 @@ def table(section: type[Section], prefix: str) -> str:
 
 
 def values(field: FieldInfo) -> str:
-    """The default, and in parentheses the other values or the type. The default of a text or a boolean shows its type."""
+    """The default, and in parentheses the other values or the type. A default shows its own type."""
     value = default(field)
     if value and field.annotation in (bool, str):
         return value
     if get_origin(field.annotation) is Literal:
         return f"{value} ({', '.join(f'`{other}`' for other in get_args(field.annotation) if other != field.default)})"
-    return f"{value} ({kind(field.annotation)}{bounds(field.metadata)})".strip()
+    allowed = kind(field.annotation) + bounds(field.metadata)
+    if isinstance(field.default, int | float):
+        allowed = re.sub(r"^(int|float) ?", "", allowed)
+    return f"{value} ({allowed})".strip() if allowed else value
 
 
 def kind(annotation: Any) -> str:
