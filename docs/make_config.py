@@ -26,8 +26,8 @@ budget = 256   # --kv.budget 256
 ```
 
 Flags override the recipe. A recipe overrides the one it `extends`. Write a list with commas (`--log.to wandb,tensorboard`), a table as JSON
-(`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. An empty default means unset. `sparse-rl train … --dry-run` shows the
-resolved values.
+(`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. Other values or bounds are in
+parentheses. An option without a default is unset. `sparse-rl train … --dry-run` shows the resolved values.
 """
 WORDS = {int: "int", float: "float", bool: "bool", str: "text"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
@@ -63,19 +63,20 @@ def table(section: type[Section], prefix: str) -> str:
         for name, field in section.model_fields.items()
         if not is_section(field.annotation)
     ]
-    return "\n".join(["| key | default (other values) | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows, ""])
 
 
 def values(field: FieldInfo) -> str:
     """The default, and in parentheses the other values or the type. A default shows its own type."""
     value = default(field)
-    if value and field.annotation in (bool, str):
+    if field.annotation in (bool, str, str | None):
         return value
     if get_origin(field.annotation) is Literal:
         return f"{value} ({', '.join(f'`{other}`' for other in get_args(field.annotation) if other != field.default)})"
     allowed = kind(field.annotation) + bounds(field.metadata)
     if isinstance(field.default, int | float):
         allowed = re.sub(r"^(int|float) ?", "", allowed)
+    allowed = allowed.removesuffix(f" or {value}")
     return f"{value} ({allowed})".strip() if allowed else value
 
 
