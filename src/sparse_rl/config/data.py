@@ -30,9 +30,8 @@ class DataConfig(Section):
     )
     test: str | tuple[str, ...] | None = Field(
         None,
-        description="Evaluation data, as above, or a benchmark "
-        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}), or a list of them; default: the "
-        "task's held-out problems.",
+        description="Held-out data: as data.train, a benchmark "
+        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}), or a list; default: the task's.",
     )
     dir: str | None = Field(None, min_length=1, description="Folder with the tasks' data files; default: the hub.")
     prompt_column: str | None = Field(
