@@ -37,7 +37,7 @@ def page() -> str:
     parts = [HEAD]
     for section in sections(Config):
         name = f"`{section.section}`" if section.section else "The run itself"
-        parts += [f"## {name}\n\n{summary(section)}\n", table(section, f"{section.section}." if section.section else "")]
+        parts += [f"## {name}\n", table(section, f"{section.section}." if section.section else "")]
     return "\n".join(parts)
 
 
@@ -51,10 +51,6 @@ def sections(section: type[Section]) -> Iterator[type[Section]]:
 
 def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def summary(section: type[Section]) -> str:
-    return (section.__doc__ or "").splitlines()[0]
 
 
 def table(section: type[Section], prefix: str) -> str:
