@@ -1,4 +1,4 @@
-"""Steps on 8 to 1,024 GPUs, computed and not measured: python benchmarks/scaling.py writes the tables of docs/many-gpus.md.
+"""Steps on 8 to 1,024 GPUs, computed and not measured: python benchmarks/scaling.py writes the tables of scaling.md.
 
 Memory and the learner are `sparse-rl plan`'s; sampling is its roofline too, but with responses of all lengths: a rank's rollouts
 go through its slots one after the other, and steps cost less as slots fall idle. The first table puts the same computation
@@ -18,7 +18,7 @@ from sparse_rl.plan.parts import itemsize
 from sparse_rl.plan.roofline import GPU, GPUS, decode_s, step_time
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "many-gpus.md"
+PAGE = ROOT / "benchmarks" / "scaling.md"
 MEASURED = ROOT / "benchmarks" / "results" / "step-1.5B.json"
 SHORTEST = 1 / 16
 """Responses are uniform from this share of the longest."""

@@ -4,6 +4,7 @@ python docs/make_config.py
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -11,37 +12,24 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from sparse_rl.config import Config, Sampling, Section
-from sparse_rl.config.migrate import REMOVED
+from sparse_rl.config import Config, Section
 
 PAGE = Path(__file__).parent / "config.md"
 HEAD = """\
 # Configuration
 
-Generated from the schema by `python docs/make_config.py`. A key is the same in a recipe and on the command line:
+`python docs/make_config.py` writes this page from the schema. Recipe keys and flags have the same names:
 
 ```toml
 [kv]
 budget = 256   # --kv.budget 256
 ```
 
-Flags override the recipe, and a recipe overrides the one it `extends`. Flags may use dashes or underscores. Write a list with commas
-(`--log.to wandb,tensorboard`), a table as JSON (`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. An unknown key is an
-error that suggests the closest match. `sparse-rl train … --dry-run` shows the resolved values.
+Flags override the recipe. A recipe overrides the one it `extends`. Write a list with commas (`--log.to wandb,tensorboard`), a table as JSON
+(`--kv.options '{"mix": 0.2}'`), and `none` to unset an option. Other values or bounds are in
+parentheses. An option without a default is unset. `sparse-rl train … --dry-run` shows the resolved values.
 """
-GENERATE = """\
-## `sparse-rl generate`
-
-`generate` takes the flags of `kv` above and these, without a prefix: `--max-tokens 256`.
-"""
-REMOVED_HEAD = """\
-## Removed options
-
-A stored `config.toml` may still hold these with the value shown, which changed nothing. Other values are errors.
-
-| key | value | instead |
-|---|---|---|"""
-WORDS = {int: "integer", float: "number", bool: "true or false", str: "text"}
+WORDS = {int: "int", float: "float", bool: "bool", str: "text"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
@@ -49,13 +37,8 @@ def page() -> str:
     parts = [HEAD]
     for section in sections(Config):
         name = f"`{section.section}`" if section.section else "The run itself"
-        parts += [f"## {name}\n\n{summary(section)}\n", table(section, f"{section.section}." if section.section else "")]
-    removed = [f"| `{key}` | `{json.dumps(value)}` | {remedy} |" for key, (value, remedy) in REMOVED.items()]
-    removed += [
-        "| `loss.kl_estimator = k1` | | `k2` or `k3`: the gradient of k1 is zero on average |",
-        "| `loss.smd.estimator` | `full`, `top-K` | `loss.smd.top_k`; these values are converted |",
-    ]
-    return "\n".join([*parts, GENERATE, table(Sampling, ""), REMOVED_HEAD, *removed, ""])
+        parts += [f"## {name}\n", table(section, f"{section.section}." if section.section else "")]
+    return "\n".join(parts)
 
 
 def sections(section: type[Section]) -> Iterator[type[Section]]:
@@ -70,17 +53,27 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def summary(section: type[Section]) -> str:
-    return (section.__doc__ or "").splitlines()[0]
-
-
 def table(section: type[Section], prefix: str) -> str:
     rows = [
-        f"| `{prefix}{field.alias or name}` | {kind(field.annotation)}{bounds(field.metadata)} | {default(field)} | {cell(field.description)} |"
+        f"| `{prefix}{field.alias or name}` | {values(field)} | {cell(field.description)} |"
         for name, field in section.model_fields.items()
         if not is_section(field.annotation)
     ]
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+def values(field: FieldInfo) -> str:
+    """The default, and in parentheses the other values or the type. A default shows its own type."""
+    value = default(field)
+    if field.annotation in (bool, str, str | None):
+        return value
+    if get_origin(field.annotation) is Literal:
+        return f"{value} ({', '.join(f'`{other}`' for other in get_args(field.annotation) if other != field.default)})"
+    allowed = kind(field.annotation) + bounds(field.metadata)
+    if isinstance(field.default, int | float):
+        allowed = re.sub(r"^(int|float) ?", "", allowed)
+    allowed = allowed.removesuffix(f" or {value}")
+    return f"{value} ({allowed})".strip() if allowed else value
 
 
 def kind(annotation: Any) -> str:
@@ -98,8 +91,11 @@ def kind(annotation: Any) -> str:
 
 
 def bounds(rules: Iterable[Any]) -> str:
-    found = [f"{sign} {number(getattr(rule, name))}" for rule in rules for name, sign in SIGNS.items() if hasattr(rule, name)]
-    return f" {' and '.join(found)}" if found else ""
+    """The allowed range, such as " ≥ 1" or " 0 to 1"."""
+    found = {name: number(getattr(rule, name)) for rule in rules for name in SIGNS if hasattr(rule, name)}
+    if found.keys() == {"ge", "le"}:
+        return f" {found['ge']} to {found['le']}"
+    return f" {' and '.join(f'{SIGNS[name]} {limit}' for name, limit in found.items())}" if found else ""
 
 
 def number(value: float) -> str:
@@ -109,7 +105,7 @@ def number(value: float) -> str:
 def default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "unset"
+        return ""
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 

@@ -138,14 +138,6 @@ def _small(value):
     return f"{value:.3f}" if value > 1e-3 else "< 1e-9" if value < 1e-9 else f"{value:.0e}"
 
 
-def summary(record):
-    """Build the Markdown table of docs/corrections.md: median distances."""
-    by = {(row["case"], row["correction"]): row["distance"]["median"] for row in record["rows"] if "distance" in row}
-    lines = ["| correction | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 1) + "|"]
-    lines += [f"| `{name}` | " + " | ".join(f"{by[case, name]:.3f}" for case in CASES) + " |" for name in [*PRESETS, PRODUCT]]
-    return "\n".join(lines)
-
-
 def tables(record):
     """Build the Markdown tables of experiments/RESULTS.md."""
     by = {(row["case"], row["correction"]): row for row in record["rows"]}

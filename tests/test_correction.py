@@ -220,7 +220,6 @@ def test_only_the_sequence_product_is_exact(case):
 
 def test_the_docs_show_what_was_measured():
     record = json.loads((ROOT / "benchmarks/results/enumeration.json").read_text())
-    assert enumeration.summary(record) in (ROOT / "docs/corrections.md").read_text()
     assert enumeration.tables(record) in (ROOT / "experiments/RESULTS.md").read_text()
 
 

@@ -32,7 +32,7 @@ KEYS_PER_TOKEN = 2
 
 
 def worth_sharing(prompt_tokens: int, response_tokens: int) -> bool:
-    """Return whether a learner pass computes the prompt once for several responses, of which one has this length."""
+    """Return whether a learner pass computes the prompt once for several responses, if one of them has this length."""
     return 16 * prompt_tokens >= response_tokens
 
 
@@ -100,8 +100,8 @@ def group_channels(head_dim: int) -> int:
 
 
 def token_bytes(shape: AttentionShape, itemsize: int, dtype: str = "auto") -> int:
-    """Return the bytes of one cached token's keys and values, summed over all layers. `dtype` is `kv.dtype`: the bytes of
-    quantised tokens are those of codes and steps."""
+    """Return the bytes of one cached token's keys and values, summed over all layers. `dtype` is `kv.dtype`; a
+    quantised token has codes and steps."""
     dim = shape.head_dim
     if dtype == "auto":
         of_head = dim * itemsize
@@ -159,7 +159,7 @@ def live_dense_pages(prompt_tokens: int, response_tokens: int, slots: int, sampl
 
 
 def dense_bytes(shape: AttentionShape, slots: int, pages: int, itemsize: int, dtype: str) -> int:
-    """Return the bytes of keys and values of a dense cache: those of its slots and of its pages. `dtype` is `kv.dtype`."""
+    """Return the bytes of keys and values in the slots and pages of a dense cache. `dtype` is `kv.dtype`."""
     return (slots * DENSE_SLOT_TOKENS + pages * PAGE_TOKENS) * token_bytes(shape, itemsize, dtype)
 
 

@@ -15,15 +15,11 @@ class AdvantageConfig(Section):
     std: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     drop_zero_signal: bool = Field(
         False,
-        description="Drop groups with equal rewards. rollout.refill also does, and samples other prompts for them.",
+        description="Drop groups with equal rewards. rollout.refill also replaces them.",
     )
     overlong: int = Field(
         0,
         ge=0,
-        description=(
-            "Length in tokens of the range before max_tokens over which a penalty grows from 0 to -1 (DAPO); 0 disables it."
-        ),
+        description="Number of tokens before max_tokens over which a penalty grows from 0 to -1 (DAPO); 0 disables it.",
     )
-    mask_truncated: bool = Field(
-        False, description="Exclude answers truncated at max_tokens from the loss; group means still include them."
-    )
+    mask_truncated: bool = Field(False, description="Exclude truncated answers from the loss, but not from group means.")

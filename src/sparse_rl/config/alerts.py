@@ -14,28 +14,22 @@ class AlertsConfig(Section):
 
     section: ClassVar[str] = "alerts"
 
-    steps: int = Field(
-        3, ge=1, description="Consecutive steps beyond a limit that start an alert, and within the limit that end it."
-    )
-    reward: Share = Field(
-        0.5, description="Largest drop of reward/mean below its best value, as a fraction of it, noise excluded."
-    )
-    entropy: Share = Field(0.1, description="Smallest policy/entropy, as a fraction of its value at step 1.")
+    steps: int = Field(3, ge=1, description="Consecutive steps beyond a limit that start an alert.")
+    reward: Share = Field(0.5, description="Largest drop of reward/mean, as a fraction of its best value.")
+    entropy: Share = Field(0.1, description="Smallest policy/entropy, relative to step 1.")
     repetition: Share = Field(0.1, description="Largest response/repetition.")
     truncated: Share = Field(
         0.2,
-        description=(
-            "Largest rise of response/truncated since step 1 if reward/mean has halved; otherwise the limit is at least 0.5."
-        ),
+        description="Largest rise of response/truncated since step 1 if reward/mean has halved; otherwise at least 0.5.",
     )
-    length: Share = Field(0.33, description="Smallest response/mean_tokens, as a fraction of its value at step 1.")
+    length: Share = Field(0.33, description="Smallest response/mean_tokens, relative to step 1.")
     grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
-        2.5, description="Largest policy/grad_norm, as a multiple of its median over the first ten steps."
+        2.5, description="Largest policy/grad_norm, relative to its median over the first ten steps."
     )
     xi_p05: Share = Field(0.6, description="Smallest sparse/xi_p05.")
     rejected: Share = Field(0.4, description="Largest sparse/rejection_rate or sparse/wasted_tokens.")
     zero_std_groups: Share = Field(0.9, description="Largest reward/zero_std_groups.")
-    no_verdict: Share = Field(0.1, description="Largest fraction of rollouts without a verdict (None, timeout or error).")
+    no_verdict: Share = Field(0.1, description="Largest fraction of rollouts without a verdict.")
 
     @field_validator("*", mode="before")
     @classmethod

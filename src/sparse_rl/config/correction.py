@@ -83,39 +83,30 @@ class CorrectionConfig(Section):
 
     preset: Preset | None = Field(
         None,
-        description="Correction preset; default: that of the method. The options below override single values of it.",
+        description="Correction preset; default: the method's. The options below override single values.",
     )
     weight: Weight | None = Field(
         None,
-        description=(
-            "Importance weight of a token: one, or the ratio of the token, of the sequence, or the sequence's geometric mean."
-        ),
+        description="Weight of a token: 1, its ratio, the sequence's, or the sequence's geometric mean.",
     )
-    cap: float | None = Field(
-        None, gt=0, allow_inf_nan=True, description="Upper bound of the importance weights; inf disables it."
-    )
-    normalize: bool | None = Field(None, description="Divide importance weights by their mean over the tokens of the update.")
-    veto: float | None = Field(
-        None, ge=0, lt=1, description="Drop a sequence if the ratio of any token is below this value; 0 disables it."
-    )
+    cap: float | None = Field(None, gt=0, allow_inf_nan=True, description="Upper bound of weights; inf disables it.")
+    normalize: bool | None = Field(None, description="Divide weights by their mean over the update.")
+    veto: float | None = Field(None, ge=0, lt=1, description="Drop a sequence with any token ratio below this; 0 disables it.")
     drop: Drop | None = Field(
         None,
-        description=(
-            "Drop a token, or a sequence by its product (sequence) or geometric mean (mean), if the ratio is outside "
-            "[low, high]."
-        ),
+        description="Drop tokens, or sequences by product (sequence) or geometric mean (mean), with a ratio outside [low, high].",
     )
     low: float | None = Field(None, ge=0, description="Lower bound of the ratio for drop; 0 disables it.")
     high: float | None = Field(
         None, gt=0, allow_inf_nan=True, description="Upper bound of the ratio for drop; inf disables it."
     )
     divisor: Divisor | None = Field(
-        None, description="Average the loss of a sequence, KL term included, over all its tokens or only over the kept tokens."
+        None, description="Divide a sequence's loss, KL included, by all its tokens or by the kept ones."
     )
     opsm: float | None = Field(
         None,
         ge=0,
-        description="Drop a sequence with negative advantage if its mean log(sampler/learner) exceeds this value, such as 0.5.",
+        description="Drop a sequence with negative advantage and a mean log(sampler/learner) above this, such as 0.5.",
     )
 
     def spec(self, default: str) -> CorrectionSpec:

@@ -30,25 +30,20 @@ class DataConfig(Section):
     )
     test: str | tuple[str, ...] | None = Field(
         None,
-        description="Evaluation data, as above, or a benchmark "
-        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}), or a list of them; default: the "
-        "task's held-out problems.",
+        description="Held-out data: as data.train, a benchmark "
+        f"({', '.join(name for name, task in TASKS.items() if task.test and not task.train)}), or a list; default: the task's.",
     )
-    dir: str | None = Field(
-        None, min_length=1, description="Folder with the data files of the tasks; default: load them from the hub."
-    )
+    dir: str | None = Field(None, min_length=1, description="Folder with the tasks' data files; default: the hub.")
     prompt_column: str | None = Field(
-        None, min_length=1, description="Data column that holds the problem; default: prompt, problem or question."
+        None, min_length=1, description="Column of the problem; default: prompt, problem or question."
     )
-    answer_column: str | None = Field(
-        None, min_length=1, description="Data column that holds the answer; default: answer, if present."
-    )
+    answer_column: str | None = Field(None, min_length=1, description="Column of the answer; default: answer.")
     template: str | None = Field(
         None,
         description=f"Prompt template with the placeholder {PLACEHOLDER}; default: the problem, then the task's instruction.",
     )
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="Maximum prompt length in tokens; longer training problems are skipped, test problems never."
+        None, ge=1, description="Maximum prompt length; longer training problems are skipped, test problems never."
     )
     raw: bool = Field(False, description="Encode prompts verbatim, without the chat template.")
     chat_template_kwargs: dict[str, Any] = Field(

@@ -24,18 +24,13 @@ class SMDConfig(Section):
     section: ClassVar[str] = "loss.smd"
 
     lambda_: float = Field(
-        0.1, ge=0, alias="lambda", description="Weight of the distillation term; 0 is the same as method on_policy_sparse."
+        0.1, ge=0, alias="lambda", description="Weight of the distillation term; 0 equals on_policy_sparse."
     )
     direction: Literal["dense_to_shadow", "shadow_to_dense", "jsd"] = Field(
         "dense_to_shadow",
-        description=(
-            "Divergence: dense_to_shadow is KL(dense || sg shadow), shadow_to_dense is KL(shadow || sg dense), jsd is "
-            "Jensen-Shannon."
-        ),
+        description="KL(dense || sg shadow), KL(shadow || sg dense), or Jensen-Shannon.",
     )
-    top_k: int | None = Field(
-        None, ge=1, description="Compute the divergence over this many most likely tokens; default: all."
-    )
+    top_k: int | None = Field(None, ge=1, description="Use only the k most likely tokens; default: all.")
 
 
 class LossConfig(Section):
@@ -46,23 +41,23 @@ class LossConfig(Section):
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = Field("grpo", description="Policy loss.")
     aggregate: Literal["sequence", "token", "constant"] | None = Field(
         None,
-        description="Mean over sequences, over tokens, or by a constant; default: the loss's own.",
+        description="Average over sequences, tokens or a constant; default: the loss's own.",
     )
     clip_low: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Clip the ratio from below at 1 - clip_low; default: as published for the loss (0.2 for grpo).",
+        description="Clip the ratio at 1 - clip_low; default: the loss's own (0.2 for grpo).",
     )
     clip_high: float | None = Field(
         None,
         ge=0,
-        description="Clip the ratio from above at 1 + clip_high; default: as published for the loss (0.2 for grpo).",
+        description="Clip the ratio at 1 + clip_high; default: the loss's own (0.2 for grpo).",
     )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of KL(learner || reference); at 0 no reference model is loaded.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of KL(learner || reference); 0 loads no reference model.")
     kl_estimator: Literal["k2", "k3"] = Field(
         "k3",
-        description="Estimator of KL(learner || reference): k3 (used by GRPO), or k2 (its gradient equals that of the KL).",
+        description="KL estimator: k3 (GRPO), or k2 (has the gradient of the KL).",
     )
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     smd: SMDConfig = Field(default_factory=SMDConfig, description="Options of method smd.")

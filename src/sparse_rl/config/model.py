@@ -17,13 +17,11 @@ class LoraConfig(Section):
     section: ClassVar[str] = "model.lora"
 
     rank: int = Field(0, ge=0, description="LoRA rank; 0 trains all weights.")
-    alpha: float | None = Field(
-        None, gt=0, description="LoRA alpha; adapters are scaled by alpha / rank; default: twice the rank."
-    )
-    targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
+    alpha: float | None = Field(None, gt=0, description="LoRA alpha (scale = alpha / rank); default: twice the rank.")
+    targets: str = Field("all-linear", description="Adapted layers: all-linear, or names such as q_proj,v_proj.")
     merge: bool = Field(
         True,
-        description="Keep a merged copy of the weights for sampling; false: merge in place and restore from host memory, for GPUs with little memory.",
+        description="Sample from a merged copy; false merges in place, which saves GPU memory.",
     )
 
 
@@ -38,16 +36,13 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description=(
-            "Dtype of all forward and backward passes; default: bfloat16 on a GPU, float32 on a CPU. Master weights are "
-            "float32."
-        ),
+        description="Dtype of compute; default: bfloat16 on a GPU, float32 on a CPU. Master weights are float32.",
     )
     head_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Dtype of the logits in sampler and learner. Their products are in model.dtype, summed in float32.",
+        description="Dtype of the logits in sampler and learner.",
     )
-    device: str | None = Field(None, description="Device, such as cpu or cuda:0; default: cuda if available.")
+    device: str | None = Field(None, description="Device, such as cuda:0; default: cuda if available.")
     trust_remote_code: bool = Field(False, description="Run the model's custom code from the hub.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
@@ -60,15 +55,15 @@ class RanksConfig(Section):
     count: int = Field(
         1,
         ge=1,
-        description="Number of ranks to plan for, one GPU each (plan --gpus). A training run stores the launcher's number here.",
+        description="Number of ranks, one GPU each. The launcher sets it in training.",
     )
     hold_gradients: bool = Field(
         True,
-        description="Reduce gradients over ranks once per update; false reduces per micro-batch and saves memory.",
+        description="Reduce gradients once per update; false: per micro-batch, which saves memory.",
     )
     timeout_s: float = Field(
         1800,
         gt=0,
         le=86400,
-        description="Seconds that ranks wait for each other; must exceed the slowest sampling phase.",
+        description="Seconds that ranks wait for each other; more than the slowest sampling phase.",
     )

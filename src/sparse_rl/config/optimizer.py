@@ -16,26 +16,18 @@ class OptimizerConfig(Section):
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="AdamW betas.")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay of matrices; vectors have no weight decay.")
-    schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="Learning rate schedule after the warm-up: constant, or cosine decay to 0."
-    )
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
-    clip_norm: float = Field(1.0, gt=0, description="Maximum gradient norm; larger gradients are scaled down.")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, for matrices only.")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="Learning rate schedule after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    clip_norm: float = Field(1.0, gt=0, description="Maximum gradient norm.")
     state: Literal["fp32", "8bit", "offload"] = Field(
         "fp32",
-        description=(
-            "Adam moments: fp32, 8bit (needs torchao and a compiler), or offload (moments and master weights in host memory)."
-        ),
+        description="Adam moments: fp32, 8bit (needs torchao and a compiler), or offload (host memory, with the master weights).",
     )
-    updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; a step's groups are split over them.")
-    tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens per forward pass of the learner, prompts included.")
+    updates_per_step: int = Field(1, ge=1, description="Optimizer updates per step; each gets a part of the groups.")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="Tokens per learner pass, prompts included.")
     gradient_checkpointing: bool | Literal["auto"] = Field(
         "auto",
-        description=(
-            "Recompute activations in the backward pass: in all layers, in none, or (auto) in as few as the GPU's memory needs."
-        ),
+        description="Recompute activations in all layers, in none, or (auto) in as few as memory allows.",
     )
-    max_skipped_updates: int = Field(
-        5, ge=1, description="Stop the run after this many consecutive updates with a loss or gradient that is not finite."
-    )
+    max_skipped_updates: int = Field(5, ge=1, description="Stop after this many consecutive non-finite updates.")

@@ -23,27 +23,18 @@ class RewardConfig(Section):
 
     function: str | None = Field(
         None,
-        description=(
-            "Reward function: math_answer, integer_answer, last_number, exact, arithmetic, your own "
-            "(my/rewards.py:graded) or a weighted sum (math_answer + 0.2 * my/rewards.py:brief); default: the task's "
-            "function."
-        ),
+        description="math_answer, integer_answer, last_number, exact, arithmetic, your own (my/rewards.py:graded) or a weighted sum (math_answer + 0.2 * my/rewards.py:brief); default: the task's.",
     )
     truncated: Truncated = Field(
         "zero",
-        description="Reward of a truncated answer: zero (0), none (no verdict), or grade (call the reward function).",
+        description="Truncated answers get 0, no verdict, or the function's reward.",
     )
-    timeout_s: float = Field(10.0, gt=0, le=3600, description="Time limit for grading one sample, in seconds.")
-    timeout: Timeout = Field(
-        "zero", description="Reward of an answer whose grading exceeds timeout_s: zero (0) or none (no verdict)."
-    )
+    timeout_s: float = Field(10.0, gt=0, le=3600, description="Time limit per sample, in seconds.")
+    timeout: Timeout = Field("zero", description="Samples over timeout_s get 0 or no verdict.")
     workers: int = Field(
         2,
         ge=0,
-        description=(
-            "Number of grading processes, one sample per call; 0 calls the reward in the trainer with all samples of a "
-            "step and without time limit."
-        ),
+        description="Grading processes, one sample per call; 0: one call per step in the trainer, without time limit.",
     )
 
     def function_for(self, source: str) -> str:

@@ -18,31 +18,26 @@ class RolloutConfig(Section):
     section: ClassVar[str] = "rollout"
 
     prompts_per_step: int = Field(128, ge=1, description="Prompts per step.")
-    samples_per_prompt: int = Field(
-        8, description="Rollouts per prompt (group size, at least 2); advantages are relative to the group."
-    )
+    samples_per_prompt: int = Field(8, description="Rollouts per prompt (group size), at least 2.")
     max_tokens: int = Field(4096, ge=1, description="Maximum response length in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Temperature of sampling and of all log-probs in the learner.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of sampling and of the learner's log-probs.")
     slots: int | Literal["auto"] = Field(
         "auto",
-        description=(
-            "Maximum rollouts that run at once; auto: all rollouts of a step, limited to what fits on the GPU (at most "
-            "1024) or 256 on a CPU."
-        ),
+        description="Maximum concurrent rollouts; auto: what fits on the GPU (at most 1024), or 256 on a CPU.",
     )
     repetition: tuple[int, int] | None = Field(
         None,
-        description="[period, span]: stop a rollout if its last span tokens repeat with a period of at most period tokens.",
+        description="[period, span]: stop a rollout whose last span tokens repeat with a period of at most period.",
     )
 
     refill: bool | None = Field(
         None,
-        description="Replace groups without a signal by other prompts, in up to 4 rounds; default: only for dapo.",
+        description="Replace groups with equal rewards by other prompts, in up to 4 rounds; default: only for dapo.",
     )
 
     refill_rejected: bool = Field(
         False,
-        description="Replace rollouts that a sequence rule of the correction rejects by other samples, in up to 4 rounds.",
+        description="Replace rejected rollouts by other samples, in up to 4 rounds.",
     )
 
     @model_validator(mode="after")

@@ -30,20 +30,15 @@ class EvalConfig(Section):
 
     section: ClassVar[str] = "eval"
 
-    problems: int = Field(
-        256, ge=0, description="Number of problems per held-out set, one rollout each; 0 disables evaluation."
-    )
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after training.")
+    problems: int = Field(256, ge=0, description="Problems per held-out set, one rollout each; 0 disables evaluation.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after training.")
     cache: Literal["auto", "sparse", "dense", "both"] = Field(
         "auto",
-        description=f"Cache of the evaluation; auto: both, or sparse if a dense cache fits fewer than {MIN_DENSE_SLOTS} slots.",
+        description=f"Cache; auto: both, or sparse if a dense cache fits fewer than {MIN_DENSE_SLOTS} slots.",
     )
     slots: int | Literal["auto"] = Field(
         "auto",
-        description=(
-            "Maximum problems that run at once; auto: the sampler's slots, or for a dense cache as many as fit beside the "
-            "sampler."
-        ),
+        description="Maximum concurrent problems; auto: the sampler's slots, or as many dense ones as fit.",
     )
 
     @model_validator(mode="after")
@@ -59,13 +54,10 @@ class CheckpointConfig(Section):
     section: ClassVar[str] = "checkpoint"
 
     every: int = Field(10, ge=1, description="Steps between checkpoints; the last step is always saved.")
-    keep: int = Field(2, ge=1, description="Number of latest checkpoints to keep.")
+    keep: int = Field(2, ge=1, description="Latest checkpoints to keep.")
     best: str = Field(
         "reward/mean",
-        description=(
-            "Metric whose best checkpoint is also kept. Rollout metrics score the weights that sampled, eval metrics the "
-            "weights of their step."
-        ),
+        description="Metric whose best checkpoint is also kept.",
     )
 
 
@@ -74,8 +66,8 @@ class LogConfig(Section):
 
     section: ClassVar[str] = "log"
 
-    rollouts_per_step: int = Field(32, ge=0, description="Number of rollouts stored per step, rejected rollouts first.")
-    traces_per_step: int = Field(2, ge=0, description="Number of stored rollouts per step that also store eviction times.")
+    rollouts_per_step: int = Field(32, ge=0, description="Rollouts stored per step, rejected ones first.")
+    traces_per_step: int = Field(2, ge=0, description="Stored rollouts per step that include their evictions.")
     to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (), description='Additional loggers, such as ["tensorboard"].'
     )
@@ -86,13 +78,11 @@ class RayConfig(Section):
 
     section: ClassVar[str] = "ray"
 
-    workers: int = Field(0, ge=0, description="Number of ranks that Ray starts; 0 disables Ray.")
-    address: str | None = Field(
-        None, description="Address of a running Ray cluster, such as auto; default: start a local cluster."
-    )
+    workers: int = Field(0, ge=0, description="Ranks that Ray starts; 0 disables Ray.")
+    address: str | None = Field(None, description="Address of a Ray cluster, such as auto; default: a new local one.")
     cpus_per_worker: float = Field(1, gt=0, description="CPUs per worker.")
-    gpus_per_worker: float | None = Field(None, ge=0, description="GPUs per worker; default 1 if the cluster has any.")
-    max_failures: int = Field(3, ge=0, description="Maximum restarts from the last checkpoint after a worker is lost.")
+    gpus_per_worker: float | None = Field(None, ge=0, description="GPUs per worker; default: 1 if the cluster has any.")
+    max_failures: int = Field(3, ge=0, description="Maximum restarts after a worker is lost.")
 
 
 class Config(Section):
@@ -102,10 +92,10 @@ class Config(Section):
 
     method: Method = Field("sparse_rl", description="Training method.")
     compare: tuple[Method, ...] = Field(
-        (), description='Methods to train one after the other and compare, such as ["dense", "sparse_rl"].'
+        (), description='Methods to train in turn and compare, such as ["dense", "sparse_rl"].'
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Base seed; all randomness derives from it.")
-    steps: int = Field(100, ge=1, description="Training steps; each samples rollouts and updates the weights.")
+    steps: int = Field(100, ge=1, description="Training steps.")
     run_dir: str = Field(
         "runs/train",
         description="Run folder: a path, or an fsspec address such as s3://bucket/runs/mine.",

@@ -41,10 +41,7 @@ class Sampling(Section):
     )
     repetition: tuple[int, int] | None = Field(
         None,
-        description=(
-            "[period, span], such as [64, 512]: stop a rollout if its last span tokens repeat with a period of at most "
-            "period tokens."
-        ),
+        description="[period, span], such as [64, 512]: stop a rollout whose last span tokens repeat with a period of at most period.",
     )
 
     @model_validator(mode="after")

@@ -209,11 +209,11 @@ class BoundedLayer(CacheLayerMixin):
         return Quantiser(self.kv.dtype, scales)
 
     def _of_layer(self, names: Iterable[str], device: torch.device) -> Statistics:
-        """Return statistics of this layer, as the only one."""
+        """Return the statistics of this layer alone, with one entry."""
         return {name: self.statistics[name][self.layer : self.layer + 1].to(device) for name in names}
 
     def _protected(self, prompt_tokens: int) -> int:
-        """Return the tokens of a prompt that are never evicted. They are not among those that the schedule counts."""
+        """Return the tokens of a prompt that are never evicted. The schedule does not count them."""
         return prompt_tokens if self.kv.protect_prompt else 0
 
     def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float) -> Tensor:

@@ -30,8 +30,8 @@ class PromptStore:
         *,
         responses: bool = False,
     ):
-        """Allocate `pages` pages, and page tables for at most `longest` tokens. If `responses` is true, the pages of a slot
-        are those of a whole sequence, and not of a prompt alone."""
+        """Allocate `pages` pages, and page tables for at most `longest` tokens. If `responses` is true, a slot
+        has pages for a whole sequence, not only for the prompt."""
         self.shape, self.slots, self.pages, self.responses = shape, slots, pages, responses
         self.quantiser = quantiser
         dtype = "auto" if quantiser is None else quantiser.dtype
@@ -183,5 +183,5 @@ class PagePool:
 
     @property
     def straggler_pages(self) -> int:
-        """Pages of the groups of which one sample is left."""
+        """Pages of the groups that have one sample left."""
         return sum(len(self.of_group[group]) for group, left in self.samples_left.items() if left == 1)

@@ -20,7 +20,7 @@ class Schedule:
     evicts: bool = True
     """False for a dense cache, which is never compacted."""
     stores_prompts: bool = False
-    """True if prompts are held by the prompt store: protected prompts, and those of a dense cache in pages."""
+    """True if the prompt store holds the prompts: they are protected, or the cache is dense and in pages."""
     quantised: bool = False
     """True if keys and values are stored in 8 or 4 bits."""
 

@@ -53,7 +53,7 @@ class Batch:
         return torch.nonzero(counts_B > 0).flatten().tolist()
 
     def rows(self, every_token: bool) -> list[int]:
-        """Return the rows to run through the model: those that change the loss. `every_token` is true if a term beside the
+        """Return the rows that change the loss. Only these run through the model. `every_token` is true if a term beside the
         policy loss covers rejected rows and rows without a signal."""
         active = self.active
         if not active or not every_token:

@@ -22,7 +22,7 @@ from ..config import PRESETS, CorrectionConfig, CorrectionSpec
 
 @dataclass(frozen=True)
 class Weighed:
-    """The correction of some sequences, each by itself: nothing here depends on the other sequences of the update."""
+    """The part of a correction that is computed per sequence, independently of the other sequences of the update."""
 
     log_xi: Tensor
     """Float [B, T]: the log-ratio, 0 off the mask, finite."""

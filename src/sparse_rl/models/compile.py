@@ -1,6 +1,6 @@
 """Compile the layers of an unmodified transformers model on a GPU, for the learner and the sampler.
 
-A layer is compiled once for all layers and lengths, except for its attention, which only the view determines. Compiled layers
+All layers and lengths share one compiled layer. Attention is not compiled, because it depends on the view. Compiled layers
 round where eager mode rounds, so that sampler and learner stay close. On other devices, or if compilation fails, layers run in
 eager mode.
 
@@ -29,14 +29,11 @@ from .attention import NAME, attention
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linear layers that share an input, in the models that have them."""
 
-
 COMPILATIONS = 64
 """Maximum number of compilations of a function. Sampler and learner compile a layer several times each: with and without
 gradients, for one or for any length, for a model and for its adapters. Beyond the limit, torch runs it in eager mode."""
 
-
 # Learner
-
 
 _broken: list[Exception] = []
 
@@ -115,8 +112,7 @@ def _give_up(error: Exception) -> None:
 
 
 class Product:
-    """One matrix product for a group of projections. Its result is kept from the call of the first projection to that of the
-    last."""
+    """One matrix product for a group of projections. It keeps its result until the last projection of the group has read it."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
         self.weight_OI, self.bias_O = weight_OI, bias_O

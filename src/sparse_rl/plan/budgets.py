@@ -91,7 +91,7 @@ def _row(plan: Plan, gpu: GPU, budget: int | None, max_tokens: int | None = None
 
 
 def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -> Table:
-    """Return the table of a sweep. `flags` are those with which the plan fits."""
+    """Return the table of a sweep. `flags` are the flags with which the plan fits."""
     steps, using = plan.config.steps, f" with {flags}" if flags else ""
     table = Table(title=f"Budgets on {gpu.name}{using}, with as many slots as fit", title_justify="left")
     headings = (

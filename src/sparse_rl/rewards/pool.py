@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PROMPT_END = 8
 """Number of final prompt tokens that are searched for an opening `<think>` tag."""
 UNWATCHED_S = 1.0
-"""Seconds without a look at the workers after which the end of one is not taken for a verdict."""
+"""If the pool has not read from its workers for this many seconds, the exit of a worker may have been a crash or a timeout."""
 POLL_S = 1.0
 """Seconds between checks of the log size during grading."""
 
@@ -82,7 +82,7 @@ class Graded:
     """Lines received from workers that matched no request."""
 
     def reordered(self, order: Sequence[int]) -> "Graded":
-        """Return the same verdicts with that of sample `order[i]` in place i."""
+        """Return the verdicts in another order: place i holds the verdict of sample `order[i]`."""
         parts = {name: [values[sample] for sample in order] for name, values in self.parts.items()}
         return replace(self, values=[self.values[sample] for sample in order], parts=parts)
 
@@ -180,8 +180,8 @@ class RewardPool:
         )
 
     def _turn(self, batch: "_Batch", failure: str | None, wait_s: float) -> str | None:
-        """Read messages of the workers, waiting at most `wait_s`, and assign samples. Return the reason why a worker could not
-        start, if there is one; no worker is started after it."""
+        """Read messages of the workers, waiting at most `wait_s`, and assign samples. If a worker could not start, return the
+        reason and start no more workers; else return None."""
         self._unwatched_s = time.monotonic() - self._watched_at
         for worker in self._wait(wait_s):
             failure = self._handle(worker, batch) or failure
@@ -243,7 +243,7 @@ class RewardPool:
             if not ready:
                 return self._no_start(late, ended)
             outcome = {"late": True} if late else {"error": f"the reward's process exited ({ended})"}
-            # after a gap in which nobody looked, a crash cannot be told from a timeout: grade the sample again, alone
+            # after a gap without reads, a crash and a timeout look the same: grade the sample again, alone
             batch.record(lost, outcome, sure=len(lost) < 2 and self._unwatched_s < UNWATCHED_S)
         elif worker.retiring and not worker.in_flight:
             self._discard(worker)
@@ -316,7 +316,7 @@ class Grading:
         return pool._graded(batch.outcomes, self._truncated)
 
     def cancel(self) -> None:
-        """Give up: no verdict is needed any more."""
+        """Stop grading and discard all verdicts."""
         if not self._pool._in_process:
             self._pool._end_batch()
 

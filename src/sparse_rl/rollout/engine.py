@@ -83,7 +83,8 @@ class Engine:
         self.statistics: Statistics = {}
         """Statistics of the model's queries and keys, if they are needed; empty until they are gathered or loaded."""
         self.calibrated_tokens = 0
-        """Tokens of the prompts that `generate` gathered them from, at most ENOUGH_TOKENS. A longer call gathers them again."""
+        """Number of prompt tokens from which `generate` gathered the statistics, at most ENOUGH_TOKENS. A call with more tokens
+        gathers them again."""
         self.quantiser: Quantiser | None = None
         """Storage of the rollouts of the next call; None for the model's dtype."""
         self.storage = self._storage()
@@ -173,11 +174,10 @@ class Engine:
         return (*(KEY_SCALES if self.kv.quantised else ()), *self.policy.uses_statistics)
 
     def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """Gather the statistics that the cache and the policy need from some of these prompts, at positions up to `tokens`. Does
-        nothing if they need none.
+        """Gather the statistics that the cache and the policy need, from some of these prompts and at positions up to `tokens`.
+        Does nothing if they need none.
 
-        `generate` does this with its own prompts if there are no statistics, or only those of a few tokens. Otherwise they stay
-        as they are until they are gathered or loaded again.
+        `generate` calls this with its own prompts if there are no statistics yet, or only statistics of a few tokens.
         """
         collectors: list[Collector] = [KeyRanges()] if self.kv.quantised else []
         if self.rotary is not None:
@@ -189,8 +189,8 @@ class Engine:
             self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
 
     def load_statistics(self, statistics: Statistics) -> None:
-        """Use these statistics from the next call on. Does nothing if none are needed, or if not all that are needed are among
-        them."""
+        """Use these statistics from the next call on. Does nothing if the engine needs none, or if some that it needs are
+        missing."""
         needed = self.needed_statistics
         if not needed or not statistics.keys() >= set(needed):
             return
@@ -284,8 +284,8 @@ class Engine:
 
     @contextmanager
     def larger_store(self, pages: int, longest: int) -> Iterator[None]:
-        """Use a prompt store of `pages` pages for prompts of at most `longest` tokens within the block, if that is more than
-        the store has. The present store, and the graphs that read it, return after the block."""
+        """Inside the block, use a prompt store of `pages` pages for prompts of at most `longest` tokens. Does nothing if the
+        current store is as large. The current store and its graphs are restored after the block."""
         store, graphs, reserved = self.cache.prompts, self.graphs, self.pool_reserved
         if not self.kv.stores_prompts or (store is not None and pages <= store.pages):
             yield

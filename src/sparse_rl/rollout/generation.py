@@ -33,17 +33,17 @@ from .scheduler import Scheduler, Sequence, dense_tokens_held
 from .stats import Progress, Stats
 
 ROUND = 2
-"""Number of chunks after which finished slots are refilled, if chunks are launched ahead. Sequences then start at the same
-step and are compacted together, and the device waits for the host less often."""
+"""Refill finished slots every this many chunks, if chunks are launched ahead. Sequences that start together are compacted
+together, and the device waits for the host less often."""
 REFILL = 16
-"""Number of new sequences that enter 256 slots at a time on a GPU. Prefilling a few prompts there takes as long as ten decode
+"""Number of new sequences that enter 256 slots at a time on a GPU, because even a small prefill takes as long as ten decode
 steps."""
 
 
 @dataclass
 class Stash:
     """Copy of a prefilled prompt, kept while samples of its group wait for a slot. If the prompt is in the prompt store, the
-    copy has its last queries alone."""
+    copy holds only its last queries."""
 
     group: int
     cache: SlotCache
@@ -179,7 +179,7 @@ class Generation:
         return found
 
     def _prefill_pages(self, groups: list[list[Request]], paged: PagedSlots) -> None:
-        """Fill pages with the prompts that are not there, and start or resume a dense sequence for each request.
+        """Fill pages with the prompts that are not stored yet, and start or resume a dense sequence for each request.
 
         First tokens are drawn for all samples of a group, including those that still wait for a slot.
         """
@@ -243,7 +243,7 @@ class Generation:
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
 
     def _new_sequences(self, requests: list[Request], dropped: list[Tensor | None]) -> list[Sequence]:
-        """Return a sequence for each request, whose prompt has just entered the cache."""
+        """Return a new sequence for each request. The prompts have just entered the cache."""
         sequences = []
         for request, dropped_LHN in zip(requests, dropped, strict=True):
             held = self.schedule.held_after_prefill(len(request.prompt))
@@ -302,8 +302,8 @@ class Generation:
     def _may_follow(self, steps: int, more: int) -> bool:
         """Return whether `more` steps may be launched before the result of the last `steps` is known.
 
-        They may if no slot is due for compaction in between and none overflows. At the end of a round, too few slots must have
-        ended for a refill.
+        This is the case if no slot overflows or is due for compaction before they run. At the end of a round, it also requires
+        that too few slots have ended for a refill.
         """
         active = self.scheduler.active
         if (

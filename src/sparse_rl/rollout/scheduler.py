@@ -34,14 +34,14 @@ class Sequence:
     trace: TraceRecorder | None
     """Recorder of the evictions, if the request asks for them."""
     stored: int = 0
-    """Tokens in the prompt store: those of the prompt, and of a dense sequence all but the newest ones."""
+    """Tokens in the prompt store: the prompt, or in a dense cache all tokens except the newest."""
     pages: list[int] = field(default_factory=list)
-    """Pages of a dense sequence after those that all samples of its prompt read."""
+    """Pages of a dense sequence, without the pages that it shares with the other samples of its prompt."""
     number: int = 0
     """Order in which sequences entered. The largest number is the youngest sequence."""
     guard: RepetitionGuard | None = None
     entered: int = 0
-    """Response tokens whose keys have entered the cache, including those of steps after the end."""
+    """Response tokens whose keys have entered the cache, including steps after the end."""
     tokens: int = 0
     """Number of response tokens so far."""
     last_token: int = -1
@@ -128,7 +128,7 @@ class Scheduler:
         """Queue the requests.
 
         While sequences run, new ones enter only if `refill` slots are free, or enough slots for all that wait. If there is
-        room, `more` is called for another group until it returns an empty list. `pages` are those of the prompt store.
+        room, `more` is called for another group until it returns an empty list. `pages` is the pool of the prompt store.
         """
         self.slots, self.refill, self.more, self.pages = slots, refill, more, pages
         self.waiting = deque(requests)
@@ -153,8 +153,8 @@ class Scheduler:
         return self.has_more and (not self.active or free >= enough) and self._has_pages(ended)
 
     def _has_pages(self, ended: Counter[int]) -> bool:
-        """Return whether the next request finds enough pages, if sequences that ended, and the groups all of whose samples
-        `ended`, return theirs."""
+        """Return whether enough pages are free for the next request. Pages of finished sequences, and of groups whose samples
+        have all `ended`, count as free."""
         if self.pages is None or not self.waiting:
             return True
         returned = sum(
@@ -164,9 +164,9 @@ class Scheduler:
         return self._pages_for(self.waiting[0], []) <= len(self.pages.free) + returned
 
     def _pages_for(self, request: Request, entering: list[Request]) -> int:
-        """Return the free pages with which a request may enter after those that are `entering`.
+        """Return the number of free pages that a request needs to enter together with the requests in `entering`.
 
-        In a dense cache, these are the pages of a paused sequence, and headroom for it and all others.
+        In a dense cache, this includes the pages of a paused sequence, and headroom for it and all running sequences.
         """
         assert self.pages is not None
         needed = 0 if request.group in self.pages.of_group else pages_of(len(request.prompt))
@@ -190,7 +190,7 @@ class Scheduler:
         return bool(self.waiting) or self.more is not None
 
     def waiting_of(self, group: int) -> list[Request]:
-        """Return the next requests, if they are of this group."""
+        """Return the requests of this group at the head of the queue."""
         return list(takewhile(lambda request: request.group == group, self.waiting))
 
     def admit(self, prefill_tokens: int) -> list[list[Request]]:
@@ -226,8 +226,8 @@ class Scheduler:
     def make_room(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Pause the youngest sequences of a dense cache until every slot that has filled a page finds a free one.
 
-        Return the paused sequences, and the moves (from slot, to slot) that close the gaps. Groups of which no sample runs
-        return their pages first. So the oldest sequence always continues.
+        Return the paused sequences, and the moves (from slot, to slot) that close the gaps. Groups without a running
+        sample return their pages first. The oldest sequence always continues.
         """
         assert self.pages is not None
         running = sorted(self.active, key=lambda sequence: sequence.number)

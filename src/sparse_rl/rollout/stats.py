@@ -14,7 +14,7 @@ class Stats:
     """Counts, times and memory of the engine's last `generate` call."""
 
     tokens: int = 0
-    """Response tokens in the rollouts, excluding those sampled after a stop token."""
+    """Response tokens in the rollouts, without tokens sampled after a stop token."""
     prompt_tokens: int = 0
     """Prefilled prompt tokens. A prompt counts once per group, unless its samples evict different keys and wait for a slot."""
     seconds: float = 0.0
@@ -32,8 +32,8 @@ class Stats:
     side_bytes: int = 0
     """Bytes of positions, lengths, the ring buffer of queries and page tables."""
     scratch_bytes: int = 0
-    """Peak bytes of prefill's keys and values outside the cache: those of one layer of the packed prompts, all layers of a long
-    prompt until it is compressed, or a prompt whose samples wait for slots."""
+    """Peak bytes of prefill's keys and values outside the cache: one layer of the packed prompts, all layers of a long prompt until
+    it is compressed, or a prompt whose samples wait for slots."""
     slot_steps: int = 0
     kept_tokens: int = 0
     """Cached tokens, summed over decode steps and sequences."""
@@ -53,7 +53,7 @@ class Stats:
     page_steps: int = 0
     """Pages in use, summed over decode steps."""
     straggler_page_steps: int = 0
-    """Pages of groups of which one sample was left, summed over decode steps."""
+    """Pages of groups with one sample left, summed over decode steps."""
     preemptions: int = 0
     """Number of times that a dense sequence was paused because no page was free."""
     recomputed_tokens: int = 0
@@ -91,7 +91,7 @@ class Stats:
 
     @property
     def straggler_share(self) -> float:
-        """Share of the used pages that belong to groups of which one sample is left, over all decode steps."""
+        """Share of the used pages that belong to groups with one sample left, over all decode steps."""
         return self.straggler_page_steps / self.page_steps if self.page_steps else 0.0
 
     _useful_steps: int = field(default=0, repr=False)

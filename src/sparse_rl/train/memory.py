@@ -77,7 +77,7 @@ def dense_bytes_of(plan: Plan | None, engine: Engine) -> int | None:
 
 
 def evaluation_bytes(plan: Plan | None, engine: Engine, prompt_tokens: int, max_tokens: int) -> int | None:
-    """Return the bytes of keys and values of a dense evaluation engine: those of its live tokens, or None without a plan."""
+    """Return the bytes of keys and values for the live tokens of a dense evaluation engine. None without a plan."""
     if plan is None:
         return None
     pages = live_dense_pages(prompt_tokens, max_tokens, engine.slots, 1)

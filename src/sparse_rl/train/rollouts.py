@@ -28,7 +28,8 @@ FAILURES = ("no_verdict", "timeouts", "errors")
 """Reasons why the reward did not grade a rollout. `reward/<name>` is the metric of each reason."""
 COUNTED = (*FAILURES, "truncated", "strays")
 REPLACED = 2**40
-"""Counter of the seed that replaces a rollout's seed. Sampling uses the positions of tokens as counters."""
+"""Counter that derives the seed of a replacement from the rollout's seed. It exceeds the token positions, which are the
+counters of sampling."""
 KNOWN_LENGTHS = 2**14
 """Maximum number of problems whose mean response length is stored. state.json holds them and is limited to 1 MiB."""
 
@@ -77,7 +78,7 @@ class RolloutBatch:
     replaced: list[GradedRollout] = field(default_factory=list)
     """Rejected rollouts that were replaced by another sample. They belong to no group."""
     old: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
-    """Old log-probs and the sum of the entropy, by row, of the rows that were checked for rejection."""
+    """Old log-probs and summed entropy of each row that was checked for rejection, by row."""
     old_s: float = 0.0
     """Seconds of computing them."""
     prompts: int = 0
@@ -171,8 +172,8 @@ class RolloutSampler:
         """Sample the groups of the step that starts at `cursor` of the data. With `rollout.refill`, sample until enough groups
         have a signal.
 
-        `find_rejected` returns which rows of a batch the correction rejects. Each of them is replaced by another sample of its
-        prompt, in up to `MAX_DRAWS` rounds with the first.
+        `find_rejected` returns the rows of a batch that the correction rejects. Each of them is replaced by another sample of
+        its prompt, in up to `MAX_DRAWS` rounds, the first one included.
         """
         batch = RolloutBatch()
         wanted = self.config.rollout.prompts_per_step

@@ -121,8 +121,8 @@ def planned(config: Config) -> str:
 def train(
     config: Config, *, resume: bool, overwrite: bool, launch: str | None = None, objects: PythonObjects | None = None
 ) -> list[TrainResult]:
-    """Train as a single process, or as one of the ranks that a launcher started. Return the runs, of which the last may not be
-    finished: several if methods are compared.
+    """Train as a single process, or as one of the ranks that a launcher started. Return the runs: one per compared method, or
+    a single one. The last may be unfinished.
 
     `launch` is an id shared by all restarts of one launch and by no other launch; the default is torchrun's id. After the run
     has begun, a restart of the same launch resumes it, regardless of `resume` and `overwrite`. Before that, the run that
