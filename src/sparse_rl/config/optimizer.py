@@ -17,8 +17,8 @@ class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="AdamW betas.")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay of matrices; vectors have no weight decay.")
-    schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="Learning rate schedule after the warm-up: constant, or cosine decay to 0."
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate schedule after the warm-up: constant, or linear or cosine decay to 0."
     )
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
     clip_norm: float = Field(1.0, gt=0, description="Maximum gradient norm; larger gradients are scaled down.")
