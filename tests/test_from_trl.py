@@ -1,13 +1,13 @@
 """Flags of TRL become a recipe with the same meaning, and none is dropped without a word; checked against the real package."""
 
-import json
 import runpy
+import shutil
 import tomllib
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import get_scheduler
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig
 from trl.scripts import grpo
@@ -17,7 +17,6 @@ from small_runs import metrics, refused
 from sparse_rl import UserError
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import Config, OptimizerConfig
-from sparse_rl.data.arithmetic import make_problems
 from sparse_rl.integrations import from_trl
 from sparse_rl.integrations.trl_flags import COUNTERPARTS, reason
 from sparse_rl.integrations.trl_parser import Flags, parsed
@@ -25,6 +24,7 @@ from sparse_rl.learner.losses.regularizers import kl
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.models.load import TINY
 
+EXAMPLE = Path(__file__).parents[1] / "examples/from_trl"
 BASE = [
     "--model_name_or_path",
     "me/model",
@@ -224,53 +224,39 @@ def test_epochs_need_the_number_of_prompts():
 # Before and after
 
 
-REWARD = """
-def right(prompts, completions, answer, **columns):
-    return [float(text.strip().endswith(each)) + len(text) % 3 for text, each in zip(completions, answer)]
-"""
-
-
 def test_a_config_of_trl_trains_a_step_in_both(tmp_path, monkeypatch, capsys):
-    """The same YAML file: in TRL's own script, and converted in `sparse-rl train`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "sums_reward.py").write_text(REWARD)
-    (tmp_path / "data").mkdir()
-    rows = [{"prompt": each.prompt, "answer": each.answer} for each in make_problems(8, 0, sums=4)]
-    (tmp_path / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "model_name_or_path": str(TINY),
-        "dataset_name": str(tmp_path / "data"),
-        "reward_funcs": ["sums_reward.right"],
-        "output_dir": str(tmp_path / "trl"),
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_completion_length": 40,
-        "learning_rate": "1e-4",
-        "max_steps": 1,
-        "bf16": False,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
+    """The example of the guide, with shorter answers: in TRL's own script, and converted in `sparse-rl train`."""
+    shutil.copytree(EXAMPLE, tmp_path / "example")
+    monkeypatch.chdir(tmp_path / "example")
+    monkeypatch.syspath_prepend(".")
+    short = [
+        "--max_steps",
+        "1",
+        "--max_completion_length",
+        "40",
+        "--per_device_train_batch_size",
+        "16",
+        "--disable_tqdm",
+        "true",
+    ]
 
-    monkeypatch.setattr("sys.argv", ["grpo.py", "--config", "grpo.yaml"])
+    monkeypatch.setattr(
+        "sys.argv", ["grpo.py", "--config", "grpo.yaml", "--model_name_or_path", str(TINY), "--use_cpu", *short]
+    )
     runpy.run_path(grpo.__file__, run_name="__main__")
-    assert (tmp_path / "trl/model.safetensors").exists()
+    assert Path("trl-sums/model.safetensors").exists()
 
     capsys.readouterr()
-    main(["from-trl", "--config", "grpo.yaml", "--output_dir", str(tmp_path / "ours")])
+    main(["from-trl", "--config", "grpo.yaml", "--model_name_or_path", "tiny", "--output_dir", "ours", *short])
     recipe, notes = capsys.readouterr()
     assert "sparse-rl: --logging_steps 1.0: not carried over, every step goes to metrics.jsonl" in notes
-    (tmp_path / "mine.toml").write_text(recipe)
-    main(["train", "mine.toml", "--data.raw", "true"])
-    (row,) = [row for row in metrics(tmp_path / "ours") if row["step"] == 1]
+    guide = (EXAMPLE.parents[1] / "docs/coming-from.md").read_text()
+    assert all(note in guide for note in notes.splitlines() if "kv.budget" not in note and "disable_tqdm" not in note)
+    Path("sums.toml").write_text(recipe)
+    main(["train", "sums.toml", "--data.raw", "true"])
+    (row,) = [row for row in metrics(Path("ours")) if row["step"] == 1]
     assert row["policy/lr"] == 1e-4 and row["kv/peak_tokens"] <= 64 + 16
-    stored = tomllib.loads((tmp_path / "ours/config.toml").read_text())
+    stored = tomllib.loads(Path("ours/config.toml").read_text())
     assert (stored["rollout"]["prompts_per_step"], stored["rollout"]["max_tokens"]) == (2, 40)
 
 
