@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import small_runs
 import sparse_rl
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import AlertsConfig
+from sparse_rl.config import AlertsConfig, Config
 from sparse_rl.data.arithmetic import write_problem
 from sparse_rl.monitor.alerts import RULES
 
@@ -225,6 +226,11 @@ def test_options_that_the_guides_name_exist():
             assert key.rstrip(".").replace("-", "_") in known | sections or Path(key).suffix in (".md", ".log", ".py"), (
                 f"{page}: {key}"
             )
+
+
+def test_recipes_of_the_guide_for_other_trainers_are_valid():
+    recipes = [Config(**tomllib.loads(text)) for _, text in blocks("docs/coming-from.md", "toml")]
+    assert [config.rollout.rollouts_per_step for config in recipes] == [2560, 128]
 
 
 @pytest.mark.parametrize("page", PAGES)

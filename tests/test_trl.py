@@ -23,6 +23,7 @@ from sparse_rl.data.arithmetic import make_problems
 from sparse_rl.integrations import trl as integration
 from sparse_rl.integrations.trl import EXACT, SparseGRPOConfig, SparseGRPOTrainer, SparseRollouts
 from sparse_rl.integrations.trl_rollouts import SamplerWeights, grouped
+from sparse_rl.integrations.trl_version import refuse_version
 from sparse_rl.learner.batch import make_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.update import accumulate
@@ -333,9 +334,9 @@ def test_a_processor_for_images_is_refused(tmp_path):
 def test_another_version_of_trl_is_refused():
     for version in ("1.14.2", "1.17.0", "0.29.1"):
         with pytest.raises(UserError, match=f"TRL {version} is not supported.*from 1.15 to below 1.17"):
-            integration.refuse_version(version)
+            refuse_version(version)
     for version in ("1.15.0", "1.16.3"):
-        integration.refuse_version(version)
+        refuse_version(version)
 
 
 def test_the_config_is_written_and_read_like_that_of_trl(tmp_path):

@@ -436,7 +436,11 @@ def test_long_gradients_are_clipped_and_reported_whole():
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]), ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, 0.854, 0.5, 0.146])],
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, 0.854, 0.5, 0.146]),
+    ],
 )
 def test_the_rate_warms_up_and_then_follows_the_schedule(schedule, expected):
     optimizer = Optimizer(toy(), OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4), steps=8)

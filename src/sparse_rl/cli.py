@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from . import __version__
-from .commands import bench, eval, export, generate, plan, recipes, report, train
+from .commands import bench, eval, export, from_trl, generate, plan, recipes, report, train
 from .commands.arguments import LOWER
 from .errors import UserError, say, without_torchaos_warnings
 from .exit_codes import exit_on_error
+from .integrations import trl_flags
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,6 +48,7 @@ COMMANDS = {
     "recipes": (recipes, "list the shipped recipes with model, GPU and time"),
     "report": (report, "show runs: curves, rollouts, alerts"),
     "export": (export, "export a run's weights as a Hugging Face model folder"),
+    "from-trl": (from_trl, "convert the flags of TRL's GRPO to a recipe"),
     "generate": (generate, "sample from a model and show KV use and speed"),
     "bench": (bench, "benchmark this machine"),
 }
@@ -64,7 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    if argv[:1] == ["from-trl"] and argv[1:2] not in (["-h"], ["--help"]):
+        argv = ["from-trl", "--", *argv[1:]]  # its flags are those of another program
     args, unknown = parser.parse_known_args(argv)
+    if unknown and args.command is train.run and (found := trl_flags.hint(unknown[0])):
+        raise UserError(found)
     if unknown:
         flags = sorted(set(re.findall(r"--[\w.-]+", args.parser.format_help())))
         close = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)

@@ -17,7 +17,7 @@ class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="AdamW betas.")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, for matrices only.")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="Learning rate schedule after the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
     clip_norm: float = Field(1.0, gt=0, description="Maximum gradient norm.")
     state: Literal["fp32", "8bit", "offload"] = Field(

@@ -15,18 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..config import KV, PRESETS, CorrectionSpec
-from ..errors import MissingResource, UserError, notice
+from ..errors import UserError, notice
 from ..learner.correction import Corrected, correct
 from ..models.attention import eval_mode
 from ..train.metrics import kv_metrics
+from .trl_version import require_trl
 
-VERSIONS = ("1.15", "1.17")
-"""First supported version of TRL, and the first version that is not."""
 EXACT = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 """Loss types in which a factor of the advantage is a factor of the token's term. `vespo` weighs whole sequences by a function of
 the ratio, the sampler's included."""
@@ -36,20 +34,7 @@ OWN_FIELDS = ("kv", "correction", "slots", "merge_lora")
 """Fields of SparseGRPOConfig that TRL's GRPOConfig does not have."""
 
 
-def refuse_version(version: str) -> None:
-    first, end = VERSIONS
-    if not Version(first) <= Version(version) < Version(end):
-        raise UserError(
-            f"TRL {version} is not supported, because its trainer differs inside: install one from {first} to below {end}, as in "
-            f"pip install 'sparse-rl[trl]'."
-        )
-
-
-try:
-    import trl
-except ImportError as error:
-    raise MissingResource("sparse_rl.integrations.trl needs TRL: pip install 'sparse-rl[trl]'.") from error
-refuse_version(trl.__version__)
+require_trl("sparse_rl.integrations.trl")
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 

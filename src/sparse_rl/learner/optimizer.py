@@ -86,14 +86,15 @@ class Optimizer:
         return AdamW8bit(groups, **how)
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0. The cosine schedule ends at 0 after the last step."""
+        """Return the learning rate of a step, counted from 0. The linear and the cosine schedule end at 0 after the last step."""
         settings = self.settings
         if step < settings.warmup_steps:
             return settings.lr * (step + 1) / settings.warmup_steps
         if settings.schedule == "constant":
             return settings.lr
         past = (step - settings.warmup_steps) / max(1, self.steps - settings.warmup_steps)
-        return settings.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, past)))
+        past = min(1.0, past)
+        return settings.lr * (1 - past if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * past)))
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:

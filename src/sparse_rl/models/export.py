@@ -15,6 +15,9 @@ from ..kv.statistics import Statistics, save
 from .actor import Actor
 from .stored_kv import FILE
 
+CARD = "README.md"
+"""Name of the model card, which the hub shows."""
+
 
 def write_model(
     folder: Path,
@@ -24,9 +27,10 @@ def write_model(
     statistics: Statistics | None = None,
     *,
     merge: bool = False,
+    card: str | None = None,
 ) -> None:
     """Write the full model or, with LoRA and without `merge`, the adapter. sparse_rl.json holds the KV settings of the
-    training run, and a file next to it the statistics that the cache or the policy needs.
+    training run, and a file next to it the statistics that the cache or the policy needs. `card` is the text of README.md.
 
     The folder is renamed into place when it is complete.
     """
@@ -41,6 +45,8 @@ def write_model(
         settings: dict[str, Any] = {"format": FORMAT, "kv": kv.model_dump(mode="json")}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
         save(statistics or {}, partial)
+        if card is not None:  # in place of peft's
+            (partial / CARD).write_text(card, encoding="utf-8")
         # the mode from the umask: safetensors creates files that only the owner can read
         mode = (partial / FILE).stat().st_mode
         for file in partial.iterdir():

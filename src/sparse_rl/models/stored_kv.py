@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import FORMAT, refuse_total_budget
 from ..errors import UserError
-from ..hub import why_unreachable
+from ..hub import is_hub_id, why_unreachable
 from ..text import quoted
 
 FILE = "sparse_rl.json"
@@ -23,7 +23,7 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
     """
     file: Path | None = Path(path) / FILE
     if file is None or not file.is_file():
-        file = _from_hub(path) if _is_hub_id(path) else None
+        file = _from_hub(path) if is_hub_id(path) else None
     if file is None:
         return {}
     try:
@@ -42,11 +42,6 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
     if "budget" not in chosen:
         refuse_total_budget(options, f"set kv.budget to {{}}, or correct {file} and add format = {FORMAT}")
     return stored
-
-
-def _is_hub_id(path: str) -> bool:
-    """Return whether the path is a hub id, and neither a folder nor a misspelt path inside an existing folder."""
-    return path.count("/") == 1 and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def _from_hub(path: str) -> Path | None:

@@ -50,6 +50,17 @@ class TrainResult:
 
         return pq.read_table(self._folder.rollouts / f"step-{step}.parquet").to_pylist()
 
+    def push_to_hub(self, repo: str, *, step: int | str | None = None, merge: bool = False, private: bool = False) -> str:
+        """Upload the model, or the adapter, to a repository of the hub with a model card, and return its address.
+
+        `step` is a step number, "best", or None for the last checkpoint. `merge` merges the adapter into the weights.
+        """
+        from .export import export
+
+        url = export(self.config.run_dir, None, step=step, merge=merge, push=repo, private=private)
+        assert url is not None
+        return url
+
     @property
     def _folder(self) -> RunFolder:
         return RunFolder(self.config.run_dir, writes=False)

@@ -84,9 +84,9 @@ def change_notes(changed: Sequence[Change], step: int, config: Config, lr: float
         f"{each.key} is {each.now} from step {step + 1} on, and was {each.before}." for each in changed if each.key != "steps"
     ]
     steps = next((each for each in changed if each.key == "steps"), None)
-    if steps and config.optimizer.schedule == "cosine":
+    if steps and config.optimizer.schedule != "constant":
         lines.append(
-            f"steps is {steps.now} now but was {steps.before}: the cosine schedule is stretched. Step {step + 1} has the "
+            f"steps is {steps.now} now but was {steps.before}: the {config.optimizer.schedule} schedule is stretched. Step {step + 1} has the "
             f"learning rate {lr:.3g}, so the result differs from a single run of {steps.now} steps."
         )
     return lines

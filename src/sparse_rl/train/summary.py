@@ -44,7 +44,7 @@ def summary_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> 
 
 def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
     """Return a sentence if the bounded cache allocated more memory than a dense cache would have held; else None."""
-    allocated, dense = (_peak(rows, key) for key in PEAKS)
+    allocated, dense = (peak(rows, key) for key in PEAKS)
     if config.method == "dense" or allocated <= dense:
         return None
     return (
@@ -67,10 +67,11 @@ def _costs(rows: list[dict[str, float]]) -> list[str]:
     for key in ("kv/token_savings", "sparse/rejection_rate"):
         values = [row[key] for row in rows if key in row]
         means.append(f"{sum(values) / len(values):.0%}" if values else "")
-    return [*(size(_peak(rows, key)) for key in PEAKS), *means]
+    return [*(size(peak(rows, key)) for key in PEAKS), *means]
 
 
-def _peak(rows: list[dict[str, float]], key: str) -> float:
+def peak(rows: list[dict[str, float]], key: str) -> float:
+    """Return the highest value of a metric, or 0 if no step logged it."""
     return max((row[key] for row in rows if key in row), default=0.0)
 
 

@@ -26,6 +26,7 @@ from ..world import ALONE, World
 from . import checkpoint, rollout_log
 from . import resume as resuming
 from .best import Best
+from .card import model_card
 from .health import Health
 from .held_out import Evaluator
 from .inputs import RunInputs, load_all
@@ -322,7 +323,12 @@ class TrainingRun:
 
     def _write_model(self) -> None:
         if self.world.is_main:
-            write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv, self.engine.statistics)
+            card = model_card(
+                self.config, self.folder.read_metrics(), self.state.step, f"{self.folder.path.resolve().name}/model"
+            )
+            write_model(
+                self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv, self.engine.statistics, card=card
+            )
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)
