@@ -50,7 +50,7 @@ MAX_AUTO_SLOTS = 1024
 """Upper limit of the automatic slot count. Matrix products reach full speed at far fewer slots, while host work grows with the
 count."""
 SCRATCH_SHARE = 0.05
-"""Share of the cache size reserved for temporary buffers during compaction."""
+"""Share of the cache size, in the model's dtype, reserved for temporary buffers during compaction."""
 SCRATCH_FLOOR_BYTES = 16 * 2**20
 """Minimum size of the compaction scratch buffer, so that a cache of a few MiB is not compacted row by row."""
 PAGE_TOKENS = 64

@@ -285,7 +285,8 @@ class SlotCache:
     def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (layer, slot index) of the rows of each tile, layer by layer. A tile has as many rows as scratch memory
         allows."""
-        rows = max(1, int(max(SCRATCH_SHARE * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
+        share = SCRATCH_SHARE * self.dense_token_bytes / self.token_bytes  # codes are decoded to the model's dtype
+        rows = max(1, int(max(share * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots

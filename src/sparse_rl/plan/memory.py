@@ -18,6 +18,7 @@ from ..sizes import (
     pool_pages,
     slot_bytes,
     store_bytes,
+    token_bytes,
 )
 from .dimensions import Dimensions
 from .microbatch import largest_pack, rollouts_of_rank
@@ -213,7 +214,8 @@ def step_phases(
 ) -> list[Phase]:
     """Return the phases of a step. `pages` are those of the sampler's dense cache."""
     always = always_parts(config, dims, slots, prompt_tokens, pages)
-    scratch = max(SCRATCH_SHARE * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES)
+    share = SCRATCH_SHARE * token_bytes(dims, itemsize(config)) / token_bytes(dims, itemsize(config), config.sampler_kv.dtype)
+    scratch = max(share * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES)
     if config.sampler_kv.policy == "full":  # at most a page of each slot moves at once, keys and then values
         scratch = min(scratch, dense_bytes(dims, 0, slots, itemsize(config), config.sampler_kv.dtype) // 2)
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
