@@ -55,7 +55,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the results; continued if it exists")
     parser.add_argument("--table", type=Path, metavar="OUT", help="print the results in this folder and do nothing else")
     parser.add_argument("--figure", type=Path, help="with --table: also draw bytes saved against answers rejected")
-    parser.add_argument("--arms", default="", help="only arms whose name contains this; dense always runs")
+    parser.add_argument(
+        "--arms", default="", help="only arms whose name contains one of these, with commas between; dense always runs"
+    )
     parser.add_argument("--prompts", type=int, help="number of prompts [the task's]")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no arm after this time [no limit]")
     parser.add_argument("--dtype", default="bfloat16")
@@ -79,7 +81,11 @@ def main() -> None:
     started = time.monotonic()
     for name, kv in arms_of(plan, task).items():
         out = folder / f"{name.replace('/', '-').replace(' ', '_')}.json"
-        if out.exists() or (args.arms not in name and name != DENSE) or time.monotonic() - started > args.seconds:
+        if (
+            out.exists()
+            or (name != DENSE and not any(part in name for part in args.arms.split(",")))
+            or time.monotonic() - started > args.seconds
+        ):
             continue
         try:
             summary, raw = work.measure(kv)
