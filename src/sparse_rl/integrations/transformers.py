@@ -27,6 +27,7 @@ from ..config import KV
 from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
+from ..kernels.form import PLAIN
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy, from_settings
@@ -149,7 +150,7 @@ class BoundedLayer(CacheLayerMixin):
         """Number of real tokens in each row's prompt."""
         self.held: list[int] = []
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         new = queries_BQTD.shape[2]
         real_BT = None if mask is None else mask[:, 0, -1, -new:]  # new tokens that the last query may see
         if self.cache is None:

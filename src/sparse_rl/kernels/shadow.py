@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..errors import first_line
 from ..sizes import SHADOW_BLOCK, padded_length
+from .form import PLAIN, AttentionForm, capped
 
 SMALLEST_HEAD = 16  # FlexAttention's limit
 COMPILATIONS = 64
@@ -52,7 +53,15 @@ class Shadow:
         lists = {name: each[layer].repeat_interleave(groups, dim=0)[None] for name, each in self.lists.items()}
         return BlockMask((self.padded, self.padded), **lists, BLOCK_SIZE=(SHADOW_BLOCK, SHADOW_BLOCK), mask_mod=sees)
 
-    def attend(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries_1QND: Tensor,
+        keys_1HND: Tensor,
+        values_1HND: Tensor,
+        scale: float,
+        form: AttentionForm = PLAIN,
+    ) -> Tensor:
         """Return the attention output [1, Q, N, D].
 
         The memory for backward grows linearly with N. Only the block lists grow with N^2, divided by 16384.
@@ -61,7 +70,7 @@ class Shadow:
         q, k, v = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (queries_1QND, keys_1HND, values_1HND))
         mask = self.block_mask(layer, q.shape[1])
         with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
-            return _compiled()(q, k, v, mask, scale)[:, :, : self.tokens]
+            return _compiled()(q, k, v, mask, scale, form.softcap, form.sinks_Q)[:, :, : self.tokens]
 
 
 def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,8 +111,18 @@ def give_up(error: Exception) -> None:
     _broken.append(error)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: float | None = None, sinks_Q: Tensor | None = None
+) -> Tensor:
+    def cap(logit, batch, head, query, key):
+        return capped(logit, softcap)
+
+    score = None if softcap is None else cap
+    if sinks_Q is None:
+        return flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=scale, enable_gqa=True)
+    out, sums = flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=scale, enable_gqa=True, return_lse=True)
+    share = torch.sigmoid(sums - sinks_Q.to(sums.dtype)[:, None])  # of the keys in a softmax over keys and sink
+    return out * share[..., None].to(out.dtype)
 
 
 @cache

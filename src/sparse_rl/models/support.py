@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
+from ..kernels.form import PLAIN, capped
 from ..kv.shape import CacheShape
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
 from .folder import context_length
@@ -47,15 +48,19 @@ class AttentionLimits:
     hard: bool
     """True if positions come from a table, so that no position beyond the context exists."""
     sliding_window: int | None
-    """Shortest sliding window of any layer. It has no effect on sequences that fit the window."""
+    """Shortest window or chunk that layers apply through the mask alone, which our views ignore. Longer sequences are
+    refused."""
     vocab: int
+    plain: bool = True
+    """True if attention has no windows, no soft caps and no learned sinks."""
     any_dtype: bool = False
     """True if the limits hold for any dtype of the weights. A sharded model changes the dtype of its weights between
     passes."""
 
 
 _prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
-_scales: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+_scales: WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]] = WeakKeyDictionary()
+"""Scale and soft cap of each model's logits."""
 
 
 def prepare(model: PreTrainedModel) -> AttentionLimits:
@@ -88,9 +93,10 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
         if isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         raise UserError(f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model.") from error
-    windows, context = [*probe.sliding_windows, *_windows_of_the_mask(config)], _context(config)
+    windows, context = _windows_of_the_mask(config, shape), _context(config)
     hard = context is not None and _has_table(model, context)
-    limits = AttentionLimits(shape, context, hard, min(windows, default=None), config.vocab_size)
+    plain = probe.plain and not shape.windowed
+    limits = AttentionLimits(shape, context, hard, min(windows, default=None), config.vocab_size, plain)
     _prepared[model] = limits
     return limits
 
@@ -98,7 +104,7 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
 def head_of(model: PreTrainedModel) -> Head:
     """Return the model's LM head.
 
-    The head is checked once, on one token, because some models post-process their logits (e.g. soft-capping).
+    The head is checked once, on one token, because some models post-process their logits.
     """
     layer = model.get_output_embeddings()
     if hasattr(layer, "get_delta_weight"):
@@ -107,11 +113,11 @@ def head_of(model: PreTrainedModel) -> Head:
             "from it."
         )
     bias = getattr(layer, "bias", None)
-    scale = _scales.get(model)
-    if scale is None:
+    if model not in _scales:
         with eval_mode(model):
-            scale = _scales[model] = _scale(model, Head(layer.weight, bias, 1.0))
-    return Head(layer.weight, bias, scale, logits_dtype(model, layer.weight.dtype))
+            _scales[model] = _scale_and_cap(model, Head(layer.weight, bias, 1.0))
+    scale, softcap = _scales[model]
+    return Head(layer.weight, bias, scale, logits_dtype(model, layer.weight.dtype), softcap)
 
 
 def set_head_dtype(model: PreTrainedModel, name: str) -> None:
@@ -148,7 +154,8 @@ def copy_support(model: PreTrainedModel, other: PreTrainedModel) -> None:
     any dtype of the weights."""
     model.set_attn_implementation(NAME)
     _prepared[model] = replace(prepare(other), any_dtype=True)
-    _scales[model] = head_of(other).scale
+    head = head_of(other)
+    _scales[model] = (head.scale, head.softcap)
     if HEAD_DTYPE in other.__dict__:
         model.__dict__[HEAD_DTYPE] = other.__dict__[HEAD_DTYPE]
 
@@ -194,10 +201,10 @@ def _has_table(model: PreTrainedModel, context: int) -> bool:
     return any(context <= len(table) <= context + SPARE_ROWS for table in tables)
 
 
-def _windows_of_the_mask(config) -> list[int]:
-    """Return the windows that some models apply only through the mask, which our views ignore."""
-    layer_types = getattr(config, "layer_types", None)
-    local = layer_types is None or any(kind != "full_attention" for kind in layer_types)
+def _windows_of_the_mask(config, shape: CacheShape) -> list[int]:
+    """Return the windows that some models apply only through the mask, and do not pass to attention."""
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.layers
+    local = {kind for layer, kind in enumerate(layer_types) if kind != "full_attention" and layer not in shape.windowed}
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return [size for size in sizes if size] if local else []
 
@@ -208,7 +215,9 @@ class _Probe(AttentionProbe):
 
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple] = field(default_factory=set)
-    sliding_windows: list[int] = field(default_factory=list)
+    windows: dict[int, int] = field(default_factory=dict)
+    """Sliding window of each layer that has one."""
+    plain: bool = True
     last: Tensor | None = None
 
     def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
@@ -219,11 +228,12 @@ class _Probe(AttentionProbe):
             )
         self.shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
         if kwargs.get("sliding_window"):
-            self.sliding_windows.append(kwargs["sliding_window"])
+            self.windows[cast(int, module.layer_idx)] = kwargs["sliding_window"]
         self.last = key
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         self.layers.append(layer)
+        self.plain = self.plain and form.is_plain
         return attend_to_itself(queries_BQTD, values_BHTD)
 
     def shape(self, kind: str, layers: int) -> CacheShape:
@@ -241,18 +251,26 @@ class _Probe(AttentionProbe):
                 f"{kind} calls attention {len(self.layers)} times in {layers} layers (a hybrid model, for example), which "
                 "is not supported: use a model with one attention per layer."
             )
-        return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
+        sizes = sorted(set(self.windows.values()))
+        if len(sizes) > 1:
+            raise UserError(
+                f"{kind} has layers with windows of {sizes[0]} and {sizes[-1]} tokens, but one size per model is supported: use "
+                "another model."
+            )
+        shape = CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
+        return replace(shape, window=sizes[0], windowed=tuple(sorted(self.windows))) if sizes else shape
 
 
 # LM head checks
 
 
 @torch.no_grad()
-def _scale(model: PreTrainedModel, head: Head) -> float:
-    """Return the factor between the model's logits and hidden states times LM head.
+def _scale_and_cap(model: PreTrainedModel, head: Head) -> tuple[float, float | None]:
+    """Return the factor between the model's logits and hidden states times LM head, and the soft cap of the logits.
 
-    A second check uses hidden states so large that a soft cap on the logits would change them.
+    A second check uses hidden states so large that a soft cap on the logits changes them.
     """
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     prepare(model)
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
     view, first = _OneToken(), torch.zeros(1, dtype=torch.long, device=model.device)
@@ -262,19 +280,24 @@ def _scale(model: PreTrainedModel, head: Head) -> float:
     plain_V = head(hidden_1D)[0].float()
     if not bool(own_V.isfinite().all()):
         raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
-    scale = float(own_V @ plain_V / (plain_V @ plain_V))
+    linear_V, of_V = own_V, plain_V
+    if softcap is not None:  # near the cap, rounding says nothing about the scale
+        of_V = plain_V[own_V.abs() < 0.9 * softcap]
+        linear_V = softcap * torch.atanh(own_V[own_V.abs() < 0.9 * softcap] / softcap)
+    scale = float(linear_V @ of_V / (of_V @ of_V)) if len(of_V) else 1.0
     scale = 1.0 if abs(scale - 1) < 1e-3 else scale
     factor = 2.0 ** math.ceil(math.log2(LARGE_LOGIT / max(float(own_V.abs().max()), 1e-6)))
     with _scaled_input(model.get_output_embeddings(), factor):
         large_V = run(model, token, position, view, keep=1)[0, -1].float()
     scaled_V = head(hidden_1D * factor)[0].float()
     for own, plain in ((own_V, plain_V), (large_V, scaled_V)):
-        if not torch.allclose(own, scale * plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
+        expected = capped(scale * plain, softcap)
+        if not torch.allclose(own, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())):
             raise UserError(
-                f"{type(model).__name__} post-processes its logits (e.g. soft-capping). The learner's chunked log-probs "
-                "support only the product of hidden states and LM head: use another model."
+                f"{type(model).__name__} post-processes its logits. The learner's chunked log-probs support only the product of "
+                "hidden states and LM head, scaled or soft-capped: use another model."
             )
-    return scale
+    return scale, softcap
 
 
 @contextmanager
@@ -290,5 +313,5 @@ def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
 class _OneToken:
     """View for a single token, which attends only to itself."""
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         return attend_to_itself(queries_BQTD, values_BHTD)

@@ -95,7 +95,7 @@ class RequestLimits:
                 "encode it with this model's tokenizer",
                 prompt=name,
             )
-        rooms = [(model.sliding_window, "sliding attention window")]
+        rooms = [(model.sliding_window, "attention window or chunk")]
         if model.hard or not allow_beyond_context:
             rooms.append((model.context, "context"))
         for limit, what in rooms:
