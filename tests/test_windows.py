@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
+from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv.windows import WindowStore
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 
@@ -212,6 +213,24 @@ def test_gradients_are_those_of_transformers(models):
 def own_parallel(model, rollout):
     tokens = torch.tensor([rollout.prompt + rollout.response])
     return chosen(model(tokens, use_cache=False).logits[0, len(rollout.prompt) - 1 : -1], rollout.response)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models, name):
+    """In a left-padded batch, whose padding is longer than the window."""
+    model, prompts = models[name], [LONG, SHORT]
+    rollouts = Engine(model, BOUNDED, slots=2).generate(prompts, 1, Sampling(max_tokens=40, stop=(), temperature=0))
+    tokens, mask = torch.zeros(2, len(LONG), dtype=torch.long), torch.zeros(2, len(LONG), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :], mask[row, -len(prompt) :] = torch.tensor(prompt), 1
+    cache = BoundedCache("rkv", BOUNDED.budget, interval=BOUNDED.interval, window=BOUNDED.window, sinks=BOUNDED.sinks)
+    out = model.generate(
+        tokens, attention_mask=mask, past_key_values=cache, max_new_tokens=40, do_sample=False, eos_token_id=None
+    )
+    assert out[:, len(LONG) :].tolist() == [rollout.response for rollout in rollouts]
+    shape = Engine(model, BOUNDED, slots=1).limits.shape
+    held = len(shape.full_layers) * BOUNDED.capacity + len(shape.windowed) * WINDOW
+    assert cache.kv_bytes == 2 * 2 * 2 * 8 * 4 * held  # rows, keys and values, heads, dimensions, bytes
 
 
 def test_quantised_windows_are_refused(models):

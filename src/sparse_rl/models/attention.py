@@ -52,12 +52,11 @@ class AttentionProbe(ABC):
 
 @dataclass(frozen=True)
 class BoundKeys:
-    """New keys and values, wrapped for the view of a transformers cache. The cache has received `seen` tokens before them."""
+    """New keys and values, wrapped for the view of a transformers cache."""
 
     view: AttentionView
     keys_BHTD: Tensor
     values_BHTD: Tensor
-    seen: int
 
     def __getattr__(self, name: str):
         raise UserError(
@@ -69,12 +68,6 @@ class BoundKeys:
 def attention(module, query, key, value, attention_mask, scaling=None, sparse_view=None, **kwargs):
     bound = isinstance(key, BoundKeys)
     if bound:
-        window, tokens = kwargs.get("sliding_window"), key.seen + query.shape[2]
-        if window and tokens > window:
-            raise UserError(
-                f"BoundedCache does not support sliding-window attention: {tokens} tokens exceed the model's sliding "
-                f"window of {window}. Use shorter sequences."
-            )
         sparse_view, key, value = key.view, key.keys_BHTD, key.values_BHTD
     form = AttentionForm(kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
