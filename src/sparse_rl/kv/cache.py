@@ -50,6 +50,8 @@ class SlotCache:
         """Number in the cache of each layer that it holds."""
         self.windows: WindowStore | None = None
         """Cache of the model's sliding-window layers; None until the longest sequence is known, or if there are none."""
+        self.windowed = shape.windowed
+        """Layers of the model that it does not hold, because they have a window."""
         self.shape, self.slots, self.capacity, self.ring = shape.full, slots, capacity, ring
         shape = self.shape
         self.numbers_L = torch.tensor(self.layers, device=shape.device) + first_layer
@@ -107,6 +109,13 @@ class SlotCache:
         beside = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
         slots = sum(tensor.untyped_storage().nbytes() for tensor in beside)
         return slots + (0 if self.prompts is None else self.prompts.side_bytes)
+
+    def empty_like(self, slots: int, capacity: int) -> "SlotCache":
+        """Return an empty cache of the same layers, without a prompt store."""
+        cache = SlotCache(self.shape, slots, capacity, self.ring, quantiser=self.quantiser)
+        if self.windows is not None:
+            cache.windows = WindowStore(self.windows.shape, slots, self.windows.capacity)
+        return cache
 
     def clear(self) -> None:
         for tensor in (*self.stored, self.queries_LSQWD, self.positions_LSHC, self.lengths_S):

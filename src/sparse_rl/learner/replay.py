@@ -67,9 +67,9 @@ def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) ->
     limits = prepare(model)
     # the last token is not fed
     longest = max((len(rollout.prompt) + len(rollout.response) - 1 for rollout in rollouts), default=0)
-    if limits.hard and limits.context is not None and longest > limits.context:
+    if limits.positions is not None and longest > limits.positions:
         raise UserError(
-            f"A rollout has {longest} tokens, but the model supports {limits.context} positions: replay shorter rollouts."
+            f"A rollout has {longest} tokens, but the model supports {limits.positions} positions: replay shorter rollouts."
         )
 
 

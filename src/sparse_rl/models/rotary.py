@@ -59,7 +59,7 @@ def _probe(model: PreTrainedModel) -> list[tuple[Tensor, list[int]]]:
     """Return the vectors [P, M, D] of each layer of the stand-in, and their positions: 0, 1, 2, 4, 8, …"""
     small = reduced(model)
     limits = prepare(small)
-    longest = limits.context if limits.hard and limits.context else LAST
+    longest = limits.positions or LAST
     places = [0] + [2**power for power in range(LAST.bit_length()) if 2**power < longest]
     rows = min(limits.vocab, ROWS)
     tokens_N = torch.arange(min(rows, TOKENS), device=small.device) * (rows // min(rows, TOKENS))

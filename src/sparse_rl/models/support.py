@@ -19,19 +19,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
 from ..kernels.form import PLAIN, capped
 from ..kv.shape import CacheShape
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
-from .folder import context_length
+from .folder import changes_with_length, context_length
 from .head import Head, decoder_output, hidden_states
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Supported entries of layer_types: attention over all keys of a sequence that fits the window."""
 SPARE_ROWS = 8
-"""Maximum extra rows of a position table. OPT's table has 2."""
+"""Maximum extra rows of a buffer that is a position table, whatever its name."""
 HEAD_DTYPE = "sparse_rl_head_dtype"
 """Attribute of a model that holds the dtype of its logits."""
 LARGE_LOGIT = 256.0
@@ -45,8 +46,9 @@ class AttentionLimits:
     shape: CacheShape
     context: int | None
     """Context length of the model; None if its configuration does not state it."""
-    hard: bool
-    """True if positions come from a table, so that no position beyond the context exists."""
+    positions: int | None
+    """Number of positions that exist: rows of a table, or the length from which rotary frequencies change; None if any
+    position does."""
     sliding_window: int | None
     """Shortest window or chunk that layers apply through the mask alone, which our views ignore. Longer sequences are
     refused."""
@@ -79,24 +81,26 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     config = model.config.get_text_config()
     kind = f"{type(model).__name__} ({config.model_type})"
     _refuse_by_config(model, config, kind)
+    _refuse_by_layers(config, kind)
     before = model.config._attn_implementation
     probe = _Probe()
     try:
         model.set_attn_implementation(NAME)
-        with torch.no_grad(), eval_mode(model):
+        with torch.no_grad(), eval_mode(model), _Lookups() as lookups:
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             run(model, token, token, probe, keep=1)
+            run(model, token, token + 1, _OneToken(), keep=1)
         shape = probe.shape(kind, config.num_hidden_layers)
-        _refuse_by_layers(config, kind)
     except Exception as error:
         model.set_attn_implementation(before)
         if isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         raise UserError(f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model.") from error
     windows, context = _windows_of_the_mask(config, shape), _context(config)
-    hard = context is not None and _has_table(model, context)
+    positions = _positions(model, config, context, lookups)
+    context = min((each for each in (context, positions) if each is not None), default=None)
     plain = probe.plain and not shape.windowed
-    limits = AttentionLimits(shape, context, hard, min(windows, default=None), config.vocab_size, plain)
+    limits = AttentionLimits(shape, context, positions, min(windows, default=None), config.vocab_size, plain)
     _prepared[model] = limits
     return limits
 
@@ -168,37 +172,53 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(
             f"{kind} is an encoder-decoder model, which is not supported: use a decoder-only causal language model."
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            raise UserError(
-                f"{kind} has rotary embeddings that depend on the sequence length (rope_type {parameters['rope_type']}), "
-                "so cached keys cannot be replayed: use a model with default, linear, yarn or llama3 rope."
-            )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
 def _refuse_by_layers(config, kind: str) -> None:
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
-    if other:
-        raise UserError(
-            f"{kind} has layers of type {other[0]}, which are not supported: only attention over cached keys is. Use "
-            "another model."
-        )
+    for layer, name in enumerate(getattr(config, "layer_types", None) or ()):
+        if name not in KNOWN_LAYERS:
+            raise UserError(
+                f"{kind} has layer {layer} of type {name}, which is not supported: only attention over cached keys is. Use another "
+                "model."
+            )
 
 
 def _context(config) -> int | None:
-    return context_length(getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None))
+    names = ("max_position_embeddings", "rope_parameters", "original_max_position_embeddings")
+    return context_length(*(getattr(config, name, None) for name in names))
 
 
-def _has_table(model: PreTrainedModel, context: int) -> bool:
-    """Return whether positions come from a lookup table: an embedding other than the token embedding, or a buffer, with at
-    most `SPARE_ROWS` extra rows."""
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    tables = [table for table in tables if table is not model.get_input_embeddings().weight]
-    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
-    return any(context <= len(table) <= context + SPARE_ROWS for table in tables)
+class _Lookups(TorchFunctionMode):
+    """Record the rows that single tokens read from tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, tuple[int, list[int]]] = {}
+        """Number of rows of each table, by its address, and the rows read."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is nn.functional.embedding and args[0].numel() == 1:
+            index, weight = args[:2]
+            self.tables.setdefault(weight.data_ptr(), (len(weight), []))[1].append(int(index))
+        return func(*args, **(kwargs or {}))
+
+
+def _positions(model: PreTrainedModel, config, context: int | None, lookups: _Lookups) -> int | None:
+    """Return the number of positions that exist; None if any position does.
+
+    A table is an embedding that read another row for position 1 than for position 0, or a buffer with a row for every token of
+    the context and at most `SPARE_ROWS` more, or any number if its name is that of a table.
+    """
+    found = [rows - read[0] for rows, read in lookups.tables.values() if len(read) == 2 and read[0] != read[1]]
+    if context is not None:
+        for path, buffer in model.named_buffers():
+            named = any(word in path.rsplit(".", 1)[-1] for word in ("pos", "cos", "sin"))
+            if buffer.dim() == 2 and context <= len(buffer) and (named or len(buffer) <= context + SPARE_ROWS):
+                found.append(len(buffer))
+        found += [context] if changes_with_length(getattr(config, "rope_parameters", None)) else []
+    return min(found, default=None)
 
 
 def _windows_of_the_mask(config, shape: CacheShape) -> list[int]:

@@ -135,7 +135,9 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
         biases=biases,
         qk_norm=kind == "qwen3",
         context=context_length(
-            config.get("max_position_embeddings"), config.get("rope_parameters") or config.get("rope_scaling")
+            config.get("max_position_embeddings"),
+            config.get("rope_parameters") or config.get("rope_scaling"),
+            config.get("original_max_position_embeddings"),
         ),
     )
 

@@ -17,8 +17,7 @@ from ..kv.policies import Policy
 from ..kv.prompt_store import PagePool
 from ..kv.schedule import Schedule, by_length
 from ..kv.storage import Quantiser
-from ..kv.trace import Trace, TraceRecorder
-from ..kv.windows import WindowStore
+from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
 from .clock import Clock
 from .decode import SlotState
@@ -244,9 +243,7 @@ class Generation:
         if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):
             return
         held = self.schedule.held_after_prefill(len(prompt.prompt))
-        cache = SlotCache(self.cache.shape, 1, held, self.cache.ring, quantiser=self.cache.quantiser)
-        if self.cache.windows is not None:
-            cache.windows = WindowStore(self.cache.windows.shape, 1, self.cache.windows.capacity)
+        cache = self.cache.empty_like(1, held)
         cache.copy_slot(self.cache, prompt.slots[0], 0, held)
         self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
@@ -376,7 +373,7 @@ class Generation:
         move_slots(self.cache, self.scheduler, moves)
         for sequence in finished:
             assert sequence.finish is not None
-            request = sequence.request
+            request, shape = sequence.request, (self.cache.shape.layers, self.cache.shape.kv_heads)
             response, logprobs = sequence.response()
             tokens = len(request.prompt) + len(response)
             rollout = Rollout(
@@ -387,7 +384,7 @@ class Generation:
                 kv_peak=sequence.kv_peak,
                 temperature=self.sampling.logprob_temperature,
                 seed=request.seed,
-                trace=None if sequence.trace is None else self._trace(sequence.trace, tokens),
+                trace=None if sequence.trace is None else sequence.trace.finish(*shape, tokens, self.cache.windowed),
                 quantiser=self.quantiser,
             )
             self.rollouts[request.index] = rollout
@@ -395,11 +392,6 @@ class Generation:
             if self.on_end is not None:
                 self.on_end(request.index, rollout)
         self.finished += len(finished)
-
-    def _trace(self, recorder: TraceRecorder, tokens: int) -> Trace:
-        cache = self.cache
-        windowed = () if cache.windows is None else cache.windows.shape.windowed
-        return recorder.finish(cache.shape.layers, cache.shape.kv_heads, tokens, windowed)
 
     # Compaction
 

@@ -96,8 +96,7 @@ class RequestLimits:
                 prompt=name,
             )
         rooms = [(model.sliding_window, "attention window or chunk")]
-        if model.hard or not allow_beyond_context:
-            rooms.append((model.context, "context"))
+        rooms.append((model.positions if allow_beyond_context else model.context, "context"))
         for limit, what in rooms:
             if limit is not None and tokens + sampling.max_tokens > limit:
                 fits = limit - tokens if limit > tokens else None

@@ -260,7 +260,12 @@ class GraphRunner:
         draw_and_advance(logits_SV, *state, self.temperature_1, *chunk, greedy=greedy, truncation=truncation)
 
     def _weights(self) -> list[int]:
-        return [weight.data_ptr() for weight in (*self.model.parameters(), *self.model.buffers())]
+        buffers = [buffer for module in self.model.modules() for buffer in self._buffers(module)]
+        return [weight.data_ptr() for weight in (*self.model.parameters(), *buffers)]
+
+    def _buffers(self, module: torch.nn.Module) -> list[Tensor]:
+        """Return the module's buffers that graphs read. Those of longrope are computed in every step."""
+        return [] if getattr(module, "rope_type", None) == "longrope" else list(module.buffers(recurse=False))
 
 
 def truncates(sampling: Sampling) -> bool:
