@@ -70,7 +70,11 @@ class Shadow:
         q, k, v = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (queries_1QND, keys_1HND, values_1HND))
         mask = self.block_mask(layer, q.shape[1])
         with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
-            return _compiled()(q, k, v, mask, scale, form.softcap, form.sinks_Q)[:, :, : self.tokens]
+            if form.sinks_Q is None:
+                return _compiled()(q, k, v, mask, scale, form.softcap)[:, :, : self.tokens]
+            out, sums = (each[:, :, : self.tokens] for each in _compiled()(q, k, v, mask, scale, form.softcap, True))
+        share = torch.sigmoid(sums - form.sinks_Q.to(sums.dtype)[:, None])  # of the keys in a softmax over keys and sink
+        return out * share[..., None].to(out.dtype)
 
 
 def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,17 +116,16 @@ def give_up(error: Exception) -> None:
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: float | None = None, sinks_Q: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: float | None = None, with_sums: bool = False
+) -> Any:
+    """Return the attention output, and if `with_sums` also the log-sum-exp of the logits [1, Q, N]."""
+
     def cap(logit, batch, head, query, key):
         return capped(logit, softcap)
 
     score = None if softcap is None else cap
-    if sinks_Q is None:
-        return flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=scale, enable_gqa=True)
-    out, sums = flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=scale, enable_gqa=True, return_lse=True)
-    share = torch.sigmoid(sums - sinks_Q.to(sums.dtype)[:, None])  # of the keys in a softmax over keys and sink
-    return out * share[..., None].to(out.dtype)
+    how: dict[str, Any] = {"score_mod": score, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    return flex_attention(q, k, v, **how, return_lse=True) if with_sums else flex_attention(q, k, v, **how)
 
 
 @cache
