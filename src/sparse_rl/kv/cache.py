@@ -93,6 +93,10 @@ class SlotCache:
         """The same in the model's dtype."""
         return token_bytes(self.shape, self.shape.dtype.itemsize)
 
+    def dense_bytes(self, tokens: int) -> int:
+        """Return the bytes of a dense cache with so many tokens in the model's dtype. It has the same windows."""
+        return tokens * self.dense_token_bytes + (0 if self.windows is None else self.windows.kv_bytes)
+
     @property
     def layer_token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer, in the model's dtype."""
