@@ -17,6 +17,7 @@ from transformers import (
 
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.windows import WindowStore
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 
@@ -236,3 +237,13 @@ def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models
 def test_quantised_windows_are_refused(models):
     with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support MistralForCausalLM.*: set kv.dtype = auto\."):
         Engine(models["mistral"], KV(dtype="8bit"), slots=1)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("rkv", "full")])
+def test_every_policy_evicts_from_the_full_layers_alone(models, policy):
+    """Also policies with statistics and seeds, which are those of the model's own layers."""
+    model = models["gemma3"]
+    engine = Engine(model, BOUNDED.model_copy(update={"policy": policy}), slots=2)
+    rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=30, stop=()))
+    assert farthest(replay(model, rollouts, "sparse"), [rollout.logprobs for rollout in rollouts]) < 5 * ROUNDING
+    assert bool((rollouts[1].evicted_at[1] != NEVER).any()) and bool((rollouts[1].evicted_at[0] == NEVER).all())

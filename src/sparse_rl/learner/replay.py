@@ -55,12 +55,19 @@ def replay(
     _refuse_beyond_table(model, rollouts)
     results: list[Tensor] = []
     share_prompts = view != "sparse" or all(_evictions(rollout) is None for rollout in rollouts)
+    share_prompts = share_prompts and may_share_prompts(model)
     with fused_layers(model), eval_mode(model):
         for indices in packs(rollouts, tokens_per_pass, share_prompts=share_prompts):
             pack = [rollouts[index] for index in indices]
             logprobs_n, _ = logprobs_of(model, pack, view, temperature)
             results += logprobs_n.split([len(rollout.response) for rollout in pack])
     return results
+
+
+def may_share_prompts(model: PreTrainedModel) -> bool:
+    """Return whether rollouts of a pass may share prompts. FlexAttention, which computes soft caps and sinks on a GPU, has
+    whole sequences."""
+    return model.device.type != "cuda" or prepare(model).plain
 
 
 def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
@@ -87,7 +94,8 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
     prepare(model)
     device = model.device
     evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
-    row = pack_tokens(pack, share_prompts=all(evicted_at_LHT is None for evicted_at_LHT in evictions))
+    keeps_all = all(evicted_at_LHT is None for evicted_at_LHT in evictions)
+    row = pack_tokens(pack, share_prompts=keeps_all and may_share_prompts(model))
     quantiser = None if view == "dense" else quantiser_of(pack)
     if row.shared:
         seen = ReplayView([], row.segments, quantiser)

@@ -54,7 +54,7 @@ class AttentionLimits:
     refused."""
     vocab: int
     plain: bool = True
-    """True if attention has no windows, no soft caps and no learned sinks."""
+    """True if attention has no soft caps and no learned sinks."""
     any_dtype: bool = False
     """True if the limits hold for any dtype of the weights. A sharded model changes the dtype of its weights between
     passes."""
@@ -99,8 +99,7 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     windows, context = _windows_of_the_mask(config, shape), _context(config)
     positions = _positions(model, config, context, lookups)
     context = min((each for each in (context, positions) if each is not None), default=None)
-    plain = probe.plain and not shape.windowed
-    limits = AttentionLimits(shape, context, positions, min(windows, default=None), config.vocab_size, plain)
+    limits = AttentionLimits(shape, context, positions, min(windows, default=None), config.vocab_size, probe.plain)
     _prepared[model] = limits
     return limits
 

@@ -222,7 +222,7 @@ class Engine:
         self.quantiser = Quantiser(self.kv.dtype, scales)
 
     def _refuse_codes(self) -> None:
-        if self.kv.quantised and not self.limits.plain:
+        if self.kv.quantised and (self.limits.shape.windowed or not self.limits.plain):
             raise UserError(
                 f"kv.dtype = {self.kv.dtype} does not support {type(self.model).__name__}, which has sliding windows, soft-capped "
                 "logits or learned sinks: set kv.dtype = auto."
