@@ -48,15 +48,19 @@ FAMILIES = {
 }
 MIXED_FAMILIES = [name for name in FAMILIES if name != "mistral"]
 BOUNDED = KV(budget=24, interval=8, window=4, sinks=2)
+CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
+CACHE_NAMES = ["rkv", "protected", "full"]
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
 TOKENS = 80
 """Response tokens: more than six windows, and at least five compactions."""
 ROUNDING = 2e-5
 
 
-def family(name, dtype=torch.float32):
+def family(name, dtype=torch.float32, **changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32).eval()
+    config = copy.deepcopy(FAMILIES[name])
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():  # fresh weights attend almost evenly, which would hide a wrong mask
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
@@ -79,17 +83,18 @@ def plain(model):
 
 
 def chosen(logits, tokens):
-    return logits.float().log_softmax(-1).gather(-1, torch.as_tensor(tokens)[:, None])[:, 0]
+    return logits.float().cpu().log_softmax(-1).gather(-1, torch.as_tensor(tokens)[:, None])[:, 0]
 
 
 def own_logprobs(model, rollout):
     """Log-probs of a response by transformers alone: token by token with its cache, and in one pass."""
-    tokens, start = torch.tensor([rollout.prompt + rollout.response]), len(rollout.prompt)
+    tokens = torch.tensor([rollout.prompt + rollout.response], device=model.device)
+    start = len(rollout.prompt)
     with torch.no_grad():
         out = model(tokens[:, :start], use_cache=True)
         steps = [out.logits[0, -1]]
-        for token in rollout.response[:-1]:
-            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+        for token in tokens[0, start:-1]:
+            out = model(token[None, None], past_key_values=out.past_key_values, use_cache=True)
             steps.append(out.logits[0, -1])
         parallel = model(tokens, use_cache=False).logits[0, start - 1 : -1]
     return chosen(torch.stack(steps), rollout.response), chosen(parallel, rollout.response)
@@ -141,9 +146,7 @@ def test_a_dense_cache_gives_the_logits_of_generate(models, name):
         assert farthest(replay(model, rollouts, view), [rollout.logprobs for rollout in rollouts]) < 5 * ROUNDING
 
 
-@pytest.mark.parametrize(
-    "kv", [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")], ids=["rkv", "protected", "full"]
-)
+@pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
 def test_rollouts_do_not_depend_on_slots_or_pieces(models, kv):
     """Samples that wait for a slot, and prompts in pieces shorter or longer than the window."""
     model, sampling = models["gemma3"], Sampling(max_tokens=40, stop=())
@@ -247,3 +250,27 @@ def test_every_policy_evicts_from_the_full_layers_alone(models, policy):
     rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=30, stop=()))
     assert farthest(replay(model, rollouts, "sparse"), [rollout.logprobs for rollout in rollouts]) < 5 * ROUNDING
     assert bool((rollouts[1].evicted_at[1] != NEVER).any()) and bool((rollouts[1].evicted_at[0] == NEVER).all())
+
+
+WIDE = {"hidden_size": 64, "head_dim": 16}
+"""FlexAttention needs heads of 16 dimensions."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_replay_reproduces_the_sampler(name, kv, dtype):
+    """Graphs, kernels, FlexAttention and windows of packed attention."""
+    model = family(name, dtype, **WIDE).cuda()
+    rollouts = Engine(model, kv, slots=4).generate([SHORT, LONG], 3, Sampling(max_tokens=TOKENS, stop=()))
+    for view in ("sparse", "dense") if kv.policy == "full" else ("sparse",):
+        pairs = zip(replay(model, rollouts, view), rollouts, strict=True)
+        gaps = torch.cat([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
+        if dtype == torch.float32:
+            assert float(gaps.max()) < 2e-3
+        else:
+            reference = plain(model)
+            own = [left - right for left, right in (own_logprobs(reference, rollout) for rollout in rollouts)]
+            assert float(gaps.mean()) < max(0.02, 2 * float(torch.cat(own).abs().mean()))
