@@ -16,14 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..errors import first_line
 from ..sizes import SHADOW_BLOCK, padded_length
 from .form import PLAIN, AttentionForm, capped
 
-AUX_REQUEST: Any = getattr(torch.nn.attention.flex_attention, "AuxRequest", None)
-"""Request of the log-sum-exp; None in torch releases that have an argument for it."""
 SMALLEST_HEAD = 16  # FlexAttention's limit
 COMPILATIONS = 64
 """Maximum number of compilations. Lengths are rounded up to powers of two to limit their number, because each takes
@@ -129,9 +127,7 @@ def _flex(
     how: dict[str, Any] = {"score_mod": score, "block_mask": mask, "scale": scale, "enable_gqa": True}
     if not with_sums:
         return flex_attention(q, k, v, **how)
-    if AUX_REQUEST is None:
-        return flex_attention(q, k, v, **how, return_lse=True)
-    out, aux = flex_attention(q, k, v, **how, return_aux=AUX_REQUEST(lse=True))
+    out, aux = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 
