@@ -80,7 +80,7 @@ class Calibration:
 
     ranges: dict[str, dict[int, Range]] = field(default_factory=lambda: {"pair": {}, "channel": {}, "values": {}})
 
-    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask):
+    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask, form=None):
         found = {"pair": pair_range(keys_1HTD), "channel": channel_range(keys_1HTD), "values": channel_range(values_1HTD)}
         for name, new in found.items():
             ranges = self.ranges[name]
@@ -99,7 +99,7 @@ class Calibration:
 class Causal:
     kept_share = 1.0
 
-    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask):
+    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask, form=None):
         return causal_attention(queries_1QTD, keys_1HTD, values_1HTD, scale=scale)
 
 
@@ -113,7 +113,7 @@ class Evicting:
         self.kept_share = 1.0
         """Held tokens, summed over the steps of the response, relative to a dense cache. The same in every layer."""
 
-    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask):
+    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask, form=None):
         evicted_at_HT = self.evictions(queries_1QTD, keys_1HTD)
         total = keys_1HTD.shape[2]
         entry_T = torch.arange(total, device=keys_1HTD.device).clamp(min=self.prompt)
@@ -158,7 +158,7 @@ class Quantised:
     def kept_share(self) -> float:
         return self.inner.kept_share
 
-    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask):
+    def attend(self, layer, queries_1QTD, keys_1HTD, values_1HTD, scale, mask, form=None):
         ranges = self.calibration.ranges
         keys_1HTD = restored(keys_1HTD, self.storage.keys, ranges[self.storage.statistic][layer].widened(self.storage.widened))
         values_1HTD = restored(values_1HTD, self.storage.values, ranges["values"][layer])

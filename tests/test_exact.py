@@ -183,6 +183,6 @@ def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, opt
 class Recorded(ReplayView):
     """A replay that keeps the queries and keys of each layer."""
 
-    def attend(self, layer, queries, keys, values, scale, mask):
+    def attend(self, layer, queries, keys, values, scale, mask, form):
         self.__dict__.setdefault("layers", {})[layer] = (queries, keys)
-        return super().attend(layer, queries, keys, values, scale, mask)
+        return super().attend(layer, queries, keys, values, scale, mask, form)

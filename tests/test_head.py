@@ -59,7 +59,7 @@ def test_log_probs_are_those_of_products_that_are_not_rounded():
 
 def test_the_sampler_and_every_copy_of_the_model_have_the_same_head():
     class Alone:
-        def attend(self, layer, queries, keys, values, scale, mask):
+        def attend(self, layer, queries, keys, values, scale, mask, form=None):
             return values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
 
     model, token = half(), torch.ones(1, 1, dtype=torch.long)

@@ -15,13 +15,14 @@ from sparse_rl.kernels.attention import (
 from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
+from sparse_rl.kernels.form import AttentionForm
 from sparse_rl.kernels.gather import fused_keep, keep_in_place
 from sparse_rl.kernels.importance import decode_importance, fused_importance, window_logits
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
 from sparse_rl.kernels.rows import Rows, StoredPrompts
-from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
+from sparse_rl.kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
 from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
 from sparse_rl.rollout.sampling import sample, truncate
@@ -116,6 +117,93 @@ def test_a_step_of_attention_appends_and_attends(q_heads, kv_heads, dim, splits,
     torch.testing.assert_close(ring, expected_ring, rtol=0, atol=0)
     assert [places[slot, 0, length].item() for slot, length in enumerate(lengths.tolist())] == positions.tolist()
     assert int((places != 0).sum()) == slots * kv_heads
+
+
+FORMS = {"plain": (None, False), "capped": (1.5, False), "sinks": (None, True), "both": (1.5, True)}
+
+
+def weighted(query, keys, values, softcap, sinks):
+    """One query [Q, D] over keys and values [H, T, D] by the definition, in float64."""
+    logits = query.double().unflatten(0, (len(keys), -1)) @ keys.double().transpose(-1, -2) * 0.2
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double().view(len(keys), -1, 1)], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : keys.shape[1]]
+    return (weights @ values.double()).flatten(0, 1).float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_of_attention_within_a_window_replaces_the_oldest_token(form, splits, dtype):
+    """Rings that are empty, partly filled, just full, and full many times over."""
+    softcap, has_sinks = FORMS[form]
+    slots, q_heads, kv_heads, dim, capacity = 7, 6, 2, 32, 65
+    positions = torch.tensor([0, 1, 63, 64, 65, 66, 1000], device=DEVICE)
+    sinks = torch.randn(q_heads, device=DEVICE).to(dtype) if has_sinks else None
+    keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE).to(dtype)
+    query = torch.randn(slots, q_heads, dim, device=DEVICE).to(dtype)
+    key, value = torch.randn(2, slots, kv_heads, dim, device=DEVICE).to(dtype)
+    expected_keys, expected_values, whole = keys.clone(), values.clone(), []
+    for slot, position in enumerate(positions.tolist()):
+        expected_keys[slot, :, position % capacity], expected_values[slot, :, position % capacity] = key[slot], value[slot]
+        held = min(position + 1, capacity)
+        whole.append(weighted(query[slot], expected_keys[slot, :, :held], expected_values[slot, :, :held], softcap, sinks))
+    shape = AttentionForm(capacity, softcap, sinks)
+    out = attend_in_ring(query, key, value, keys, values, positions, scale=0.2, splits=splits, form=shape)
+    torch.testing.assert_close(
+        out.float(), torch.stack(whole), **({} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02})
+    )
+    torch.testing.assert_close(keys, expected_keys, rtol=0, atol=0)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=0)
+    lengths = (positions + 1).clamp(max=capacity)
+    ours = decode_attention(
+        *(query, expected_keys, expected_values, lengths), longest=capacity, even=False, scale=0.2, form=shape
+    )
+    torch.testing.assert_close(ours, out, **({} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_of_attention_caps_logits_and_adds_sinks(form, splits):
+    """Over a slot alone, and over a stored prompt and a slot."""
+    softcap, has_sinks = FORMS[form]
+    slots, q_heads, kv_heads, dim, capacity, page = 3, 6, 2, 32, 70, 64
+    lengths, prompts = torch.tensor([0, 5, 69], device=DEVICE), torch.tensor([1, 100, 64], device=DEVICE)
+    table = torch.tensor([[2, 0], [3, 1], [0, 0]], device=DEVICE)
+    sinks = torch.randn(q_heads, device=DEVICE) if has_sinks else None
+    shape = AttentionForm(None, softcap, sinks)
+    stored_keys, stored_values = torch.randn(2, 4, kv_heads, page, dim, device=DEVICE)
+    keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE)
+    query, ring = torch.randn(slots, q_heads, dim, device=DEVICE), torch.zeros(slots, q_heads, 0, dim, device=DEVICE)
+    key, value = torch.randn(2, slots, kv_heads, dim, device=DEVICE)
+    places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
+
+    def read(pages_1P, tokens):
+        return gathered_prompts(stored_keys, pages_1P, tokens), gathered_prompts(stored_values, pages_1P, tokens)
+
+    for stored in (None, StoredPrompts(stored_keys, stored_values, table.int(), prompts)):
+        state = (keys, values, places, ring, lengths, lengths)
+        out = attend_and_append(query, key, value, *state, scale=0.2, splits=splits, prompts=stored, form=shape)
+        whole = []
+        for slot, length in enumerate(lengths.tolist()):
+            own = (keys[slot, :, : length + 1], values[slot, :, : length + 1])
+            if stored is not None:
+                prompt = (each[0] for each in read(table[slot : slot + 1], int(prompts[slot])))
+                own = tuple(torch.cat(pair, dim=1) for pair in zip(prompt, own, strict=True))
+            whole.append(weighted(query[slot], *own, softcap, sinks))
+        torch.testing.assert_close(out, torch.stack(whole))
+        how = {"scale": 0.2, "form": shape}
+        if stored is None:
+            ours = decode_attention(query, keys, values, lengths + 1, longest=capacity, even=False, **how)
+        else:
+            ours = sequence_attention(query, *read(table, 100), prompts, keys, values, lengths + 1, **how)
+            parts = [
+                prompt_attention(query, table, prompts, read, scale=0.2, softcap=softcap),
+                attention_part(query, keys, values, lengths + 1, scale=0.2, softcap=softcap),
+            ]
+            torch.testing.assert_close(merged_parts(*parts, sinks_Q=sinks), out)
+        torch.testing.assert_close(ours, out)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from conftest import ARCHITECTURES
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.config import Config
-from sparse_rl.kernels import prefix_attention
+from sparse_rl.kernels import form
 from sparse_rl.kernels.attention import causal_attention
 from sparse_rl.kernels.prefix_attention import last_tokens_attention
 from sparse_rl.kv.policies import POLICIES
@@ -127,7 +127,7 @@ def test_a_prompt_beyond_the_context_is_refused(model):
 
 @pytest.mark.parametrize("tile", [512, 7])
 def test_the_last_tokens_attend_as_in_the_whole_sequence(monkeypatch, tile):
-    monkeypatch.setattr(prefix_attention, "MASK_TILE", tile)
+    monkeypatch.setattr(form, "MASK_TILE", tile)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 50, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
     whole = causal_attention(q, k, v, scale=0.3)

@@ -1,5 +1,6 @@
 """Which models run: attention we get right, or a sentence that says what is in the way."""
 
+import copy
 import sys
 import time
 from dataclasses import replace
@@ -14,17 +15,16 @@ from transformers import (
     DeepseekV3Config,
     DogeConfig,
     FalconH1Config,
-    Gemma2Config,
-    Gemma3TextConfig,
     GPT2Config,
-    GptOssConfig,
     JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
-    MistralConfig,
+    Olmo3Config,
+    OPTConfig,
     Phi3Config,
     PhimoeConfig,
     Qwen2Config,
+    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -66,7 +66,6 @@ def scaled(model, scale):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (Gemma2Config(**SIZE, head_dim=16), "soft-capped logits"),
         (
             DeepseekV3Config(
                 **{**SIZE, "num_key_value_heads": 2},
@@ -78,21 +77,23 @@ def scaled(model, scale):
         (
             JambaConfig(**{**SIZE, "num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False,
                         num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4),
-            "calls attention 2 times in 4 layers",
+            "has layer 0 of type linear_attention, which is not supported: only attention over cached keys is. Use another model.",
         ),
         (
             FalconH1Config(**SIZE, head_dim=16, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_expand=1,
                            mamba_n_groups=1, mamba_chunk_size=8),
             "not supported",
         ),
+        (
+            Qwen3NextConfig(**SIZE, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+                            shared_expert_intermediate_size=16, layer_types=["full_attention", "linear_attention"],
+                            linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=8, linear_value_head_dim=8),
+            "has layer 1 of type linear_attention, which is not supported",
+        ),
         (DogeConfig(**SIZE, keep_window_size=8), "uses a custom attention mask, which is not supported: use another model."),
         (BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=2), "does not"),
-        (GptOssConfig(**SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "learned sinks"),
-        (Phi3Config(**{**SIZE, "original_max_position_embeddings": 128}, rope_parameters={
-            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
-            "original_max_position_embeddings": 128}), "has rotary embeddings that depend on the sequence length"),
     ],
-    ids=["gemma2", "deepseek-mla", "jamba-hybrid", "falcon-h1-hybrid", "doge", "bloom-alibi", "gpt-oss", "phi3-longrope"],
+    ids=["deepseek-mla", "jamba-hybrid", "falcon-h1-hybrid", "qwen3-next", "doge", "bloom-alibi"],
 )  # fmt: skip
 def test_attention_we_do_not_get_right_is_refused(config, sentence):
     model = scaled(build(config), 4)
@@ -112,22 +113,20 @@ def test_encoder_decoders_are_refused():
 @pytest.mark.parametrize(
     "config",
     [
-        MistralConfig(**SIZE, sliding_window=64),
-        Gemma3TextConfig(**SIZE, head_dim=16, sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
         Llama4TextConfig(
             **SIZE, head_dim=16, attention_chunk_size=64, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1
         ),
         PhimoeConfig(**SIZE, sliding_window=64, num_local_experts=2, num_experts_per_tok=1),
     ],
-    ids=["mistral", "gemma3", "llama4-chunks", "phimoe-window-in-the-mask"],
+    ids=["llama4-chunks", "phimoe-window-in-the-mask"],
 )
-def test_sliding_windows_run_right_within_and_are_refused_beyond(config):
+def test_windows_of_the_mask_run_right_within_and_are_refused_beyond(config):
     model = build(config)
     engine = Engine(model, SMALL, slots=2)
     rollouts = engine.generate([[5, 6, 7], [8] * 30], sampling=Sampling(max_tokens=34, stop=()))
     for ours, rollout in zip(replay(model, rollouts, "sparse"), rollouts, strict=True):
         torch.testing.assert_close(ours.detach(), rollout.logprobs, atol=1e-4, rtol=0)
-    with pytest.raises(UserError, match=r"sliding attention window.* of 64: max_tokens = 34 fits"):
+    with pytest.raises(UserError, match=r"attention window or chunk of 64: max_tokens = 34 fits"):
         engine.generate([[8] * 30], sampling=Sampling(max_tokens=35), allow_beyond_context=True)
 
 
@@ -174,6 +173,7 @@ def test_learned_positions_end_with_the_context_also_beyond_it():
         ({"rope_type": "yarn", "factor": 4.0}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),  # counted in already
         ({"rope_type": "default"}, 512),
+        ({"rope_type": "dynamic", "factor": 4.0}, 512),
     ],
 )
 def test_yarn_widens_the_context(rope, context):
@@ -182,6 +182,59 @@ def test_yarn_widens_the_context(rope, context):
     engine.check_prompt([5] * 10, Sampling(max_tokens=context - 10))
     with pytest.raises(UserError, match=f"context of {context}"):
         engine.check_prompt([5] * 10, Sampling(max_tokens=context - 9))
+
+
+def test_yarn_of_some_layers_widens_the_context():
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    assert Engine(build(Olmo3Config(**SIZE, rope_scaling=rope)), SMALL, slots=1).limits.context == 4096
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+ENDS = {
+    "longrope": Phi3Config(**{**SIZE, "original_max_position_embeddings": 64}, rope_parameters=LONGROPE),
+    "dynamic": LlamaConfig(
+        **{**SIZE, "max_position_embeddings": 64}, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "gpt2-table": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "opt-table": OPTConfig(
+        vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
+        word_embed_proj_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_positions_that_end_are_exact_to_the_last_and_refused_beyond(name):
+    """Tables, and rotary frequencies that change from a length on, also if more than the context is allowed."""
+    model = scaled(build(ENDS[name]), 4)
+    plain = copy.deepcopy(model)
+    engine = Engine(model, KV(policy="full"), slots=1)
+    (rollout,) = engine.generate([[5] * 4], sampling=Sampling(max_tokens=60, stop=()), allow_beyond_context=True)
+    tokens = torch.tensor([rollout.prompt + rollout.response])
+    with torch.no_grad():
+        logits = plain(tokens).logits[0, 3:-1]
+    expected = logits.log_softmax(-1).gather(-1, tokens[0, 4:, None])[:, 0]
+    torch.testing.assert_close(rollout.logprobs, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(replay(model, [rollout], "dense")[0].detach(), expected, atol=1e-4, rtol=0)
+    with pytest.raises(UserError, match=" exceeds the model's context of 64: max_tokens = 60 fits"):
+        engine.generate([[5] * 4], sampling=Sampling(max_tokens=61, stop=()), allow_beyond_context=True)
+
+
+def test_a_table_beyond_the_context_is_used_to_its_end():
+    """The configuration may state a shorter context than its table has positions, or none."""
+    for context in (64, None):
+        model = build(
+            GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=100, bos_token_id=1, eos_token_id=2)
+        )
+        vars(model.config)["n_positions"] = context
+        engine = Engine(model, SMALL, slots=1)
+        assert engine.limits.context == (context or 100)
+        engine.generate([[5] * 4], sampling=Sampling(max_tokens=96, stop=()), allow_beyond_context=True)
+        with pytest.raises(UserError, match=" exceeds the model's context of 100: max_tokens = 96 fits"):
+            engine.generate([[5] * 4], sampling=Sampling(max_tokens=97, stop=()), allow_beyond_context=True)
 
 
 @pytest.mark.parametrize("view", ["sparse", "dense"])

@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from sparse_rl.kernels import shadow
 from sparse_rl.kernels.attention import causal_attention, packed_causal_attention
+from sparse_rl.kernels.form import AttentionForm
 from sparse_rl.kernels.long_attention import LONG, UNPADDED, padded_tokens
 from sparse_rl.kernels.shadow import Shadow, block_relations
 from sparse_rl.kv.trace import NEVER
@@ -128,6 +129,26 @@ def test_flex_attention_is_masked_attention_forward_and_backward(lengths):
             strict=True,
         ):
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.7, False), (None, True), (0.7, True)])
+@pytest.mark.parametrize("whole", [(), (0, 1, 2)], ids=["evicted", "kept"])
+def test_flex_attention_caps_logits_and_adds_sinks(monkeypatch, window, softcap, has_sinks, whole):
+    """Within windows, from which nothing is evicted, and in layers that see all: forward and backward, sinks included."""
+    lengths = [40, 260, 130]
+    found = []
+    for usable in (True, False):
+        monkeypatch.setattr(shadow, "usable", lambda queries, usable=usable: usable)
+        tensors, sinks = inputs(sum(lengths)), torch.linspace(-1, 1, Q).requires_grad_()
+        form = AttentionForm(window, softcap, sinks if has_sinks else None)
+        out = ReplayView(spans_of(lengths, whole=whole)).attend(1, *tensors, 0.3, None, form)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        leaves = [*tensors, sinks] if has_sinks else tensors
+        found.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("uncompiled")

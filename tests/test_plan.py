@@ -49,8 +49,23 @@ MODELS = {
     "qwen2": Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2 untied": Qwen2Config(**SMALL, num_key_value_heads=6, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=24, tie_word_embeddings=False),
-    "mistral": MistralConfig(**SMALL, num_key_value_heads=1, head_dim=12),
+    "mistral": MistralConfig(**SMALL, num_key_value_heads=1, head_dim=12, sliding_window=None),
 }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=16),
+        Qwen2Config(**SMALL, num_key_value_heads=1, use_sliding_window=True, max_window_layers=1, sliding_window=16),
+    ],
+    ids=["mistral", "qwen2"],
+)
+def test_sliding_windows_are_not_planned(config):
+    with pytest.raises(
+        UserError, match="windows of 16 tokens, which plan does not count. Training still works, without a plan"
+    ):
+        from_config(config.to_dict(), "a model")
 
 
 def on_meta(config, dtype=torch.bfloat16):
@@ -190,14 +205,21 @@ def test_policies_with_a_ring_of_queries_are_named_for_the_plan():
     assert set(sizes.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
 
 
+def limits_of(name, device="cuda:0", **windows):
+    dims = dimensions(name)
+    shape = CacheShape(
+        dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, torch.bfloat16, torch.device(device), **windows
+    )
+    return shape, dims.vocab, SimpleNamespace(limits=SimpleNamespace(shape=shape, vocab=dims.vocab))
+
+
 def test_an_evaluation_leaves_room_for_its_prompts(monkeypatch):
-    shape = SimpleNamespace(**vars(dimensions("1.5B")), dtype=torch.bfloat16, device=torch.device("cuda:0"))
-    probe = SimpleNamespace(limits=SimpleNamespace(shape=shape, vocab=shape.vocab))
+    shape, vocab, probe = limits_of("1.5B")
     kv, prompts = KV(protect_prompt=True), [1000] * 300
 
     def needed(slots, samples):
         keys, _ = sizes.slot_bytes(shape, kv, 2)
-        return slots * (keys + 4 * shape.vocab) + sizes.store_bytes(shape, prompts, slots, samples, 2)[0]
+        return slots * (keys + 4 * vocab) + sizes.store_bytes(shape, prompts, slots, samples, 2)[0]
 
     monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device: 8 * 2**30)
     for samples in (1, 8):
@@ -207,17 +229,25 @@ def test_an_evaluation_leaves_room_for_its_prompts(monkeypatch):
 
 @pytest.mark.parametrize(("policy", "slots"), [("rkv", 123), ("full", 37)])
 def test_an_evaluation_takes_the_slots_that_fit_the_free_memory(policy, slots, monkeypatch):
-    shape = SimpleNamespace(**vars(dimensions("1.5B")), dtype=torch.bfloat16, device=torch.device("cuda:0"))
-    probe = SimpleNamespace(limits=SimpleNamespace(shape=shape, vocab=shape.vocab))
+    shape, vocab, probe = limits_of("1.5B")
     kv, tokens = KV(policy=policy), 4096
     keys, _ = sizes.slot_bytes(shape, kv, 2)
     if policy == "full":  # the prompt, a third of the longest response, and the newest tokens
         keys += (4 + 22) * 64 * sizes.token_bytes(shape, 2)
-    free = int((keys + 4 * shape.vocab) * (slots + 0.5) / evaluate_slots.SHARE)
+    free = int((keys + 4 * vocab) * (slots + 0.5) / evaluate_slots.SHARE)
     monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device: free)
     assert evaluate_slots.auto_slots(probe, kv, tokens, [256] * 500, 1) == slots
-    shape.device = torch.device("cpu")
-    assert evaluate_slots.auto_slots(probe, kv, tokens, [256] * 500, 1) == 64
+    assert evaluate_slots.auto_slots(limits_of("1.5B", "cpu")[2], kv, tokens, [256] * 500, 1) == 64
+
+
+def test_an_evaluation_leaves_room_for_windows(monkeypatch):
+    """Of 28 layers, 21 hold at most 1,024 tokens, whatever the budget."""
+    shape, vocab, probe = limits_of("1.5B", window=1024, windowed=tuple(range(21)))
+    of_layer = sizes.token_bytes(shape, 2) // 28
+    for tokens, held in ((4096, 1024), (500, 768)):  # 256 + 500 tokens take whole pages
+        of_slot = (7 * KV().capacity + 21 * held) * of_layer + 4 * vocab
+        monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device, size=of_slot: int(30.5 * size / evaluate_slots.SHARE))
+        assert evaluate_slots.auto_slots(probe, KV(), tokens, [256] * 500, 1) == 30
 
 
 @pytest.mark.parametrize("tokens", [100, 300])

@@ -76,7 +76,7 @@ def layers_at(model, place):
     found = {}
 
     class View:
-        def attend(self, layer, queries, keys, values, scale, mask):
+        def attend(self, layer, queries, keys, values, scale, mask, form=None):
             found[layer] = (queries, keys)
             return attend_to_itself(queries, values)
 

@@ -42,7 +42,6 @@ WRONG = {
     ),
     "llama4-positions": llama4(floor_scale=16),
     "llama4-positions-far-out": llama4(attention_chunk_size=8192, max_position_embeddings=65536),
-    "nanochat-soft-cap": NanoChatConfig(**SIZE),
 }  # fmt: skip
 
 
@@ -66,12 +65,15 @@ def test_a_state_beside_the_cache_shows_in_log_probs(monkeypatch, dtype):
         Engine(scaled(build(FALCON_H1), 4).to(dtype), SMALL, slots=1)
 
 
-def test_a_soft_cap_is_refused_by_the_learner_alone():
-    with pytest.raises(
-        UserError,
-        match="post-processes its logits",
-    ):
-        head_of(build(NanoChatConfig(**SIZE)))
+@pytest.mark.parametrize("scale", [1, 16])
+def test_a_soft_cap_of_the_logits_is_found(scale):
+    """Also where the logits are at the cap. A cap that the configuration does not state is refused."""
+    model = scaled(build(NanoChatConfig(**SIZE)), scale)
+    assert (head_of(model).scale, head_of(model).softcap) == (pytest.approx(1.0, abs=1e-3), 15.0)
+    model = build(NanoChatConfig(**SIZE))
+    model.lm_head.forward = lambda hidden, own=model.lm_head.forward: 30 * torch.tanh(own(hidden) / 30)
+    with pytest.raises(UserError, match="post-processes its logits"):
+        head_of(model)
 
 
 def magnifying(layers):

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, GptOssConfig, MistralConfig
 
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv.policies import POLICIES
-from test_models import SIZE, build
 
 SETTINGS = {"budget": 24, "interval": 6, "window": 4, "sinks": 2}
 PROMPTS = [[5, 6, 7], list(range(3, 40)), [9] * 20]
@@ -122,22 +120,6 @@ def test_padding_elsewhere_is_refused(model):
             UserError, match="BoundedCache supports padding only on the left of the first prompt: remove padding after it."
         ):
             model(tokens, attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]]), past_key_values=cache)
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        (MistralConfig(**SIZE, sliding_window=8), " exceed the model's sliding window of 8"),
-        (Gemma2Config(**SIZE, head_dim=16), "soft-capped logits"),
-        (GptOssConfig(**SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1), "learned sinks"),
-    ],
-    ids=["mistral", "gemma2", "gpt-oss"],
-)
-def test_models_it_would_get_wrong_are_refused(config, sentence):
-    model = build(config)
-    model.set_attn_implementation("sparse_rl")
-    with pytest.raises(UserError, match=sentence):
-        greedy(model, PROMPTS, BoundedCache("rkv", **SETTINGS))
 
 
 def test_what_it_cannot_do_is_refused(model):

@@ -123,6 +123,12 @@ def slot_bytes(shape: AttentionShape, kv: KV, itemsize: int) -> tuple[int, int]:
     return keys, positions + shape.layers * shape.q_heads * shape.head_dim * ring * itemsize
 
 
+def window_capacity(longest: int) -> int:
+    """Return the tokens of a ring of a sliding-window layer for sequences of at most `longest` tokens, unless the window is
+    smaller. It is rounded up to whole pages, so that a similar call can reuse the ring."""
+    return pages_of(longest) * PAGE_TOKENS
+
+
 def pages_of(tokens: int) -> int:
     """Return the number of pages that so many tokens take."""
     return -(-tokens // PAGE_TOKENS)

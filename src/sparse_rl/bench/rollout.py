@@ -124,9 +124,9 @@ def same_memory(args: argparse.Namespace, kv: KV, model: PreTrainedModel) -> tup
     sparse_bytes = args.batch * (engine.cache.kv_bytes + engine.cache.side_bytes)
     if engine.schedule.stores_prompts:
         lengths = [args.prompt_tokens] * -(-args.batch // GROUP)
-        sparse_bytes += sum(store_bytes(engine.limits.shape, lengths, args.batch, GROUP, model.dtype.itemsize, kv.dtype))
+        sparse_bytes += sum(store_bytes(engine.cache.shape, lengths, args.batch, GROUP, model.dtype.itemsize, kv.dtype))
     live = live_tokens(response_lengths(args, 4096), args.prompt_tokens)
-    tokens = sparse_bytes // engine.cache.dense_token_bytes
+    tokens = sparse_bytes // max(1, engine.cache.dense_token_bytes)
     return max(1, min(int(DENSE_SLOTS * tokens / live), tokens // (2 * DENSE_SLOT_TOKENS))), sparse_bytes
 
 

@@ -156,7 +156,7 @@ def cost_of(stats: Stats, engine: Engine) -> Cost:
         kept_tokens=stats.kept_tokens,
         dense_tokens=stats.dense_tokens,
         peak_kv_bytes=stats.peak_kv_bytes,
-        dense_kv_bytes=stats.dense_peak_tokens * cache.dense_token_bytes,
+        dense_kv_bytes=cache.dense_bytes(stats.dense_peak_tokens),
         compactions=stats.compactions,
     )
 

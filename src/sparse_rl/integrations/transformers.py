@@ -8,13 +8,14 @@
 The schedule is that of the engine: a prompt is compressed to the budget, and the cache is compressed to the budget after every
 `interval` new tokens. With `protect_prompt`, prompts are never evicted and the budget counts new tokens; each row holds its own
 copy of its prompt. With `dtype` 8bit or 4bit, keys and values are stored as the engine stores them; without statistics of the
-model, the first prompts give the scales. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
+model, the first prompts give the scales. Sliding-window layers hold their window. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from ..config import KV
 from ..errors import UserError
 from ..kernels.attention import causal_attention, decode_attention
 from ..kernels.counter_rng import derive
+from ..kernels.form import PLAIN, AttentionForm
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy, from_settings
@@ -36,6 +38,7 @@ from ..kv.schedule import Schedule, by_length
 from ..kv.shape import CacheShape
 from ..kv.statistics import KEY_SCALES, Statistics, key_scales, load
 from ..kv.storage import KeyScales, Quantiser
+from ..kv.windows import WindowStore
 from ..models.attention import BoundKeys
 from ..models.stored_kv import stored_kv
 
@@ -105,13 +108,14 @@ class BoundedCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate(layer=len(self.layers)))
         layer = self.layers[layer_idx]
-        bound = BoundKeys(layer, key_states, value_states, layer.seen)
+        bound = BoundKeys(layer, key_states, value_states)
         return bound, bound
 
     @property
     def kv_bytes(self) -> int:
         """Allocated bytes of keys and values."""
-        return sum(layer.cache.kv_bytes for layer in self.layers if layer.cache is not None)
+        stores = (store for layer in self.layers for store in (layer.cache, layer.windows))
+        return sum(store.kv_bytes for store in stores if store is not None)
 
     def crop(self, *args, **kwargs):
         raise UserError(
@@ -141,6 +145,8 @@ class BoundedLayer(CacheLayerMixin):
         self.kv, self.policy, self.seed, self.statistics, self.layer = kv, policy, seed, statistics, layer
         self.schedule = Schedule.of(kv, policy.evicts)
         self.cache: SlotCache | None = None
+        self.windows: WindowStore | None = None
+        """Cache of a sliding-window layer, in place of the other one."""
         self.seen = 0
         """Number of batch columns so far, including padding."""
         self.entered = 0
@@ -149,11 +155,18 @@ class BoundedLayer(CacheLayerMixin):
         """Number of real tokens in each row's prompt."""
         self.held: list[int] = []
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         new = queries_BQTD.shape[2]
-        real_BT = None if mask is None else mask[:, 0, -1, -new:]  # new tokens that the last query may see
-        if self.cache is None:
-            out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT)
+        real_BT = None  # new tokens that see themselves are no padding
+        if mask is not None:
+            real_BT = mask[:, 0].diagonal(mask.shape[-1] - new, dim1=-2, dim2=-1)
+        if self.kv.quantised and (form.window is not None or not form.is_plain):
+            raise UserError(
+                f"BoundedCache with dtype = {self.kv.dtype} does not support sliding windows, soft-capped logits or learned "
+                "sinks: use dtype = 'auto'."
+            )
+        if not self.is_initialized:
+            out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT, form)
         else:
             if real_BT is not None and not bool(real_BT.all()):
                 raise UserError("BoundedCache supports padding only on the left of the first prompt: remove padding after it.")
@@ -162,13 +175,20 @@ class BoundedLayer(CacheLayerMixin):
                     "BoundedCache with protect_prompt takes the whole prompt in one pass, then one token at a time: omit "
                     "prefill_chunk_size."
                 )
-            steps = [self._step(queries_BQTD[:, :, t], keys_BHTD[:, :, t], values_BHTD[:, :, t], scale) for t in range(new)]
+            step = self._step if self.windows is None else self._step_in_window
+            steps = [step(queries_BQTD[:, :, t], keys_BHTD[:, :, t], values_BHTD[:, :, t], scale, form) for t in range(new)]
             out_BQTD = torch.stack(steps, dim=2)
         self.seen += new
         return out_BQTD
 
     def _prefill(
-        self, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, real_BT: Tensor | None
+        self,
+        queries_BQTD: Tensor,
+        keys_BHTD: Tensor,
+        values_BHTD: Tensor,
+        scale: float,
+        real_BT: Tensor | None,
+        form: AttentionForm,
     ) -> Tensor:
         rows, q_heads, total, dim = queries_BQTD.shape
         counts = [total] * rows if real_BT is None else real_BT.sum(dim=-1).tolist()
@@ -183,20 +203,28 @@ class BoundedLayer(CacheLayerMixin):
             tuple(tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
             for row, count in enumerate(counts)
         ]
+        self.prompts = counts
+        self.is_initialized = True
+        if form.window is not None:
+            self.windows = WindowStore(replace(shape, window=form.window, windowed=(0,)), rows, form.window)
+            self.keys, self.values = self.windows.keys_lSHCD[0], self.windows.values_lSHCD[0]
+            out_BQTD = torch.zeros_like(queries_BQTD)
+            for row, (count, (q, k, v)) in enumerate(zip(counts, prompts, strict=True)):
+                out_BQTD[row, :, total - count :] = causal_attention(q, k, v, scale=scale, form=form)[0]
+                self.windows.extend(0, row, 0, k, v)
+            return out_BQTD
         quantiser = self._quantiser([k for _, k, _ in prompts]) if self.kv.quantised else None
         capacity = protected + self.kv.capacity
         self.cache = SlotCache(shape, rows, capacity, ring, first_layer=self.layer, quantiser=quantiser)
         self.cache.statistics = self._of_layer(self.policy.uses_statistics, shape.device)
-        self.is_initialized = True
         self.keys = self.cache.keys_LSHCD[0]
         self.values = self.cache.values_LSHCD[0]
         out_BQTD = torch.zeros_like(queries_BQTD)
         for row, (count, (q, k, v)) in enumerate(zip(counts, prompts, strict=True)):
             stored = (k, v) if quantiser is None else quantiser.restored(0, k, v)
-            out_BQTD[row, :, total - count :] = causal_attention(q, *stored, scale=scale)[0]
+            out_BQTD[row, :, total - count :] = causal_attention(q, *stored, scale=scale, form=form)[0]
             place = nth_samples([[row]], [[derive(self.seed, row)]], shape.device)
             self.cache.fill(0, place, q, k, v, self._protected(count) + self.kv.budget, self.policy)
-        self.prompts = counts
         self.held = [self._protected(count) + self.schedule.held_after_prefill(count) for count in counts]
         return out_BQTD
 
@@ -216,7 +244,22 @@ class BoundedLayer(CacheLayerMixin):
         """Return the tokens of a prompt that are never evicted. The schedule does not count them."""
         return prompt_tokens if self.kv.protect_prompt else 0
 
-    def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float) -> Tensor:
+    def _step_in_window(
+        self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float, form: AttentionForm
+    ) -> Tensor:
+        windows = self.windows
+        assert windows is not None
+        positions_B = torch.tensor(self.prompts, device=keys_BHD.device) + self.entered
+        windows.append(0, positions_B, keys_BHD, values_BHD)
+        self.entered += 1
+        lengths_B = (positions_B + 1).clamp(max=windows.capacity)
+        longest, shortest = (min(each(self.prompts) + self.entered, windows.capacity) for each in (max, min))
+        rings = windows.read(0, len(positions_B))
+        return decode_attention(
+            queries_BQD, *rings, lengths_B, longest=longest, even=longest == shortest, scale=scale, form=form
+        )
+
+    def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float, form: AttentionForm) -> Tensor:
         cache = self.cache
         assert cache is not None
         rows = torch.arange(len(self.held), device=keys_BHD.device)
@@ -232,6 +275,7 @@ class BoundedLayer(CacheLayerMixin):
             longest=max(self.held),
             even=max(self.held) == min(self.held),
             scale=scale,
+            form=form,
         )
         self.entered += 1
         self._compact()
@@ -270,12 +314,13 @@ class BoundedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     def reset(self) -> None:
-        self.cache, self.seen, self.entered, self.prompts, self.held = None, 0, 0, [], []
+        self.cache = self.windows = None
+        self.seen, self.entered, self.prompts, self.held = 0, 0, [], []
         self.keys = self.values = None
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.cache is not None:
-            self.cache.reorder(beam_idx)
-            self.held = [self.held[row] for row in beam_idx.tolist()]
-            self.prompts = [self.prompts[row] for row in beam_idx.tolist()]
+        for store in (self.cache, self.windows):
+            if store is not None:
+                store.reorder(beam_idx)
+        self.held, self.prompts = ([each[row] for row in beam_idx.tolist() if each] for each in (self.held, self.prompts))

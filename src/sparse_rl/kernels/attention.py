@@ -18,12 +18,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .form import PLAIN, AttentionForm, capped, last_tokens_masked, masked_attention
+
 HALF = (torch.bfloat16, torch.float16)
 SHADOW_TILE = 512  # queries per tile; the mask of a tile is [H, tile, T]
 
 
 def decode_attention(
-    queries_SQD: Tensor, keys_SHCD: Tensor, values_SHCD: Tensor, lengths_S: Tensor, *, longest: int, even: bool, scale: float
+    queries_SQD: Tensor,
+    keys_SHCD: Tensor,
+    values_SHCD: Tensor,
+    lengths_S: Tensor,
+    *,
+    longest: int,
+    even: bool,
+    scale: float,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """Return the attention output [S, Q, D] of each slot's query over the first `lengths` keys of its row.
 
@@ -36,6 +46,9 @@ def decode_attention(
     mask = None
     if not even:
         mask = (torch.arange(longest, device=lengths_S.device) < lengths_S[:, None])[:, None, None]
+    if not form.is_plain:
+        part = (queries_SQD[:, :, None], keys_SHCD[:, :, :longest], values_SHCD[:, :, :longest])
+        return masked_attention(*part, None if mask is None else mask[:, :, None], scale, form)[:, :, 0]
     out_SHGD = F.scaled_dot_product_attention(
         queries_SHGD, keys_SHCD[:, :, :longest], values_SHCD[:, :, :longest], attn_mask=mask, scale=scale
     )
@@ -43,7 +56,13 @@ def decode_attention(
 
 
 def attention_part(
-    queries_SQD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, lengths_S: Tensor, *, scale: float
+    queries_SQD: Tensor,
+    keys_SHTD: Tensor,
+    values_SHTD: Tensor,
+    lengths_S: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output over the first `lengths` keys of each row, and the log-sum-exp of its logits.
 
@@ -53,7 +72,7 @@ def attention_part(
     slots, q_heads, dim = queries_SQD.shape
     kv_heads, total = keys_SHTD.shape[1:3]
     queries_SHGD = queries_SQD.float().view(slots, kv_heads, q_heads // kv_heads, dim)
-    logits_SHGT = queries_SHGD @ keys_SHTD.float().transpose(-1, -2) * scale
+    logits_SHGT = capped(queries_SHGD @ keys_SHTD.float().transpose(-1, -2) * scale, softcap)
     held_ST = torch.arange(total, device=lengths_S.device) < lengths_S[:, None]
     logits_SHGT = logits_SHGT.masked_fill(~held_ST[:, None, None], -torch.inf)
     sums_SHG = logits_SHGT.logsumexp(dim=-1)
@@ -61,13 +80,15 @@ def attention_part(
     return out_SHGD.reshape(slots, q_heads, dim), sums_SHG.reshape(slots, q_heads)
 
 
-def merged_parts(*parts: tuple[Tensor, Tensor]) -> Tensor:
+def merged_parts(*parts: tuple[Tensor, Tensor], sinks_Q: Tensor | None = None) -> Tensor:
     """Return the attention output [S, Q, D] over all segments. Each part is the result of `attention_part` for one segment.
 
-    A segment's share of the softmax is exp(its log-sum-exp - the log-sum-exp of all).
+    A segment's share of the softmax is exp(its log-sum-exp - the log-sum-exp of all). A sink is a segment without values.
     """
     outs_nSQD, sums_nSQ = (torch.stack(each) for each in zip(*parts, strict=True))
-    return (sums_nSQ.softmax(dim=0)[..., None] * outs_nSQD).sum(dim=0)
+    if sinks_Q is not None:
+        sums_nSQ = torch.cat([sums_nSQ, sinks_Q.float().expand_as(sums_nSQ[:1])])
+    return (sums_nSQ.softmax(dim=0)[: len(outs_nSQD), ..., None] * outs_nSQD).sum(dim=0)
 
 
 def prompt_attention(
@@ -77,6 +98,7 @@ def prompt_attention(
     read: Callable[[Tensor, int], tuple[Tensor, Tensor]],
     *,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output of each slot's query over its stored prompt, and the log-sum-exp of its logits, as
     `attention_part` does.
@@ -94,7 +116,8 @@ def prompt_attention(
         keys_1HTD, values_1HTD = read(pages_SP[slots[:1]], int(tokens_1))
         # the queries of all slots of a group are those of one row with more query heads per kv head
         queries_HnGD = queries_SQD[slots].unflatten(1, (keys_1HTD.shape[1], -1)).transpose(0, 1)
-        part = attention_part(queries_HnGD.reshape(1, -1, dim), keys_1HTD, values_1HTD, tokens_1, scale=scale)
+        inputs = (queries_HnGD.reshape(1, -1, dim), keys_1HTD, values_1HTD, tokens_1)
+        part = attention_part(*inputs, scale=scale, softcap=softcap)
         out_SQD[slots] = part[0].view(queries_HnGD.shape).transpose(0, 1).flatten(1, 2)
         sums_SQ[slots] = part[1].view(queries_HnGD.shape[:3]).transpose(0, 1).flatten(1, 2)
     return out_SQD, sums_SQ
@@ -110,6 +133,7 @@ def sequence_attention(
     lengths_S: Tensor,
     *,
     scale: float,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """Return the attention output [S, Q, D] of each slot's query over the first `stored` keys that were gathered from its
     pages and the first `lengths` keys of its row."""
@@ -124,6 +148,10 @@ def sequence_attention(
         ],
         dim=1,
     )
+    if not form.is_plain:
+        return masked_attention(queries_SQD[:, :, None], keys_SHUD, values_SHUD, held_SU[:, None, None, None], scale, form)[
+            :, :, 0
+        ]
     queries_SHGD = queries_SQD.view(slots, heads, -1, dim)
     out_SHGD = F.scaled_dot_product_attention(
         queries_SHGD, keys_SHUD, values_SHUD, attn_mask=held_SU[:, None, None], scale=scale
@@ -140,8 +168,13 @@ def gathered_prompts(stored_NHTD: Tensor, pages_SP: Tensor, tokens: int) -> Tens
     return stored_NHTD.flatten(0, 2).index_select(0, index_SHt.flatten()).view(len(pages_SP), heads, tokens, dim)
 
 
-def causal_attention(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float) -> Tensor:
+def causal_attention(
+    queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, *, scale: float, form: AttentionForm = PLAIN
+) -> Tensor:
     """Return the causal attention output [B, Q, T, D] of whole sequences."""
+    form = form.within(keys_BHTD.shape[2])
+    if form.window is not None or not form.is_plain:
+        return last_tokens_masked(queries_BQTD, keys_BHTD, values_BHTD, scale, form)
     keys_BHTD, values_BHTD = repeated_if_needed(queries_BQTD, keys_BHTD, values_BHTD)
     grouped = queries_BQTD.shape[1] > keys_BHTD.shape[1]
     return F.scaled_dot_product_attention(
@@ -161,7 +194,13 @@ def repeated_if_needed(queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Ten
 
 
 def packed_causal_attention(
-    queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+    queries_1QND: Tensor,
+    keys_1HND: Tensor,
+    values_1HND: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """Return the causal attention output [1, Q, N, D] of packed sequences, each attending only to itself. It is
     differentiable.
@@ -170,21 +209,25 @@ def packed_causal_attention(
     length of the longest sequence. In half precision on a GPU, one kernel computes all sequences. It copies nothing if the
     tensors are transposed views of [1, N, heads, D], as in transformers. Otherwise each sequence is a separate call.
     """
-    if has_varlen(queries_1QND):
+    form = form.within(longest)
+    if has_varlen(queries_1QND, form):
         q, k, v = (each[0].transpose(0, 1) for each in (queries_1QND, keys_1HND, values_1HND))
-        return varlen_causal_attention(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale).transpose(0, 1)[None]
+        bounds = (cu_seqlens, cu_seqlens, longest, longest)
+        return varlen_causal_attention(q, k, v, *bounds, scale, form.window).transpose(0, 1)[None]
     places = cu_seqlens.tolist()
     spans = [slice(start, stop) for start, stop in itertools.pairwise(places)]
     outputs = [
-        causal_attention(queries_1QND[:, :, span], keys_1HND[:, :, span], values_1HND[:, :, span], scale=scale)
+        causal_attention(queries_1QND[:, :, span], keys_1HND[:, :, span], values_1HND[:, :, span], scale=scale, form=form)
         for span in spans
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def has_varlen(queries: Tensor) -> bool:
+def has_varlen(queries: Tensor, form: AttentionForm = PLAIN) -> bool:
     """Return whether one kernel computes all packed sequences for such queries."""
     dim = queries.shape[-1]
+    if not form.is_plain or (form.window is not None and "window_size" not in _varlen_options()):
+        return False
     return queries.is_cuda and queries.dtype in HALF and dim % 8 == 0 and dim <= 256 and _ampere(queries.device)
 
 
@@ -202,14 +245,15 @@ def varlen_causal_attention(
     most_queries: int,
     most_keys: int,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Return the attention output [N, Q, D] of packed sequences. If a sequence has more keys than queries, its queries are the
-    last ones: the last query sees all keys."""
+    last ones: the last query sees all keys, or those of its window."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale}
     known = _varlen_options()
-    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    options |= {"window_size": (-1 if window is None else window - 1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:  # without this argument, the kernel always supports grouped-query attention
         options["enable_gqa"] = queries_NQD.shape[1] != keys_MHD.shape[1]
     bounds = (query_bounds, key_bounds, most_queries, most_keys)
@@ -227,7 +271,13 @@ def _varlen_options() -> frozenset[str]:
 
 
 def shadow_attention(
-    queries_1QTD: Tensor, keys_1HTD: Tensor, values_1HTD: Tensor, evicted_at_HT: Tensor, *, scale: float
+    queries_1QTD: Tensor,
+    keys_1HTD: Tensor,
+    values_1HTD: Tensor,
+    evicted_at_HT: Tensor,
+    *,
+    scale: float,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """Return the attention output [1, Q, T, D] of a whole sequence as the sampler saw it.
 
@@ -244,6 +294,10 @@ def shadow_attention(
         stop = min(start + SHADOW_TILE, total)
         query_time = time_T[start:stop, None]
         sees = (time_T[:stop] <= query_time) & (query_time < evicted_at_HT[:, None, None, :stop])
+        if not form.is_plain:
+            part = (queries_1QTD[:, :, start:stop], keys_1HTD[:, :, :stop], values_1HTD[:, :, :stop])
+            tiles.append(masked_attention(*part, sees[None], scale, form)[0].unflatten(0, queries_HGTD.shape[:2]))
+            continue
         tiles.append(
             F.scaled_dot_product_attention(
                 queries_HGTD[:, :, start:stop], keys_HGTD[:, :, :stop], values_HGTD[:, :, :stop], attn_mask=sees, scale=scale

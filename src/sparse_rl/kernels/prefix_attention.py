@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import causal_attention, has_varlen, repeated_if_needed, varlen_causal_attention
+from .form import PLAIN, AttentionForm, last_tokens_masked
 from .upload import upload
 
-MASK_TILE = 512  # queries per tile; the mask of a tile is [tile, m]
 SUMMED_ROWS = 8192
 """Number of rows of a gradient that are widened to float32 at a time."""
 
@@ -53,50 +52,49 @@ class PrefixAttention:
         self.most_queries = max(each.queries for each in segments)
         self.most_keys = max(each.keys for each in segments)
 
-    def attend(self, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float, form: AttentionForm = PLAIN
+    ) -> Tensor:
         """Return the attention output [1, Q, N, D]. It is differentiable.
 
         In half precision on a GPU, one kernel computes all segments. Otherwise each segment is a separate call.
         """
-        if not has_varlen(queries_1QND):
-            outputs = [self._attend_segment(each, queries_1QND, keys_1HND, values_1HND, scale) for each in self.segments]
+        form, packed = form.within(self.most_keys), (queries_1QND, keys_1HND, values_1HND)
+        if not has_varlen(queries_1QND, form):
+            outputs = [self._attend_segment(each, *packed, scale, form) for each in self.segments]
             return torch.cat(outputs, dim=2)
         keys_MHD, values_MHD = (_Repeat.apply(each[0].transpose(0, 1), self.keys_M) for each in (keys_1HND, values_1HND))
         queries_NQD, most = queries_1QND[0].transpose(0, 1), (self.most_queries, self.most_keys)
-        out_NQD = varlen_causal_attention(queries_NQD, keys_MHD, values_MHD, self.query_bounds, self.key_bounds, *most, scale)
+        inputs = (queries_NQD, keys_MHD, values_MHD, self.query_bounds, self.key_bounds)
+        out_NQD = varlen_causal_attention(*inputs, *most, scale, form.window)
         return out_NQD.transpose(0, 1)[None]
 
-    def _attend_segment(self, segment: Segment, queries_1QND, keys_1HND, values_1HND, scale: float) -> Tensor:
+    def _attend_segment(
+        self, segment: Segment, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float, form: AttentionForm
+    ) -> Tensor:
         own, prefix = slice(segment.start, segment.stop), slice(segment.prefix_start, segment.prefix_stop)
         if segment.keys == segment.queries:
-            return causal_attention(queries_1QND[:, :, own], keys_1HND[:, :, own], values_1HND[:, :, own], scale=scale)
+            part = (each[:, :, own] for each in (queries_1QND, keys_1HND, values_1HND))
+            return causal_attention(*part, scale=scale, form=form)
         keys_1HmD, values_1HmD = (torch.cat([each[:, :, prefix], each[:, :, own]], dim=2) for each in (keys_1HND, values_1HND))
-        return last_tokens_attention(queries_1QND[:, :, own], keys_1HmD, values_1HmD, scale)
+        return last_tokens_attention(queries_1QND[:, :, own], keys_1HmD, values_1HmD, scale, form)
 
 
-def last_tokens_attention(queries_1QnD: Tensor, keys_1HmD: Tensor, values_1HmD: Tensor, scale: float) -> Tensor:
+def last_tokens_attention(
+    queries_1QnD: Tensor, keys_1HmD: Tensor, values_1HmD: Tensor, scale: float, form: AttentionForm = PLAIN
+) -> Tensor:
     """Return the causal attention output [1, Q, n, D] of the last n of m tokens. It is differentiable."""
     n, m = queries_1QnD.shape[2], keys_1HmD.shape[2]
-    if has_varlen(queries_1QnD):
+    form = form.within(m)
+    if has_varlen(queries_1QnD, form):
         q, k, v = (each[0].transpose(0, 1) for each in (queries_1QnD, keys_1HmD, values_1HmD))
         of_queries, of_keys = (upload(torch.tensor([0, count], dtype=torch.int32), q.device) for count in (n, m))
-        return varlen_causal_attention(q, k, v, of_queries, of_keys, n, m, scale).transpose(0, 1)[None]
+        return varlen_causal_attention(q, k, v, of_queries, of_keys, n, m, scale, form.window).transpose(0, 1)[None]
     if n == m:
-        return causal_attention(queries_1QnD, keys_1HmD, values_1HmD, scale=scale)
-    keys_1HmD, values_1HmD = repeated_if_needed(queries_1QnD, keys_1HmD, values_1HmD)
-    grouped = queries_1QnD.shape[1] > keys_1HmD.shape[1]
-    tiles = []
-    for start in range(0, n, MASK_TILE):
-        stop = min(start + MASK_TILE, n)
-        seen = m - n + stop
-        sees_nm = torch.ones(stop - start, seen, dtype=torch.bool, device=queries_1QnD.device).tril(m - n + start)
-        k, v = keys_1HmD[:, :, :seen], values_1HmD[:, :, :seen]
-        tiles.append(
-            F.scaled_dot_product_attention(
-                queries_1QnD[:, :, start:stop], k, v, attn_mask=sees_nm, scale=scale, enable_gqa=grouped
-            )
-        )
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+        return causal_attention(queries_1QnD, keys_1HmD, values_1HmD, scale=scale, form=form)
+    if form.is_plain:
+        keys_1HmD, values_1HmD = repeated_if_needed(queries_1QnD, keys_1HmD, values_1HmD)
+    return last_tokens_masked(queries_1QnD, keys_1HmD, values_1HmD, scale, form)
 
 
 class _Repeat(torch.autograd.Function):

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..errors import first_line
 from ..sizes import SHADOW_BLOCK, padded_length
+from .form import PLAIN, AttentionForm, capped
 
 SMALLEST_HEAD = 16  # FlexAttention's limit
 COMPILATIONS = 64
@@ -52,7 +53,15 @@ class Shadow:
         lists = {name: each[layer].repeat_interleave(groups, dim=0)[None] for name, each in self.lists.items()}
         return BlockMask((self.padded, self.padded), **lists, BLOCK_SIZE=(SHADOW_BLOCK, SHADOW_BLOCK), mask_mod=sees)
 
-    def attend(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries_1QND: Tensor,
+        keys_1HND: Tensor,
+        values_1HND: Tensor,
+        scale: float,
+        form: AttentionForm = PLAIN,
+    ) -> Tensor:
         """Return the attention output [1, Q, N, D].
 
         The memory for backward grows linearly with N. Only the block lists grow with N^2, divided by 16384.
@@ -61,7 +70,11 @@ class Shadow:
         q, k, v = (F.pad(each, (0, 0, 0, padding)) if padding else each for each in (queries_1QND, keys_1HND, values_1HND))
         mask = self.block_mask(layer, q.shape[1])
         with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
-            return _compiled()(q, k, v, mask, scale)[:, :, : self.tokens]
+            if form.sinks_Q is None:
+                return _compiled()(q, k, v, mask, scale, form.softcap)[:, :, : self.tokens]
+            out, sums = (each[:, :, : self.tokens] for each in _compiled()(q, k, v, mask, scale, form.softcap, True))
+        share = torch.sigmoid(sums - form.sinks_Q.to(sums.dtype)[:, None])  # of the keys in a softmax over keys and sink
+        return out * share[..., None].to(out.dtype)
 
 
 def block_relations(until_LHP: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,8 +115,20 @@ def give_up(error: Exception) -> None:
     _broken.append(error)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: float | None = None, with_sums: bool = False
+) -> Any:
+    """Return the attention output, and if `with_sums` also the log-sum-exp of the logits [1, Q, N]."""
+
+    def cap(logit, batch, head, query, key):
+        return capped(logit, softcap)
+
+    score = None if softcap is None else cap
+    how: dict[str, Any] = {"score_mod": score, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    if not with_sums:
+        return flex_attention(q, k, v, **how)
+    out, aux = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
 
 
 @cache

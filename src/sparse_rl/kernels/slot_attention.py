@@ -3,7 +3,8 @@
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
 one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
 the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If there
-are few slots, several programs share a row and a second launch combines their results.
+are few slots, several programs share a row and a second launch combines their results. `attend_in_ring` runs the same kernel
+over the ring buffers of a sliding-window layer; the reference is `WindowStore.append` and `attention.decode_attention`.
 """
 
 # S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window; in stored prompts: N
@@ -14,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .form import PLAIN, AttentionForm
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredPrompts
 
@@ -38,15 +40,57 @@ def attend_and_append(
     scale: float,
     splits: int = 1,
     prompts: StoredPrompts | None = None,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """Return the attention output [S, Q, D] of each slot's query over its prompt, its first `lengths` keys and the new key.
 
     The new key is stored at index `lengths`. The function writes the caches, the positions and the ring buffer in place. The
     caller increments the lengths at the end of the step.
     """
+    cached = (cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD)
+    places = (lengths_S, next_positions_S)
+    return _launch(queries_SQD, keys_SHD, values_SHD, cached, places, scale, splits, prompts, form, wraps=False)
+
+
+def attend_in_ring(
+    queries_SQD: Tensor,
+    keys_SHD: Tensor,
+    values_SHD: Tensor,
+    ring_keys_SHCD: Tensor,
+    ring_values_SHCD: Tensor,
+    next_positions_S: Tensor,
+    *,
+    scale: float,
+    splits: int = 1,
+    form: AttentionForm = PLAIN,
+) -> Tensor:
+    """Return the attention output [S, Q, D] of each slot's query over the tokens in its ring buffer and the new key.
+
+    The new key replaces the one at its position modulo the capacity, which is then outside the window.
+    """
+    cached = (ring_keys_SHCD, ring_values_SHCD, next_positions_S, queries_SQD[:, :, None, :0])
+    places = (next_positions_S, next_positions_S)
+    return _launch(queries_SQD, keys_SHD, values_SHD, cached, places, scale, splits, None, form, wraps=True)
+
+
+def _launch(
+    queries_SQD: Tensor,
+    keys_SHD: Tensor,
+    values_SHD: Tensor,
+    cached: tuple[Tensor, Tensor, Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+    scale: float,
+    splits: int,
+    prompts: StoredPrompts | None,
+    form: AttentionForm,
+    *,
+    wraps: bool,
+) -> Tensor:
+    cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD = cached
+    lengths_S, next_positions_S = places
     slots, q_heads, dim = queries_SQD.shape
     kv_heads, capacity = cached_keys_SHCD.shape[1:3]
-    group, window = q_heads // kv_heads, ring_SQWD.shape[2]
+    group, window = q_heads // kv_heads, 0 if wraps else ring_SQWD.shape[2]
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
     parts = out
@@ -62,6 +106,7 @@ def attend_and_append(
     _attend[(slots, kv_heads, splits)](
         *(queries, keys, values, cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD, *stored, width),
         *(lengths_S, next_positions_S, out, parts, marks, scale),
+        *(1.0 if form.softcap is None else form.softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
         *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(cached_keys_SHCD.stride(0), cached_keys_SHCD.stride(1), capacity),
         GROUP=group,
@@ -72,6 +117,9 @@ def attend_and_append(
         WINDOW=window,
         SPLITS=splits,
         STORED=prompts is not None,
+        WRAPS=wraps,
+        CAPPED=form.softcap is not None,
+        SINKS=form.sinks_Q is not None,
         PAGE=page,
         BLOCK=block,
         PRECISION=precision(queries),
@@ -103,14 +151,28 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 @jit
-def _attend_block(query, keys_ptr, values_ptr, mask, held, scale, top, weight, total, PRECISION: tl.constexpr):
+def _cap(logits, softcap, CAPPED: tl.constexpr):
+    """Return softcap * tanh(logits / softcap) if the logits are capped. Triton has no tanh of its own."""
+    if CAPPED:
+        logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
+    return logits
+
+
+@jit
+def _attend_block(
+    query, keys_ptr, values_ptr, mask, held, scale, softcap, top, weight, total,
+    CAPPED: tl.constexpr, WRAPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of values."""
     keys = tl.load(keys_ptr, mask=mask, other=0.0)
-    logits = product(query, tl.trans(keys), PRECISION) * scale
+    logits = _cap(product(query, tl.trans(keys), PRECISION) * scale, softcap, CAPPED)
     logits = tl.where(held[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, axis=1))
-    shrink = tl.exp(top - new_top)
-    probs = tl.exp(logits - new_top[:, None])
+    base = new_top
+    if WRAPS:  # the only key of the block may be the one that is replaced
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.exp(top - base)
+    probs = tl.exp(logits - base[:, None])
     values = tl.load(values_ptr, mask=mask, other=0.0)
     total = total * shrink[:, None] + product(probs.to(values.dtype), values, PRECISION)
     return new_top, weight * shrink + tl.sum(probs, axis=1), total
@@ -120,14 +182,19 @@ def _attend_block(query, keys_ptr, values_ptr, mask, held, scale, top, weight, t
 def _attend(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, positions_ptr, ring_ptr,
     prompt_keys_ptr, prompt_values_ptr, pages_ptr, prompts_ptr, pages_slot,
-    lengths_ptr, next_positions_ptr, out_ptr, parts_ptr, marks_ptr, scale,
+    lengths_ptr, next_positions_ptr, out_ptr, parts_ptr, marks_ptr, scale, softcap, sinks_ptr,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, row_slot, row_head, capacity,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr,
+    WRAPS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + slot).to(tl.int32)
+    index = length  # of the new token
+    if WRAPS:
+        index = length % capacity
+        length = tl.minimum(length, capacity)
     g, d = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     in_group, in_dim = g < GROUP, d < DIM
     q_head_of = head * GROUP + g
@@ -141,18 +208,25 @@ def _attend(
     new_value = tl.load(v_ptr + slot * v_slot + head * v_head + d, mask=in_dim, other=0.0)
     if split == 0:
         position = tl.load(next_positions_ptr + slot)
-        tl.store(key_row + length * DIM + d, new_key, mask=in_dim)
-        tl.store(value_row + length * DIM + d, new_value, mask=in_dim)
-        tl.store(positions_ptr + (slot * HEADS + head) * capacity + length, position.to(tl.int32))
+        tl.store(key_row + index * DIM + d, new_key, mask=in_dim)
+        tl.store(value_row + index * DIM + d, new_value, mask=in_dim)
+        if not WRAPS:
+            tl.store(positions_ptr + (slot * HEADS + head) * capacity + index, position.to(tl.int32))
         if WINDOW > 0:
             place = ring_ptr + ((slot * HEADS * GROUP + q_head_of[:, None]) * WINDOW + position % WINDOW) * DIM + d[None, :]
             tl.store(place, query, mask=in_group[:, None] & in_dim[None, :])
 
     # The new token initializes the sums of split 0. The other splits start empty.
     mine = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
-    top = tl.where(split == 0, mine, float("-inf"))
-    weight = tl.where(split == 0, tl.full([GROUP_PAD], 1.0, tl.float32), 0.0)
-    total = tl.where(split == 0, 1.0, 0.0) * (tl.zeros([GROUP_PAD, 1], tl.float32) + new_value.to(tl.float32)[None, :])
+    mine = _cap(mine, softcap, CAPPED)
+    top, own, extra = mine, tl.full([GROUP_PAD], 1.0, tl.float32), tl.zeros([GROUP_PAD], tl.float32)
+    if SINKS:  # a sink adds to the sum of weights, and not to that of values
+        sink = tl.load(sinks_ptr + q_head_of, mask=in_group, other=0.0).to(tl.float32)
+        top = tl.maximum(mine, sink)
+        own, extra = tl.exp(mine - top), tl.exp(sink - top)
+    top = tl.where(split == 0, top, float("-inf"))
+    weight = tl.where(split == 0, own + extra, 0.0)
+    total = tl.where(split == 0, own, 0.0)[:, None] * new_value.to(tl.float32)[None, :]
 
     # The splits share the blocks of the row: first the prompt's, then the slot's own.
     n = tl.arange(0, BLOCK)
@@ -171,15 +245,17 @@ def _attend(
             places = ((page * HEADS + head) * PAGE + start % PAGE + n)[:, None] * DIM + d[None, :]
             top, weight, total = _attend_block(
                 query, prompt_keys_ptr + places, prompt_values_ptr + places, held[:, None] & in_dim[None, :], held,
-                scale, top, weight, total, PRECISION,
+                scale, softcap, top, weight, total, CAPPED, WRAPS, PRECISION,
             )  # fmt: skip
         first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
     for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
         held = start + n < length
+        if WRAPS:
+            held = held & (start + n != index)
         places = (start + n)[:, None] * DIM + d[None, :]
         top, weight, total = _attend_block(
             query, key_row + places, value_row + places, held[:, None] & in_dim[None, :], held,
-            scale, top, weight, total, PRECISION,
+            scale, softcap, top, weight, total, CAPPED, WRAPS, PRECISION,
         )  # fmt: skip
 
     row = slot * HEADS * GROUP + q_head_of

@@ -1,8 +1,9 @@
 """The slot cache: one tensor of keys and one of values for all layers and slots, with a fixed size.
 
 A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order, at the start
-of its row. If prompts are protected, a `PromptStore` holds them, and slots hold response tokens only. The host computes every
-length from the fixed schedule, so this module never synchronizes with the device.
+of its row. If prompts are protected, a `PromptStore` holds them, and slots hold response tokens only. A `WindowStore` holds the
+sliding-window layers of a model; layers are numbered here without them. The host computes every length from the fixed schedule,
+so this module never synchronizes with the device.
 """
 
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window, T tokens held, K tokens kept, R rows of
@@ -27,6 +28,7 @@ from .prompt_store import PromptStore
 from .shape import CacheShape, refuse_too_large
 from .statistics import Statistics
 from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, allocated, encoded
+from .windows import WindowStore
 
 STATISTICS_FORMS = 5
 """float32 forms of the keys that exist at once in a policy with statistics: keys, their pairs, complex numbers and products."""
@@ -42,7 +44,18 @@ class SlotCache:
         first_layer: int = 0,
         quantiser: Quantiser | None = None,
     ):
-        self.shape, self.slots, self.capacity, self.ring, self.first_layer = shape, slots, capacity, ring, first_layer
+        self.layers = shape.full_layers
+        """Layers of the model that the cache holds."""
+        self.place = {layer: place for place, layer in enumerate(self.layers)}
+        """Number in the cache of each layer that it holds."""
+        self.windows: WindowStore | None = None
+        """Cache of the model's sliding-window layers; None until the longest sequence is known, or if there are none."""
+        self.windowed = shape.windowed
+        """Layers of the model that it does not hold, because they have a window."""
+        self.shape, self.slots, self.capacity, self.ring = shape.full, slots, capacity, ring
+        shape = self.shape
+        self.numbers_L = torch.tensor(self.layers, device=shape.device) + first_layer
+        """Numbers of the layers from which a policy's randomness derives."""
         self.quantiser = quantiser
         """Storage in 8 or 4 bits, with scales on the cache's device; None for the model's dtype."""
         self.statistics: Statistics = {}
@@ -80,10 +93,19 @@ class SlotCache:
         """The same in the model's dtype."""
         return token_bytes(self.shape, self.shape.dtype.itemsize)
 
+    def dense_bytes(self, tokens: int) -> int:
+        """Return the bytes of a dense cache with so many tokens in the model's dtype. It has the same windows."""
+        return tokens * self.dense_token_bytes + (0 if self.windows is None else self.windows.kv_bytes)
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer, in the model's dtype."""
+        return 2 * self.shape.kv_heads * self.shape.head_dim * self.shape.dtype.itemsize
+
     @property
     def kv_bytes(self) -> int:
-        """Allocated bytes of keys and values, with their steps and the prompt store."""
-        return self.stored.nbytes + (0 if self.prompts is None else self.prompts.kv_bytes)
+        """Allocated bytes of keys and values, with their steps, the prompt store and the windows."""
+        return self.stored.nbytes + sum(each.kv_bytes for each in (self.prompts, self.windows) if each is not None)
 
     @property
     def side_bytes(self) -> int:
@@ -92,11 +114,19 @@ class SlotCache:
         slots = sum(tensor.untyped_storage().nbytes() for tensor in beside)
         return slots + (0 if self.prompts is None else self.prompts.side_bytes)
 
+    def empty_like(self, slots: int, capacity: int) -> "SlotCache":
+        """Return an empty cache of the same layers, without a prompt store."""
+        cache = SlotCache(self.shape, slots, capacity, self.ring, quantiser=self.quantiser)
+        if self.windows is not None:
+            cache.windows = WindowStore(self.windows.shape, slots, self.windows.capacity)
+        return cache
+
     def clear(self) -> None:
         for tensor in (*self.stored, self.queries_LSQWD, self.positions_LSHC, self.lengths_S):
             tensor.zero_()
-        if self.prompts is not None:
-            self.prompts.clear()
+        for store in (self.prompts, self.windows):
+            if store is not None:
+                store.clear()
 
     # Writing
 
@@ -133,7 +163,7 @@ class SlotCache:
                     keys_PHTD,
                     values_PHTD,
                     budget,
-                    seeds=mix(nth.seeds_P, self.first_layer + layer),
+                    seeds=mix(nth.seeds_P, self.numbers_L[layer]),
                     positions=positions_PHT,
                     **self._model_of_rows(policy, torch.full_like(nth.seeds_P, layer)),
                 )
@@ -192,12 +222,16 @@ class SlotCache:
         self.lengths_S[slot] = held
         if self.prompts is not None and source.prompts is not None:
             self.prompts.pages_SP[slot] = source.prompts.pages_SP[source_slot]
+        if self.windows is not None and source.windows is not None:
+            self.windows.copy_slot(source.windows, source_slot, slot)
 
     def reorder(self, slots: Tensor) -> None:
         """Move the content of slot `slots[i]` to slot i, for beam search."""
         for tensor in (*self.stored, self.positions_LSHC, self.queries_LSQWD):
             tensor.copy_(tensor[:, slots])
         self.lengths_S.copy_(self.lengths_S[slots])
+        if self.windows is not None:
+            self.windows.reorder(slots)
 
     # Reading
 
@@ -248,7 +282,7 @@ class SlotCache:
                 Rows(_rows(self.keys_LSHCD), rows_R, held) if in_place else self._take_keys(layer_R, slot_R, held, stored),
                 self._take_values(layer_R, slot_R, held, stored) if policy.uses_values else None,
                 stored + budget,
-                seeds=mix(seeds_n[which_R], self.first_layer + layer_R) if policy.uses_seeds else None,
+                seeds=mix(seeds_n[which_R], self.numbers_L[layer_R]) if policy.uses_seeds else None,
                 positions=_after_prompt(positions_RHT, stored),
                 **self._model_of_rows(policy, layer_R),
                 **more,
@@ -257,6 +291,8 @@ class SlotCache:
             dropped.append(_dropped(positions_RHT, kept_RHK))
             keep_in_place(*self.stored.map(_rows), _rows(self.positions_LSHC), rows_R, kept_RHK)
         self.lengths_S[slots_n] = budget
+        if not dropped:  # every layer has a window
+            return torch.empty(0, len(slots), self.shape.kv_heads, held - budget, dtype=torch.int32, device=device)
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
     def _model_of_rows(self, policy: Policy, layer_R: Tensor) -> dict[str, Any]:

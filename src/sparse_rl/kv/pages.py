@@ -39,7 +39,7 @@ def _tiles(cache: SlotCache, pages: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (pool, slots) of each stored tensor, for as many layers at a time as scratch memory allows."""
     store = cache.prompts
     assert store is not None
-    layer_bytes = pages * PAGE_TOKENS * cache.token_bytes // (2 * cache.shape.layers)
-    layers = max(1, int(max(SCRATCH_SHARE * cache.kv_bytes, SCRATCH_FLOOR_BYTES) / layer_bytes))
+    layer_bytes = pages * PAGE_TOKENS * cache.token_bytes // max(1, 2 * cache.shape.layers)
+    layers = max(1, int(max(SCRATCH_SHARE * cache.kv_bytes, SCRATCH_FLOOR_BYTES) / max(1, layer_bytes)))
     for stored_LNHTD, own_LSHCD in zip(store.stored, cache.stored, strict=True):
         yield from zip(stored_LNHTD.split(layers), own_LSHCD.split(layers), strict=True)

@@ -1,7 +1,7 @@
 """Shape of a model's keys and values, and the check that a cache of that shape fits into memory."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,19 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None
+    """Tokens that a query of a windowed layer sees, itself included; None if the model has no windowed layers."""
+    windowed: tuple[int, ...] = ()
+    """Windowed layers, ascending. The other layers see all tokens."""
+
+    @property
+    def full_layers(self) -> list[int]:
+        return [layer for layer in range(self.layers) if layer not in self.windowed]
+
+    @property
+    def full(self) -> "CacheShape":
+        """Shape of the layers without a window alone."""
+        return replace(self, layers=self.layers - len(self.windowed), window=None, windowed=()) if self.windowed else self
 
 
 def refuse_too_large(shape: CacheShape, needed_bytes: int, name: str, remedy: str) -> None:

@@ -18,10 +18,17 @@ class Trace:
     `codes_LHT` is 0 for a key that was never evicted. A code c > 0 means that the key was evicted after (c - 1) * interval
     response tokens had entered the cache. `codes_LHT` may be a function, which is called when the codes are first read,
     because most rollouts are never replayed.
+    Sliding-window layers have no codes: the size of a window determines which keys a query sees. `windowed` lists them.
     """
 
-    def __init__(self, codes_LHT: Tensor | Callable[[], Tensor], prompt_tokens: int, interval: int):
-        self._codes, self.prompt_tokens, self.interval = codes_LHT, prompt_tokens, interval
+    def __init__(
+        self,
+        codes_LHT: Tensor | Callable[[], Tensor],
+        prompt_tokens: int,
+        interval: int,
+        windowed: tuple[int, ...] = (),
+    ):
+        self._codes, self.prompt_tokens, self.interval, self.windowed = codes_LHT, prompt_tokens, interval, windowed
 
     @property
     def codes_LHT(self) -> Tensor:
@@ -30,14 +37,21 @@ class Trace:
         return self._codes
 
     def __getstate__(self) -> dict:
-        return {"_codes": self.codes_LHT, "prompt_tokens": self.prompt_tokens, "interval": self.interval}
+        return {**vars(self), "_codes": self.codes_LHT}
 
     @property
     def evicted_at(self) -> Tensor:
-        """Return int32 [L, H, T]: the position of the first query that does not see the key, or `NEVER` if it was kept."""
+        """Return int32 [L, H, T]: the position of the first query that does not see the key, or `NEVER` if it was kept. The
+        keys of sliding-window layers are never evicted."""
         codes = self.codes_LHT.to(torch.int32)
         times = self.prompt_tokens + (codes - 1) * self.interval
-        return torch.where(codes == 0, torch.tensor(NEVER, dtype=torch.int32), times.to(torch.int32))
+        times_LHT = torch.where(codes == 0, torch.tensor(NEVER, dtype=torch.int32), times.to(torch.int32))
+        if not self.windowed:
+            return times_LHT
+        layers = len(times_LHT) + len(self.windowed)
+        all_LHT = torch.full((layers, *times_LHT.shape[1:]), NEVER, dtype=torch.int32)
+        all_LHT[[layer for layer in range(layers) if layer not in self.windowed]] = times_LHT
+        return all_LHT
 
 
 class TraceRecorder:
@@ -56,7 +70,8 @@ class TraceRecorder:
         """
         self._events.append((entered // self.interval + 1, dropped_LnHN, index))
 
-    def finish(self, layers: int, kv_heads: int, tokens: int) -> Trace:
+    def finish(self, layers: int, kv_heads: int, tokens: int, windowed: tuple[int, ...] = ()) -> Trace:
+        """Return the trace of `layers` layers, which are those without a window."""
         events = self._events
 
         def codes() -> Tensor:
@@ -69,4 +84,4 @@ class TraceRecorder:
                 codes_LHT.scatter_(2, dropped_LHN, code_N.expand_as(dropped_LHN))
             return codes_LHT
 
-        return Trace(codes, self.prompt_tokens, self.interval)
+        return Trace(codes, self.prompt_tokens, self.interval, windowed)

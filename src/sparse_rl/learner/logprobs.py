@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.form import capped
 from ..models.compile import fused, fuses
 from ..models.head import Head, project
 from ..sizes import CHUNK_ELEMENTS, FUSED_CHUNK_ELEMENTS, LARGE_VOCABULARY
@@ -23,7 +24,7 @@ from ..sizes import CHUNK_ELEMENTS, FUSED_CHUNK_ELEMENTS, LARGE_VOCABULARY
 def token_logprobs(head: Head, hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return (log-prob of each target, entropy of its distribution), both [N], at the given temperatures."""
     logprobs_N, entropy_N, _ = _TokenLogprobs.apply(
-        head.scale, head.dtype, hidden_ND, head.weight_VD, head.bias_V, targets_N, temperatures_N
+        (head.scale, head.softcap), head.dtype, hidden_ND, head.weight_VD, head.bias_V, targets_N, temperatures_N
     )
     return logprobs_N, entropy_N
 
@@ -32,15 +33,18 @@ class _TokenLogprobs(torch.autograd.Function):
     """Autograd function for log-probs and entropies.
 
     With x = scale * logits / temperature, Z = sum exp x and p = exp(x - log Z): the log-prob of y is x_y - log Z and the
-    entropy is log Z - sum p x. Their gradients with respect to x are 1[y] - p and -p (log p + entropy).
+    entropy is log Z - sum p x. Their gradients with respect to x are 1[y] - p and -p (log p + entropy). With a soft cap c,
+    scale * logits is replaced by y = c * tanh(scale * logits / c), whose derivative is scale * (1 - (y / c)^2).
     """
 
     @staticmethod
-    def forward(ctx, scale, dtype, hidden_ND, weight_VD, bias_V, targets_N, temperatures_N):
-        ctx.dtype = dtype
-        factors_N = scale / temperatures_N
+    def forward(ctx, scale_and_cap, dtype, hidden_ND, weight_VD, bias_V, targets_N, temperatures_N):
+        ctx.dtype, ctx.scale_and_cap = dtype, scale_and_cap
+        scale, softcap = scale_and_cap
+        factors_N = (scale if softcap is None else 1.0) / temperatures_N
+        statistics = chunk_statistics if softcap is None else capped_statistics(scale, softcap)
         chunks = [
-            _of_chunk(chunk_statistics, project(hidden_ND[rows], weight_VD, bias_V, dtype), targets_N[rows], factors_N[rows])
+            _of_chunk(statistics, project(hidden_ND[rows], weight_VD, bias_V, dtype), targets_N[rows], factors_N[rows])
             for rows in _chunks(hidden_ND, weight_VD)
         ]
         logprobs_N, entropy_N, log_Z_N = (torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -53,9 +57,10 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_ND, weight_VD, bias_V, *per_token = ctx.saved_tensors
         per_token += [grad_logprobs_N, grad_entropy_N]
         grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[2:5])
+        gradient = gradient_in(weight_VD.dtype, *ctx.scale_and_cap)
         for rows in _chunks(hidden_ND, weight_VD):
             logits_nV = project(hidden_ND[rows], weight_VD, bias_V, ctx.dtype)
-            grads.add(rows, _of_chunk(gradient_in(weight_VD.dtype), logits_nV, *(each[rows] for each in per_token)))
+            grads.add(rows, _of_chunk(gradient, logits_nV, *(each[rows] for each in per_token)))
         return None, None, *grads.finish(), None, None
 
 
@@ -107,9 +112,28 @@ def chunk_gradient(
 
 
 @cache
-def gradient_in(dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Return `chunk_gradient` with its result in the dtype, so that a fused kernel stores no wider one."""
-    return lambda *tensors: chunk_gradient(*tensors).to(dtype)
+def capped_statistics(scale: float, softcap: float) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Return `chunk_statistics` for logits that are scaled and soft-capped first."""
+    return lambda logits_nV, *per_token: chunk_statistics(capped(_full(logits_nV) * scale, softcap), *per_token)
+
+
+@cache
+def gradient_in(dtype: torch.dtype, scale: float = 1.0, softcap: float | None = None) -> Callable[..., Tensor]:
+    """Return `chunk_gradient` with its result in the dtype, so that a fused kernel stores no wider one. If there is a soft
+    cap, the gradient is with respect to the logits before they are scaled and capped."""
+    if softcap is None:
+        return lambda *tensors: chunk_gradient(*tensors).to(dtype)
+
+    def of_capped(logits_nV: Tensor, *per_token: Tensor) -> Tensor:
+        capped_nV = capped(_full(logits_nV) * scale, softcap)
+        return (chunk_gradient(capped_nV, *per_token) * _slope(capped_nV, scale, softcap)).to(dtype)
+
+    return of_capped
+
+
+def _slope(logits_nV: Tensor, scale: float, softcap: float | None) -> Tensor | float:
+    """Return the derivative of scaled and soft-capped logits."""
+    return scale if softcap is None else scale * (1 - (logits_nV / softcap).square())
 
 
 def divergence(
@@ -124,9 +148,9 @@ def divergence(
     def of_chunk(logits_nV: Tensor, teacher_nD: Tensor, temperatures_n: Tensor) -> Tensor:
         student = (logits_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         with torch.no_grad():
-            teacher_nV = _logits(
-                teacher_nD, head.weight_VD, head.bias_V, head.scale, head.dtype
-            )  # same rounding as for the student
+            teacher_nV = _logits(  # same rounding as for the student
+                teacher_nD, head.weight_VD, head.bias_V, (head.scale, head.softcap), head.dtype
+            )
             teacher = (teacher_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         if top is not None and top < student.shape[-1]:
             best = teacher.topk(top, dim=-1).indices
@@ -148,16 +172,17 @@ def _lump_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
 def in_chunks(of_chunk: Callable[..., Tensor], head: Head, hidden_ND: Tensor, *per_token: Tensor) -> Tensor:
     """Apply `of_chunk(logits_nV, *per_token_n) -> [K, n]` to all tokens in chunks and return [K, N]. The result is
     differentiable with respect to the hidden states and the LM head."""
-    return _InChunks.apply(of_chunk, head.scale, head.dtype, hidden_ND, head.weight_VD, head.bias_V, *per_token)
+    scale_and_cap = (head.scale, head.softcap)
+    return _InChunks.apply(of_chunk, scale_and_cap, head.dtype, hidden_ND, head.weight_VD, head.bias_V, *per_token)
 
 
 class _InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, of_chunk, scale, dtype, hidden_ND, weight_VD, bias_V, *per_token):
-        ctx.of_chunk, ctx.scale, ctx.dtype = of_chunk, scale, dtype
+    def forward(ctx, of_chunk, scale_and_cap, dtype, hidden_ND, weight_VD, bias_V, *per_token):
+        ctx.of_chunk, ctx.scale_and_cap, ctx.dtype = of_chunk, scale_and_cap, dtype
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, *per_token)
         parts = [
-            of_chunk(_logits(hidden_ND[rows], weight_VD, bias_V, scale, dtype), *(each[rows] for each in per_token))
+            of_chunk(_logits(hidden_ND[rows], weight_VD, bias_V, scale_and_cap, dtype), *(each[rows] for each in per_token))
             for rows in _chunks(hidden_ND, weight_VD, fusible=False)
         ]
         return torch.cat(parts, dim=1)
@@ -168,10 +193,11 @@ class _InChunks(torch.autograd.Function):
         grads = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[3:6])
         for rows in _chunks(hidden_ND, weight_VD, fusible=False):
             with torch.enable_grad():
-                logits_nV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale, ctx.dtype).detach().requires_grad_()
+                logits_nV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale_and_cap, ctx.dtype).detach().requires_grad_()
                 values_Kn = ctx.of_chunk(logits_nV, *(each[rows] for each in per_token))
             (grad_logits_nV,) = torch.autograd.grad(values_Kn, logits_nV, grad_KN[:, rows])
-            grads.add(rows, (grad_logits_nV * ctx.scale).to(weight_VD.dtype))
+            slope = _slope(logits_nV.detach(), *ctx.scale_and_cap)
+            grads.add(rows, (grad_logits_nV * slope).to(weight_VD.dtype))
         return None, None, None, *grads.finish(), *(None for _ in per_token)
 
 
@@ -221,8 +247,15 @@ def _cut(elements: int, tokens: int, vocab: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
-def _logits(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float, dtype: torch.dtype | None) -> Tensor:
-    return _full(project(hidden_nD, weight_VD, bias_V, dtype)) * scale
+def _logits(
+    hidden_nD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    scale_and_cap: tuple[float, float | None],
+    dtype: torch.dtype | None,
+) -> Tensor:
+    scale, softcap = scale_and_cap
+    return capped(_full(project(hidden_nD, weight_VD, bias_V, dtype)) * scale, softcap)
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 # N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, n response tokens, D hidden dimension
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import UserError
 from ..kernels import long_attention, shadow
 from ..kernels.attention import causal_attention, packed_causal_attention, shadow_attention
+from ..kernels.form import PLAIN
 from ..kernels.long_attention import long_causal_attention
 from ..kernels.prefix_attention import PrefixAttention, Segment
 from ..kernels.shadow import Shadow
@@ -55,6 +55,7 @@ def replay(
     _refuse_beyond_table(model, rollouts)
     results: list[Tensor] = []
     share_prompts = view != "sparse" or all(_evictions(rollout) is None for rollout in rollouts)
+    share_prompts = share_prompts and may_share_prompts(model)
     with fused_layers(model), eval_mode(model):
         for indices in packs(rollouts, tokens_per_pass, share_prompts=share_prompts):
             pack = [rollouts[index] for index in indices]
@@ -63,13 +64,19 @@ def replay(
     return results
 
 
+def may_share_prompts(model: PreTrainedModel) -> bool:
+    """Return whether rollouts of a pass may share prompts. FlexAttention, which computes soft caps and sinks on a GPU, has
+    whole sequences."""
+    return model.device.type != "cuda" or prepare(model).plain
+
+
 def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
     limits = prepare(model)
     # the last token is not fed
     longest = max((len(rollout.prompt) + len(rollout.response) - 1 for rollout in rollouts), default=0)
-    if limits.hard and limits.context is not None and longest > limits.context:
+    if limits.positions is not None and longest > limits.positions:
         raise UserError(
-            f"A rollout has {longest} tokens, but the model supports {limits.context} positions: replay shorter rollouts."
+            f"A rollout has {longest} tokens, but the model supports {limits.positions} positions: replay shorter rollouts."
         )
 
 
@@ -87,7 +94,8 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
     prepare(model)
     device = model.device
     evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
-    row = pack_tokens(pack, share_prompts=all(evicted_at_LHT is None for evicted_at_LHT in evictions))
+    keeps_all = all(evicted_at_LHT is None for evicted_at_LHT in evictions)
+    row = pack_tokens(pack, share_prompts=keeps_all and may_share_prompts(model))
     quantiser = None if view == "dense" else quantiser_of(pack)
     if row.shared:
         seen = ReplayView([], row.segments, quantiser)
@@ -159,31 +167,37 @@ class ReplayView:
         self.longest = max((span.stop - span.start for span in spans), default=0)
         self._on: dict[torch.device, Pack] = {}
 
-    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
         pack = self._pack(queries_1QND.device)
         if pack.quantiser is not None:
             keys_1HND, values_1HND = pack.quantiser.restored(layer, keys_1HND, values_1HND)
+        packed = (queries_1QND, keys_1HND, values_1HND)
         if pack.prefixes is not None:
-            return pack.prefixes.attend(queries_1QND, keys_1HND, values_1HND, scale)
-        if pack.until_LHN is None:
-            if long_attention.usable(queries_1QND, self.bounds):
-                return long_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, scale)
-            return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, pack.bounds, self.longest, scale)
+            return pack.prefixes.attend(*packed, scale, form)
+        keeps_all = pack.until_LHN is None or form.window is not None  # policies evict nothing from a window
+        form = form.within(self.longest)
+        if keeps_all and form.is_plain:
+            if form.window is None and long_attention.usable(queries_1QND, self.bounds):
+                return long_causal_attention(*packed, self.bounds, scale)
+            return packed_causal_attention(*packed, pack.bounds, self.longest, scale, form)
         if shadow.usable(queries_1QND):
             try:
-                return pack.shadow.attend(layer, queries_1QND, keys_1HND, values_1HND, scale)
+                return pack.shadow(form.window, keeps_all).attend(0 if keeps_all else layer, *packed, scale, form)
             except compiler_errors() as error:
                 shadow.give_up(error)
-        return self._one_by_one(pack.until_LHN[layer], queries_1QND, keys_1HND, values_1HND, scale)
+        if keeps_all or pack.until_LHN is None:
+            return packed_causal_attention(*packed, pack.bounds, self.longest, scale, form)
+        return self._one_by_one(pack.until_LHN[layer], *packed, scale, form)
 
-    def _one_by_one(self, until_HN, queries_1QND, keys_1HND, values_1HND, scale):
+    def _one_by_one(self, until_HN, queries_1QND, keys_1HND, values_1HND, scale, form=PLAIN):
         outputs = []
         for span in self.spans:
             q, k, v = (tensor[:, :, span.start : span.stop] for tensor in (queries_1QND, keys_1HND, values_1HND))
             if span.evicted_at_LHT is None:
-                outputs.append(causal_attention(q, k, v, scale=scale))
+                outputs.append(causal_attention(q, k, v, scale=scale, form=form))
             else:
-                outputs.append(shadow_attention(q, k, v, until_HN[:, span.start : span.stop] - span.start, scale=scale))
+                until_HT = until_HN[:, span.start : span.stop] - span.start
+                outputs.append(shadow_attention(q, k, v, until_HT, scale=scale, form=form))
         return torch.cat(outputs, dim=2)
 
     def _pack(self, device: torch.device) -> "Pack":
@@ -208,11 +222,23 @@ class Pack:
     """Attention of rollouts that share prompts."""
     quantiser: Quantiser | None
     """Storage of keys and values, with scales on the device."""
+    shadows: dict[tuple[int | None, bool], Shadow] = field(default_factory=dict)
 
-    @cached_property
-    def shadow(self) -> Shadow:
-        assert self.until_LHN is not None
-        return Shadow(self.until_LHN)
+    def shadow(self, window: int | None, keeps_all: bool) -> Shadow:
+        """Return the visibility of keys: under the evictions, or if `keeps_all`, one for all layers with this window."""
+        if (window, keeps_all) not in self.shadows:
+            until_LHN = kept_until(self.bounds, window) if keeps_all else self.until_LHN
+            assert until_LHN is not None
+            self.shadows[window, keeps_all] = Shadow(until_LHN)
+        return self.shadows[window, keeps_all]
+
+
+def kept_until(bounds: Tensor, window: int | None) -> Tensor:
+    """Return `until` [1, 1, N] of packed sequences without evictions: the end of each key's sequence or window."""
+    ends_N = bounds[1:].repeat_interleave(bounds.diff())
+    if window is not None:
+        ends_N = torch.minimum(ends_N, torch.arange(len(ends_N), device=bounds.device, dtype=bounds.dtype) + window)
+    return ends_N[None, None]
 
 
 def packed_until(spans: Sequence[Span]) -> Tensor | None:

@@ -1,8 +1,8 @@
 """Attention of transformers models over our caches: one registered function that calls a view.
 
-A view is any object with `attend(layer, queries, keys, values, scale, mask)`. There are views for prompts in prefill, slots in
+A view is any object with `attend(layer, queries, keys, values, scale, mask, form)`. There are views for prompts in prefill, slots in
 decode and rollouts in replay. A view is passed as an argument of the model's forward, or inside the keys that a cache returns.
-Without a view the function calls transformers' SDPA, so a prepared model behaves as before. `support.py` checks which models
+Without a view the function attends as transformers does, so a prepared model behaves as before. `support.py` checks which models
 can use it.
 """
 
@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import UserError
+from ..kernels.form import PLAIN, AttentionForm, masked_attention
 
 NAME = "sparse_rl"
 """Name of the attention implementation, for `model.set_attn_implementation`."""
@@ -28,7 +29,14 @@ NO_MASK = (1, 1, 1, 1)
 
 class AttentionView(Protocol):
     def attend(
-        self, layer: int, queries_BQTD: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor, scale: float, mask: Tensor | None
+        self,
+        layer: int,
+        queries_BQTD: Tensor,
+        keys_BHTD: Tensor,
+        values_BHTD: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """Return the attention output [B, Q, T, D]. Only the view of a transformers cache reads `mask`, for padding."""
         ...
@@ -44,12 +52,11 @@ class AttentionProbe(ABC):
 
 @dataclass(frozen=True)
 class BoundKeys:
-    """New keys and values, wrapped for the view of a transformers cache. The cache has received `seen` tokens before them."""
+    """New keys and values, wrapped for the view of a transformers cache."""
 
     view: AttentionView
     keys_BHTD: Tensor
     values_BHTD: Tensor
-    seen: int
 
     def __getattr__(self, name: str):
         raise UserError(
@@ -61,15 +68,14 @@ class BoundKeys:
 def attention(module, query, key, value, attention_mask, scaling=None, sparse_view=None, **kwargs):
     bound = isinstance(key, BoundKeys)
     if bound:
-        window, tokens = kwargs.get("sliding_window"), key.seen + query.shape[2]
-        if window and tokens > window:
-            raise UserError(
-                f"BoundedCache does not support sliding-window attention: {tokens} tokens exceed the model's sliding "
-                f"window of {window}. Use shorter sequences."
-            )
         sparse_view, key, value = key.view, key.keys_BHTD, key.values_BHTD
+    form = AttentionForm(kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sparse_view is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        if form.is_plain:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        out_BQTD = masked_attention(query, key, value, _mask(query, key, attention_mask), scale, form)
+        return out_BQTD.transpose(1, 2).contiguous(), None
     for name, meaning in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} uses {meaning}, which is not supported: use another model.")
@@ -77,14 +83,19 @@ def attention(module, query, key, value, attention_mask, scaling=None, sparse_vi
         raise UserError(f"{type(module).__name__} uses a custom attention mask, which is not supported: use another model.")
     if isinstance(sparse_view, AttentionProbe):
         sparse_view.record_call(module, query, key, value, kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out_BQTD = sparse_view.attend(module.layer_idx, query, key, value, scale, attention_mask)
+    out_BQTD = sparse_view.attend(module.layer_idx, query, key, value, scale, attention_mask, form)
     return out_BQTD.transpose(1, 2).contiguous(), None
 
 
+def _mask(query_BQTD: Tensor, key_BHMD: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return the boolean mask [B, 1, 1, T, M] of a pass without a view. transformers omits a mask that is causal only."""
+    if mask is not None:
+        return mask[:, :, None] if mask.dtype == torch.bool else (mask == 0)[:, :, None]
+    queries, keys = query_BQTD.shape[2], key_BHMD.shape[2]
+    return torch.ones(queries, keys, dtype=torch.bool, device=query_BQTD.device).tril(keys - queries) if queries > 1 else None
+
+
 UNSUPPORTED = {
-    "softcap": "soft-capped logits",
-    "s_aux": "learned sinks",
     "position_bias": "a position bias",
     "block_indices": "built-in sparse attention",
 }

@@ -25,13 +25,29 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
-def context_length(positions: int | None, rope: dict[str, Any] | None) -> int | None:
-    """Return the context length that a config states. YaRN multiplies that of the original training."""
+def context_length(positions: int | None, rope: dict[str, Any] | None, original: int | None = None) -> int | None:
+    """Return the context length that a config states. YaRN multiplies that of the original training. Rotary embeddings that
+    change with the length of the sequence (longrope) have the length of the original training, which `original` states if
+    `rope` does not."""
+    by_layer_type = [each for each in (rope or {}).values() if isinstance(each, dict)]
+    if by_layer_type:
+        lengths = [context_length(positions, each, original) for each in by_layer_type]
+        other = [length for length in lengths if length is not None and length != positions]
+        return min(other, default=positions)  # layers without scaling have short windows
     rope = rope or {}
+    original = rope.get("original_max_position_embeddings") or original or positions
     kind = rope.get("rope_type") or rope.get("type")  # older files say type
+    if kind == "longrope":
+        return original
     if positions is None or kind != "yarn" or not rope.get("factor"):
         return positions
-    return max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)))
+    return max(positions, int(rope["factor"] * (original or positions)))
+
+
+def changes_with_length(rope: dict[str, Any] | None) -> bool:
+    """Return whether the frequencies of rotary embeddings change beyond the context length, so that cached keys no longer fit."""
+    of_all = (rope or {}, *(each for each in (rope or {}).values() if isinstance(each, dict)))
+    return any((each.get("rope_type") or each.get("type")) in ("dynamic", "longrope") for each in of_all)
 
 
 def refuse_missing(path: str) -> None:

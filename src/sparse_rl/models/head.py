@@ -12,22 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kernels.form import capped
 from .attention import AttentionView, inputs
 
 
 @dataclass(frozen=True)
 class Head:
-    """LM head: logits = scale * (hidden @ weight.T + bias)."""
+    """LM head: logits = scale * (hidden @ weight.T + bias), and softcap * tanh(logits / softcap) if they are capped."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
     scale: float
     dtype: torch.dtype | None = None
     """Dtype of the logits; None for that of the weight."""
+    softcap: float | None = None
 
     def __call__(self, hidden_nD: Tensor) -> Tensor:
         logits_nV = project(hidden_nD, self.weight_VD, self.bias_V, self.dtype)
-        return logits_nV if self.scale == 1.0 else logits_nV * self.scale
+        return capped(logits_nV if self.scale == 1.0 else logits_nV * self.scale, self.softcap)
 
 
 def project(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
+from ..kernels.form import PLAIN
 from ..kv.rotary import Rotary
 from .attention import attend_to_itself, eval_mode
 from .head import decoder_output
@@ -58,7 +59,7 @@ def _probe(model: PreTrainedModel) -> list[tuple[Tensor, list[int]]]:
     """Return the vectors [P, M, D] of each layer of the stand-in, and their positions: 0, 1, 2, 4, 8, …"""
     small = reduced(model)
     limits = prepare(small)
-    longest = limits.context if limits.hard and limits.context else LAST
+    longest = limits.positions or LAST
     places = [0] + [2**power for power in range(LAST.bit_length()) if 2**power < longest]
     rows = min(limits.vocab, ROWS)
     tokens_N = torch.arange(min(rows, TOKENS), device=small.device) * (rows // min(rows, TOKENS))
@@ -75,7 +76,7 @@ class _Recording:
     def __init__(self) -> None:
         self.vectors: dict[int, Tensor] = {}
 
-    def attend(self, layer, queries_PQND, keys_PHND, values_PHND, scale, mask):
+    def attend(self, layer, queries_PQND, keys_PHND, values_PHND, scale, mask, form=PLAIN):
         both = [each.double().cpu().flatten(1, 2) for each in (queries_PQND, keys_PHND)]
         both = [each / torch.linalg.matrix_norm(each, keepdim=True) for each in both]  # some models scale queries by position
         self.vectors[layer] = torch.cat(both, dim=1)

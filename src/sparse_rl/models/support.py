@@ -14,23 +14,25 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
+from ..kernels.form import PLAIN, capped
 from ..kv.shape import CacheShape
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
-from .folder import context_length
+from .folder import changes_with_length, context_length
 from .head import Head, decoder_output, hidden_states
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Supported entries of layer_types: attention over all keys of a sequence that fits the window."""
 SPARE_ROWS = 8
-"""Maximum extra rows of a position table. OPT's table has 2."""
+"""Maximum extra rows of a buffer that is a position table, whatever its name."""
 HEAD_DTYPE = "sparse_rl_head_dtype"
 """Attribute of a model that holds the dtype of its logits."""
 LARGE_LOGIT = 256.0
@@ -44,18 +46,23 @@ class AttentionLimits:
     shape: CacheShape
     context: int | None
     """Context length of the model; None if its configuration does not state it."""
-    hard: bool
-    """True if positions come from a table, so that no position beyond the context exists."""
+    positions: int | None
+    """Number of positions that exist: rows of a table, or the length from which rotary frequencies change; None if any
+    position does."""
     sliding_window: int | None
-    """Shortest sliding window of any layer. It has no effect on sequences that fit the window."""
+    """Shortest window or chunk that layers apply through the mask alone, which our views ignore. Longer sequences are
+    refused."""
     vocab: int
+    plain: bool = True
+    """True if attention has no soft caps and no learned sinks."""
     any_dtype: bool = False
     """True if the limits hold for any dtype of the weights. A sharded model changes the dtype of its weights between
     passes."""
 
 
 _prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
-_scales: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+_scales: WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]] = WeakKeyDictionary()
+"""Scale and soft cap of each model's logits."""
 
 
 def prepare(model: PreTrainedModel) -> AttentionLimits:
@@ -74,23 +81,25 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     config = model.config.get_text_config()
     kind = f"{type(model).__name__} ({config.model_type})"
     _refuse_by_config(model, config, kind)
+    _refuse_by_layers(config, kind)
     before = model.config._attn_implementation
     probe = _Probe()
     try:
         model.set_attn_implementation(NAME)
-        with torch.no_grad(), eval_mode(model):
+        with torch.no_grad(), eval_mode(model), _Lookups() as lookups:
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             run(model, token, token, probe, keep=1)
+            run(model, token, token + 1, _OneToken(), keep=1)
         shape = probe.shape(kind, config.num_hidden_layers)
-        _refuse_by_layers(config, kind)
     except Exception as error:
         model.set_attn_implementation(before)
         if isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         raise UserError(f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model.") from error
-    windows, context = [*probe.sliding_windows, *_windows_of_the_mask(config)], _context(config)
-    hard = context is not None and _has_table(model, context)
-    limits = AttentionLimits(shape, context, hard, min(windows, default=None), config.vocab_size)
+    windows, context = _windows_of_the_mask(config, shape), _context(config)
+    positions = _positions(model, config, context, lookups)
+    context = min((each for each in (context, positions) if each is not None), default=None)
+    limits = AttentionLimits(shape, context, positions, min(windows, default=None), config.vocab_size, probe.plain)
     _prepared[model] = limits
     return limits
 
@@ -98,7 +107,7 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
 def head_of(model: PreTrainedModel) -> Head:
     """Return the model's LM head.
 
-    The head is checked once, on one token, because some models post-process their logits (e.g. soft-capping).
+    The head is checked once, on one token, because some models post-process their logits.
     """
     layer = model.get_output_embeddings()
     if hasattr(layer, "get_delta_weight"):
@@ -107,11 +116,11 @@ def head_of(model: PreTrainedModel) -> Head:
             "from it."
         )
     bias = getattr(layer, "bias", None)
-    scale = _scales.get(model)
-    if scale is None:
+    if model not in _scales:
         with eval_mode(model):
-            scale = _scales[model] = _scale(model, Head(layer.weight, bias, 1.0))
-    return Head(layer.weight, bias, scale, logits_dtype(model, layer.weight.dtype))
+            _scales[model] = _scale_and_cap(model, Head(layer.weight, bias, 1.0))
+    scale, softcap = _scales[model]
+    return Head(layer.weight, bias, scale, logits_dtype(model, layer.weight.dtype), softcap)
 
 
 def set_head_dtype(model: PreTrainedModel, name: str) -> None:
@@ -148,7 +157,8 @@ def copy_support(model: PreTrainedModel, other: PreTrainedModel) -> None:
     any dtype of the weights."""
     model.set_attn_implementation(NAME)
     _prepared[model] = replace(prepare(other), any_dtype=True)
-    _scales[model] = head_of(other).scale
+    head = head_of(other)
+    _scales[model] = (head.scale, head.softcap)
     if HEAD_DTYPE in other.__dict__:
         model.__dict__[HEAD_DTYPE] = other.__dict__[HEAD_DTYPE]
 
@@ -161,43 +171,59 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(
             f"{kind} is an encoder-decoder model, which is not supported: use a decoder-only causal language model."
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            raise UserError(
-                f"{kind} has rotary embeddings that depend on the sequence length (rope_type {parameters['rope_type']}), "
-                "so cached keys cannot be replayed: use a model with default, linear, yarn or llama3 rope."
-            )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
 def _refuse_by_layers(config, kind: str) -> None:
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
-    if other:
-        raise UserError(
-            f"{kind} has layers of type {other[0]}, which are not supported: only attention over cached keys is. Use "
-            "another model."
-        )
+    for layer, name in enumerate(getattr(config, "layer_types", None) or ()):
+        if name not in KNOWN_LAYERS:
+            raise UserError(
+                f"{kind} has layer {layer} of type {name}, which is not supported: only attention over cached keys is. Use another "
+                "model."
+            )
 
 
 def _context(config) -> int | None:
-    return context_length(getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None))
+    names = ("max_position_embeddings", "rope_parameters", "original_max_position_embeddings")
+    return context_length(*(getattr(config, name, None) for name in names))
 
 
-def _has_table(model: PreTrainedModel, context: int) -> bool:
-    """Return whether positions come from a lookup table: an embedding other than the token embedding, or a buffer, with at
-    most `SPARE_ROWS` extra rows."""
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    tables = [table for table in tables if table is not model.get_input_embeddings().weight]
-    tables += [buffer for buffer in model.buffers() if buffer.dim() == 2]
-    return any(context <= len(table) <= context + SPARE_ROWS for table in tables)
+class _Lookups(TorchFunctionMode):
+    """Record the rows that single tokens read from tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, tuple[int, list[int]]] = {}
+        """Number of rows of each table, by its address, and the rows read."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is nn.functional.embedding and args[0].numel() == 1:
+            index, weight = args[:2]
+            self.tables.setdefault(weight.data_ptr(), (len(weight), []))[1].append(int(index))
+        return func(*args, **(kwargs or {}))
 
 
-def _windows_of_the_mask(config) -> list[int]:
-    """Return the windows that some models apply only through the mask, which our views ignore."""
-    layer_types = getattr(config, "layer_types", None)
-    local = layer_types is None or any(kind != "full_attention" for kind in layer_types)
+def _positions(model: PreTrainedModel, config, context: int | None, lookups: _Lookups) -> int | None:
+    """Return the number of positions that exist; None if any position does.
+
+    A table is an embedding that read another row for position 1 than for position 0, or a buffer with a row for every token of
+    the context and at most `SPARE_ROWS` more, or any number if its name is that of a table.
+    """
+    found = [rows - read[0] for rows, read in lookups.tables.values() if len(read) == 2 and read[0] != read[1]]
+    if context is not None:
+        for path, buffer in model.named_buffers():
+            named = any(word in path.rsplit(".", 1)[-1] for word in ("pos", "cos", "sin"))
+            if buffer.dim() == 2 and context <= len(buffer) and (named or len(buffer) <= context + SPARE_ROWS):
+                found.append(len(buffer))
+        found += [context] if changes_with_length(getattr(config, "rope_parameters", None)) else []
+    return min(found, default=None)
+
+
+def _windows_of_the_mask(config, shape: CacheShape) -> list[int]:
+    """Return the windows that some models apply only through the mask, and do not pass to attention."""
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.layers
+    local = {kind for layer, kind in enumerate(layer_types) if kind != "full_attention" and layer not in shape.windowed}
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return [size for size in sizes if size] if local else []
 
@@ -208,7 +234,9 @@ class _Probe(AttentionProbe):
 
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple] = field(default_factory=set)
-    sliding_windows: list[int] = field(default_factory=list)
+    windows: dict[int, int] = field(default_factory=dict)
+    """Sliding window of each layer that has one."""
+    plain: bool = True
     last: Tensor | None = None
 
     def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
@@ -219,11 +247,12 @@ class _Probe(AttentionProbe):
             )
         self.shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
         if kwargs.get("sliding_window"):
-            self.sliding_windows.append(kwargs["sliding_window"])
+            self.windows[cast(int, module.layer_idx)] = kwargs["sliding_window"]
         self.last = key
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         self.layers.append(layer)
+        self.plain = self.plain and form.is_plain
         return attend_to_itself(queries_BQTD, values_BHTD)
 
     def shape(self, kind: str, layers: int) -> CacheShape:
@@ -241,18 +270,26 @@ class _Probe(AttentionProbe):
                 f"{kind} calls attention {len(self.layers)} times in {layers} layers (a hybrid model, for example), which "
                 "is not supported: use a model with one attention per layer."
             )
-        return CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
+        sizes = sorted(set(self.windows.values()))
+        if len(sizes) > 1:
+            raise UserError(
+                f"{kind} has layers with windows of {sizes[0]} and {sizes[-1]} tokens, but one size per model is supported: use "
+                "another model."
+            )
+        shape = CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
+        return replace(shape, window=sizes[0], windowed=tuple(sorted(self.windows))) if sizes else shape
 
 
 # LM head checks
 
 
 @torch.no_grad()
-def _scale(model: PreTrainedModel, head: Head) -> float:
-    """Return the factor between the model's logits and hidden states times LM head.
+def _scale_and_cap(model: PreTrainedModel, head: Head) -> tuple[float, float | None]:
+    """Return the factor between the model's logits and hidden states times LM head, and the soft cap of the logits.
 
-    A second check uses hidden states so large that a soft cap on the logits would change them.
+    A second check uses hidden states so large that a soft cap on the logits changes them.
     """
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     prepare(model)
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
     view, first = _OneToken(), torch.zeros(1, dtype=torch.long, device=model.device)
@@ -262,19 +299,24 @@ def _scale(model: PreTrainedModel, head: Head) -> float:
     plain_V = head(hidden_1D)[0].float()
     if not bool(own_V.isfinite().all()):
         raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
-    scale = float(own_V @ plain_V / (plain_V @ plain_V))
+    linear_V, of_V = own_V, plain_V
+    if softcap is not None:  # near the cap, rounding says nothing about the scale
+        of_V = plain_V[own_V.abs() < 0.9 * softcap]
+        linear_V = softcap * torch.atanh(own_V[own_V.abs() < 0.9 * softcap] / softcap)
+    scale = float(linear_V @ of_V / (of_V @ of_V)) if len(of_V) else 1.0
     scale = 1.0 if abs(scale - 1) < 1e-3 else scale
     factor = 2.0 ** math.ceil(math.log2(LARGE_LOGIT / max(float(own_V.abs().max()), 1e-6)))
     with _scaled_input(model.get_output_embeddings(), factor):
         large_V = run(model, token, position, view, keep=1)[0, -1].float()
     scaled_V = head(hidden_1D * factor)[0].float()
     for own, plain in ((own_V, plain_V), (large_V, scaled_V)):
-        if not torch.allclose(own, scale * plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
+        expected = capped(scale * plain, softcap)
+        if not torch.allclose(own, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())):
             raise UserError(
-                f"{type(model).__name__} post-processes its logits (e.g. soft-capping). The learner's chunked log-probs "
-                "support only the product of hidden states and LM head: use another model."
+                f"{type(model).__name__} post-processes its logits. The learner's chunked log-probs support only the product of "
+                "hidden states and LM head, scaled or soft-capped: use another model."
             )
-    return scale
+    return scale, softcap
 
 
 @contextmanager
@@ -290,5 +332,5 @@ def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
 class _OneToken:
     """View for a single token, which attends only to itself."""
 
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask):
+    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         return attend_to_itself(queries_BQTD, values_BHTD)

@@ -113,6 +113,10 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
             f"{name} is {kind}, which plan does not support: it supports {', '.join(PLANNED)}. Training still works, "
             "without a plan."
         )
+    if window := _window(config):
+        raise UserError(
+            f"{name} has sliding windows of {window} tokens, which plan does not count. Training still works, without a plan."
+        )
     needed = NEEDED if kind == "llama" else (*NEEDED, "num_key_value_heads")
     if missing := [key for key in needed if not config.get(key)]:
         raise UserError(f"{name} cannot be planned: its config.json lacks {', '.join(missing)}.")
@@ -135,9 +139,22 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
         biases=biases,
         qk_norm=kind == "qwen3",
         context=context_length(
-            config.get("max_position_embeddings"), config.get("rope_parameters") or config.get("rope_scaling")
+            config.get("max_position_embeddings"),
+            config.get("rope_parameters") or config.get("rope_scaling"),
+            config.get("original_max_position_embeddings"),
         ),
     )
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    """Return the sliding window that some layers use, or None."""
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    if types is not None:
+        return window if "sliding_attention" in types else None
+    if config["model_type"] == "mistral":
+        return window
+    used = config.get("use_sliding_window") and config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
+    return window if used else None
 
 
 def read_config(path: str) -> dict[str, Any]:

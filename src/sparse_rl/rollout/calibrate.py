@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..kernels.attention import packed_causal_attention
+from ..kernels.form import PLAIN
 from ..kv.statistics import Collector
 from ..models.attention import eval_mode
 from ..models.head import decoder_output
@@ -51,7 +52,7 @@ class _Collecting:
     def __init__(self, collectors: Sequence[Collector], positions_1N: torch.Tensor, bounds: torch.Tensor, longest: int):
         self.collectors, self.positions_1N, self.bounds, self.longest = collectors, positions_1N, bounds, longest
 
-    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
         for collector in self.collectors:
             collector.add(layer, queries_1QND, keys_1HND, values_1HND, self.positions_1N)
-        return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale)
+        return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale, form)

@@ -3,16 +3,17 @@
 # S active slots, Q query heads, H kv heads, D head dimension, V vocabulary
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention, sequence_attention
 from ..kernels.code_attention import HEAD_MULTIPLE, attend_and_append_codes
+from ..kernels.form import PLAIN, AttentionForm
 from ..kernels.jit import usable
 from ..kernels.rows import StoredCodes, StoredPrompts
-from ..kernels.slot_attention import attend_and_append, splits_for
+from ..kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
 from ..kv.cache import SlotCache
 from ..sizes import PAGE_TOKENS, pages_of
 
@@ -53,15 +54,52 @@ class DecodeView:
             if cache.prompts is not None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
+            window_tokens = 0 if cache.windows is None else cache.windows.capacity
+            self.window_splits = splits_for(len(positions_S), cache.shape.kv_heads, window_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
 
-    def attend(self, layer, queries_SQ1D, keys_SH1D, values_SH1D, scale, mask):
+    def attend(self, layer, queries_SQ1D, keys_SH1D, values_SH1D, scale, mask, form=PLAIN):
         new = (queries_SQ1D.squeeze(2), keys_SH1D.squeeze(2), values_SH1D.squeeze(2))
-        out_SQD = self._fused(layer, *new, scale) if self.fused else self._plain(layer, *new, scale)
+        if form.window is not None:
+            out_SQD = self._windowed(layer, *new, scale, form)
+        else:
+            attend = self._fused if self.fused else self._plain
+            out_SQD = attend(self.cache.place[layer], *new, scale, form)
         return out_SQD[:, :, None]
 
-    def _fused(self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float) -> Tensor:
+    def _windowed(
+        self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm
+    ) -> Tensor:
+        """Attend over the slots' windows. Each ring holds the tokens of the window alone, so no key is masked by position."""
+        windows = self.cache.windows
+        assert windows is not None
+        if self.fused:
+            rings = (windows.keys_lSHCD[windows.place[layer]], windows.values_lSHCD[windows.place[layer]])
+            return attend_in_ring(
+                *(queries_SQD, keys_SHD, values_SHD, *rings, self.positions_S),
+                scale=scale,
+                form=form,
+                splits=self.window_splits,
+            )
+        windows.append(layer, self.positions_S, keys_SHD, values_SHD)
+        lengths_S = (self.positions_S + 1).clamp(max=windows.capacity)
+        shortest, longest = self.window_range
+        rings = windows.read(layer, len(self.positions_S))
+        return decode_attention(
+            queries_SQD, *rings, lengths_S, longest=longest, even=shortest == longest, scale=scale, form=form
+        )
+
+    @cached_property
+    def window_range(self) -> tuple[int, int]:
+        """Tokens of the shortest and the longest ring, with the new token."""
+        assert self.cache.windows is not None
+        shortest, longest = torch.stack(torch.aminmax(self.positions_S)).tolist()
+        return min(shortest + 1, self.cache.windows.capacity), min(longest + 1, self.cache.windows.capacity)
+
+    def _fused(
+        self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm
+    ) -> Tensor:
         cache, store, new = self.cache, self.cache.prompts, (queries_SQD, keys_SHD, values_SHD)
         beside = (cache.positions_LSHC[layer], cache.queries_LSQWD[layer], self.lengths_S, self.positions_S)
         own = cache.stored.map(lambda tensor: tensor[layer])
@@ -71,9 +109,13 @@ class DecodeView:
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(*new, own, *beside, *scales, prompts=codes, scale=scale, splits=self.splits)
         prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages())
-        return attend_and_append(*new, own.keys, own.values, *beside, prompts=prompts, scale=scale, splits=self.splits)
+        return attend_and_append(
+            *new, own.keys, own.values, *beside, prompts=prompts, scale=scale, form=form, splits=self.splits
+        )
 
-    def _plain(self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float) -> Tensor:
+    def _plain(
+        self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm
+    ) -> Tensor:
         cache, active = self.cache, len(self.rows)
         cache.append(layer, self.rows, keys_SHD, values_SHD)
         cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
@@ -81,16 +123,23 @@ class DecodeView:
         lengths_S = self.lengths_S + 1
         if cache.prompts is None:
             return decode_attention(
-                queries_SQD, keys_SHTD, values_SHTD, lengths_S, longest=self.longest, even=self.even, scale=scale
+                *(queries_SQD, keys_SHTD, values_SHTD, lengths_S),
+                longest=self.longest,
+                even=self.even,
+                scale=scale,
+                form=form,
             )
         if cache.prompts.responses:
             pages_SP, stored_S = self._pages()
             most = pages_of(int(stored_S.max())) * PAGE_TOKENS
             stored = cache.prompts.read(layer, pages_SP, most)
-            return sequence_attention(queries_SQD, *stored, stored_S, keys_SHTD, values_SHTD, lengths_S, scale=scale)
+            own = (keys_SHTD, values_SHTD, lengths_S)
+            return sequence_attention(queries_SQD, *stored, stored_S, *own, scale=scale, form=form)
+        read, cap = partial(cache.prompts.read, layer), form.softcap
         out_SQD = merged_parts(
-            prompt_attention(queries_SQD, *self._pages(), partial(cache.prompts.read, layer), scale=scale),
-            attention_part(queries_SQD, keys_SHTD, values_SHTD, lengths_S, scale=scale),
+            prompt_attention(queries_SQD, *self._pages(), read, scale=scale, softcap=cap),
+            attention_part(queries_SQD, keys_SHTD, values_SHTD, lengths_S, scale=scale, softcap=cap),
+            sinks_Q=form.sinks_Q,
         )
         return out_SQD.to(queries_SQD.dtype)
 

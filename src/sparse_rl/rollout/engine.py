@@ -15,6 +15,7 @@ from ..kv.prompt_store import PromptStore
 from ..kv.schedule import Schedule
 from ..kv.statistics import KEY_SCALES, Collector, KeyRanges, Statistics, key_scales
 from ..kv.storage import KeyScales, Quantiser
+from ..kv.windows import WindowStore
 from ..models.attention import eval_mode
 from ..models.rotary import rotary_of
 from ..models.support import prepare
@@ -26,6 +27,7 @@ from ..sizes import (
     dense_pages,
     least_dense_pages,
     pool_pages,
+    window_capacity,
 )
 from ..text import quoted
 from .calibrate import ENOUGH_TOKENS, calibrate
@@ -95,6 +97,7 @@ class Engine:
         self.stats = Stats()
         ring = self.policy.window if self.policy.uses_queries else 0
         capacity = self.kv.capacity if self.policy.evicts else DENSE_SLOT_TOKENS
+        self._refuse_codes()
         self.cache = SlotCache(self.limits.shape, slots, capacity, ring, quantiser=self.storage)
         self.pool_reserved = False
 
@@ -135,6 +138,7 @@ class Engine:
         if self.needed_statistics and self.calibrated_tokens < tokens:
             self.calibrate(prompts, max(len(request.prompt) for request in requests) + sampling.max_tokens)
             self.calibrated_tokens = tokens
+        self._grow_windows(max(len(request.prompt) for request in requests) + sampling.max_tokens)
         if self.schedule.stores_prompts and not self.pool_reserved:
             self._grow_pool([len(request.prompt) for request in requests[::samples]], sampling.max_tokens, samples)
         generation = Generation(
@@ -203,7 +207,8 @@ class Engine:
         if self.storage is not None:
             self._load_scales(key_scales(statistics), self.storage)
         device = self.limits.shape.device
-        self.cache.statistics = {name: statistics[name].to(device) for name in self.policy.uses_statistics}
+        of_layers = {name: statistics[name][self.cache.layers] for name in self.policy.uses_statistics}
+        self.cache.statistics = {name: each.to(device) for name, each in of_layers.items()}
         self.statistics, self.calibrated_tokens = {name: statistics[name] for name in needed}, ENOUGH_TOKENS
 
     def _load_scales(self, scales: KeyScales, storage: Quantiser) -> None:
@@ -215,6 +220,13 @@ class Engine:
         for mine, new in zip(storage.scales, scales, strict=True):
             mine.copy_(new)  # in place, because captured graphs read it
         self.quantiser = Quantiser(self.kv.dtype, scales)
+
+    def _refuse_codes(self) -> None:
+        if self.kv.quantised and (self.limits.shape.windowed or not self.limits.plain):
+            raise UserError(
+                f"kv.dtype = {self.kv.dtype} does not support {type(self.model).__name__}, which has sliding windows, soft-capped "
+                "logits or learned sinks: set kv.dtype = auto."
+            )
 
     def _storage(self) -> Quantiser | None:
         """Return the storage of a quantised cache, with scales on the device that are not set yet."""
@@ -256,14 +268,16 @@ class Engine:
         if self.policy.evicts:
             return
         self.pool_reserved = False
-        if kv_bytes is None:
+        self._grow_windows(prompt_tokens + max_tokens)
+        token_bytes = self.cache.token_bytes
+        if kv_bytes is None or not token_bytes:  # every layer has a window
             self._grow_pool([prompt_tokens] * prompts, max_tokens, samples)
             return
-        token_bytes = self.cache.token_bytes
-        pages = kv_bytes // (PAGE_TOKENS * token_bytes) - self.slots * DENSE_SLOT_TOKENS // PAGE_TOKENS
+        in_windows = 0 if self.cache.windows is None else self.cache.windows.kv_bytes
+        pages = (kv_bytes - in_windows) // (PAGE_TOKENS * token_bytes) - self.slots * DENSE_SLOT_TOKENS // PAGE_TOKENS
         least = least_dense_pages(prompt_tokens, max_tokens)
         if pages < least:
-            needed = (least * PAGE_TOKENS + self.slots * DENSE_SLOT_TOKENS) * token_bytes
+            needed = (least * PAGE_TOKENS + self.slots * DENSE_SLOT_TOKENS) * token_bytes + in_windows
             raise UserError(
                 f"kv_bytes = {kv_bytes:,} is too small: {self.slots} slots and one sequence of {prompt_tokens + max_tokens:,} "
                 f"tokens take {needed:,}. Use fewer slots, shorter responses or more memory."
@@ -333,7 +347,15 @@ class Engine:
     def _allocate_pool(self, pages: int, longest: int) -> None:
         self.cache.prompts = self.graphs = None  # free the old pool before the new one is allocated
         responses = not self.policy.evicts
-        self.cache.prompts = PromptStore(self.limits.shape, self.slots, pages, longest, self.storage, responses=responses)
+        self.cache.prompts = PromptStore(self.cache.shape, self.slots, pages, longest, self.storage, responses=responses)
+
+    def _grow_windows(self, longest: int) -> None:
+        """Allocate the rings of sliding-window layers for sequences of at most `longest` tokens, unless they fit."""
+        shape, windows = self.limits.shape, self.cache.windows
+        if shape.windowed and (windows is None or not windows.fits(longest)):
+            del windows
+            self.cache.windows = self.graphs = None  # free the old rings before the new ones are allocated
+            self.cache.windows = WindowStore(shape, self.slots, window_capacity(longest))
 
     def _model_stop_ids(self) -> list[int]:
         ids = self.model.generation_config.eos_token_id

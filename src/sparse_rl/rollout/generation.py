@@ -186,7 +186,7 @@ class Generation:
         assert self.pages is not None
         requests = [request for group in groups for request in group]
         slots = {request.index: slot for slot, request in enumerate(requests, len(self.scheduler.active))}
-        self._fill_pages([group for group in groups if group[0].group not in self.pages.prefilled], slots)
+        self._fill_pages([group for group in groups if self._needs_prefill(group)], slots)
         fresh = [request for request in requests if request.index not in self.scheduler.paused]
         sequences = {each.request.index: each for each in self._new_sequences(fresh, [None] * len(fresh))}
         if fresh:
@@ -198,6 +198,12 @@ class Generation:
         paged.place({slot: sequences[index] for index, slot in slots.items()})
         self._end_aborted(list(sequences.values()))
         self.scheduler.active += [sequences[index] for index in slots]
+
+    def _needs_prefill(self, group: list[Request]) -> bool:
+        """Return whether the pages of a group lack its prompt. The windows of a new sequence need a prefill in any case."""
+        assert self.pages is not None
+        starts = any(request.index not in self.scheduler.paused for request in group)
+        return group[0].group not in self.pages.prefilled or (self.cache.windows is not None and starts)
 
     def _fill_pages(self, groups: list[list[Request]], slots: dict[int, int]) -> None:
         """Fill pages with the prompts of these groups, and draw the first tokens of all their samples."""
@@ -229,7 +235,7 @@ class Generation:
         in_scratch = min(tokens, self.prefill_tokens)  # tokens times layers
         if self._is_long(prompts):
             in_scratch += tokens * self.schedule.scratch_layers(tokens, layers)
-        self.stats.scratch_bytes = max(self.stats.scratch_bytes, in_scratch * self.cache.dense_token_bytes // layers)
+        self.stats.scratch_bytes = max(self.stats.scratch_bytes, in_scratch * self.cache.layer_token_bytes)
 
     def _stash_prompt(self, group: int, prompt: PromptInSlots, logits_V: Tensor, dropped_LHN: Tensor | None) -> None:
         """Copy the prompt's slot if samples of the prompt still wait, unless each sample evicts different keys."""
@@ -237,7 +243,7 @@ class Generation:
         if not waiting or waiting[0].group != group or (dropped_LHN is not None and self.policy.uses_seeds):
             return
         held = self.schedule.held_after_prefill(len(prompt.prompt))
-        cache = SlotCache(self.cache.shape, 1, held, self.cache.ring, quantiser=self.cache.quantiser)
+        cache = self.cache.empty_like(1, held)
         cache.copy_slot(self.cache, prompt.slots[0], 0, held)
         self.stash = Stash(group, cache, held, logits_V, dropped_LHN)
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, cache.kv_bytes)
@@ -367,7 +373,7 @@ class Generation:
         move_slots(self.cache, self.scheduler, moves)
         for sequence in finished:
             assert sequence.finish is not None
-            request, shape = sequence.request, self.cache.shape
+            request, shape = sequence.request, (self.cache.shape.layers, self.cache.shape.kv_heads)
             response, logprobs = sequence.response()
             tokens = len(request.prompt) + len(response)
             rollout = Rollout(
@@ -378,7 +384,7 @@ class Generation:
                 kv_peak=sequence.kv_peak,
                 temperature=self.sampling.logprob_temperature,
                 seed=request.seed,
-                trace=None if sequence.trace is None else sequence.trace.finish(shape.layers, shape.kv_heads, tokens),
+                trace=None if sequence.trace is None else sequence.trace.finish(*shape, tokens, self.cache.windowed),
                 quantiser=self.quantiser,
             )
             self.rollouts[request.index] = rollout

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kernels.form import PLAIN
 from ..kernels.prefix_attention import last_tokens_attention
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy
@@ -55,6 +56,9 @@ def prefill_long(
         piece = torch.tensor([prompt.prompt[view.start : view.stop]], device=device)
         positions = torch.arange(view.start, view.stop, device=device)[None]
         logits_11V = next_logits(model, piece, positions, view, keep=1)
+    if cache.windows is not None:
+        for slot in prompt.slots[1:]:
+            cache.windows.copy_slot(cache.windows, first, slot)
     if not schedule.compresses_prompt(tokens):
         held = schedule.held_after_prefill(tokens)
         cache.positions_LSHC[:, first, :, :held] = torch.arange(held, dtype=torch.int32, device=device)
@@ -135,10 +139,16 @@ class LongPrefillView:
         pieces: PiecesInScratch | PiecesInSlot | PiecesInPages,
     ):
         self.cache, self.policy, self.schedule, self.row, self.pieces = cache, policy, schedule, row, pieces
+        self.first_slot = first_slot
         self.slot_1 = torch.tensor([first_slot], device=cache.shape.device)
         self.start = self.stop = 0
 
-    def attend(self, layer, queries_1QnD, keys_1HnD, values_1HnD, scale, mask):
+    def attend(self, layer, queries_1QnD, keys_1HnD, values_1HnD, scale, mask, form=PLAIN):
+        if form.window is not None:
+            assert self.cache.windows is not None
+            in_window = self.cache.windows.extend(layer, self.first_slot, self.start, keys_1HnD, values_1HnD)
+            return last_tokens_attention(queries_1QnD, *in_window, scale, form)
+        layer = self.cache.place[layer]
         keys_1HTD, values_1HTD = self.pieces.add(layer, self.start, self.stop, keys_1HnD, values_1HnD)
         recent = min(self.cache.ring, self.stop - self.start)
         places_w = torch.arange(self.stop - recent, self.stop, device=queries_1QnD.device)
@@ -153,4 +163,4 @@ class LongPrefillView:
             assert isinstance(self.pieces, PiecesInScratch)
             prompt = (queries_1QwD, *self.pieces.written(layer, tokens))
             self.row.dropped.append(self.cache.fill(layer, self.row.samples, *prompt, self.schedule.budget, self.policy))
-        return last_tokens_attention(queries_1QnD, keys_1HTD, values_1HTD, scale)
+        return last_tokens_attention(queries_1QnD, keys_1HTD, values_1HTD, scale, form)

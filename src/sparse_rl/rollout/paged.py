@@ -56,8 +56,10 @@ class PagedSlots:
                 self._recompute(sequence, slot, pages_of_slots[slot])
 
     def _recompute(self, sequence: Sequence, slot: int, pages: list[int]) -> None:
-        """Compute the keys and values of a paused sequence again, after the full pages of the prompt."""
-        request, start = sequence.request, sequence.prompt_pages * PAGE_TOKENS
+        """Compute the keys and values of a paused sequence again, after the full pages of the prompt. Windows need the whole
+        sequence, because they start before those pages end."""
+        request = sequence.request
+        start = 0 if self.cache.windows is not None else sequence.prompt_pages * PAGE_TOKENS
         tokens = [*request.prompt, *sequence.response()[0][: sequence.entered]]
         prompt = PromptInSlots(tokens, [slot], [request.seed], pages)
         with fused_layers(self.model):
@@ -69,7 +71,7 @@ class PagedSlots:
             self.pool.give_back([sequence.pages.pop()])
         new = len(tokens) - start
         self.stats.recomputed_tokens += new
-        of_layer = (len(tokens) + min(new, self.prefill_tokens)) * self.cache.dense_token_bytes // self.cache.shape.layers
+        of_layer = (len(tokens) + min(new, self.prefill_tokens)) * self.cache.layer_token_bytes
         self.stats.scratch_bytes = max(self.stats.scratch_bytes, of_layer)
 
     def make_room(self, steps: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.attention import causal_attention, packed_causal_attention
+from ..kernels.form import PLAIN
 from ..kv.cache import SlotCache
 from ..kv.policies import Policy
 from ..kv.prompt_layout import NthSamples, PackedPrompts, nth_samples
@@ -89,12 +90,18 @@ def prefill(
     positions = torch.tensor([[at for number in order for at in range(len(prompts[number].prompt))]], device=device)
     ends = torch.tensor([len(prompts[number].prompt) for number in order], device=device).cumsum(0)
     packed = [PackedPrompts.of(of_nth, cache.ring, device) for of_nth in copies]
+    windows = None
+    if cache.windows is not None:
+        starts = (ends - torch.tensor([len(prompts[number].prompt) for number in order], device=device)).tolist()
+        placed_at = zip(starts, order, strict=True)
+        in_windows = [(at, len(prompts[n].prompt), slot) for at, n in placed_at for slot in prompts[n].slots]
+        windows = PackedPrompts.of(in_windows, cache.windows.capacity, device)
     pages = None
     if cache.prompts is not None:
         pages = PackedPages.of([(len(prompts[number].prompt), prompts[number].pages) for number in order], device)
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
     longest = len(prompts[order[-1]].prompt)
-    view = PrefillView(cache, policy, schedule, rows, packed, pages, cu_seqlens, longest)
+    view = PrefillView(cache, policy, schedule, rows, packed, pages, windows, cu_seqlens, longest)
     logits = next_logits(model, tokens, positions, view, keep=ends - 1)[0]
     for each in packed:
         cache.place_packed(each)
@@ -114,13 +121,30 @@ class PrefillView:
         rows: list[PrefillRow],
         packed: list[PackedPrompts],
         pages: PackedPages | None,
+        windows: PackedPrompts | None,
         cu_seqlens: Tensor,
         longest: int,
     ):
         self.cache, self.policy, self.schedule, self.rows, self.packed = cache, policy, schedule, rows, packed
-        self.pages, self.cu_seqlens, self.longest = pages, cu_seqlens, longest
+        self.pages, self.windows, self.cu_seqlens, self.longest = pages, windows, cu_seqlens, longest
 
-    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
+        new = (queries_1QND, keys_1HND, values_1HND)
+        if form.window is not None:
+            assert self.cache.windows is not None and self.windows is not None
+            self.cache.windows.fill(layer, self.windows, keys_1HND, values_1HND)
+        else:
+            new = self._fill(self.cache.place[layer], *new)
+        if queries_1QND.is_cuda:
+            return packed_causal_attention(*new, self.cu_seqlens, self.longest, scale, form)
+        outputs = []
+        for row in self.rows:
+            q, k, v = (unpack(tensor, row) for tensor in new)
+            outputs.append(causal_attention(q, k, v, scale=scale, form=form).transpose(0, 1).flatten(1, 2)[None])
+        return torch.cat(outputs, dim=2)
+
+    def _fill(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the keys and values of a layer into slots or pages. Return the inputs of attention: what is stored."""
         new = (queries_1QND, keys_1HND, values_1HND)
         for packed in self.packed:
             self.cache.fill_ring(layer, packed, queries_1QND)
@@ -133,16 +157,9 @@ class PrefillView:
             if row.samples:
                 q, k, v = (unpack(tensor, row) for tensor in new)
                 row.dropped.append(self.cache.fill(layer, row.samples, q, k, v, self.schedule.budget, self.policy))
-        if self.cache.quantiser is not None:  # attend to what is stored
+        if self.cache.quantiser is not None:
             new = (queries_1QND, *self.cache.quantiser.restored(layer, keys_1HND, values_1HND))
-        outputs = []
-        if not queries_1QND.is_cuda:
-            for row in self.rows:
-                q, k, v = (unpack(tensor, row) for tensor in new)
-                outputs.append(causal_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1, 2)[None])
-        if queries_1QND.is_cuda:
-            return packed_causal_attention(*new, self.cu_seqlens, self.longest, scale)
-        return torch.cat(outputs, dim=2)
+        return new
 
 
 def unpack(packed_1HND: Tensor, row: PrefillRow) -> Tensor:

@@ -95,9 +95,8 @@ class RequestLimits:
                 "encode it with this model's tokenizer",
                 prompt=name,
             )
-        rooms = [(model.sliding_window, "sliding attention window")]
-        if model.hard or not allow_beyond_context:
-            rooms.append((model.context, "context"))
+        rooms = [(model.sliding_window, "attention window or chunk")]
+        rooms.append((model.positions if allow_beyond_context else model.context, "context"))
         for limit, what in rooms:
             if limit is not None and tokens + sampling.max_tokens > limit:
                 fits = limit - tokens if limit > tokens else None

@@ -149,7 +149,7 @@ class GraphRunner:
         if compile:
             fuse_projections(model)
             torch.cuda.empty_cache()  # no later allocation fits the blocks that the weights freed
-        self.prompts = cache.prompts
+        self.stores = (cache.prompts, cache.windows)
         self.state = torch.zeros(7, cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(7, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
@@ -170,7 +170,8 @@ class GraphRunner:
 
     def fits(self, model: PreTrainedModel, cache: SlotCache, chunk: int) -> bool:
         """Return whether the captured graphs still use the memory of this model's weights and this cache."""
-        same = self.model is model and self.cache is cache and self.prompts is cache.prompts and self.chunk == chunk
+        same = self.model is model and self.cache is cache and self.chunk == chunk
+        same = same and all(mine is now for mine, now in zip(self.stores, (cache.prompts, cache.windows), strict=True))
         return same and self.weights == self._weights()
 
     def start(self, slots: SlotState, sampling: Sampling) -> None:
@@ -259,7 +260,12 @@ class GraphRunner:
         draw_and_advance(logits_SV, *state, self.temperature_1, *chunk, greedy=greedy, truncation=truncation)
 
     def _weights(self) -> list[int]:
-        return [weight.data_ptr() for weight in (*self.model.parameters(), *self.model.buffers())]
+        buffers = [buffer for module in self.model.modules() for buffer in self._buffers(module)]
+        return [weight.data_ptr() for weight in (*self.model.parameters(), *buffers)]
+
+    def _buffers(self, module: torch.nn.Module) -> list[Tensor]:
+        """Return the module's buffers that graphs read. Those of longrope are computed in every step."""
+        return [] if getattr(module, "rope_type", None) == "longrope" else list(module.buffers(recurse=False))
 
 
 def truncates(sampling: Sampling) -> bool:

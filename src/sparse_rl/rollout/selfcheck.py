@@ -20,10 +20,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import UserError, first_line
 from ..kernels.attention import packed_causal_attention
+from ..kernels.form import PLAIN
 from ..kv.cache import SlotCache
 from ..kv.policies import get
 from ..kv.schedule import DENSE
 from ..kv.shape import CacheShape
+from ..kv.windows import WindowStore
 from ..models.attention import eval_mode, run
 from ..models.head import hidden_states
 from ..models.reduced import ROWS, reduced
@@ -101,8 +103,7 @@ def _smallest_gap(model: PreTrainedModel, limits: AttentionLimits, max_gap: floa
 def _compare(model: PreTrainedModel, limits: AttentionLimits, seed: int, max_gap: float) -> tuple[float, float, float]:
     """Return (largest difference of log-probs, standard deviation of the logits, the model's own rounding error in units of
     that standard deviation)."""
-    config = model.config.get_text_config()
-    shape = replace(limits.shape, layers=config.num_hidden_layers, dtype=model.dtype)
+    shape = replace(prepare(model).shape, dtype=model.dtype)
     room = min(limit for limit in (limits.context, limits.sliding_window, DEEP) if limit)
     draw = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(min(limits.vocab, ROWS), (min(length, room),), generator=draw).tolist() for length in LENGTHS]
@@ -141,8 +142,8 @@ class _Packed:
         self.bounds = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         self.longest = max(lengths)
 
-    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask):
-        return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale)
+    def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
+        return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale, form)
 
 
 def _packed(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
@@ -162,7 +163,7 @@ def _packed(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
 def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int]]) -> list[Tensor]:
     """Return the logits from the last prompt token on, computed as in the sampler: packed prompts, then one token of each
     sequence per step."""
-    cache = SlotCache(shape, len(sequences), max(map(len, sequences)))
+    cache = _cache(shape, len(sequences), max(map(len, sequences)))
     prompts = [PromptInSlots(tokens[: _prompt(tokens)], [slot], [0]) for slot, tokens in enumerate(sequences)]
     logits_SV, _ = prefill(model, cache, get("full"), DENSE, prompts)
     rows = [logits_SV]
@@ -172,6 +173,12 @@ def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int
         longest = max(map(len, sequences)) - rest.shape[1] + step + 1
         rows.append(_decode(model, cache, rest[:, step], lengths + step, longest))
     return list(torch.stack(rows, dim=1))
+
+
+def _cache(shape: CacheShape, slots: int, longest: int) -> SlotCache:
+    cache = SlotCache(shape, slots, longest)
+    cache.windows = WindowStore(shape, slots, longest) if shape.windowed else None
+    return cache
 
 
 def _decode(model: PreTrainedModel, cache: SlotCache, tokens_S: Tensor, positions_S: Tensor, longest: int) -> Tensor:
@@ -190,14 +197,19 @@ def _caches_plain_keys(model: PreTrainedModel, shape: CacheShape) -> bool:
 
 def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return the logits of the last token of a long sequence with random keys, from the model itself and through our view."""
-    cache, own = SlotCache(shape, 1, tokens), DynamicCache()
+    cache, own = _cache(shape, 1, tokens), DynamicCache()
     for layer in range(shape.layers):
         keys, values = (
             torch.randn(1, shape.kv_heads, tokens - 1, shape.head_dim, generator=draw).to(shape.device, shape.dtype)
             for _ in range(2)
         )
         own.update(keys, values, layer)
-        cache.keys_LSHCD[layer, :, :, : tokens - 1], cache.values_LSHCD[layer, :, :, : tokens - 1] = keys, values
+        if layer in shape.windowed:
+            assert cache.windows is not None
+            cache.windows.extend(layer, 0, 0, keys, values)
+            continue
+        place = cache.place[layer]
+        cache.keys_LSHCD[place, :, :, : tokens - 1], cache.values_LSHCD[place, :, :, : tokens - 1] = keys, values
     cache.lengths_S.fill_(tokens - 1)
     token = torch.zeros(1, dtype=torch.long, device=shape.device)
     theirs = model(token[None], past_key_values=own, use_cache=True).logits[:, -1]

@@ -52,7 +52,7 @@ def kv_metrics(stats: Sequence[Stats], rollouts: Sequence[Rollout], engine: Engi
     return {
         "kv/token_savings": 1 - kept / dense if dense else 0.0,
         "kv/peak_bytes": float(max(each.peak_kv_bytes for each in stats)),
-        "kv/dense_bytes": float(max(each.dense_peak_tokens for each in stats) * cache.dense_token_bytes),
+        "kv/dense_bytes": float(cache.dense_bytes(max(each.dense_peak_tokens for each in stats))),
         "kv/peak_tokens": float(max(rollout.kv_peak for rollout in rollouts)),
         "kv/evictions": float(sum(each.compactions for each in stats)),
         "kv/budget": float(engine.kv.budget if engine.policy.evicts else longest_sequence(engine)),

@@ -1,0 +1,276 @@
+"""Sliding windows, soft caps and learned sinks: the sampler, replay and transformers agree far beyond the windows."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    Olmo3Config,
+    Qwen2Config,
+)
+
+from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
+from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.windows import WindowStore
+from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
+
+SIZE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = 13
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+FAMILIES = {
+    "mistral": MistralConfig(**SIZE, sliding_window=WINDOW),
+    "qwen2": Qwen2Config(**SIZE, use_sliding_window=True, max_window_layers=1, sliding_window=WINDOW),
+    "gemma3": Gemma3TextConfig(**SIZE, **MIXED, head_dim=8, query_pre_attn_scalar=8),
+    "olmo3": Olmo3Config(**SIZE, **MIXED),
+    "cohere2": Cohere2Config(**SIZE, **MIXED, logit_scale=0.25),
+    "gemma2": Gemma2Config(
+        **SIZE, **MIXED, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, final_logit_softcapping=5.0
+    ),
+    "gpt-oss": GptOssConfig(**SIZE, **MIXED, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+}
+MIXED_FAMILIES = [name for name in FAMILIES if name != "mistral"]
+BOUNDED = KV(budget=24, interval=8, window=4, sinks=2)
+CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
+CACHE_NAMES = ["rkv", "protected", "full"]
+SHORT, LONG = [7, 8, 9], list(range(3, 60))
+TOKENS = 80
+"""Response tokens: more than six windows, and at least five compactions."""
+ROUNDING = 2e-5
+
+
+def family(name, dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    config = copy.deepcopy(FAMILIES[name])
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():  # fresh weights attend almost evenly, which would hide a wrong mask
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+        for path, parameter in model.named_parameters():
+            if path.endswith("sinks"):
+                parameter.normal_()
+    return model.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: family(name) for name in FAMILIES}
+
+
+def plain(model):
+    """The model with transformers' own attention."""
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    return other
+
+
+def chosen(logits, tokens):
+    return logits.float().cpu().log_softmax(-1).gather(-1, torch.as_tensor(tokens)[:, None])[:, 0]
+
+
+def own_logprobs(model, rollout):
+    """Log-probs of a response by transformers alone: token by token with its cache, and in one pass."""
+    tokens = torch.tensor([rollout.prompt + rollout.response], device=model.device)
+    start = len(rollout.prompt)
+    with torch.no_grad():
+        out = model(tokens[:, :start], use_cache=True)
+        steps = [out.logits[0, -1]]
+        for token in tokens[0, start:-1]:
+            out = model(token[None, None], past_key_values=out.past_key_values, use_cache=True)
+            steps.append(out.logits[0, -1])
+        parallel = model(tokens, use_cache=False).logits[0, start - 1 : -1]
+    return chosen(torch.stack(steps), rollout.response), chosen(parallel, rollout.response)
+
+
+def farthest(left, right):
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("protect_prompt", [False, True])
+def test_replay_reproduces_the_sampler_beyond_the_window(models, name, protect_prompt):
+    model = models[name]
+    engine = Engine(model, BOUNDED.model_copy(update={"protect_prompt": protect_prompt}), slots=4)
+    rollouts = engine.generate([SHORT, LONG], samples=3, sampling=Sampling(max_tokens=TOKENS, stop=()))
+    sampled = [rollout.logprobs for rollout in rollouts]
+    for tokens_per_pass in (1, 4096):  # unpacked and packed
+        assert farthest(replay(model, rollouts, "sparse", tokens_per_pass=tokens_per_pass), sampled) < ROUNDING * 5
+    for rollout in rollouts:
+        for layer in engine.limits.shape.windowed:  # implied by the window's size
+            assert bool((rollout.evicted_at[layer] == NEVER).all())
+    full = engine.limits.shape.full_layers
+    if full:
+        evicted_at = rollouts[0].evicted_at[full]
+        assert len(evicted_at[evicted_at != NEVER].unique()) >= 5
+        assert farthest(replay(model, rollouts, "dense"), sampled) > 0.01  # else the replay above proves nothing
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dense_cache_gives_the_logits_of_generate(models, name):
+    model, reference = models[name], plain(models[name])
+    engine = Engine(model, KV(policy="full"), slots=2)
+    rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=TOKENS, stop=(), temperature=0))
+    for rollout in rollouts:
+        out = reference.generate(
+            torch.tensor([rollout.prompt]),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert out.sequences[0, len(rollout.prompt) :].tolist() == rollout.response
+        theirs = chosen(torch.cat(out.logits), rollout.response)
+        steps, parallel = own_logprobs(reference, rollout)
+        gap = farthest([steps], [parallel])  # what transformers itself differs by
+        assert farthest([theirs], [rollout.logprobs]) < max(ROUNDING, 2 * gap)
+    for view in ("sparse", "dense"):
+        assert farthest(replay(model, rollouts, view), [rollout.logprobs for rollout in rollouts]) < 5 * ROUNDING
+
+
+@pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
+def test_rollouts_do_not_depend_on_slots_or_pieces(models, kv):
+    """Samples that wait for a slot, and prompts in pieces shorter or longer than the window."""
+    model, sampling = models["gemma3"], Sampling(max_tokens=40, stop=())
+    prompts = [SHORT, LONG, LONG[::-1] * 2]
+    expected = Engine(model, kv, slots=9).generate(prompts, 3, sampling)
+    for slots, prefill_tokens in ((2, 8192), (9, 9), (4, 40)):
+        found = Engine(model, kv, slots=slots, prefill_tokens=prefill_tokens).generate(prompts, 3, sampling)
+        assert [each.response for each in found] == [each.response for each in expected]
+        assert farthest([each.logprobs for each in found], [each.logprobs for each in expected]) < ROUNDING
+
+
+def test_a_paused_sequence_continues_with_its_windows(models):
+    model, sampling, prompts = models["gemma3"], Sampling(max_tokens=270, stop=()), [SHORT, LONG]
+    expected = Engine(model, KV(policy="full"), slots=4).generate(prompts, 2, sampling)
+    engine = Engine(model, KV(policy="full"), slots=4)
+    tokens = 4 * DENSE_SLOT_TOKENS + 8 * PAGE_TOKENS
+    needed = tokens * engine.cache.token_bytes + WindowStore(engine.limits.shape, 4, WINDOW).kv_bytes
+    engine.reserve_dense(len(LONG), 270, 2, 2, kv_bytes=needed)
+    found = engine.generate(prompts, 2, sampling)
+    assert engine.stats.preemptions > 0 and engine.stats.peak_kv_bytes <= needed
+    assert [each.response for each in found] == [each.response for each in expected]
+    assert farthest([each.logprobs for each in found], [each.logprobs for each in expected]) < ROUNDING
+
+
+@pytest.mark.parametrize("policy", ["rkv", "full"])
+def test_windowed_layers_hold_their_window_and_no_more(models, policy):
+    """The allocated bytes are those of the full layers, and of one window per slot and windowed layer."""
+    model = models["olmo3"]
+    engine = Engine(model, BOUNDED if policy == "rkv" else KV(policy="full"), slots=2)
+    layer_bytes = 2 * 2 * 8 * 4  # of a token: keys and values, 2 heads, 8 dimensions, float32
+    for tokens in (TOKENS, 4 * TOKENS):
+        (rollout,) = engine.generate([SHORT], sampling=Sampling(max_tokens=tokens, stop=()))
+        pages = 0 if policy == "rkv" else engine.cache.prompts.pages * PAGE_TOKENS
+        capacity = BOUNDED.capacity if policy == "rkv" else DENSE_SLOT_TOKENS
+        assert engine.cache.windows.kv_bytes == 2 * WINDOW * layer_bytes
+        assert engine.stats.peak_kv_bytes == (2 * capacity + pages + 2 * WINDOW) * layer_bytes
+        assert rollout.trace.codes_LHT.shape == (1, 2, len(SHORT) + tokens)  # no codes of the windowed layer
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_rounds_no_more_than_transformers(name):
+    """Sampler against replay, in half precision: the bound is how far transformers' cached and parallel passes differ."""
+    model = family(name, torch.bfloat16)
+    reference = plain(model)
+    rollouts = Engine(model, BOUNDED, slots=4).generate([SHORT, LONG], 2, Sampling(max_tokens=TOKENS, stop=()))
+    gaps = torch.cat([left - right for left, right in (own_logprobs(reference, rollout) for rollout in rollouts)]).abs()
+    ours = replay(model, rollouts, "sparse")
+    noise = torch.cat([each.detach() - rollout.logprobs for each, rollout in zip(ours, rollouts, strict=True)]).abs()
+    assert float(noise.mean()) < max(0.01, 1.5 * float(gaps.mean()))
+
+
+def test_gradients_are_those_of_transformers(models):
+    """A dense replay of packed rollouts beyond the windows, against one plain pass per rollout."""
+    for name, model in models.items():
+        rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=TOKENS, stop=()))
+        reference = plain(model).train(False)
+        loss = sum(own_parallel(reference, rollout).sum() for rollout in rollouts)
+        loss.backward()
+        model.zero_grad()
+        sum(each.sum() for each in replay(model, rollouts, "dense")).backward()
+        for (path, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), (name, path)
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3 * float(theirs.grad.abs().max()))
+        model.zero_grad()
+
+
+def own_parallel(model, rollout):
+    tokens = torch.tensor([rollout.prompt + rollout.response])
+    return chosen(model(tokens, use_cache=False).logits[0, len(rollout.prompt) - 1 : -1], rollout.response)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models, name):
+    """In a left-padded batch, whose padding is longer than the window."""
+    model, prompts = models[name], [LONG, SHORT]
+    rollouts = Engine(model, BOUNDED, slots=2).generate(prompts, 1, Sampling(max_tokens=40, stop=(), temperature=0))
+    tokens, mask = torch.zeros(2, len(LONG), dtype=torch.long), torch.zeros(2, len(LONG), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :], mask[row, -len(prompt) :] = torch.tensor(prompt), 1
+    cache = BoundedCache("rkv", BOUNDED.budget, interval=BOUNDED.interval, window=BOUNDED.window, sinks=BOUNDED.sinks)
+    out = model.generate(
+        tokens, attention_mask=mask, past_key_values=cache, max_new_tokens=40, do_sample=False, eos_token_id=None
+    )
+    assert out[:, len(LONG) :].tolist() == [rollout.response for rollout in rollouts]
+    shape = Engine(model, BOUNDED, slots=1).limits.shape
+    held = len(shape.full_layers) * BOUNDED.capacity + len(shape.windowed) * WINDOW
+    assert cache.kv_bytes == 2 * 2 * 2 * 8 * 4 * held  # rows, keys and values, heads, dimensions, bytes
+
+
+def test_quantised_windows_are_refused(models):
+    with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support MistralForCausalLM.*: set kv.dtype = auto\."):
+        Engine(models["mistral"], KV(dtype="8bit"), slots=1)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("rkv", "full")])
+def test_every_policy_evicts_from_the_full_layers_alone(models, policy):
+    """Also policies with statistics and seeds, which are those of the model's own layers."""
+    model = models["gemma3"]
+    engine = Engine(model, BOUNDED.model_copy(update={"policy": policy}), slots=2)
+    rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=30, stop=()))
+    assert farthest(replay(model, rollouts, "sparse"), [rollout.logprobs for rollout in rollouts]) < 5 * ROUNDING
+    assert bool((rollouts[1].evicted_at[1] != NEVER).any()) and bool((rollouts[1].evicted_at[0] == NEVER).all())
+
+
+WIDE = {"hidden_size": 64, "head_dim": 16}
+"""FlexAttention needs heads of 16 dimensions."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_replay_reproduces_the_sampler(name, kv, dtype):
+    """Graphs, kernels, FlexAttention and windows of packed attention."""
+    model = family(name, dtype, **WIDE).cuda()
+    rollouts = Engine(model, kv, slots=4).generate([SHORT, LONG], 3, Sampling(max_tokens=TOKENS, stop=()))
+    for view in ("sparse", "dense") if kv.policy == "full" else ("sparse",):
+        pairs = zip(replay(model, rollouts, view), rollouts, strict=True)
+        gaps = torch.cat([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
+        if dtype == torch.float32:
+            assert float(gaps.max()) < 2e-3
+        else:
+            reference = plain(model)
+            own = [left - right for left, right in (own_logprobs(reference, rollout) for rollout in rollouts)]
+            assert float(gaps.mean()) < max(0.02, 2 * float(torch.cat(own).abs().mean()))
