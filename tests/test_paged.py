@@ -7,7 +7,7 @@ from sparse_rl import KV, Engine, Sampling, UserError, replay
 from sparse_rl.kv.prompt_store import PagePool
 from sparse_rl.rollout.request import Request
 from sparse_rl.rollout.scheduler import Scheduler, Sequence
-from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, least_dense_pages
+from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, dense_pages, least_dense_pages
 
 FULL = KV(policy="full")
 PROMPTS = (3, 130, 64, 200)
@@ -112,11 +112,36 @@ def test_a_prompt_is_stored_once_and_pages_follow_the_response(model):
     engine.generate([prompt_of(1100)], 8, Sampling(max_tokens=200, stop=()), limits=[1] * 7 + [200])
     stats, layers, heads, dim = engine.stats, 2, 2, 16
     assert stats.prompt_tokens == 1100
-    assert stats.peak_pages == 18 + 2  # of 12 + 199 tokens after full pages of the prompt, the slot holds the newest
+    assert stats.peak_pages == 17 + 2  # full pages of the prompt; of 12 + 199 tokens after them, the slot holds the newest
     assert stats.dense_peak_tokens == 1100 + 199
     store, token_bytes = engine.cache.prompts, 2 * layers * heads * dim * 4
     assert stats.peak_kv_bytes == (8 * DENSE_SLOT_TOKENS + store.pages * PAGE_TOKENS) * token_bytes
     assert store.pages < 8 * (1100 + 200) / PAGE_TOKENS / 3
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "slots", "samples"),
+    [(18, 120, 6, 4), (63, 51, 4, 1), (63, 52, 4, 2), (64, 80, 5, 2), (127, 52, 4, 4), (20, 20, 6, 1)],
+)
+def test_reserved_pages_suffice_for_prompts_up_to_the_reserved_length(model, prompt_tokens, max_tokens, slots, samples):
+    """No sequence waits for pages, and no slot idles for want of pages, with prompts of the reserved length or shorter."""
+    count = 8 // samples
+    pages = dense_pages([prompt_tokens] * count, max_tokens, slots, samples)
+    engine = Engine(model, FULL, slots=slots)
+    tokens = slots * DENSE_SLOT_TOKENS + pages * PAGE_TOKENS
+    engine.reserve_dense(prompt_tokens, max_tokens, count, samples, kv_bytes=tokens * engine.cache.token_bytes)
+    for shorter in (0, 1):
+        prompts = [prompt_of(prompt_tokens - shorter * index) for index in range(count)]
+        engine.generate(prompts, samples, Sampling(max_tokens=max_tokens, stop=()))
+        assert engine.stats.preemptions == 0 and engine.stats.steps == 2 * (max_tokens - 1)
+
+
+def test_short_sequences_take_few_pages_beside_their_slots():
+    """A sequence of 210 tokens fills its slot of 128 and two pages; its prompt page returns when all samples have started."""
+    assert dense_pages([18] * 4, 192, 32, 8) == 32 * 2 + 1
+    assert dense_pages([18] * 160, 192, 160, 1) == 160 * 2 + 1
+    assert dense_pages([60] * 4, 20, 32, 8) == 4  # the slots hold whole sequences; prompts enter through a page each
+    assert dense_pages([640] * 4, 192, 32, 8) == 4 * 10 + 32 * 3 + 1  # shorter prompts leave up to 63 tokens to each slot
 
 
 def test_dense_tokens_count_a_prompt_once_per_group(model):
