@@ -53,6 +53,7 @@ class DecodeView:
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
+            self.most_stored = 0 if self.prompts_S is None else int(self.prompts_S.max())
 
     def attend(self, layer, queries_SQ1D, keys_SH1D, values_SH1D, scale, mask):
         new = (queries_SQ1D.squeeze(2), keys_SH1D.squeeze(2), values_SH1D.squeeze(2))
@@ -77,14 +78,13 @@ class DecodeView:
         cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
         keys_SHTD, values_SHTD = cache.read(layer, slice(active), self.longest)
         lengths_S = self.lengths_S + 1
-        if cache.prompts is None:
+        if cache.prompts is None or not self.most_stored:
             return decode_attention(
                 queries_SQD, keys_SHTD, values_SHTD, lengths_S, longest=self.longest, even=self.even, scale=scale
             )
         if cache.prompts.responses:
             pages_SP, stored_S = self._pages()
-            most = pages_of(int(stored_S.max())) * PAGE_TOKENS
-            stored = cache.prompts.read(layer, pages_SP, most)
+            stored = cache.prompts.read(layer, pages_SP, pages_of(self.most_stored) * PAGE_TOKENS)
             return sequence_attention(queries_SQD, *stored, stored_S, keys_SHTD, values_SHTD, lengths_S, scale=scale)
         out_SQD = merged_parts(
             prompt_attention(queries_SQD, *self._pages(), partial(cache.prompts.read, layer), scale=scale),
