@@ -49,9 +49,17 @@ def test_sampler_equals_replay(model, expected):
 
 @pytest.mark.parametrize(("slots", "pages"), [(8, 16), (8, 11), (3, 10)])
 def test_preemption_changes_no_rollout(model, prompts, expected, slots, pages):
-    """Few pages pause sequences, whose keys are computed again. Tokens and log-probs are those of a run with all pages."""
-    engine = engine_with(model, slots, pages)
-    found = engine.generate(prompts, 2, Sampling(max_tokens=270, stop=(), seed=3))
+    """Few pages pause sequences, whose keys are computed again. Tokens and log-probs are those of a run with all pages, and
+    every token is reported once."""
+    engine, seen = engine_with(model, slots, pages), {index: [] for index in range(8)}
+
+    def watch(progress):
+        for index, pieces in progress.new.items():
+            for piece in pieces:
+                seen[index] += piece.tolist()
+
+    found = engine.generate(prompts, 2, Sampling(max_tokens=270, stop=(), seed=3), progress=watch)
+    assert [seen[index] for index in range(8)] == [each.response for each in expected]
     assert engine.stats.peak_pages <= pages == engine.stats.pool_pages
     assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens > 0
     assert engine.stats.tokens == 8 * 270
@@ -81,18 +89,6 @@ def test_prompts_from_a_queue_wait_for_pages(model, prompts, expected):
         prompts, 2, Sampling(max_tokens=270, stop=(), seed=3), take=lambda: next(order, None), record=False
     )
     assert [each.response for each in found] == [each.response for each in expected]
-
-
-def test_progress_reports_every_token_once(model, prompts, expected):
-    seen = {index: [] for index in range(8)}
-
-    def watch(progress):
-        for index, pieces in progress.new.items():
-            for piece in pieces:
-                seen[index] += piece.tolist()
-
-    engine_with(model, 8, 11).generate(prompts, 2, Sampling(max_tokens=270, stop=(), seed=3), progress=watch)
-    assert [seen[index] for index in range(8)] == [each.response for each in expected]
 
 
 def test_long_prompts_and_long_responses_run_in_pieces(model):
