@@ -62,6 +62,12 @@ def commands(*each: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def launched(launch: str, command: list[str]) -> None:
+    """A command of a torchrun launch with this id, which all its restarts share."""
+    os.environ["TORCHELASTIC_RUN_ID"] = launch
+    main(command)
+
+
 def with_own_rates(command: list[str], *rates: str) -> None:
     """A command whose learning rate differs between ranks."""
     main([*command, "--optimizer.lr", rates[int(os.environ["RANK"])]])

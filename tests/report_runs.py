@@ -15,19 +15,20 @@ from sparse_rl.train.rollout_log import SCHEMA
 NEVER = 2**31 - 1
 TIGHT = [
     *("--compare", '["dense", "sparse_rl"]', "--steps", "2", "--model.path", "tiny", "--data.train", "arithmetic"),
+    *("--kv.budget", "14", "--kv.window", "4", "--kv.interval", "6"),
+    *("--rollout.prompts-per-step", "2", "--rollout.samples-per-prompt", "4"),
     *(
-        "--kv.budget",
-        "14",
-        "--kv.window",
-        "4",
-        "--kv.interval",
+        "--rollout.max-tokens",
+        "72",
+        "--eval.problems",
         "6",
-        "--rollout.prompts-per-step",
-        "2",
-        "--rollout.samples-per-prompt",
-        "4",
+        "--eval.slots",
+        "6",
+        "--optimizer.lr",
+        "1e-4",
+        "--model.device",
+        "cpu",
     ),
-    *("--rollout.max-tokens", "72", "--eval.problems", "6", "--optimizer.lr", "1e-4", "--model.device", "cpu"),
 ]
 """The quickstart in small, with a budget so tight that some rollouts are rejected."""
 

@@ -66,8 +66,7 @@ def rollouts_of(*lengths):
     return [Rollout([5, 6], each, torch.zeros(len(each)), "length", 0, 1.0, 0, None) for each in responses]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt2"])
+@pytest.mark.parametrize(("name", "checkpointing"), [*((name, False) for name in (*ARCHITECTURES, "gpt2")), ("qwen3", True)])
 def test_a_model_with_compiled_layers_is_the_same_model(compilations, name, checkpointing):
     model = random_model(name) if name in ARCHITECTURES else gpt2()
     for lengths in ((7, 5), (33,), (12, 3, 8)):

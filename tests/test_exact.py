@@ -26,15 +26,15 @@ def farthest(replayed, rollouts):
 def test_replay_reproduces_the_sampler(models, policy, architecture):
     model = models[architecture]
     engine = Engine(model, BOUNDED.model_copy(update={"policy": policy}), slots=4)
-    rollouts = engine.generate([SHORT, LONG], samples=2, sampling=Sampling(max_tokens=110, stop=()))
+    rollouts = engine.generate([SHORT, LONG], samples=2, sampling=Sampling(max_tokens=70, stop=()))
     assert farthest(replay(model, rollouts, "sparse"), rollouts) < 1e-4
     evicted_at = rollouts[0].evicted_at
-    assert evicted_at.shape == (2, model.config.num_key_value_heads, len(SHORT) + 110)
+    assert evicted_at.shape == (2, model.config.num_key_value_heads, len(SHORT) + 70)
     if policy == "full":
         assert bool((evicted_at == NEVER).all())
         return
     events = evicted_at[evicted_at != NEVER].unique()
-    assert len(events) >= 10 and bool(((events - len(SHORT)) % BOUNDED.interval == 0).all())
+    assert len(events) >= 5 and bool(((events - len(SHORT)) % BOUNDED.interval == 0).all())
     assert len(LONG) in rollouts[2].evicted_at  # the prompt was compressed before the first response token
     assert farthest(replay(model, rollouts, "dense"), rollouts) > 0.01  # else the replay above proves nothing
 
@@ -108,7 +108,7 @@ def test_sparse_replay_is_differentiable(model):
 
 
 def test_bfloat16_noise_does_not_grow_with_length(model):
-    early, late = noise_early_and_late(copy.deepcopy(model).to(torch.bfloat16), samples=12, tokens=450)
+    early, late = noise_early_and_late(copy.deepcopy(model).to(torch.bfloat16), samples=8, tokens=300)
     assert 0 < late < 1.1 * early < 0.1
 
 

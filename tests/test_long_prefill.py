@@ -14,7 +14,7 @@ from sparse_rl.plan.dimensions import dimensions
 from sparse_rl.plan.parts import prefill_parts
 from sparse_rl.sizes import PREFILL_TOKENS, token_bytes
 
-SAMPLING = Sampling(max_tokens=30, stop=())
+SAMPLING = Sampling(max_tokens=20, stop=())
 SMALL = {"budget": 24, "interval": 6, "window": 4, "sinks": 2}
 CACHES = [(policy, protect) for policy in POLICIES for protect in (False, True) if policy != "full" or not protect]
 
@@ -57,27 +57,27 @@ def test_pieces_give_the_rollouts_of_one_pass(model, policy, protect):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("piece", [1, 3, 99])
-def test_pieces_may_be_shorter_than_the_window_and_end_anywhere(models, architecture, piece):
+def test_pieces_may_be_shorter_than_the_window_and_end_anywhere(models, architecture):
     kv, model, prompts = KV(**SMALL), models[architecture], PROMPTS[:2]
     whole, _ = generate(model, kv, prompts=prompts)
-    pieces, _ = generate(model, kv, prefill_tokens=piece, prompts=prompts)
-    for left, right in zip(pieces, whole, strict=True):
-        assert_same(left, right)
-    assert_replayed(model, pieces)
+    for piece in (1, 3, 99):
+        pieces, _ = generate(model, kv, prefill_tokens=piece, prompts=prompts)
+        for left, right in zip(pieces, whole, strict=True):
+            assert_same(left, right)
+    assert_replayed(model, whole)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 12])
 @pytest.mark.parametrize(("policy", "protect"), [("rkv", False), ("random", False), ("full", False), ("rkv", True)])
-def test_samples_share_a_long_prompt(model, policy, protect, slots):
+def test_samples_share_a_long_prompt(model, policy, protect):
     """With few slots, some samples wait for the prefilled prompt, beside short prompts."""
     kv = KV(policy=policy, protect_prompt=protect, **SMALL)
     whole, _ = generate(model, kv, slots=12, samples=2)
-    pieces, stats = generate(model, kv, prefill_tokens=32, slots=slots, samples=2)
-    for left, right in zip(pieces, whole, strict=True):
-        assert_same(left, right)
-    assert len({tuple(rollout.response) for rollout in pieces[:2]}) == 2
-    assert policy == "random" or stats.prompt_tokens == sum(map(len, PROMPTS))
+    for slots in (1, 3, 12):
+        pieces, stats = generate(model, kv, prefill_tokens=32, slots=slots, samples=2)
+        for left, right in zip(pieces, whole, strict=True):
+            assert_same(left, right)
+        assert len({tuple(rollout.response) for rollout in pieces[:2]}) == 2
+        assert policy == "random" or stats.prompt_tokens == sum(map(len, PROMPTS))
 
 
 def test_a_long_prompt_within_the_budget_is_kept_whole(model):

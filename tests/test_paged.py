@@ -7,7 +7,7 @@ from sparse_rl import KV, Engine, Sampling, UserError, replay
 from sparse_rl.kv.prompt_store import PagePool
 from sparse_rl.rollout.request import Request
 from sparse_rl.rollout.scheduler import Scheduler, Sequence
-from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, least_dense_pages
+from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, dense_pages, least_dense_pages
 
 FULL = KV(policy="full")
 PROMPTS = (3, 130, 64, 200)
@@ -49,9 +49,17 @@ def test_sampler_equals_replay(model, expected):
 
 @pytest.mark.parametrize(("slots", "pages"), [(8, 16), (8, 11), (3, 10)])
 def test_preemption_changes_no_rollout(model, prompts, expected, slots, pages):
-    """Few pages pause sequences, whose keys are computed again. Tokens and log-probs are those of a run with all pages."""
-    engine = engine_with(model, slots, pages)
-    found = engine.generate(prompts, 2, Sampling(max_tokens=270, stop=(), seed=3))
+    """Few pages pause sequences, whose keys are computed again. Tokens and log-probs are those of a run with all pages, and
+    every token is reported once."""
+    engine, seen = engine_with(model, slots, pages), {index: [] for index in range(8)}
+
+    def watch(progress):
+        for index, pieces in progress.new.items():
+            for piece in pieces:
+                seen[index] += piece.tolist()
+
+    found = engine.generate(prompts, 2, Sampling(max_tokens=270, stop=(), seed=3), progress=watch)
+    assert [seen[index] for index in range(8)] == [each.response for each in expected]
     assert engine.stats.peak_pages <= pages == engine.stats.pool_pages
     assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens > 0
     assert engine.stats.tokens == 8 * 270
@@ -83,18 +91,6 @@ def test_prompts_from_a_queue_wait_for_pages(model, prompts, expected):
     assert [each.response for each in found] == [each.response for each in expected]
 
 
-def test_progress_reports_every_token_once(model, prompts, expected):
-    seen = {index: [] for index in range(8)}
-
-    def watch(progress):
-        for index, pieces in progress.new.items():
-            for piece in pieces:
-                seen[index] += piece.tolist()
-
-    engine_with(model, 8, 11).generate(prompts, 2, Sampling(max_tokens=270, stop=(), seed=3), progress=watch)
-    assert [seen[index] for index in range(8)] == [each.response for each in expected]
-
-
 def test_long_prompts_and_long_responses_run_in_pieces(model):
     """A prompt, and a paused sequence, may exceed one forward pass."""
     prompts, sampling = [prompt_of(300), prompt_of(290, 1)], Sampling(max_tokens=250, stop=())
@@ -112,11 +108,36 @@ def test_a_prompt_is_stored_once_and_pages_follow_the_response(model):
     engine.generate([prompt_of(1100)], 8, Sampling(max_tokens=200, stop=()), limits=[1] * 7 + [200])
     stats, layers, heads, dim = engine.stats, 2, 2, 16
     assert stats.prompt_tokens == 1100
-    assert stats.peak_pages == 18 + 2  # of 12 + 199 tokens after full pages of the prompt, the slot holds the newest
+    assert stats.peak_pages == 17 + 2  # full pages of the prompt; of 12 + 199 tokens after them, the slot holds the newest
     assert stats.dense_peak_tokens == 1100 + 199
     store, token_bytes = engine.cache.prompts, 2 * layers * heads * dim * 4
     assert stats.peak_kv_bytes == (8 * DENSE_SLOT_TOKENS + store.pages * PAGE_TOKENS) * token_bytes
     assert store.pages < 8 * (1100 + 200) / PAGE_TOKENS / 3
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "slots", "samples"),
+    [(18, 120, 6, 4), (63, 51, 4, 1), (63, 52, 4, 2), (64, 80, 5, 2), (127, 52, 4, 4), (20, 20, 6, 1)],
+)
+def test_reserved_pages_suffice_for_prompts_up_to_the_reserved_length(model, prompt_tokens, max_tokens, slots, samples):
+    """No sequence waits for pages, and no slot idles for want of pages, with prompts of the reserved length or shorter."""
+    count = 8 // samples
+    pages = dense_pages([prompt_tokens] * count, max_tokens, slots, samples)
+    engine = Engine(model, FULL, slots=slots)
+    tokens = slots * DENSE_SLOT_TOKENS + pages * PAGE_TOKENS
+    engine.reserve_dense(prompt_tokens, max_tokens, count, samples, kv_bytes=tokens * engine.cache.token_bytes)
+    for shorter in (0, 1):
+        prompts = [prompt_of(prompt_tokens - shorter * index) for index in range(count)]
+        engine.generate(prompts, samples, Sampling(max_tokens=max_tokens, stop=()))
+        assert engine.stats.preemptions == 0 and engine.stats.steps == 2 * (max_tokens - 1)
+
+
+def test_short_sequences_take_few_pages_beside_their_slots():
+    """A sequence of 210 tokens fills its slot of 128 and two pages; its prompt page returns when all samples have started."""
+    assert dense_pages([18] * 4, 192, 32, 8) == 32 * 2 + 1
+    assert dense_pages([18] * 160, 192, 160, 1) == 160 * 2 + 1
+    assert dense_pages([60] * 4, 20, 32, 8) == 4  # the slots hold whole sequences; prompts enter through a page each
+    assert dense_pages([640] * 4, 192, 32, 8) == 4 * 10 + 32 * 3 + 1  # shorter prompts leave up to 63 tokens to each slot
 
 
 def test_dense_tokens_count_a_prompt_once_per_group(model):

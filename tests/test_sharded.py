@@ -30,7 +30,7 @@ FLAGS = [
         "--rollout.max-tokens",
         "40",
     ),
-    *("--kv.budget", "24", "--kv.interval", "8", "--checkpoint.every", "1", "--optimizer.lr", str(LR)),
+    *("--kv.budget", "20", "--kv.interval", "4", "--checkpoint.every", "1", "--optimizer.lr", str(LR)),
 ]
 KINDS = {
     "two passes, a reference": ["--loss.kl-coef", "0.01", "--optimizer.tokens-per-microbatch", "256"],
@@ -130,11 +130,19 @@ def test_a_sharded_run_that_is_resumed_learns_what_a_whole_one_learns(
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a CPU that has none
 def test_half_precision_is_gathered_in_its_dtype_and_learned_in_float32(device, group, actors, train, tmp_path, monkeypatch):
     whole, spread = tmp_path / "whole", tmp_path / "spread"
-    train(spread, "bfloat16", "--steps", "1")
+    few = [
+        "--steps",
+        "1",
+        "--rollout.samples-per-prompt",
+        "2",
+        "--rollout.max-tokens",
+        "16",
+    ]  # slow where a CPU has no bfloat16
+    train(spread, "bfloat16", *few)
     assert_sampler_has_what_was_learned(actors[-1])
     assert {weight.dtype for weight in actors[-1].sampler.parameters()} == {torch.bfloat16}
     monkeypatch.setattr(trainer, "Actor", Actor)
-    train(whole, "bfloat16", "--steps", "1")
+    train(whole, "bfloat16", *few)
     assert farthest(weights(spread), tiny("bfloat16")) > 0
     assert farthest(weights(whole), weights(spread)) <= 2.1 * LR  # AdamW's first step has this size, either way
     assert_same_metrics(whole, spread, steps=1, rel=2e-2)

@@ -143,9 +143,25 @@ def pool_pages(prompt_lengths: Iterable[int], slots: int, samples: int) -> int:
 
 
 def dense_pages(prompt_lengths: Collection[int], response_tokens: int, slots: int, samples: int) -> int:
-    """Return the pages of a dense cache in which no sequence waits for pages, even if all responses have full length."""
-    running = min(slots, len(prompt_lengths) * samples)
-    return _rounded(_prompt_pages(prompt_lengths, slots, samples) + running * pages_of(response_tokens) + 1)
+    """Return the pages of a dense cache in which no sequence waits for pages, even if all responses have full length.
+
+    The lengths of prompts are upper bounds. A group shares the full pages of its prompt. The last page, if partly filled, is
+    needed until all samples have started: by the groups that enter together, and by one group whose samples still wait.
+    """
+    longest, count = max(prompt_lengths), len(prompt_lengths)
+    shared = sum(sorted((tokens // PAGE_TOKENS for tokens in prompt_lengths), reverse=True)[: _groups(slots, samples)])
+    of_response = pages_beyond_slot(min(longest, PAGE_TOKENS - 1), response_tokens)
+    entering = min(count, -(-slots // samples) + 1)
+    own = max(entering, min(slots, count * samples) * of_response + 1)
+    return max(_rounded(shared) + own, least_dense_pages(longest, response_tokens))
+
+
+def pages_beyond_slot(held: int, response_tokens: int) -> int:
+    """Return the pages that a dense sequence fills, if its slot holds `held` tokens and `response_tokens` are to be sampled.
+
+    The slot keeps the newest tokens. The last sampled token is not fed, but the chunk runs on after the end.
+    """
+    return max(0, pages_of(held + response_tokens - 1 + max(CHUNK_STEPS.values()) - 1 - DENSE_SLOT_TOKENS))
 
 
 def least_dense_pages(prompt_tokens: int, response_tokens: int) -> int:
@@ -171,8 +187,12 @@ def dense_bytes(shape: AttentionShape, slots: int, pages: int, itemsize: int, dt
 
 def _prompt_pages(prompt_lengths: Iterable[int], slots: int, samples: int) -> int:
     """Return the pages of the longest prompts that can be alive at once."""
-    groups = min(slots, STRAGGLER_FACTOR * -(-slots // samples))
-    return sum(sorted(map(pages_of, prompt_lengths), reverse=True)[:groups])
+    return sum(sorted(map(pages_of, prompt_lengths), reverse=True)[: _groups(slots, samples)])
+
+
+def _groups(slots: int, samples: int) -> int:
+    """Return the most groups that are alive at once."""
+    return min(slots, STRAGGLER_FACTOR * -(-slots // samples))
 
 
 def _rounded(pages: int) -> int:

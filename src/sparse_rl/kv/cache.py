@@ -321,7 +321,7 @@ class SlotCache:
     def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (layer, slot index) of the rows of each tile, layer by layer. A tile has as many rows as scratch memory
         allows."""
-        share = SCRATCH_SHARE * self.dense_token_bytes / self.token_bytes  # codes are decoded to the model's dtype
+        share = SCRATCH_SHARE * self.dense_token_bytes / max(1, self.token_bytes)  # codes are decoded to the model's dtype
         rows = max(1, int(max(share * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):

@@ -1,9 +1,10 @@
 """A dense cache in pages: slots hold the newest tokens of their sequences, and the prompt store holds the others.
 
 A sequence starts with the pages of its prompt, which all samples of the group read. The prompt's last page is partly filled, so
-each sample copies it to its slot and continues there. When a slot has filled a page, its oldest tokens move to a new page of
-the pool. The page table of a slot thus lists full pages only, and decoding reads them like a stored prompt. Keys and values
-are copied as they are stored.
+each sample copies it to its slot and continues there. That page is free again once all samples have started. When a slot has
+filled a page, its oldest tokens move to a new page of the pool, unless the slot has room for all tokens to come. The page table
+of a slot thus lists full pages only, and decoding reads them like a stored prompt. Keys and values are copied as they are
+stored.
 """
 
 # L layers, S slots, H kv heads, C capacity, N pages of the pool, T tokens of a page, D head dimension, n moved pages

@@ -169,6 +169,11 @@ class PagePool:
     def give_back(self, pages: list[int]) -> None:
         self.free += pages
 
+    def keep(self, group: int, pages: int) -> None:
+        """Free the pages of a group after the first `pages`."""
+        self.give_back(self.of_group[group][pages:])
+        self.of_group[group] = self.of_group[group][:pages]
+
     def end_sample(self, group: int) -> None:
         """Count one ended sample of a group. Its last sample frees the pages."""
         self.samples_left[group] -= 1

@@ -58,6 +58,7 @@ class DecodeView:
             self.window_splits = splits_for(len(positions_S), cache.shape.kv_heads, window_tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
+            self.most_stored = 0 if self.prompts_S is None else int(self.prompts_S.max())
 
     def attend(self, layer, queries_SQ1D, keys_SH1D, values_SH1D, scale, mask, form=PLAIN):
         new = (queries_SQ1D.squeeze(2), keys_SH1D.squeeze(2), values_SH1D.squeeze(2))
@@ -121,7 +122,7 @@ class DecodeView:
         cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
         keys_SHTD, values_SHTD = cache.read(layer, slice(active), self.longest)
         lengths_S = self.lengths_S + 1
-        if cache.prompts is None:
+        if cache.prompts is None or not self.most_stored:
             return decode_attention(
                 *(queries_SQD, keys_SHTD, values_SHTD, lengths_S),
                 longest=self.longest,
@@ -131,8 +132,7 @@ class DecodeView:
             )
         if cache.prompts.responses:
             pages_SP, stored_S = self._pages()
-            most = pages_of(int(stored_S.max())) * PAGE_TOKENS
-            stored = cache.prompts.read(layer, pages_SP, most)
+            stored = cache.prompts.read(layer, pages_SP, pages_of(self.most_stored) * PAGE_TOKENS)
             own = (keys_SHTD, values_SHTD, lengths_S)
             return sequence_attention(queries_SQD, *stored, stored_S, *own, scale=scale, form=form)
         read, cap = partial(cache.prompts.read, layer), form.softcap

@@ -196,6 +196,7 @@ class Generation:
             if request.index in self.scheduler.paused:
                 sequences[request.index] = self.scheduler.paused.pop(request.index)
         paged.place({slot: sequences[index] for index, slot in slots.items()})
+        self.scheduler.return_last_pages(groups)
         self._end_aborted(list(sequences.values()))
         self.scheduler.active += [sequences[index] for index in slots]
 

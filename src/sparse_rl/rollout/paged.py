@@ -45,14 +45,14 @@ class PagedSlots:
         for slot, sequence in sequences.items():
             of_group = self.pool.of_group[sequence.request.group]
             pages_of_slots[slot] = [*of_group[: sequence.prompt_pages], *sequence.pages]
-            if sequence.held and not sequence.entered:
+            if sequence.held and not sequence.pages:
                 last_pages[slot] = of_group[-1]
         assert self.cache.prompts is not None
         self.cache.prompts.assign(pages_of_slots)
         if last_pages:
             copy_last_pages(self.cache, list(last_pages), list(last_pages.values()))
         for slot, sequence in sequences.items():
-            if sequence.entered:
+            if sequence.pages:
                 self._recompute(sequence, slot, pages_of_slots[slot])
 
     def _recompute(self, sequence: Sequence, slot: int, pages: list[int]) -> None:
@@ -83,7 +83,7 @@ class PagedSlots:
         paused, moves = self.scheduler.make_room()
         move_slots(self.cache, self.scheduler, moves)
         self.stats.preemptions += len(paused)
-        full = {slot: sequence for slot, sequence in enumerate(active) if sequence.held >= PAGE_TOKENS}
+        full = {slot: sequence for slot, sequence in enumerate(active) if sequence.fills_a_page}
         if not full:
             return
         pages = self.pool.take_pages(len(full) * PAGE_TOKENS)

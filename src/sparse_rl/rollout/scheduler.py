@@ -15,7 +15,7 @@ import numpy as np
 
 from ..kv.prompt_store import PagePool
 from ..kv.trace import TraceRecorder
-from ..sizes import PAGE_TOKENS, pages_of
+from ..sizes import PAGE_TOKENS, pages_beyond_slot, pages_of
 from .repetition import RepetitionGuard
 from .request import Request
 from .rollout import Finish
@@ -76,8 +76,13 @@ class Sequence:
 
     @property
     def pages_to_come(self) -> int:
-        """Pages that a dense sequence may still fill."""
-        return (self.held + self.remaining) // PAGE_TOKENS
+        """Pages that a dense sequence still fills if it reaches its full length."""
+        return pages_beyond_slot(self.held, self.remaining + 1)
+
+    @property
+    def fills_a_page(self) -> bool:
+        """True if the oldest tokens of a dense slot fill a page and cannot stay to the end."""
+        return self.held >= PAGE_TOKENS and self.pages_to_come > 0
 
     def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int, repeats_at: int) -> int:
         """Append sampled tokens up to the end of the rollout and return how many were taken. `stop_at` is the index of the
@@ -106,8 +111,8 @@ class Sequence:
 
 
 def pages_to_fill(request: Request) -> int:
-    """Return the pages that the response to a request may fill in a dense cache."""
-    return (len(request.prompt) % PAGE_TOKENS + request.max_tokens) // PAGE_TOKENS
+    """Return the pages that the response to a request fills in a dense cache if it reaches its full length."""
+    return pages_beyond_slot(len(request.prompt) % PAGE_TOKENS, request.max_tokens)
 
 
 def dense_tokens_held(running: list[Sequence]) -> int:
@@ -166,7 +171,8 @@ class Scheduler:
     def _pages_for(self, request: Request, entering: list[Request]) -> int:
         """Return the number of free pages that a request needs to enter together with the requests in `entering`.
 
-        In a dense cache, this includes the pages of a paused sequence, and headroom for it and all running sequences.
+        In a dense cache, this includes the pages of a paused sequence, and headroom for it and all running sequences. The partly filled last
+        pages of groups that enter before it become free once they have started.
         """
         assert self.pages is not None
         needed = 0 if request.group in self.pages.of_group else pages_of(len(request.prompt))
@@ -176,13 +182,15 @@ class Scheduler:
         if self.active or entering:
             running = [sequence.pages_to_come for sequence in self.active if sequence.finish is None]
             to_come = running + [pages_to_fill(each) for each in (*entering, request)]
-            needed += sum(min(HEADROOM_PAGES, pages) for pages in to_come)
+            before = {each.group: len(each.prompt) for each in entering if each.group != request.group}
+            partial = sum(len(self.pages.of_group[group]) - tokens // PAGE_TOKENS for group, tokens in before.items())
+            needed = max(needed, needed + sum(min(HEADROOM_PAGES, pages) for pages in to_come) - partial)
         return needed
 
     def _own_tokens(self, request: Request) -> int:
         """Return the tokens of a paused sequence that are not in full pages of its prompt; 0 for a new request."""
         sequence = self.paused.get(request.index)
-        return 0 if sequence is None or not sequence.entered else sequence.position - sequence.prompt_pages * PAGE_TOKENS
+        return 0 if sequence is None else sequence.position - sequence.prompt_pages * PAGE_TOKENS
 
     @property
     def has_more(self) -> bool:
@@ -223,6 +231,13 @@ class Scheduler:
             self.paused[request.index].pages = self.pages.take_pages(tokens)
         return True
 
+    def return_last_pages(self, groups: list[list[Request]]) -> None:
+        """Return the partly filled last prompt page of dense groups that have started, unless a sample still needs it."""
+        assert self.pages is not None
+        needed = {request.group for request in self.waiting if request.index not in self.paused}
+        for request in (group[0] for group in groups if group[0].group not in needed):
+            self.pages.keep(request.group, len(request.prompt) // PAGE_TOKENS)
+
     def make_room(self) -> tuple[list[Sequence], list[tuple[int, int]]]:
         """Pause the youngest sequences of a dense cache until every slot that has filled a page finds a free one.
 
@@ -232,7 +247,7 @@ class Scheduler:
         assert self.pages is not None
         running = sorted(self.active, key=lambda sequence: sequence.number)
         paused: list[Sequence] = []
-        while sum(sequence.held >= PAGE_TOKENS for sequence in running) > len(self.pages.free):
+        while sum(sequence.fills_a_page for sequence in running) > len(self.pages.free):
             idle = self.pages.of_group.keys() - {sequence.request.group for sequence in running}
             for group in idle:
                 self.pages.release(group)
