@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import KV, WORTH_COMPILING, Sampling
-from ..errors import UserError
+from ..errors import UserError, notice
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
@@ -28,6 +28,7 @@ from ..sizes import (
     pool_pages,
 )
 from ..text import quoted
+from ..world import ALONE, World
 from .calibrate import ENOUGH_TOKENS, calibrate
 from .generation import Generation
 from .request import Request, RequestLimits
@@ -172,9 +173,9 @@ class Engine:
         """Names of the statistics of the model that the cache and the policy need."""
         return (*(KEY_SCALES if self.kv.quantised else ()), *self.policy.uses_statistics)
 
-    def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int, world: World = ALONE) -> None:
         """Gather the statistics that the cache and the policy need from some of these prompts, at positions up to `tokens`. Does
-        nothing if they need none.
+        nothing if they need none. The ranks of `world` share the work and get the same statistics.
 
         `generate` does this with its own prompts if there are no statistics, or only those of a few tokens. Otherwise they stay
         as they are until they are gathered or loaded again.
@@ -185,14 +186,21 @@ class Engine:
         if collectors:
             longest = tokens if self.kv.quantised else 0  # queries before rotation do not depend on positions
             with on(self.limits.shape.device):
-                calibrate(self.model, prompts, longest, collectors)
+                calibrate(self.model, prompts, longest, collectors, world)
             self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
 
     def load_statistics(self, statistics: Statistics) -> None:
-        """Use these statistics from the next call on. Does nothing if none are needed, or if not all that are needed are among
-        them."""
+        """Use these statistics from the next call on. Does nothing if none are needed, or if there are none. If some that are
+        needed are missing, say so and use none of them."""
         needed = self.needed_statistics
-        if not needed or not statistics.keys() >= set(needed):
+        if missing := [name for name in needed if name not in statistics]:
+            if len(missing) < len(needed) or statistics:
+                notice(
+                    f"The stored statistics lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = "
+                    f"{self.kv.dtype} need: all statistics are gathered again, and results may differ slightly."
+                )
+            return
+        if not needed:
             return
         layers, given = self.limits.shape.layers, len(statistics[needed[0]])
         if given != layers:

@@ -20,6 +20,7 @@ from ..plan.output import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
 from ..rewards.pool import RewardPool, try_on_gold
+from ..rollout import calibrate
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..world import ALONE, World
@@ -106,6 +107,11 @@ class TrainingRun:
         elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
         self.engine.load_statistics({} if last is None else last.statistics)
+        if self.engine.needed_statistics and last is not None and not last.statistics:
+            terminal.warn(
+                f"The checkpoint of step {self.state.step} has no statistics of queries or keys: they are gathered again from "
+                "the prompts, and the run continues with slightly different ones."
+            )
         if not self.engine.statistics:
             self._calibrate(inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
@@ -144,11 +150,10 @@ class TrainingRun:
         self.terminal.note(f"Continuing after step {step}.")
 
     def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
-        """Gather the statistics that the cache or the policy needs. All ranks use those of the first."""
+        """Gather the statistics that the cache or the policy needs, on all ranks together."""
         if self.engine.needed_statistics:
             self.actor.merge()
-            self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens)
-            self.engine.load_statistics(self.world.gather(self.engine.statistics)[0])
+            self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens, self.world)
 
     def _probe(self) -> None:
         """Measure the mismatch of a quantised cache. Warn if it is large, and refuse it if it ruins the model."""
@@ -246,7 +251,7 @@ class TrainingRun:
             result = self.training_step.learn(self.state.step, batch)
         self.state.step += 1
         self.state.cursor += batch.prompts
-        if self.state.step == 1:  # from here on responses are known as well
+        if calibrate.is_due(self.state.step):
             self._calibrate([sample.rollout.prompt + sample.rollout.response for sample in batch.samples])
         self.health.after_step(batch, result.updates)
         self._write_rollouts(result)
