@@ -160,7 +160,7 @@ def identity(
 
 def stored_settings(kv: KV) -> dict[str, Any]:
     """Return the settings for asked.json. Evaluations of earlier versions have no dtype."""
-    return kv.model_dump(mode="json", exclude=set() if kv.quantised else {"dtype"})
+    return kv.model_dump(mode="json", exclude={"target_rejected"} | (set() if kv.quantised else {"dtype"}))
 
 
 def weights_hash(model: str) -> str | None:

@@ -93,9 +93,7 @@ class Engine:
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
-        ring = self.policy.window if self.policy.uses_queries else 0
-        capacity = self.kv.capacity if self.policy.evicts else DENSE_SLOT_TOKENS
-        self.cache = SlotCache(self.limits.shape, slots, capacity, ring, quantiser=self.storage)
+        self.cache = self._new_cache()
         self.pool_reserved = False
 
     def generate(
@@ -289,6 +287,24 @@ class Engine:
             self.pool_reserved = False
             self._grow_pool([tokens] * prompts, 0, samples)
             self.pool_reserved = True
+
+    def resize(self, budget: int, slots: int) -> None:
+        """Replace the cache by one with another budget and number of slots, between calls. Statistics stay.
+
+        The present cache, its prompt store and its graphs are freed first. Reserve the prompt store again if it was reserved.
+        """
+        self.kv = KV(**self.kv.model_dump() | {"budget": budget})
+        self.slots, self.schedule = slots, Schedule.of(self.kv, self.policy.evicts)
+        self.graphs, self.pool_reserved = None, False
+        if hasattr(self, "cache"):  # else an earlier call ran out of memory
+            del self.cache
+        self.cache = self._new_cache()
+        self.load_statistics(self.statistics)
+
+    def _new_cache(self) -> SlotCache:
+        ring = self.policy.window if self.policy.uses_queries else 0
+        capacity = self.kv.capacity if self.policy.evicts else DENSE_SLOT_TOKENS
+        return SlotCache(self.limits.shape, self.slots, capacity, ring, quantiser=self.storage)
 
     @contextmanager
     def larger_store(self, pages: int, longest: int) -> Iterator[None]:

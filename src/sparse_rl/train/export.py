@@ -8,6 +8,7 @@ from rich.markup import escape
 from ..errors import UserError
 from ..terminal import Terminal
 from .run_folder import RunFolder
+from .storage import within
 
 
 def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
@@ -40,7 +41,11 @@ def export(run: str, out: Path, *, step: int | str | None, merge: bool) -> None:
             folder.checkpoints, [step] if isinstance(step, int) else steps, actor, partial(console.print, markup=False)
         )
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        write_model(out, actor, tokenizer, config.sampler_kv, statistics, merge=merge)
+        kv = config.sampler_kv
+        if config.sets_budget:
+            state, _ = checkpoint.read_state(within(folder.checkpoints, f"step-{done}"))
+            kv = kv.model_copy(update={"budget": state.budget["state"]["budget"]})
+        write_model(out, actor, tokenizer, kv, statistics, merge=merge)
     if step is None and done < config.steps:
         console.print(f"warning: the exported checkpoint is step {done} of {config.steps}: the run has no later checkpoint.")
     console.print(f"Exported step {done} of {escape(str(run))} to {escape(str(out))}.")

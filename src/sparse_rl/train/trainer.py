@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,22 @@ from ..rollout.engine import Engine
 from ..world import ALONE, World
 from . import checkpoint, rollout_log
 from . import resume as resuming
+from .auto_budget import AutoBudget
 from .best import Best
 from .health import Health
 from .held_out import Evaluator
 from .inputs import RunInputs, load_all
 from .loggers import Logger
-from .memory import checkpointed_layers, dense_bytes_of, peak_line, peak_metrics, plan_run, slots_of
+from .memory import (
+    budgets_that_fit,
+    checkpointed_layers,
+    dense_bytes_of,
+    peak_line,
+    peak_metrics,
+    plan_budget,
+    plan_run,
+    slots_of,
+)
 from .preflight import preflight
 from .probe import probe
 from .rollouts import RolloutSampler
@@ -71,10 +82,14 @@ class TrainingRun:
             torch.cuda.reset_peak_memory_stats(device)
         evaluated = [prompt for held_out in inputs.held_out for prompt in held_out.prompts]
         self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *evaluated])))
+        kv, budgets = config.sampler_kv, list[int]()
+        if config.sets_budget:
+            budgets, start = self._possible_budgets(max(map(len, [*inputs.prompts, *evaluated])))
+            kv, self.plan = config.with_budget(start).kv, self.plan and plan_budget(config, self.plan, start)
         self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         layers = max(world.gather(checkpointed_layers(config, self.plan, self.actor.learner)))  # FSDP runs layers together
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps, checkpointed_layers=layers)
-        self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
+        self.engine = Engine(self.actor.sampler, kv, slots=slots_of(config, self.plan, device))
         order = Order(len(inputs.examples), config.seed).take
         self.rollout_sampler = RolloutSampler(
             config, inputs.examples, inputs.prompts, order, self.engine, self.tokenizer, self.pool, inputs.limits, world
@@ -91,6 +106,10 @@ class TrainingRun:
         )
         if remark := self.evaluator.remark():
             terminal.note(remark)
+        self.auto_budget = None
+        if budgets:
+            parts = (self.plan, self.engine, self.actor, self.optimizer, self.longest_prompt, longest, folder, terminal, world)
+            self.auto_budget = AutoBudget(config, budgets, *parts)
         self.peak_shown = False
         self.best = Best(config.checkpoint, terminal.warn)
         problems, scored_by = (
@@ -104,6 +123,9 @@ class TrainingRun:
             last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world, folder.last_step)
         if last is not None:
             self._resume_from(last)
+            if self.auto_budget:
+                self.auto_budget.restore(self.state.budget, self.state.step)
+                self._use_budget()
         elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
         self.engine.load_statistics({} if last is None else last.statistics)
@@ -149,6 +171,18 @@ class TrainingRun:
             checkpoint.rename_damaged(last.damaged)
         self.terminal.note(f"Continuing after step {step}.")
 
+    def _possible_budgets(self, prompt_tokens: int) -> tuple[list[int], int]:
+        """Return (the budgets that fit on all ranks, the one to start with: at most half of the longest sequence)."""
+        budgets = min(self.world.gather(budgets_that_fit(self.config, self.plan, prompt_tokens)), key=len)
+        half = self.config.with_known_budget(prompt_tokens).kv.kept_tokens
+        return budgets, max((budget for budget in budgets if budget <= half), default=budgets[0])
+
+    def _use_budget(self) -> None:
+        """Use the plan of the present budget, and store the budget in checkpoints."""
+        assert self.auto_budget is not None
+        self.plan, self.state.budget = self.auto_budget.plan, self.auto_budget.stored()
+        self.evaluator = replace(self.evaluator, plan=self.plan)
+
     def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
         """Gather the statistics that the cache or the policy needs, on all ranks together."""
         if self.engine.needed_statistics:
@@ -175,6 +209,9 @@ class TrainingRun:
         self.preflight()
         if self.state.step == 0:
             self._probe()
+            if self.auto_budget:
+                self.auto_budget.probe(self.rollout_sampler.prompts)
+                self._use_budget()
             self._log(self._evaluate())
         stopping = self.world.any(stop.requested)
         while self.state.step < self.config.steps and not stopping:
@@ -257,6 +294,9 @@ class TrainingRun:
         self._write_rollouts(result)
         memory = self._memory_metrics()
         metrics = self.training_step.metrics(self.state.step - 1, result, rollout_s)
+        if self.auto_budget:
+            metrics |= self.auto_budget.after_step(self.state.step, result, metrics)
+            self._use_budget()
         return {**metrics, **memory, "perf/step_s": device_time(device) - started}
 
     def _write_rollouts(self, result: StepResult) -> None:
@@ -275,9 +315,8 @@ class TrainingRun:
                     rollouts=log.rollouts_per_step,
                     traces=log.traces_per_step,
                 )
-        log_xi = [each - samples[row].rollout.logprobs.to(each.device) for row, each in zip(rows, dense, strict=True)]
         stands_for = torch.tensor(list(result.row_weights.values())).repeat_interleave(torch.tensor(list(map(len, dense))))
-        self.folder.append_xi(self.state.step, ratios.count(torch.cat(log_xi), stands_for))
+        self.folder.append_xi(self.state.step, ratios.count(torch.cat(list(result.log_xi.values())), stands_for))
 
     def _memory_metrics(self) -> dict[str, float]:
         memory = peak_metrics(self.plan, self.actor.learner.device)
@@ -327,7 +366,7 @@ class TrainingRun:
 
     def _write_model(self) -> None:
         if self.world.is_main:
-            write_model(self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv, self.engine.statistics)
+            write_model(self.folder.model, self.actor, self.tokenizer, self.engine.kv, self.engine.statistics)
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)
