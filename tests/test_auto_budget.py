@@ -1,7 +1,10 @@
 """Runs with kv.budget = auto: the probe, the controller, checkpoints, the report, and what is refused."""
 
 import json
+import shutil
 import signal
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 
@@ -10,12 +13,16 @@ from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
 from sparse_rl.config import Config
 from sparse_rl.monitor.budget import Figures, Targets
+from sparse_rl.train.auto_budget import AutoBudget
 from sparse_rl.train.budget_probe import ProbeRow, find_budget
 from sparse_rl.train.memory import budgets_that_fit
-from test_resume import EVERY_STEP, assert_same_run, state_of
+from test_resume import assert_same_run, state_of
 
-AUTO = ["--kv.budget", "auto", "--kv.target-rejected", "0.2", "--rollout.samples-per-prompt", "8", "--alerts.xi-p05", "0.05"]
-"""Targets that the random model meets below the longest sequence. Its answers have 24 tokens, its prompts about 8."""
+AUTO = ["--kv.budget", "auto", "--kv.target-rejected", "0.2", "--correction.veto", "0.4", "--alerts.xi-p05", "none"]
+AUTO += ["--rollout.samples-per-prompt", "8", "--checkpoint.every", "1", "--checkpoint.keep", "20", "--optimizer.lr", "0.02"]
+AUTO += ["--rollout.max-tokens", "32"]
+"""A veto that rejects answers of the random model, and targets that it meets below the longest sequence."""
+STEPS = 11
 
 
 def changes(run):
@@ -65,51 +72,74 @@ def test_a_resized_engine_is_a_new_engine(model):
 # Runs
 
 
-def test_a_run_finds_its_budget_and_says_so(world, tmp_path, capsys):
-    train(world, tmp_path / "run", *AUTO, "--steps", "1")
-    out = capsys.readouterr().out
-    found = int(metrics(tmp_path / "run")[-1]["kv/budget"])
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """(A run whose answers shrink, its output): nothing interrupts it."""
+    run = tmp_path_factory.mktemp("auto") / "run"
+    with redirect_stdout(StringIO()) as out:
+        train(world, run, *AUTO, "--steps", str(STEPS), reward="short")
+    return run, out.getvalue()
+
+
+def test_a_run_finds_its_budget_and_says_so(whole):
+    run, out = whole
     assert "the smallest budget with at most 20.0% rejected" in out and "chosen" in out and "missed" in out
-    assert f"kv.budget is {found} from step 1 on, found by the probe:" in out
-    assert changes(tmp_path / "run")[0]["after"] == found and changes(tmp_path / "run")[0]["step"] == 0
-    stored = json.loads((tmp_path / "run/model/sparse_rl.json").read_text())["kv"]
-    assert isinstance(stored["budget"], int) and "target_rejected" not in stored
-    with one_thread():
-        main(["export", str(tmp_path / "run"), str(tmp_path / "exported")])
-    assert json.loads((tmp_path / "exported/sparse_rl.json").read_text())["kv"] == stored
+    assert "kv.budget is 32 from step 1 on, found by the probe: " in out
+    first = changes(run)[0]
+    assert (first["step"], first["before"], first["after"]) == (0, 0, metrics(run)[1]["kv/budget"])
 
 
-def test_the_budget_follows_the_figures(world, tmp_path, capsys):
-    """A learning rate that destroys the model changes what is rejected: the budget moves, and every change is in the log, in
-    the checkpoint and in the metrics."""
-    run = tmp_path / "run"
-    train(world, run, *AUTO, *EVERY_STEP, "--steps", "8", "--optimizer.lr", "0.05", "--kv.target-rejected", "0.3")
+def test_a_lower_budget_is_used_reported_and_exported(whole, tmp_path):
+    """Answers shrink, so the budget that the probe missed is enough. The change is on the terminal, in budget.jsonl, in the
+    checkpoint, in the metrics and in the model, and the bytes are those of the budget."""
+    run, out = whole
     rows, log = metrics(run), changes(run)
-    assert len(log) > 1 and all(each["reason"] for each in log)
-    assert state_of(run, 8)[1]["budget"]["changes"] == log
-    by_step = {each["step"]: int(each["kv/budget"]) for each in rows if "kv/budget" in each}
-    for each in log:
-        if each["step"] < 8:
-            assert by_step[each["step"] + 1] == each["after"]
-    rebuilt = [each["step"] for each in rows if "perf/rebuild_s" in each]
-    assert rebuilt == [each["step"] for each in log[1:] if each["before"] != each["after"]]
-    bytes_by_budget = {int(each["kv/budget"]): each["kv/peak_bytes"] for each in rows if "kv/budget" in each}
-    slot = {each / (budget + 4) for budget, each in bytes_by_budget.items()}
-    assert len(slot) == 1  # the bytes are those of the budget
+    assert len(log) == 2 and log[1]["after"] == 24 and log[1]["reason"].endswith("in 8 steps leave room")
+    step = log[1]["step"]
+    assert f"kv.budget is 24 from step {step + 1} on, was 32: {log[1]['reason']} (16 slots, 112.0 KiB" in out
+    assert state_of(run, STEPS)[1]["budget"]["changes"] == log
+    assert [row["kv/budget"] for row in rows[1:]] == [32] * step + [24] * (STEPS - step)
+    assert [row["step"] for row in rows if "perf/rebuild_s" in row] == [step]
+    assert {row["kv/peak_bytes"] / (row["kv/budget"] + 4) for row in rows[1:]} == {4096}
+    stored = json.loads((run / "model/sparse_rl.json").read_text())["kv"]
+    assert stored["budget"] == 24 and "target_rejected" not in stored
+    with one_thread():
+        main(["export", str(run), str(tmp_path / "last")])
+        main(["export", str(run), str(tmp_path / "early"), "--step", "2"])
+    exported = [json.loads((tmp_path / name / "sparse_rl.json").read_text())["kv"]["budget"] for name in ("last", "early")]
+    assert exported == [24, 32]
 
 
-def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, tmp_path):
-    flags = [*AUTO, *EVERY_STEP, "--optimizer.lr", "0.05", "--kv.target-rejected", "0.3"]
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    first = Command(arguments(world, killed, *flags, "--steps", "500"))
-    first.read_to("step 3/500")
-    first.signal(signal.SIGKILL)
-    assert first.end()[0] == -signal.SIGKILL
-    steps = int(metrics(killed)[-1]["step"]) + 3
-    train(world, killed, *flags, "--steps", str(steps), "--resume")
-    train(world, whole, *flags, "--steps", str(steps))
-    assert_same_run(whole, killed, steps)
-    assert changes(whole) == changes(killed)
+def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_path):
+    """Killed in the window before the budget changes, and once more after the change."""
+    killed = tmp_path / "killed"
+    for number, resume in ((5, []), (9, ["--resume"])):
+        command = Command(arguments(world, killed, *AUTO, "--steps", "500", *resume, reward="short"))
+        command.read_to(f"step {number}/500")
+        command.signal(signal.SIGKILL)
+        assert command.end()[0] == -signal.SIGKILL
+    steps = max(STEPS, int(metrics(killed)[-1]["step"]))
+    train(world, killed, *AUTO, "--steps", str(steps), "--resume", reward="short")
+    again, _ = whole
+    if steps > STEPS:
+        again = shutil.copytree(again, tmp_path / "again")
+        train(world, again, *AUTO, "--steps", str(steps), "--resume", reward="short")
+    assert_same_run(again, killed, steps)
+    assert changes(again) == changes(killed)
+
+
+def test_rows_of_budgets_after_the_checkpoint_are_dropped(world, whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    with (run / "budget.jsonl").open("a") as file:
+        file.write('{"step": 99, "before": 24, "after": 32, "reason": "of a lost step"}\n{"step": 100, "bef')
+    train(world, run, *AUTO, "--steps", str(STEPS), "--resume", reward="short")
+    assert changes(run) == changes(whole[0])
+
+
+def test_a_checkpoint_without_a_valid_budget_is_refused():
+    auto = AutoBudget.__new__(AutoBudget)
+    with pytest.raises(UserError, match="step 3 has no valid budget for kv.budget = auto"):
+        auto.restore({"state": {"budget": "many"}}, 3)
 
 
 # What is refused
@@ -119,7 +149,7 @@ def test_contradictions_are_refused_with_the_remedy(world, tmp_path, capsys):
     cases = {
         ("--kv.policy", "full"): "kv.budget = auto and kv.policy = full contradict each other: full evicts nothing.",
         ("--rollout.slots", "4"): "kv.budget = auto and rollout.slots = 4 contradict each other: a larger budget takes",
-        ("--kv.target-rejected", "0"): "kv.target_rejected = 0 is invalid: input should be greater than 0.",
+        ("--kv.target-rejected", "0"): "kv.target_rejected = '0' is invalid: input should be greater than 0.",
     }
     for flags, sentence in cases.items():
         assert refused(capsys, *arguments(world, tmp_path / "run", *AUTO, *flags)).startswith(sentence)
@@ -131,5 +161,5 @@ def test_targets_that_no_budget_reaches_are_refused_with_the_remedy(world, tmp_p
     """Without eviction, quantisation alone misses them."""
     flags = [*AUTO, "--kv.dtype", "4bit", "--kv.target-rejected", "0.001", "--alerts.xi-p05", "0.999"]
     sentence = refused(capsys, *arguments(world, tmp_path / "run", *flags))
-    assert sentence.startswith("No budget up to 33 tokens, the longest sequence, has at most 0.1% rejected")
+    assert sentence.startswith("No budget up to 41 tokens, the longest sequence, has at most 0.1% rejected")
     assert "lower rollout.max_tokens, use another kv.policy, set kv.protect_prompt = true, set kv.dtype = auto" in sentence

@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..format import size
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
-from ..monitor.budget import MOST_CHANGES, BudgetState, Figures, Targets, decide
+from ..monitor.budget import MOST_CHANGES, BudgetState, Failed, Figures, Targets, decide
 from ..plan import Plan
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
@@ -85,7 +85,8 @@ class AutoBudget:
             limit = "the longest sequence" if longest else "the most that fits in memory"
             raise unreachable(rows[-1], self.targets, self.config.kv, limit)
         seconds = self._resize(found.budget) or 0.0
-        self.state = BudgetState(found.budget, found.figures.tokens)
+        missed = [Failed(row.budget, row.figures.tokens) for row in rows if row.budget < found.budget]
+        self.state = BudgetState(found.budget, found.figures.tokens, failed=missed[-1] if missed else None)
         share = f"{found.figures.rejected:.1%} of {found.figures.rollouts} probed rollouts rejected"
         self._note(0, 0, f"{share}, the smallest of {len(rows)} measured budgets that meets the targets", seconds)
 
