@@ -13,6 +13,7 @@ from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
 from sparse_rl.config import Config
 from sparse_rl.monitor.budget import Figures, Targets
+from sparse_rl.report.document import ReportSource
 from sparse_rl.train.auto_budget import AutoBudget
 from sparse_rl.train.budget_probe import ProbeRow, find_budget
 from sparse_rl.train.memory import budgets_that_fit
@@ -140,6 +141,18 @@ def test_a_checkpoint_without_a_valid_budget_is_refused():
     auto = AutoBudget.__new__(AutoBudget)
     with pytest.raises(UserError, match="step 3 has no valid budget for kv.budget = auto"):
         auto.restore({"state": {"budget": "many"}}, 3)
+
+
+def test_the_report_has_every_change_and_the_target(whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    with (run / "budget.jsonl").open("a") as file:
+        file.write('{"step": 12, "before": "<b>"}\n{"step": 13, "bef')
+    document, _ = ReportSource([run]).document()
+    (shown,) = document["runs"]
+    assert shown["budgets"] == changes(whole[0]) and shown["target"] == 0.2
+    assert shown["columns"]["kv/budget"][1:] == [row["kv/budget"] for row in metrics(run)[1:]]
+    assert "Budget: set by the run, went from 32 to 24 tokens in 1 change, to hold 20.0% rejected." in shown["sentences"]
+    assert "budget.jsonl: 1 line(s) cannot be read and are skipped." in shown["notes"]
 
 
 # What is refused
