@@ -4,7 +4,7 @@
 
 Trains the embedded model on short sums with a reward for worked steps, so that answers grow. The first run has
 `kv.budget = "auto"`. The second has the budget that the first began with. Both have the same seed and otherwise the same
-options. The temperature is 1.5, because the model would not vary its answers at 1.
+options. The temperature is 1.3, because the model would not vary its answers at 1.
 """
 
 import argparse
@@ -32,7 +32,7 @@ OPTIONS = {
     "kv.target-rejected": TARGET,
     "rollout.prompts-per-step": 8,
     "rollout.samples-per-prompt": 8,
-    "rollout.max-tokens": 192,
+    "rollout.max-tokens": 160,
     "rollout.temperature": 1.3,
     "reward.truncated": "grade",
     "reward.workers": 1,
@@ -114,9 +114,9 @@ def summary(run):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=1.2e-4)
     parser.add_argument("--folder", type=Path, help="keep the run folders here")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

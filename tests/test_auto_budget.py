@@ -1,17 +1,21 @@
 """Runs with kv.budget = auto: the probe, the controller, checkpoints, the report, and what is refused."""
 
 import json
+import math
 import shutil
 import signal
 from contextlib import redirect_stdout
 from io import StringIO
 
+import numpy as np
 import pytest
+import torch
 
 from small_runs import Command, arguments, metrics, one_thread, refused, train
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
 from sparse_rl.config import Config
+from sparse_rl.learner.correction import long_tail
 from sparse_rl.monitor.budget import Figures, Targets
 from sparse_rl.report.document import ReportSource
 from sparse_rl.train.auto_budget import AutoBudget
@@ -153,6 +157,35 @@ def test_the_report_has_every_change_and_the_target(whole, tmp_path):
     assert shown["columns"]["kv/budget"][1:] == [row["kv/budget"] for row in metrics(run)[1:]]
     assert "Budget: set by the run, went from 32 to 24 tokens in 1 change, to hold 20.0% rejected." in shown["sentences"]
     assert "budget.jsonl: 1 line(s) cannot be read and are skipped." in shown["notes"]
+
+
+# Evaluation
+
+
+def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, capsys):
+    """By the same figures as the probe: rejections, and xi in the second half of the longest quarter of the responses."""
+    out = tmp_path / "eval"
+    flags = ["--compare", "full,rkv@60,rkv@16", "--mismatch", "--max-tokens", "30", "--temperature", "1", "--top-p", "1"]
+    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--reward.workers", "0", "--out", str(out)]
+    with one_thread():
+        main(["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags])
+    text = capsys.readouterr().out
+    assert "Smallest budget with at most 2.0% rejected and xi p05 of long responses at least 0.6: rkv@60." in text
+    found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
+    assert found["rkv@60"]["xi_p05_long"] > 0.99 and found["rkv@16"]["xi_p05_long"] < 0.6
+    log_xi = torch.from_numpy(np.load(out / "log_xi/2.npy"))
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    parts = log_xi.split([row["tokens"] for row in samples if row["setting"] == "rkv@16"])
+    longest = sorted(parts, key=lambda part: -len(part))[:2]
+    late = torch.cat([part[len(part) // 2 :] for part in longest]).sort().values.exp()
+    assert found["rkv@16"]["xi_p05_long"] == pytest.approx(float(late[math.ceil(0.05 * len(late)) - 1]), rel=1e-5)
+
+
+def test_long_tail_weighs_rows_and_ignores_short_ones():
+    long, short = torch.tensor([0.0] * 10 + [-1.0] * 10), torch.full((4,), -9.0)
+    assert long_tail([short, long, short, short]) == pytest.approx(math.exp(-1))
+    assert long_tail([short, long, short, short], [1, 1, 1, 9]) == pytest.approx(math.exp(-9))
+    assert math.isnan(long_tail([])) and long_tail([torch.tensor([math.nan])]) < 1e-8
 
 
 # What is refused

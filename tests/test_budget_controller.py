@@ -60,6 +60,13 @@ def test_chance_does_not_raise_the_budget():
     assert {each.state.budget for each in decisions} == {64}
 
 
+def test_a_sudden_rise_is_not_hidden_by_the_calm_steps_before():
+    """Seven rejected of 128 in one step are 5 %. Over eight steps they are less than 2 %."""
+    decisions = after([*[figures(0.01)] * 7, figures(7 / 128)], BudgetState(64, 100))
+    assert [each.state.budget for each in decisions] == [64] * 7 + [80]
+    assert decisions[-1].reason.startswith("7 of 128 rollouts rejected (5.5%")
+
+
 def test_the_tail_of_long_responses_raises_the_budget_though_nothing_is_rejected():
     (decision,) = after([figures(tail=0.5)], BudgetState(64, 100))
     assert decision.state.budget == 80 and decision.reason == "xi p05 of long responses 0.50 (limit 0.6)"

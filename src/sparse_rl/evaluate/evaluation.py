@@ -35,7 +35,7 @@ from .mismatch import measure
 from .result import Result, as_json, results
 from .slots import auto_slots, dense_cache_bytes
 from .sources import evaluated_as, loaded
-from .table import are_shares, benchmark_tables, latex_rows, score_name, summary_table
+from .table import are_shares, benchmark_tables, latex_rows, score_name, smallest_budget, summary_table
 from .watch import EvalProgress
 from .work import Work
 
@@ -335,6 +335,8 @@ def report(args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource]
             if number:
                 console.print()
             console.print(table)
+        if sentence := smallest_budget(rows, settings):
+            console.print(Text(sentence), soft_wrap=True)
     if len(columns) > 1:
         console.print()
         console.print(summary_table(columns))

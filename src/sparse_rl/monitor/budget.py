@@ -1,8 +1,8 @@
 """Decide the budget of a run with `kv.budget = "auto"` from the figures of its steps. Pure functions. Imports no torch.
 
-The budget rises if more rollouts are rejected than the target by one standard deviation, or if the mismatch of long responses
-is beyond its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to a budget that failed at
-such lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rebuilt seldom.
+The budget rises if more rollouts are rejected than the target lets expect by chance, in the last step or in several, or if the
+mismatch of long responses is beyond its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to
+a budget that failed at such lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rebuilt seldom.
 """
 
 import math
@@ -18,6 +18,9 @@ WINDOW = 8
 """Steps at a budget before it may fall, and steps that are judged together."""
 EVIDENCE = 4.0
 """Rollouts that the target lets expect as rejected before the budget may fall."""
+SURE, SURE_AT_ONCE = 1.0, 2.0
+"""Standard deviations above the target from which the budget rises, over the whole window and over its last steps alone. Grown
+responses lower both by one."""
 ROOM = 0.25
 """Share of the target up to which the budget may fall."""
 FAR = 3.0
@@ -54,6 +57,30 @@ class Targets:
     def __str__(self) -> str:
         tail = f" and xi p05 of long responses at least {self.tail:g}" if self.tail else ""
         return f"at most {self.rejected:.1%} rejected{tail}"
+
+
+@dataclass(frozen=True)
+class Count:
+    """Rejected rollouts of some steps together."""
+
+    rejected: float
+    rollouts: int
+    expected: float
+    """Rejected rollouts at the target."""
+
+    @classmethod
+    def of(cls, window: Sequence[Figures], targets: Targets) -> "Count":
+        rollouts = sum(each.rollouts for each in window)
+        return cls(sum(each.rejected * each.rollouts for each in window), rollouts, targets.rejected * rollouts)
+
+    @property
+    def excess(self) -> float:
+        """Standard deviations above the target, if rejections are independent."""
+        return (self.rejected - self.expected) / math.sqrt(self.expected)
+
+    def __str__(self) -> str:
+        share, target = self.rejected / self.rollouts, self.expected / self.rollouts
+        return f"{self.rejected:.0f} of {self.rollouts} rollouts rejected ({share:.1%}, target {target:.1%})"
 
 
 @dataclass(frozen=True)
@@ -126,27 +153,25 @@ def decide(figures: Figures, state: BudgetState, targets: Targets, budgets: Sequ
     if not math.isfinite(figures.rejected):  # nothing was measured
         return Decision(state)
     state = _with_step(figures, state, targets)
-    rejected, rollouts, tail = _pooled(state.window)
-    expected, has_grown = targets.rejected * rollouts, figures.tokens > RUNG * state.tokens > 0
-    too_many = rejected > expected + (0.0 if has_grown else math.sqrt(expected))
-    share = f"{rejected:.0f} of {rollouts} rollouts rejected ({rejected / rollouts:.1%}, target {targets.rejected:.1%})"
-    lengths = f"responses of {figures.tokens} tokens, {state.tokens} when the budget was set"
-    if too_many or tail < targets.tail:
-        reason = share if too_many else f"xi p05 of long responses {tail:.2f} (limit {targets.tail:g})"
-        reason += f"; {lengths}" if has_grown else ""
+    has_grown = figures.tokens > RUNG * state.tokens > 0
+    whole, tail = Count.of(state.window, targets), sum(each.tail for each in state.window) / len(state.window)
+    worst = _worst(state.window, targets, has_grown)
+    if worst or tail < targets.tail:
+        reason = str(worst) if worst else f"xi p05 of long responses {tail:.2f} (limit {targets.tail:g})"
+        reason += f"; responses of {figures.tokens} tokens, {state.tokens} when the budget was set" if has_grown else ""
         higher = [budget for budget in budgets if budget > state.budget]
         if not higher:
             return Decision(replace(state, is_limited=True), unmet="" if state.is_limited else reason)
-        rungs = 2 if rejected > FAR * expected else 1
+        rungs = 2 if worst and worst.rejected > FAR * worst.expected else 1
         failed = Failed(state.budget, figures.tokens)
         return Decision(BudgetState(higher[:rungs][-1], figures.tokens, failed=failed), reason)
     state = replace(state, is_limited=False)
     lower = [budget for budget in budgets if budget < state.budget]
-    has_room = rejected <= ROOM * expected and tail >= targets.tail + ROOM * (1 - targets.tail)
-    is_sure = len(state.window) >= WINDOW and expected >= EVIDENCE
+    has_room = whole.rejected <= ROOM * whole.expected and tail >= targets.tail + ROOM * (1 - targets.tail)
+    is_sure = len(state.window) >= WINDOW and whole.expected >= EVIDENCE
     if not lower or not has_room or not is_sure or has_grown or _has_failed(lower[-1], figures.tokens, state.failed):
         return Decision(state)
-    reason = f"{share} in {len(state.window)} steps leave room"
+    reason = f"{whole} in {len(state.window)} steps leave room"
     return Decision(BudgetState(lower[-1], figures.tokens, failed=state.failed), reason)
 
 
@@ -159,10 +184,12 @@ def _with_step(figures: Figures, state: BudgetState, targets: Targets) -> Budget
     return replace(state, window=window, failed=failed, tokens=state.tokens or figures.tokens)
 
 
-def _pooled(window: Sequence[Figures]) -> tuple[float, int, float]:
-    """Return (rejected rollouts, rollouts, mean tail) of all steps together."""
-    rejected = sum(each.rejected * each.rollouts for each in window)
-    return rejected, sum(each.rollouts for each in window), sum(each.tail for each in window) / len(window)
+def _worst(window: Sequence[Figures], targets: Targets, has_grown: bool) -> Count | None:
+    """Return the count of the last 1, 2, 4, … steps, or of all, that exceeds the target most; None if none surely does."""
+    lengths = [2**power for power in range(len(window).bit_length()) if 2**power < len(window)]
+    counts = [(Count.of(window[-steps:], targets), SURE_AT_ONCE) for steps in lengths] + [(Count.of(window, targets), SURE)]
+    beyond = [(count.excess, place) for place, (count, sure) in enumerate(counts) if count.excess > sure - has_grown]
+    return counts[max(beyond)[1]][0] if beyond else None
 
 
 def _has_failed(budget: int, tokens: int, failed: Failed | None) -> bool:
