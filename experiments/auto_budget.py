@@ -4,7 +4,7 @@
 
 Trains the embedded model on short sums with a reward for worked steps, so that answers grow. The first run has
 `kv.budget = "auto"`. The second has the budget that the first began with. Both have the same seed and otherwise the same
-options. The temperature is 1.3, because the model would not vary its answers at 1.
+options. The temperature is 1.3, because the model hardly varies its answers at 1.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def summary(run):
         "rejected, mean": statistics.fmean(steps["rejected"]),
         "rejected, last third": statistics.fmean(steps["rejected"][-late:]),
         "rejected, worst eight steps": max(windows),
-        "within twice the target in all eight steps": max(windows) <= 2 * TARGET,
+        "steps above twice the target": [step for step, share in enumerate(steps["rejected"], 1) if share > 2 * TARGET],
         "p90 tokens, first and last": [steps["p90_tokens"][0], steps["p90_tokens"][-1]],
         "budget, first and last": [steps["budget"][0], steps["budget"][-1]],
         "KV bytes, mean and largest": [statistics.fmean(steps["kv_bytes"]), max(steps["kv_bytes"])],
