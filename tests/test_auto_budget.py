@@ -17,10 +17,11 @@ from sparse_rl.cli import main
 from sparse_rl.config import Config
 from sparse_rl.learner.correction import long_tail
 from sparse_rl.monitor.budget import Figures, Targets
+from sparse_rl.plan import dimensions, make_plan
 from sparse_rl.report.document import ReportSource
 from sparse_rl.train.auto_budget import AutoBudget
 from sparse_rl.train.budget_probe import ProbeRow, find_budget
-from sparse_rl.train.memory import budgets_that_fit
+from sparse_rl.train.memory import budgets_that_fit, plan_budget
 from test_resume import assert_same_run, state_of
 
 AUTO = ["--kv.budget", "auto", "--kv.target-rejected", "0.2", "--correction.veto", "0.4", "--alerts.xi-p05", "none"]
@@ -55,6 +56,26 @@ def test_budgets_end_at_the_longest_sequence():
     assert budgets_that_fit(config, None, 50)[-1] == 150 and budgets_that_fit(config, None, 50)[0] == 16
     protected = Config(kv={"budget": "auto", "protect_prompt": True}, rollout={"max_tokens": 100})
     assert budgets_that_fit(protected, None, 50)[-1] == 100
+
+
+def test_budgets_end_at_what_fits_in_memory_with_a_slot_for_each_sample():
+    """By the plan: 7B in 32 GiB has no room for budgets up to the longest sequence."""
+    config = Config(
+        kv={"budget": "auto"},
+        model={"path": "7B", "dtype": "bfloat16", "lora": {"rank": 16, "merge": False}},
+        rollout={"max_tokens": 16384},
+        optimizer={"tokens_per_microbatch": 16640},
+        eval={"problems": 0},
+    )
+    plan = make_plan(config, dimensions("7B"), memory_bytes=32 * 2**30, prompt_tokens=256)
+    assert plan.config.kv.budget == 8320  # half of the longest sequence
+    budgets = budgets_that_fit(config, plan, 256)
+    every = budgets_that_fit(config, None, 256)
+    assert budgets == every[: len(budgets)] and 256 < budgets[-1] < every[-1] == 16640
+    largest, next_one = (plan_budget(config, plan, each) for each in (budgets[-1], every[len(budgets)]))
+    assert largest.fits and largest.slots >= 8 and not (next_one.fits and next_one.slots >= 8)
+    small = plan_budget(config, plan, budgets[0])
+    assert small.slots > largest.slots  # memory stays, slots change
 
 
 # The engine
