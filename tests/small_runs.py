@@ -32,6 +32,10 @@ def some(prompts, completions, **columns):
 def same(prompts, completions, **columns):
     return [1.0] * len(completions)
 
+def short(prompts, completions, completion_ids, **columns):
+    """Answers shrink to a few tokens within ten steps."""
+    return [-float(len(ids)) for ids in completion_ids]
+
 def distinct(prompts, completions, **columns):
     """A model whose weights are destroyed says one thing only."""
     return [float(len(set(text))) for text in completions]

@@ -39,6 +39,17 @@ KINDS = {
     "on_policy_sparse": ["--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"],
     "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01", *TESTED],
     "refill rejected": ["--rollout.refill-rejected", "true", "--correction.veto", "0.6", "--rollout.slots", "3"],
+    "auto": [
+        "--kv.budget",
+        "auto",
+        "--kv.target-rejected",
+        "0.3",
+        "--correction.veto",
+        "0.4",
+        "--rollout.samples-per-prompt",
+        "4",
+    ],
+    "statistics": ["--kv.policy", "expected", "--kv.dtype", "8bit"],
     "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo", *TESTED],
     "few slots again": ["--rollout.slots", "2", "--method", "naive", "--eval.slots", "1", *TESTED],
 }

@@ -17,6 +17,8 @@ from sparse_rl.kv import statistics
 from sparse_rl.kv.policies import Policy, get
 from sparse_rl.kv.query_statistics import SKIPPED, QueryStatistics
 from sparse_rl.kv.rotary import Rotary
+from sparse_rl.kv.statistics import KeyRanges
+from sparse_rl.rollout import calibrate
 from test_models import build
 
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
@@ -171,12 +173,14 @@ def test_statistics_serve_a_quantised_cache_as_well(model, policy):
     assert bool((rollouts[0].evicted_at != NEVER).any())
 
 
-def test_statistics_that_lack_what_is_needed_are_not_used(model):
+def test_statistics_that_lack_what_is_needed_are_not_used_and_that_is_said(model, capsys):
     quantised = Engine(model, KV(dtype="8bit", **BOUNDED), slots=1)
     quantised.calibrate([LONG], 100)
     engine = Engine(model, KV(policy="triattention", **BOUNDED), slots=1)
     engine.load_statistics(quantised.statistics)
-    assert engine.statistics == {}
+    assert engine.statistics == {} and "The stored statistics lack query_mean, query_lengths" in capsys.readouterr().err
+    engine.load_statistics({})
+    assert capsys.readouterr().err == ""
     engine.generate([SHORT], sampling=Sampling(max_tokens=40, stop=()))
     assert set(engine.statistics) == set(engine.policy.uses_statistics)
     with pytest.raises(UserError, match="of 1 layers, but the model has 2"):
@@ -258,3 +262,30 @@ def test_an_evaluation_gathers_what_each_cache_needs(world, tmp_path):
     found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
     assert all(found[f"{policy}@20"]["engine_noise"] < 1e-3 < found[f"{policy}@20"]["mismatch_k3"] for policy in POLICIES)
     assert {"key_step", "query_lengths", "query_covariance"} <= statistics.load(out).keys()
+
+
+def test_parts_of_the_ranks_make_the_statistics_of_all_prompts(model):
+    """Also if a rank had no prompt. `test_distributed.py` trains on two ranks with statistics."""
+    prompts = [LONG, list(range(50, 20, -1)), SHORT, [5] * 9]
+    rotary = Engine(model, KV(policy="expected", **BOUNDED), slots=1).rotary
+
+    def gathered(texts):
+        collectors = [KeyRanges(), QueryStatistics(rotary, covariance=True)]
+        if texts:
+            calibrate.calibrate(model, texts, 200, collectors)
+        return collectors
+
+    parts = [gathered(prompts[:2]), gathered(prompts[2:]), gathered([])]
+    for place, whole in enumerate(gathered(prompts)):
+        combined = gathered([])[place]
+        combined.combine([part[place].gathered() for part in parts])
+        if place:  # ranges also depend on the positions, which follow from the longest prompt
+            assert combined.tokens == whole.tokens
+            for name, expected in whole.statistics().items():
+                torch.testing.assert_close(combined.statistics()[name], expected, atol=1e-5, rtol=1e-5)
+        else:
+            assert combined.ranges.keys() == whole.ranges.keys()
+
+
+def test_statistics_are_gathered_on_a_schedule_of_steps():
+    assert [step for step in range(101) if calibrate.is_due(step)] == [1, 2, 4, 8, 16, 32, 64, 96]

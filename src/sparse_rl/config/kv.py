@@ -1,10 +1,11 @@
 """`kv`: options of the KV cache. All sizes are tokens per layer and kv head of one sequence."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ..errors import UserError
 from .section import Section
 
 LARGE_PROMPT = 0.5
@@ -23,8 +24,18 @@ class KV(Section):
             "of a custom policy."
         ),
     )
-    budget: int = Field(
-        512, ge=1, description="Number of tokens kept by a compaction; with protect_prompt, of response tokens."
+    budget: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        512,
+        description=(
+            "Number of tokens kept by a compaction; with protect_prompt, of response tokens. auto: the run measures it before "
+            "the first step and adjusts it."
+        ),
+    )
+    target_rejected: float = Field(
+        0.02,
+        gt=0,
+        lt=1,
+        description="Share of rejected rollouts that budget = auto holds; alerts.xi_p05 limits long responses.",
     )
     interval: int = Field(128, description="Response tokens between compactions; a slot holds up to budget + interval tokens.")
     window: int = Field(
@@ -52,6 +63,13 @@ class KV(Section):
         if self.interval < 1:
             raise ValueError(f"kv.interval = {self.interval} is invalid: it must be at least 1. Try 128.")
         forced = self.window + self.sinks
+        if self.budget == "auto":
+            if self.policy == "full":
+                raise ValueError(
+                    "kv.budget = auto and kv.policy = full contradict each other: full evicts nothing. Set kv.policy = rkv, or "
+                    "remove kv.budget."
+                )
+            return self
         if self.policy != "full" and self.budget <= forced:
             raise ValueError(
                 f"kv.budget = {self.budget} is too small: it must exceed window + sinks = {forced}. Try --kv.budget "
@@ -62,7 +80,7 @@ class KV(Section):
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
         """Return a message if the budget is never filled by these prompts and responses, or if prompts fill most of it and may be
         evicted; else None."""
-        if self.policy == "full":
+        if self.policy == "full" or self.budget == "auto":
             return None
         longest, what = max(map(len, prompts), default=0) + max_tokens, "a prompt and its response have"
         if self.protect_prompt:
@@ -112,6 +130,18 @@ class KV(Section):
         return self.protect_prompt and self.policy != "full"
 
     @property
+    def least_auto(self) -> int:
+        """Smallest budget that auto tries: twice the tokens that are never evicted, and at least 16."""
+        return max(16, 2 * (self.window + self.sinks))
+
+    @property
+    def kept_tokens(self) -> int:
+        """`budget` as a number. Raise UserError if it is auto, which only a training run can set."""
+        if self.budget == "auto":
+            raise UserError("kv.budget = auto works in training only: set a number of tokens, such as --kv.budget 512.")
+        return self.budget
+
+    @property
     def capacity(self) -> int:
         """Maximum number of tokens that a layer and head of a slot holds after prefill."""
-        return self.budget + self.interval
+        return self.kept_tokens + self.interval

@@ -126,6 +126,11 @@ class Config(Section):
             )
         if len(set(self.compare)) < len(self.compare):
             raise ValueError(f"compare = {list(self.compare)} lists a method twice: list each method once.")
+        if self.kv.budget == "auto" and self.rollout.slots != "auto":
+            raise ValueError(
+                f"kv.budget = auto and rollout.slots = {self.rollout.slots} contradict each other: a larger budget takes the "
+                "memory of slots. Remove rollout.slots, or set kv.budget to a number."
+            )
         if self.advantage.overlong > self.rollout.max_tokens:
             raise ValueError(
                 f"advantage.overlong = {self.advantage.overlong} exceeds rollout.max_tokens = {self.rollout.max_tokens}, "
@@ -205,6 +210,24 @@ class Config(Section):
         if self.reward.function is None and self.data.train in TASK_REWARDS:
             parts.append(f"reward.function = {TASK_REWARDS[self.data.train]}")
         return f"# defaults in effect: {', '.join(parts)}\n"
+
+    @property
+    def sets_budget(self) -> bool:
+        """Return whether the run sets its budget itself. Method `dense` has none."""
+        return self.kv.budget == "auto" and self.method != "dense"
+
+    def longest_kept(self, prompt_tokens: int) -> int:
+        """Return the tokens that a budget counts in the longest sequence. A larger budget never evicts."""
+        return self.rollout.max_tokens + (0 if self.kv.protect_prompt else prompt_tokens)
+
+    def with_budget(self, budget: int) -> "Config":
+        return self.model_copy(update={"kv": self.kv.model_copy(update={"budget": budget})})
+
+    def with_known_budget(self, prompt_tokens: int) -> "Config":
+        """Return the configuration with half of the longest sequence as its budget, if that is auto: for plans."""
+        if self.kv.budget != "auto":
+            return self
+        return self.with_budget(max(self.kv.least_auto, self.longest_kept(prompt_tokens) // 2))
 
     @property
     def sampler_kv(self) -> KV:

@@ -29,7 +29,7 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
         if {"policy", "budget", "dtype"} & given.keys() or KV(**{"policy": "full", **stored}).is_sparse:
             values = {**stored, **given}
             if "budget" in given and "interval" not in given:  # the stored interval belongs to the stored budget
-                values["interval"] = quarter(KV(policy="full", budget=given["budget"]).budget)
+                values["interval"] = quarter(KV(budget=given["budget"], window=0, sinks=0).kept_tokens)
             kv = KV(**values)
             found += [Setting(name_of(kv), kv)] if kv.is_sparse else []
         return found
@@ -50,7 +50,7 @@ def full() -> Setting:
 def name_of(kv: KV) -> str:
     name = kv.policy
     if kv.policy != "full":
-        name += f"@{kv.budget}" if kv.interval == quarter(kv.budget) else f"@{kv.budget}+{kv.interval}"
+        name += f"@{kv.budget}" if kv.interval == quarter(kv.kept_tokens) else f"@{kv.budget}+{kv.interval}"
     return f"{name}:{kv.dtype}" if kv.quantised else name
 
 

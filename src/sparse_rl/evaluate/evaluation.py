@@ -35,7 +35,7 @@ from .mismatch import measure
 from .result import Result, as_json, results
 from .slots import auto_slots, dense_cache_bytes
 from .sources import evaluated_as, loaded
-from .table import are_shares, benchmark_tables, latex_rows, score_name, summary_table
+from .table import are_shares, benchmark_tables, latex_rows, score_name, smallest_budget, summary_table
 from .watch import EvalProgress
 from .work import Work
 
@@ -160,7 +160,7 @@ def identity(
 
 def stored_settings(kv: KV) -> dict[str, Any]:
     """Return the settings for asked.json. Evaluations of earlier versions have no dtype."""
-    return kv.model_dump(mode="json", exclude=set() if kv.quantised else {"dtype"})
+    return kv.model_dump(mode="json", exclude={"target_rejected"} | (set() if kv.quantised else {"dtype"}))
 
 
 def weights_hash(model: str) -> str | None:
@@ -335,6 +335,8 @@ def report(args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource]
             if number:
                 console.print()
             console.print(table)
+        if sentence := smallest_budget(rows, settings):
+            console.print(Text(sentence), soft_wrap=True)
     if len(columns) > 1:
         console.print()
         console.print(summary_table(columns))

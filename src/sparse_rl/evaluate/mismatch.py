@@ -2,8 +2,9 @@
 
 Replaying every rollout with a dense cache gives xi = pi_dense / pi_sampler for each token. A second replay under the recorded
 evictions gives the engine noise. If keys and values are quantised, a third replay sees every key as it was stored. It splits xi
-into the parts of quantisation, pi_dense / pi_quantised, and of eviction, pi_quantised / pi_sampler. Log-probs come from the untruncated softmax at the sampling temperature, so xi is also
-defined with top_p and top_k. In that case, xi compares the two full softmaxes at the sampled tokens.
+into the parts of quantisation, pi_dense / pi_quantised, and of eviction, pi_quantised / pi_sampler. Log-probs come from the
+untruncated softmax at the sampling temperature, so xi is also defined with top_p and top_k. In that case, xi compares the two
+full softmaxes at the sampled tokens. The figures that a budget is judged by are those of `kv.budget = "auto"`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..learner.batch import padded, response_mask
-from ..learner.correction import correct
+from ..learner.correction import correct, long_tail
 from ..learner.replay import replay
 from ..rollout.rollout import Rollout
 from .benchmark import EvalSample
@@ -34,6 +35,8 @@ class Mismatch:
     mismatch_k1: float
     mismatch_k3: float
     xi_p05: float
+    xi_p05_long: float
+    """5th percentile of xi in the second half of the longest quarter of the responses; see `long_tail`."""
     xi_min: float
     ess: float
     engine_noise: float
@@ -85,6 +88,7 @@ def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample]) -> Mism
     return Mismatch(
         rejection_rate=len(rejected) / len(samples),
         wasted_tokens=sum(sample.tokens for sample in rejected) / tokens,
+        xi_p05_long=long_tail(log_xi_1N[0].split([sample.tokens for sample in samples])),
         engine_noise=sum((sample.noise or 0.0) * sample.tokens for sample in samples) / tokens,
         **{name: metrics[f"sparse/{name}"] for name in names},
         **split,

@@ -7,6 +7,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..format import size
+from ..monitor.budget import Figures, Targets
+from ..monitor.limits import limit
+from .compare import Setting
 from .mismatch import Mismatch
 from .result import Result
 from .statistics import Estimate, average
@@ -17,6 +20,7 @@ MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
     ("k1", lambda each: f"{each.mismatch_k1:.2e}"),
     ("k3", lambda each: f"{each.mismatch_k3:.2e}"),
     ("xi p05", lambda each: f"{each.xi_p05:.3f}"),
+    ("xi p05, long", lambda each: f"{each.xi_p05_long:.3f}"),
     ("xi min", lambda each: f"{each.xi_min:.1e}"),
     ("ESS", lambda each: f"{each.ess:.3f}"),
     ("engine noise", lambda each: f"{each.engine_noise:.1e}"),
@@ -87,6 +91,23 @@ def mismatch_table(results: Sequence[Result]) -> Table:
         if each.mismatch is not None:
             found.add_row(escape(each.setting), *(form(each.mismatch) for _, form in columns))
     return found
+
+
+def smallest_budget(results: Sequence[Result], settings: Sequence[Setting]) -> str | None:
+    """Return a sentence with the smallest compared budget that meets the targets of `kv.budget = "auto"`; None if no cache
+    evicts or --mismatch is off."""
+    sparse = [(setting.kv, each) for setting, each in zip(settings, results, strict=True) if setting.kv.policy != "full"]
+    if not sparse or any(each.mismatch is None for _, each in sparse):
+        return None
+    targets = Targets(sparse[0][0].target_rejected, limit(None, "xi_p05"))
+    met = [(kv.kept_tokens, each.setting) for kv, each in sparse if each.mismatch and targets.met_by(figures(each.mismatch))]
+    if met:
+        return f"Smallest budget with {targets}: {min(met)[1]}."
+    return f"No compared budget has {targets}. Compare larger ones, or another policy."
+
+
+def figures(mismatch: Mismatch) -> Figures:
+    return Figures(mismatch.rejection_rate, 0, mismatch.xi_p05_long, 0)
 
 
 def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:

@@ -93,7 +93,7 @@ class BoundedCache(Cache):
             raise UserError(f"{path} was trained with a dense cache: use transformers' DynamicCache, or {remedy}.")
         return cls(
             kv.policy,
-            kv.budget,
+            kv.kept_tokens,
             interval=kv.interval,
             window=kv.window,
             sinks=kv.sinks,
@@ -224,7 +224,7 @@ class BoundedLayer(CacheLayerMixin):
             stored = (k, v) if quantiser is None else quantiser.restored(0, k, v)
             out_BQTD[row, :, total - count :] = causal_attention(q, *stored, scale=scale, form=form)[0]
             place = nth_samples([[row]], [[derive(self.seed, row)]], shape.device)
-            self.cache.fill(0, place, q, k, v, self._protected(count) + self.kv.budget, self.policy)
+            self.cache.fill(0, place, q, k, v, self._protected(count) + self.kv.kept_tokens, self.policy)
         self.held = [self._protected(count) + self.schedule.held_after_prefill(count) for count in counts]
         return out_BQTD
 
@@ -288,7 +288,7 @@ class BoundedLayer(CacheLayerMixin):
         for (protected, held), rows in by_length(due).items():
             ends = [self.prompts[row] + self.entered for row in rows]
             seeds = [derive(self.seed, row) for row in rows]
-            kept = protected + self.kv.budget
+            kept = protected + self.kv.kept_tokens
             with on(self.cache.shape.device):
                 self.cache.compact(rows, held, kept, self.policy, ends=ends, seeds=seeds, protected=protected)
             for row in rows:

@@ -2,6 +2,8 @@
 
 # L layers, Q query heads, N packed tokens, n of them used, F pairs of dimensions, D head dimension
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,9 +30,23 @@ class QueryStatistics:
         new = {"query_mean": queries_QnD.sum(dim=1), "query_lengths": pairs_1QnF[0].abs().double().sum(dim=1)}
         if self.covariance:
             new["query_covariance"] = queries_QnD.mT @ queries_QnD
+        self._add_sums(layer, len(used_n), new)
+
+    def gathered(self) -> dict[int, tuple[int, Statistics]]:
+        """Return the number of tokens and the sums of each layer."""
+        return {
+            layer: (self.tokens[layer], {name: each.cpu() for name, each in sums.items()}) for layer, sums in self.sums.items()
+        }
+
+    def combine(self, parts: Sequence[dict[int, tuple[int, Statistics]]]) -> None:
+        self.tokens, self.sums = {}, {}
+        for layer, (tokens, sums) in (pair for part in parts for pair in part.items()):
+            self._add_sums(layer, tokens, sums)
+
+    def _add_sums(self, layer: int, tokens: int, new: Statistics) -> None:
         so_far = self.sums.get(layer)
         self.sums[layer] = new if so_far is None else {name: so_far[name] + each for name, each in new.items()}
-        self.tokens[layer] = self.tokens.get(layer, 0) + len(used_n)
+        self.tokens[layer] = self.tokens.get(layer, 0) + tokens
 
     def statistics(self) -> Statistics:
         layers = sorted(self.sums)

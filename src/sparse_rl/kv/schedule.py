@@ -26,7 +26,7 @@ class Schedule:
 
     @classmethod
     def of(cls, kv: KV, evicts: bool) -> "Schedule":
-        return cls(kv.budget, kv.interval, evicts, not evicts or kv.protect_prompt, kv.quantised)
+        return cls(kv.kept_tokens, kv.interval, evicts, not evicts or kv.protect_prompt, kv.quantised)
 
     @property
     def pages_responses(self) -> bool:

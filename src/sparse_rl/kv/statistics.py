@@ -6,8 +6,9 @@ CPU. They are part of a checkpoint and of a written model.
 
 # L layers, Q query heads, H kv heads, N packed tokens, D head dimension
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -34,6 +35,14 @@ class Collector(Protocol):
         """Add the tokens of one pass. Queries and keys are rotated."""
         ...
 
+    def gathered(self) -> Any:
+        """Return what was gathered so far, on the CPU, in a form that `combine` reads on another rank."""
+        ...
+
+    def combine(self, parts: Sequence[Any]) -> None:
+        """Replace what was gathered by the sum of these parts, which `gathered` returned on all ranks."""
+        ...
+
     def statistics(self) -> Statistics:
         """Return the statistics of all passes, on the CPU."""
         ...
@@ -46,7 +55,17 @@ class KeyRanges:
         self.ranges: dict[int, Range] = {}
 
     def add(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, positions_1N: Tensor) -> None:
-        new = channel_range(keys_1HND)
+        self._widen(layer, channel_range(keys_1HND))
+
+    def gathered(self) -> dict[int, Range]:
+        return {layer: Range(each.low.cpu(), each.high.cpu()) for layer, each in self.ranges.items()}
+
+    def combine(self, parts: Sequence[dict[int, Range]]) -> None:
+        self.ranges = {}
+        for layer, new in (pair for part in parts for pair in part.items()):
+            self._widen(layer, new)
+
+    def _widen(self, layer: int, new: Range) -> None:
         self.ranges[layer] = self.ranges[layer].union(new) if layer in self.ranges else new
 
     def statistics(self) -> Statistics:

@@ -10,6 +10,7 @@ functions on tensors.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from ..config import LOG_RATIO_LIMIT as LIMIT
 from ..config import PRESETS, CorrectionConfig, CorrectionSpec
+
+LONGEST = 0.25
+"""Share of the responses that `long_tail` reads: the longest ones."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,25 @@ def opsm(logprobs: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor, de
     gap_BT = (sampler - logprobs).detach().masked_fill(~mask.bool(), 0)
     gap_B = gap_BT.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
     return (advantages >= 0) | (gap_B <= delta)
+
+
+def long_tail(log_xi: Sequence[Tensor], row_weights: Sequence[float] | None = None) -> float:
+    """Return the 5th percentile of xi in the second half of the longest quarter of the responses. NaN if they are empty.
+
+    A cache of a fixed budget keeps a smaller share of a longer response, so its mismatch grows along the response. The mean
+    over all tokens hides that. `log_xi` has one tensor per response. `row_weights` are the responses that each stands for.
+    """
+    weights = [1.0] * len(log_xi) if row_weights is None else row_weights
+    wanted, taken = LONGEST * sum(weights), 0.0
+    values, counts = [], []
+    for row in sorted(range(len(log_xi)), key=lambda row: -len(log_xi[row])):
+        if taken >= wanted:
+            break
+        taken += weights[row]
+        values.append(log_xi[row][len(log_xi[row]) // 2 :])
+        counts.append(torch.full_like(values[-1], weights[row], dtype=torch.float64))
+    log_xi_N = torch.cat(values).nan_to_num(nan=-LIMIT).clamp(-LIMIT, LIMIT) if values else torch.empty(0)
+    return _quantile(log_xi_N.exp(), torch.cat(counts), 0.05) if log_xi_N.numel() else math.nan
 
 
 def _log(bound: float) -> float:

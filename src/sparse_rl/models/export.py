@@ -42,7 +42,7 @@ def write_model(
         actor.merge() if whole else actor.restore()
         (actor.sampler if whole else actor.peft).save_pretrained(partial)  # type: ignore[union-attr]
         tokenizer.save_pretrained(partial)
-        settings: dict[str, Any] = {"format": FORMAT, "kv": kv.model_dump(mode="json")}
+        settings: dict[str, Any] = {"format": FORMAT, "kv": kv.model_dump(mode="json", exclude={"target_rejected"})}
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
         save(statistics or {}, partial)
         if card is not None:  # in place of peft's

@@ -74,7 +74,9 @@ def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
     longest = longest_sequence(plan)
     budgets = {round(share * longest) - stored for share in (*SMALLER, *MEASURED)}
     near = SAME_SHARE * longest
-    budgets = {each for each in budgets if each > kv.window + kv.sinks and abs(each - kv.budget) > near} | {kv.budget}
+    budgets = {each for each in budgets if each > kv.window + kv.sinks and abs(each - kv.kept_tokens) > near} | {
+        kv.kept_tokens
+    }
     return [_row(plan, gpu, budget) for budget in sorted(budgets)] + [_row(plan, gpu, None)]
 
 
@@ -138,8 +140,7 @@ def winning_budget(plan: Plan, gpu: GPU, dense_s: float | None) -> int:
     def wins(more: int) -> bool:
         return _faster(_row(plan, gpu, least + more).step_s, dense_s)
 
-    longest = plan.config.rollout.max_tokens if plan.config.kv.protect_prompt else longest_sequence(plan)
-    found = largest(wins, longest - least)
+    found = largest(wins, plan.config.longest_kept(plan.prompt_tokens) - least)
     return least + found if found else 0
 
 
@@ -149,7 +150,7 @@ def winning_length(plan: Plan, gpu: GPU) -> int:
     limit = max(plan.config.rollout.max_tokens, (plan.dims.context or 0) - plan.prompt_tokens)
     found, tokens = 0, 64
     while tokens <= limit:
-        sparse, dense = (_row(plan, gpu, budget, tokens).step_s for budget in (plan.config.kv.budget, None))
+        sparse, dense = (_row(plan, gpu, budget, tokens).step_s for budget in (plan.config.kv.kept_tokens, None))
         if sparse is None:
             break
         found = (found or tokens) if _faster(sparse, dense) else 0

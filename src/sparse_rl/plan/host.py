@@ -137,4 +137,4 @@ def trace_bytes(config: Config, dims: Dimensions, prompt_tokens: int) -> tuple[i
     code = next(count for count, most in ((1, 2**8), (2, 2**15), (4, 2**31)) if last_code < most)
     keys = recorded * dims.layers * dims.kv_heads
     own = config.ranks.count if config.method in SHADOW_METHODS else 1  # a rank records the rollouts that it samples
-    return keys * max(0, longest - kv.budget) * position // own, keys * longest * code
+    return keys * max(0, longest - kv.kept_tokens) * position // own, keys * longest * code

@@ -117,7 +117,9 @@ def peak_held(phases: list[Phase], pool_bytes: int) -> int:
 def make_plan(
     config: Config, dims: Dimensions, *, memory_bytes: int | None = None, prompt_tokens: int = 256, slots: int | None = None
 ) -> Plan:
-    """Return the plan of a run. If `rollout.slots` is "auto", use as many slots as fit, or `samples_per_prompt` if none do."""
+    """Return the plan of a run. If `rollout.slots` is "auto", use as many slots as fit, or `samples_per_prompt` if none do. If
+    `kv.budget` is "auto", plan with half of the longest sequence; `Plan.config` then has that number."""
+    config = config.with_known_budget(prompt_tokens)
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt

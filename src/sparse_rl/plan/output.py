@@ -66,6 +66,9 @@ def show_plan(
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
     console.print(headline(plan, total), soft_wrap=True, markup=False)
+    if config.sets_budget:
+        note = f"kv.budget = auto is planned with {plan.config.kv.kept_tokens:,} tokens, half of the longest sequence. A run measures it."
+        console.print(note, soft_wrap=True, markup=False)
     console.print(phase_table(plan, "GiB by phase of a step"))
     console.print(activations(plan), soft_wrap=True, markup=False)
     console.print(fit_table(plan))

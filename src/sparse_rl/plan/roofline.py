@@ -110,7 +110,7 @@ def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) ->
     """
     stored = prompt_tokens if kv.stores_prompts else 0
     if kv.policy != "full" and prompt_tokens - stored + longest > kv.capacity:
-        return stored + kv.budget + (kv.interval + 1) / 2
+        return stored + kv.kept_tokens + (kv.interval + 1) / 2
     return prompt_tokens + response_held
 
 

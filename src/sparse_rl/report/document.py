@@ -109,6 +109,8 @@ def _run(run: Run, chunks: dict[int, RolloutChunk]) -> dict[str, Any]:
         ],
         "xi": {"steps": [step for step, _ in run.xi], "counts": [counts for _, counts in run.xi]},
         "veto": run.veto,
+        "budgets": [each | {"reason": printable(each["reason"], LONGEST_VALUE)} for each in run.budgets],
+        "target": run.target_rejected,
         "config": {printable(key, 80): printable(_text(value), LONGEST_VALUE) for key, value in run.config.items()},
         "rollouts": [[step, chunk.rollouts, chunk.rejected, chunk.traced] for step, chunk in chunks.items()],
     }

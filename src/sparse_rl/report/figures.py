@@ -23,6 +23,7 @@ CURVES = {
     "mismatch": ("sparse/mismatch_k3", "mismatch (k3)"),
     "xi-p05": ("sparse/xi_p05", "5th percentile of ξ"),
     "length": ("response/mean_tokens", "response tokens"),
+    "budget": ("kv/budget", "kv.budget (tokens)"),
     "savings": ("kv/token_savings", "tokens not held"),
 }
 """(metric, axis label) of each figure, by file name."""

@@ -33,6 +33,8 @@ class Run:
     rows: list[dict[str, float]] = field(default_factory=list)
     xi: list[tuple[int, list[int]]] = field(default_factory=list)
     """(step, number of tokens in each bin of log10 xi), from xi.jsonl."""
+    budgets: list[dict[str, Any]] = field(default_factory=list)
+    """Step, budgets before and after, and reason of each change by `kv.budget = auto`, from budget.jsonl."""
     rollout_files: dict[int, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """Sentences about missing or unreadable parts."""
@@ -58,6 +60,11 @@ class Run:
     def steps(self) -> list[dict[str, float]]:
         """Return the rows of training steps. The row of step 0 is left out: it holds only an evaluation."""
         return [row for row in self.rows if row["step"] > 0]
+
+    @property
+    def target_rejected(self) -> float | None:
+        """Return the share of rejected rollouts that `kv.budget = auto` holds; None if the budget is fixed."""
+        return self.settings.kv.target_rejected if self.settings is not None and self.settings.sets_budget else None
 
     @property
     def veto(self) -> float:
@@ -123,6 +130,7 @@ def read(path: Path, name: str) -> Run:
     _read_config(run)
     _read_metrics(run)
     _read_xi(run)
+    _read_budgets(run)
     for file in (path / "rollouts").glob("step-*.parquet"):
         number = file.stem.removeprefix("step-")
         if number.isdigit() and file.is_file():  # reading a named pipe would block forever
@@ -198,6 +206,18 @@ def _read_xi(run: Run) -> None:
         run.notes.append("xi.jsonl is missing, so only the percentiles of ξ in metrics.jsonl are shown.")
     elif bad:
         run.notes.append(f"xi.jsonl: {bad} line(s) cannot be read and are skipped.")
+
+
+def _read_budgets(run: Run) -> None:
+    bad = 0
+    for _, value, last in _lines(run, "budget.jsonl"):
+        numbers = [value.get(key) for key in ("step", "before", "after")] if isinstance(value, dict) else [None]
+        if all(type(each) is int and 0 <= each < MOST_STEPS for each in numbers) and isinstance(value.get("reason"), str):
+            run.budgets.append(dict(zip(("step", "before", "after"), numbers, strict=True)) | {"reason": value["reason"]})
+        else:
+            bad += not last
+    if bad:
+        run.notes.append(f"budget.jsonl: {bad} line(s) cannot be read and are skipped.")
 
 
 def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:

@@ -14,7 +14,7 @@ from .document import ReportSource
 from .runs import find
 
 HOST = "127.0.0.1"
-WATCHED = ("config.toml", "metrics.jsonl", "xi.jsonl", "rollouts")
+WATCHED = ("config.toml", "metrics.jsonl", "xi.jsonl", "budget.jsonl", "rollouts")
 
 
 class Watcher:

@@ -114,7 +114,15 @@ def verdict(run: Run) -> Verdict:
     # A rise of entropy is not a sign of failure in a run that learned.
     found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]
     sentences = [f"Signs: {_and(found)}."] if found else []
-    sentences += [*_crippled(run), *_skipped(run), *_rewards(run, reward), *_held_out(run), *_savings(run), *_mismatch(run)]
+    sentences += [
+        *_crippled(run),
+        *_skipped(run),
+        *_rewards(run, reward),
+        *_held_out(run),
+        *_savings(run),
+        *_budget(run),
+        *_mismatch(run),
+    ]
     return Verdict(state, [why, *sentences], found)
 
 
@@ -335,6 +343,21 @@ def _mismatch(run: Run) -> list[str]:
         near = "negligible" if k3.mean < 1e-6 else f"k3 {k3.mean:.2g}, {trend}"
         sentences.append(f"Mismatch of sampler and learner: {near}; 19 of 20 tokens have ξ above {_below(p05.mean)}.")
     return sentences
+
+
+def _budget(run: Run) -> list[str]:
+    """Return a sentence about the budgets that `kv.budget = auto` chose; nothing for a fixed budget."""
+    if not run.budgets:
+        return []
+    first, last = run.budgets[0]["after"], run.budgets[-1]["after"]
+    changed = sum(0 < each["before"] != each["after"] for each in run.budgets)
+    path = (
+        f"stayed at {first:,} tokens"
+        if not changed
+        else f"went from {first:,} to {last:,} tokens in {changed} change{'s' * (changed > 1)}"
+    )
+    target = "" if run.target_rejected is None else f", to hold {run.target_rejected:.1%} rejected"
+    return [f"Budget: set by the run, {path}{target}."]
 
 
 def _drifts(k3: Curve) -> bool:

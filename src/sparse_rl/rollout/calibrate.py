@@ -13,6 +13,7 @@ from ..kv.statistics import Collector
 from ..models.attention import eval_mode
 from ..models.head import decoder_output
 from ..models.support import prepare
+from ..world import ALONE, World
 
 PROMPTS = 16
 """Prompts of a calibration, evenly spaced among those given."""
@@ -23,10 +24,30 @@ ENOUGH_TOKENS = 256
 PLACES = 8
 """Positions at which the prompts are placed. Only the rotation of keys and queries differs between them."""
 
+REFRESH_STEPS = 32
+"""Largest number of training steps between two calibrations."""
+
+
+def is_due(step: int) -> bool:
+    """Return whether a run gathers its statistics again after `step`: after 1, 2, 4, … steps, then every `REFRESH_STEPS`.
+
+    Weights change most at the start of a run, and the first responses are known after step 1. Statistics depend on the step
+    alone, so a resumed run has the same ones.
+    """
+    return step > 0 and (step & (step - 1) == 0 or step % REFRESH_STEPS == 0)
+
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest: int, collectors: Sequence[Collector]) -> None:
+def calibrate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
+    collectors: Sequence[Collector],
+    world: World = ALONE,
+) -> None:
     """Run some of these prompts through the model and pass the inputs of its attention to the collectors.
+
+    All ranks of `world` pass the same prompts. Each runs a part of them, and the collectors end with the sums of all.
 
     `longest` is the length of the longest sequence in tokens; 0 places the prompts at the first positions only. The passes do not
     depend on the order of the prompts.
@@ -36,6 +57,18 @@ def calibrate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], longest:
     chosen = distinct[:: -(-len(distinct) // PROMPTS)]
     most = max(map(len, chosen))
     last = max(0, min(longest, limits.context or longest) - most)
+    if mine := chosen[world.rank :: world.size]:
+        _run_prompts(model, mine, most, last, collectors)
+    if world.size > 1:
+        parts = world.gather([collector.gathered() for collector in collectors])
+        for place, collector in enumerate(collectors):
+            collector.combine([part[place] for part in parts])
+
+
+def _run_prompts(
+    model: PreTrainedModel, chosen: Sequence[Sequence[int]], most: int, last: int, collectors: Sequence[Collector]
+) -> None:
+    """Run prompts of at most `most` tokens, packed, at positions from 0 to `last`."""
     device = model.device
     tokens_1N = torch.tensor([[token for prompt in chosen for token in prompt]], device=device)
     places_1N = torch.tensor([[place for prompt in chosen for place in range(len(prompt))]], device=device)

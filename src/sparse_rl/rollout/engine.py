@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import KV, WORTH_COMPILING, Sampling
-from ..errors import UserError
+from ..errors import UserError, notice
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
@@ -30,6 +30,7 @@ from ..sizes import (
     window_capacity,
 )
 from ..text import quoted
+from ..world import ALONE, World
 from .calibrate import ENOUGH_TOKENS, calibrate
 from .generation import Generation
 from .request import Request, RequestLimits
@@ -95,10 +96,8 @@ class Engine:
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
-        ring = self.policy.window if self.policy.uses_queries else 0
-        capacity = self.kv.capacity if self.policy.evicts else DENSE_SLOT_TOKENS
         self._refuse_codes()
-        self.cache = SlotCache(self.limits.shape, slots, capacity, ring, quantiser=self.storage)
+        self.cache = self._new_cache()
         self.pool_reserved = False
 
     def generate(
@@ -177,9 +176,9 @@ class Engine:
         """Names of the statistics of the model that the cache and the policy need."""
         return (*(KEY_SCALES if self.kv.quantised else ()), *self.policy.uses_statistics)
 
-    def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int, world: World = ALONE) -> None:
         """Gather the statistics that the cache and the policy need, from some of these prompts and at positions up to `tokens`.
-        Does nothing if they need none.
+        Does nothing if they need none. The ranks of `world` share the work and get the same statistics.
 
         `generate` calls this with its own prompts if there are no statistics yet, or only statistics of a few tokens.
         """
@@ -189,14 +188,21 @@ class Engine:
         if collectors:
             longest = tokens if self.kv.quantised else 0  # queries before rotation do not depend on positions
             with on(self.limits.shape.device):
-                calibrate(self.model, prompts, longest, collectors)
+                calibrate(self.model, prompts, longest, collectors, world)
             self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
 
     def load_statistics(self, statistics: Statistics) -> None:
-        """Use these statistics from the next call on. Does nothing if the engine needs none, or if some that it needs are
-        missing."""
+        """Use these statistics from the next call on. Does nothing if the engine needs none, or if there are none. If some that
+        it needs are missing, say so and use none of them."""
         needed = self.needed_statistics
-        if not needed or not statistics.keys() >= set(needed):
+        if missing := [name for name in needed if name not in statistics]:
+            if len(missing) < len(needed) or statistics:
+                notice(
+                    f"The stored statistics lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = "
+                    f"{self.kv.dtype} need: all statistics are gathered again, and results may differ slightly."
+                )
+            return
+        if not needed:
             return
         layers, given = self.limits.shape.layers, len(statistics[needed[0]])
         if given != layers:
@@ -295,6 +301,24 @@ class Engine:
             self.pool_reserved = False
             self._grow_pool([tokens] * prompts, 0, samples)
             self.pool_reserved = True
+
+    def resize(self, budget: int, slots: int) -> None:
+        """Replace the cache by one with another budget and number of slots, between calls. Statistics stay.
+
+        The present cache, its prompt store and its graphs are freed first. Reserve the prompt store again if it was reserved.
+        """
+        self.kv = KV(**self.kv.model_dump() | {"budget": budget})
+        self.slots, self.schedule = slots, Schedule.of(self.kv, self.policy.evicts)
+        self.graphs, self.pool_reserved = None, False
+        if hasattr(self, "cache"):  # else an earlier call ran out of memory
+            del self.cache
+        self.cache = self._new_cache()
+        self.load_statistics(self.statistics)
+
+    def _new_cache(self) -> SlotCache:
+        ring = self.policy.window if self.policy.uses_queries else 0
+        capacity = self.kv.capacity if self.policy.evicts else DENSE_SLOT_TOKENS
+        return SlotCache(self.limits.shape, self.slots, capacity, ring, quantiser=self.storage)
 
     @contextmanager
     def larger_store(self, pages: int, longest: int) -> Iterator[None]:

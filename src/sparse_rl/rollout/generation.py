@@ -420,17 +420,8 @@ class Generation:
 
     def _report(self) -> None:
         if self.progress is not None:
-            self.progress(
-                Progress(
-                    self.finished,
-                    self.total,
-                    self.stats.tokens,
-                    self.clock.wall_s,
-                    self.new_tokens,
-                    self.new_ends,
-                    self._abort,
-                )
-            )
+            counts = (self.finished, self.total, self.stats.tokens, self.clock.wall_s)
+            self.progress(Progress(*counts, self.new_tokens, self.new_ends, self._abort))
         self.new_tokens, self.new_ends = {}, []
 
     def _abort(self, index: int) -> None:

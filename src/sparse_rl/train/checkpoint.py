@@ -68,6 +68,8 @@ class State:
     """Settings that `best_value` depends on; see `resume.scored_by`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Options by their dotted keys, such as `kv.budget`; see `resume.kept_options`."""
+    budget: dict[str, Any] = field(default_factory=dict)
+    """State and changes of `kv.budget = auto`; see `AutoBudget.stored`. Empty for a fixed budget."""
     mean_tokens: dict[str, float] = field(default_factory=dict)
     """Mean response tokens per problem; see `RolloutSampler.mean_tokens`.
 
@@ -88,8 +90,9 @@ class State:
             raise ValueError("problems is not a digest")
         if type(self.problems.get("count", 0)) is not int:
             raise ValueError("problems has no count")
-        if not isinstance(self.config, dict):
-            raise ValueError("config is not a table")
+        for name in ("config", "budget"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} is not a table")
         if not isinstance(self.scored_by, dict) or not all(isinstance(each, str) for each in self.scored_by.values()):
             raise ValueError("scored_by is not a table of texts")
         if not isinstance(self.mean_tokens, dict) or not all(

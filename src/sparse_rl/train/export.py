@@ -13,6 +13,7 @@ from ..hub import check_push, is_hub_id, push_folder
 from ..terminal import Terminal
 from .card import model_card
 from .run_folder import RunFolder
+from .storage import within
 
 
 def export(
@@ -91,5 +92,9 @@ def _write(
         if folder.remote:
             folder.remote.fetch(folder.metrics.name)
         card = model_card(config, folder.read_metrics(), done, push or target.resolve().name, merge=merge)
-        write_model(target, actor, tokenizer, config.sampler_kv, statistics, merge=merge, card=card)
+        kv = config.sampler_kv
+        if config.sets_budget:
+            state, _ = checkpoint.read_state(within(folder.checkpoints, f"step-{done}"))
+            kv = kv.model_copy(update={"budget": state.budget["state"]["budget"]})
+        write_model(target, actor, tokenizer, kv, statistics, merge=merge, card=card)
     return done

@@ -8,8 +8,10 @@ from ..config import Config
 from ..errors import UserError
 from ..format import gib
 from ..gpu_memory import room_bytes
+from ..monitor.budget import ladder
 from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
+from ..plan.memory import largest
 from ..plan.microbatch import rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
@@ -44,6 +46,26 @@ def slots_of(config: Config, plan: Plan | None, device: Device) -> int:
         return min(CPU_SLOTS, rollouts_of_rank(config))
     slots = UNPLANNED_SLOTS if plan is None else plan.slots
     return min(slots, MAX_AUTO_SLOTS, rollouts_of_rank(config))
+
+
+def budgets_that_fit(config: Config, plan: Plan | None, prompt_tokens: int) -> list[int]:
+    """Return the budgets that `kv.budget = auto` may choose: up to the longest sequence, or to what fits in memory with a slot
+    for each sample of a prompt."""
+    budgets = ladder(config.kv.least_auto, config.longest_kept(prompt_tokens))
+    if plan is None:
+        return budgets
+
+    def fits(count: int) -> bool:
+        made = plan_budget(config, plan, budgets[count - 1])
+        return made.fits and made.slots >= config.rollout.samples_per_prompt
+
+    return budgets[: max(1, largest(fits, len(budgets)))]
+
+
+def plan_budget(config: Config, plan: Plan, budget: int) -> Plan:
+    """Return the plan of the same run with another budget."""
+    changed = config.with_budget(budget)
+    return make_plan(changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)
 
 
 def checkpointed_layers(config: Config, plan: Plan | None, model: PreTrainedModel) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..learner.update import Updated
+from ..monitor.budget import long_length
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Stats
@@ -29,6 +30,7 @@ def reward_metrics(batch: RolloutBatch) -> dict[str, float]:
 def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         "response/mean_tokens": sum(len(rollout.response) for rollout in rollouts) / len(rollouts),
+        "response/p90_tokens": float(long_length([len(rollout.response) for rollout in rollouts])),
         "response/truncated": sum(rollout.finish != "stop" for rollout in rollouts) / len(rollouts),
         "response/repetition": sum(rollout.finish == "repetition" for rollout in rollouts) / len(rollouts),
     }

@@ -26,6 +26,7 @@ NOTED_OPTIONS = (
     "optimizer.gradient_checkpointing",
     "optimizer.max_skipped_updates",
     "rollout.slots",
+    "kv.target_rejected",
 )
 """Options that may change. The run prints the change and records it in config.toml."""
 EARLIER_VALUE = "# until step"

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl and xi.jsonl: JSON lines that each have a `step`."""
+"""Read metrics.jsonl, xi.jsonl and budget.jsonl: JSON lines that each have a `step`."""
 
 import json
 import math
@@ -41,10 +41,12 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
         return None
-    return row if all(map(_is_value, row.values())) else None
+    return row if all(_is_value(key, value) for key, value in row.items()) else None
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(key: str, value: Any) -> bool:
     if isinstance(value, list):
         return all(type(each) is int for each in value)
+    if key == "reason":
+        return isinstance(value, str)
     return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)

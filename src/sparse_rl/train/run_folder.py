@@ -1,4 +1,5 @@
-"""The run folder, on disk or shared storage: config.toml, metrics.jsonl, xi.jsonl, rollouts/, checkpoints/, model/."""
+"""The run folder, on disk or shared storage: config.toml, metrics.jsonl, xi.jsonl, budget.jsonl, rollouts/, checkpoints/,
+model/."""
 
 import json
 import math
@@ -39,6 +40,7 @@ class RunFolder:
         """Comments in config.toml that record earlier values of options."""
         self.metrics = self.path / "metrics.jsonl"
         self.xi = self.path / "xi.jsonl"
+        self.budget = self.path / "budget.jsonl"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = storage.within(self.name, "checkpoints")
         self.model = self.path / "model"
@@ -255,11 +257,11 @@ class RunFolder:
         self.history += [each for each in comments if each not in self.history]
 
     def drop_rows_after(self, step: int, warn: Callable[[str], None]) -> None:
-        """Delete metrics, xi rows and rollouts after `step`, the checkpoint to resume from. Also drop invalid rows."""
+        """Delete metrics, xi rows, budgets and rollouts after `step`, the checkpoint to resume from. Also drop invalid rows."""
         if not self.writes:
             return
         with self.writing():
-            for file in (self.metrics, self.xi):
+            for file in (self.metrics, self.xi, self.budget):
                 found = read_rows(file)
                 kept = [row for row in found.rows if row["step"] <= step]
                 if file.exists():
@@ -285,6 +287,10 @@ class RunFolder:
     def append_xi(self, step: int, counts: list[int]) -> None:
         """Append the histogram of xi of one step to xi.jsonl; see `monitor/ratios.py`."""
         self._append(self.xi, {"step": step, "counts": counts})
+
+    def append_budget(self, row: dict[str, Any]) -> None:
+        """Append a change of the budget to budget.jsonl; see `auto_budget.py`."""
+        self._append(self.budget, row)
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
         if not self.writes:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..config import SHADOW_METHODS, Config
 from ..kernels.counter_rng import derive
 from ..learner.batch import Batch, OnePassBatch, make_batch, make_one_pass_batch, padded, response_mask
-from ..learner.correction import Corrected, correct, weigh
+from ..learner.correction import Corrected, correct, long_tail, weigh
 from ..learner.old_logprobs import old_logprobs
 from ..learner.optimizer import Optimizer
 from ..learner.packing import packs
@@ -53,6 +54,12 @@ class StepResult:
     engine_noise: float
     updates: list[Updated]
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def log_xi(self) -> dict[int, Tensor]:
+        """log pi_old - log pi_sampler of the rows with old log-probs, on the CPU."""
+        samples = self.batch.samples
+        return {row: self.old.dense[row].cpu() - samples[row].rollout.logprobs for row in self.row_weights}
 
     @property
     def entropy(self) -> float:
@@ -137,6 +144,7 @@ class TrainingStep:
         return {
             **reward_metrics(batch),
             **result.corrected.metrics,
+            "sparse/xi_p05_long": long_tail(list(result.log_xi.values()), list(result.row_weights.values())),
             **({"sparse/replaced": float(len(batch.replaced))} if self.config.rollout.refill_rejected else {}),
             "sparse/engine_noise": result.engine_noise,
             **kv_metrics(batch.stats, rollouts, self.engine),

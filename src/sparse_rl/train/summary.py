@@ -47,6 +47,11 @@ def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
     allocated, dense = (peak(rows, key) for key in PEAKS)
     if config.method == "dense" or allocated <= dense:
         return None
+    if config.sets_budget:
+        return (
+            f"{config.method}: no memory was saved. kv.budget = auto needed up to {peak(rows, 'kv/budget'):,.0f} tokens per "
+            "slot, more than the sequences held at once. Raise kv.target_rejected, or train dense."
+        )
     return (
         f"{config.method}: no memory was saved. Each slot has room for kv.budget + kv.interval = {config.kv.capacity:,} "
         "tokens, more than the sequences held at once. Lower kv.budget (docs/choosing-a-budget.md)."

@@ -126,6 +126,9 @@ class RunTerminal:
     def note(self, text: str) -> None:
         self._print(text)
 
+    def table(self, table: Table) -> None:
+        self.console.print(table)
+
     def warn(self, text: str) -> None:
         self._print(f"warning: {text}", "yellow")
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,18 +21,29 @@ from ..plan.output import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
 from ..rewards.pool import RewardPool, try_on_gold
+from ..rollout import calibrate
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..world import ALONE, World
 from . import checkpoint, rollout_log
 from . import resume as resuming
+from .auto_budget import AutoBudget
 from .best import Best
 from .card import model_card
 from .health import Health
 from .held_out import Evaluator
 from .inputs import RunInputs, load_all
 from .loggers import Logger
-from .memory import checkpointed_layers, dense_bytes_of, peak_line, peak_metrics, plan_run, slots_of
+from .memory import (
+    budgets_that_fit,
+    checkpointed_layers,
+    dense_bytes_of,
+    peak_line,
+    peak_metrics,
+    plan_budget,
+    plan_run,
+    slots_of,
+)
 from .preflight import preflight
 from .probe import probe
 from .rollouts import RolloutSampler
@@ -71,10 +83,14 @@ class TrainingRun:
             torch.cuda.reset_peak_memory_stats(device)
         evaluated = [prompt for held_out in inputs.held_out for prompt in held_out.prompts]
         self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *evaluated])))
+        kv, budgets = config.sampler_kv, list[int]()
+        if config.sets_budget:
+            budgets, start = self._possible_budgets(max(map(len, [*inputs.prompts, *evaluated])))
+            kv, self.plan = config.with_budget(start).kv, self.plan and plan_budget(config, self.plan, start)
         self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         layers = max(world.gather(checkpointed_layers(config, self.plan, self.actor.learner)))  # FSDP runs layers together
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps, checkpointed_layers=layers)
-        self.engine = Engine(self.actor.sampler, config.sampler_kv, slots=slots_of(config, self.plan, device))
+        self.engine = Engine(self.actor.sampler, kv, slots=slots_of(config, self.plan, device))
         order = Order(len(inputs.examples), config.seed).take
         self.rollout_sampler = RolloutSampler(
             config, inputs.examples, inputs.prompts, order, self.engine, self.tokenizer, self.pool, inputs.limits, world
@@ -91,6 +107,10 @@ class TrainingRun:
         )
         if remark := self.evaluator.remark():
             terminal.note(remark)
+        self.auto_budget = None
+        if budgets:
+            parts = (self.plan, self.engine, self.actor, self.optimizer, self.longest_prompt, longest, folder, terminal, world)
+            self.auto_budget = AutoBudget(config, budgets, *parts)
         self.peak_shown = False
         self.best = Best(config.checkpoint, terminal.warn)
         problems, scored_by = (
@@ -104,9 +124,17 @@ class TrainingRun:
             last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world, folder.last_step)
         if last is not None:
             self._resume_from(last)
+            if self.auto_budget:
+                self.auto_budget.restore(self.state.budget, self.state.step)
+                self._use_budget()
         elif resume and folder.last_step:
             terminal.warn(checkpoint.STARTS_AGAIN)
         self.engine.load_statistics({} if last is None else last.statistics)
+        if self.engine.needed_statistics and last is not None and not last.statistics:
+            terminal.warn(
+                f"The checkpoint of step {self.state.step} has no statistics of queries or keys: they are gathered again from "
+                "the prompts, and the run continues with slightly different ones."
+            )
         if not self.engine.statistics:
             self._calibrate(inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
@@ -144,12 +172,23 @@ class TrainingRun:
             checkpoint.rename_damaged(last.damaged)
         self.terminal.note(f"Continuing after step {step}.")
 
+    def _possible_budgets(self, prompt_tokens: int) -> tuple[list[int], int]:
+        """Return (the budgets that fit on all ranks, the one to start with: at most half of the longest sequence)."""
+        budgets = min(self.world.gather(budgets_that_fit(self.config, self.plan, prompt_tokens)), key=len)
+        half = self.config.with_known_budget(prompt_tokens).kv.kept_tokens
+        return budgets, max((budget for budget in budgets if budget <= half), default=budgets[0])
+
+    def _use_budget(self) -> None:
+        """Use the plan of the present budget, and store the budget in checkpoints."""
+        assert self.auto_budget is not None
+        self.plan, self.state.budget = self.auto_budget.plan, self.auto_budget.stored()
+        self.evaluator = replace(self.evaluator, plan=self.plan)
+
     def _calibrate(self, texts: Sequence[Sequence[int]]) -> None:
-        """Gather the statistics that the cache or the policy needs. All ranks use those of the first."""
+        """Gather the statistics that the cache or the policy needs, on all ranks together."""
         if self.engine.needed_statistics:
             self.actor.merge()
-            self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens)
-            self.engine.load_statistics(self.world.gather(self.engine.statistics)[0])
+            self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens, self.world)
 
     def _probe(self) -> None:
         """Measure the mismatch of a quantised cache. Warn if it is large, and refuse it if it ruins the model."""
@@ -171,6 +210,9 @@ class TrainingRun:
         self.preflight()
         if self.state.step == 0:
             self._probe()
+            if self.auto_budget:
+                self.auto_budget.probe(self.rollout_sampler.prompts)
+                self._use_budget()
             self._log(self._evaluate())
         stopping = self.world.any(stop.requested)
         while self.state.step < self.config.steps and not stopping:
@@ -247,12 +289,15 @@ class TrainingRun:
             result = self.training_step.learn(self.state.step, batch)
         self.state.step += 1
         self.state.cursor += batch.prompts
-        if self.state.step == 1:  # from here on responses are known as well
+        if calibrate.is_due(self.state.step):
             self._calibrate([sample.rollout.prompt + sample.rollout.response for sample in batch.samples])
         self.health.after_step(batch, result.updates)
         self._write_rollouts(result)
         memory = self._memory_metrics()
         metrics = self.training_step.metrics(self.state.step - 1, result, rollout_s)
+        if self.auto_budget:
+            metrics |= self.auto_budget.after_step(self.state.step, result, metrics)
+            self._use_budget()
         return {**metrics, **memory, "perf/step_s": device_time(device) - started}
 
     def _write_rollouts(self, result: StepResult) -> None:
@@ -271,9 +316,8 @@ class TrainingRun:
                     rollouts=log.rollouts_per_step,
                     traces=log.traces_per_step,
                 )
-        log_xi = [each - samples[row].rollout.logprobs.to(each.device) for row, each in zip(rows, dense, strict=True)]
         stands_for = torch.tensor(list(result.row_weights.values())).repeat_interleave(torch.tensor(list(map(len, dense))))
-        self.folder.append_xi(self.state.step, ratios.count(torch.cat(log_xi), stands_for))
+        self.folder.append_xi(self.state.step, ratios.count(torch.cat(list(result.log_xi.values())), stands_for))
 
     def _memory_metrics(self) -> dict[str, float]:
         memory = peak_metrics(self.plan, self.actor.learner.device)
@@ -326,9 +370,7 @@ class TrainingRun:
             card = model_card(
                 self.config, self.folder.read_metrics(), self.state.step, f"{self.folder.path.resolve().name}/model"
             )
-            write_model(
-                self.folder.model, self.actor, self.tokenizer, self.config.sampler_kv, self.engine.statistics, card=card
-            )
+            write_model(self.folder.model, self.actor, self.tokenizer, self.engine.kv, self.engine.statistics, card=card)
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)

@@ -4,7 +4,7 @@
 function render() {
   const parts = document.getElementById("parts");
   const opened = inspector.step === null ? null : document.getElementById("rollouts"); // what is being read stays
-  const before = [summarySection(), differsSection(), alertSection()];
+  const before = [summarySection(), differsSection(), alertSection(), budgetSection()];
   const curves = curveSections();
   curves[0]?.setAttribute("id", "curves");
   parts.replaceChildren(...before, evalSection(), ...curves, opened || inspectorSection(), configSection());

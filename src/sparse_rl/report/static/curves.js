@@ -75,7 +75,7 @@ function curveSections() {
     const keys = new Set(section.metrics.map(([key]) => key));
     const special = [
       ...(keys.has("sparse/xi_p05") ? ratioCharts() : []),
-      ...(keys.has("kv/peak_bytes") ? memoryCharts() : []),
+      ...(keys.has("kv/peak_bytes") ? [...budgetCharts(), ...memoryCharts()] : []),
       ...(keys.has("perf/step_s") ? timeCharts() : []),
     ];
     const plain = section.metrics.filter(([key]) => !isBound(key, keys));
@@ -237,6 +237,41 @@ function histogram(run, shown) {
   const how =
     "These are the tokens of the step under the cursor by their ξ, on log scales; the outermost bars also hold what lies beyond.";
   return chart(histogramTitle(run, shown), how, make, { name: "xi-step" });
+}
+
+// The budget that a run sets itself
+
+/** Budget and length in one picture, and beside it what is rejected; nothing for runs with a fixed budget. */
+function budgetCharts() {
+  const own = visibleRuns().filter((place) => data.runs[place].budgets.length);
+  const several = own.length > 1;
+  return own.flatMap((place) => {
+    const run = data.runs[place];
+    const name = several ? `: ${run.name}` : "";
+    const x = run.steps.filter((step) => step > 0);
+    const line = (key, label, tint, dash = []) => ({ values: along(x, run, key), label, colour: () => css(tint), dash });
+    const sizes = () => ({
+      x,
+      fromZero: true,
+      lines: [
+        line("kv/budget", "budget", "--c0"),
+        line("response/p90_tokens", "response, 90th percentile", "--c1"),
+        line("response/mean_tokens", "response, mean", "--c1", [2, 3]),
+      ],
+    });
+    const target = { values: x.map(() => run.target), label: "target", colour: () => css("--bad"), dash: [6, 4], flat: true };
+    const shares = () => ({
+      x,
+      fromZero: true,
+      format: formatOf("sparse/rejection_rate"),
+      lines: [line("sparse/rejection_rate", "rejected", "--c0"), ...(run.target ? [target] : [])],
+    });
+    const how = "Tokens that a compaction keeps, as kv.budget = auto set them, and the lengths of the responses.";
+    return [
+      chart(`Budget and length${name}`, how, sizes, { name: "budget" }),
+      chart(`Rejected against the target${name}`, "The share of rollouts that the budget is set by.", shares, { name: "rejected" }),
+    ];
+  });
 }
 
 // Memory

@@ -73,6 +73,31 @@ function alertSection() {
   );
 }
 
+/** Every change of a budget that a run set itself, with its reason; nothing for fixed budgets. */
+function budgetSection() {
+  const rows = visibleRuns().flatMap((place) =>
+    data.runs[place].budgets.map((change) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, swatch(groupOf(place)), data.runs[place].name),
+        el("td", { className: "figure" }, `${change.step}`),
+        el("td", { className: "figure" }, change.before ? `${change.before}` : "probe"),
+        el("td", { className: "figure" }, `${change.after}`),
+        el("td", {}, change.reason),
+      ),
+    ),
+  );
+  if (!rows.length) return "";
+  const head = ["run", "after step", "budget before", "budget", "reason"].map((name) => el("th", { scope: "col" }, name));
+  return el(
+    "section",
+    { id: "budgets" },
+    el("h2", {}, "Budget"),
+    el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows))),
+  );
+}
+
 function evalSection() {
   const rows = visibleRuns().flatMap((place) =>
     data.runs[place].scores.map((score) =>

@@ -1,0 +1,199 @@
+"""Decide the budget of a run with `kv.budget = "auto"` from the figures of its steps. Pure functions. Imports no torch.
+
+The budget rises if more rollouts are rejected than the target lets expect by chance, in the last step or in several, or if the
+mismatch of long responses is beyond its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to
+a budget that failed at such lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rebuilt seldom.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+RUNG = 1.25
+"""Ratio of neighbouring budgets, and growth of responses that counts as such."""
+MULTIPLE = 8
+"""Budgets are multiples of this number of tokens."""
+WINDOW = 8
+"""Steps at a budget before it may fall, and steps that are judged together."""
+EVIDENCE = 4.0
+"""Rollouts that the target lets expect as rejected before the budget may fall."""
+SURE, SURE_AT_ONCE = 1.0, 2.0
+"""Standard deviations above the target from which the budget rises, over the whole window and over its last steps alone. Grown
+responses lower both by one."""
+ROOM = 0.25
+"""Share of the target up to which the budget may fall."""
+FAR = 3.0
+"""Multiple of the target from which the budget rises by two rungs."""
+RETRY_STEPS = 64
+"""Steps after which a budget that failed may be tried again at the same response lengths."""
+MOST_CHANGES = 256
+"""Changes that a checkpoint stores: the latest ones."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of the rollouts of a step, or of a probe."""
+
+    rejected: float
+    """Share of rollouts that a sequence rule rejects."""
+    rollouts: int
+    """Measured rollouts."""
+    tail: float
+    """5th percentile of xi in long responses; see `learner.correction.long_tail`."""
+    tokens: int
+    """90th percentile of the response length."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    rejected: float
+    tail: float = 0.0
+    """Smallest tail; 0 if it is not limited."""
+
+    def met_by(self, figures: Figures) -> bool:
+        return figures.rejected <= self.rejected and figures.tail >= self.tail
+
+    def __str__(self) -> str:
+        tail = f" and xi p05 of long responses at least {self.tail:g}" if self.tail else ""
+        return f"at most {self.rejected:.1%} rejected{tail}"
+
+
+@dataclass(frozen=True)
+class Count:
+    """Rejected rollouts of some steps together."""
+
+    rejected: float
+    rollouts: int
+    expected: float
+    """Rejected rollouts at the target."""
+
+    @classmethod
+    def of(cls, window: Sequence[Figures], targets: Targets) -> "Count":
+        rollouts = sum(each.rollouts for each in window)
+        return cls(sum(each.rejected * each.rollouts for each in window), rollouts, targets.rejected * rollouts)
+
+    @property
+    def excess(self) -> float:
+        """Standard deviations above the target, if rejections are independent."""
+        return (self.rejected - self.expected) / math.sqrt(self.expected)
+
+    def __str__(self) -> str:
+        share, target = self.rejected / self.rollouts, self.expected / self.rollouts
+        return f"{self.rejected:.0f} of {self.rollouts} rollouts rejected ({share:.1%}, target {target:.1%})"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last budget that was too small."""
+
+    budget: int
+    tokens: int
+    """90th percentile of the response length at that time."""
+    steps: int = 0
+    """Steps since then."""
+
+
+@dataclass(frozen=True)
+class BudgetState:
+    """State of the controller. A checkpoint stores it."""
+
+    budget: int
+    tokens: int = 0
+    """90th percentile of the response length when the budget was set."""
+    window: tuple[Figures, ...] = ()
+    """Figures of the latest steps at this budget."""
+    failed: Failed | None = None
+    is_limited: bool = False
+    """True if the targets are missed at the largest budget, and the run has said so."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "BudgetState":
+        """Return the state that `as_json` stored. Raise ValueError or TypeError if it is invalid."""
+        state = cls(
+            values["budget"],
+            values["tokens"],
+            tuple(Figures(**each) for each in values["window"]),
+            Failed(**values["failed"]) if values["failed"] else None,
+            values["is_limited"],
+        )
+        if type(state.budget) is not int or state.budget < 1:
+            raise ValueError(f"budget is {state.budget!r:.40}")
+        return state
+
+
+@dataclass(frozen=True)
+class Decision:
+    state: BudgetState
+    reason: str = ""
+    """Why the budget changes; empty if it stays."""
+    unmet: str = ""
+    """What the largest budget cannot hold; empty if the targets are met, or if this was said before."""
+
+
+def ladder(least: int, most: int) -> list[int]:
+    """Return the budgets from `least` to `most`, each a `RUNG` larger than the one before. The last is `most`."""
+    found, size = [], float(least)
+    while (rung := math.ceil(size / MULTIPLE) * MULTIPLE) < most:
+        found += [rung] if rung not in found else []
+        size *= RUNG
+    return [*found, most]
+
+
+def long_length(lengths: Sequence[int]) -> int:
+    """Return the 90th percentile of response lengths."""
+    return sorted(lengths)[math.ceil(0.9 * len(lengths)) - 1]
+
+
+def decide(figures: Figures, state: BudgetState, targets: Targets, budgets: Sequence[int]) -> Decision:
+    """Return the decision after a step with these figures. `budgets` are all possible ones, in ascending order."""
+    if not math.isfinite(figures.rejected):  # nothing was measured
+        return Decision(state)
+    state = _with_step(figures, state, targets)
+    has_grown = figures.tokens > RUNG * state.tokens > 0
+    whole, tail = Count.of(state.window, targets), sum(each.tail for each in state.window) / len(state.window)
+    worst = _worst(state.window, targets, has_grown)
+    if worst or tail < targets.tail:
+        reason = str(worst) if worst else f"xi p05 of long responses {tail:.2f} (limit {targets.tail:g})"
+        reason += f"; responses of {figures.tokens} tokens, {state.tokens} when the budget was set" if has_grown else ""
+        higher = [budget for budget in budgets if budget > state.budget]
+        if not higher:
+            return Decision(replace(state, is_limited=True), unmet="" if state.is_limited else reason)
+        rungs = 2 if worst and worst.rejected > FAR * worst.expected else 1
+        failed = Failed(state.budget, figures.tokens)
+        return Decision(BudgetState(higher[:rungs][-1], figures.tokens, failed=failed), reason)
+    state = replace(state, is_limited=False)
+    lower = [budget for budget in budgets if budget < state.budget]
+    has_room = whole.rejected <= ROOM * whole.expected and tail >= targets.tail + ROOM * (1 - targets.tail)
+    is_sure = len(state.window) >= WINDOW and whole.expected >= EVIDENCE
+    if not lower or not has_room or not is_sure or has_grown or _has_failed(lower[-1], figures.tokens, state.failed):
+        return Decision(state)
+    reason = f"{whole} in {len(state.window)} steps leave room"
+    return Decision(BudgetState(lower[-1], figures.tokens, failed=state.failed), reason)
+
+
+def _with_step(figures: Figures, state: BudgetState, targets: Targets) -> BudgetState:
+    """Add a step. Drop the oldest steps that neither `WINDOW` nor `EVIDENCE` needs."""
+    window = (*state.window, figures)
+    while len(window) > WINDOW and targets.rejected * sum(each.rollouts for each in window[1:]) >= EVIDENCE:
+        window = window[1:]
+    failed = replace(state.failed, steps=state.failed.steps + 1) if state.failed else None
+    return replace(state, window=window, failed=failed, tokens=state.tokens or figures.tokens)
+
+
+def _worst(window: Sequence[Figures], targets: Targets, has_grown: bool) -> Count | None:
+    """Return the count of the last 1, 2, 4, … steps, or of all, that exceeds the target most; None if none surely does."""
+    lengths = [2**power for power in range(len(window).bit_length()) if 2**power < len(window)]
+    counts = [(Count.of(window[-steps:], targets), SURE_AT_ONCE) for steps in lengths] + [(Count.of(window, targets), SURE)]
+    beyond = [(count.excess, place) for place, (count, sure) in enumerate(counts) if count.excess > sure - has_grown]
+    return counts[max(beyond)[1]][0] if beyond else None
+
+
+def _has_failed(budget: int, tokens: int, failed: Failed | None) -> bool:
+    """Return whether a budget was too small recently, for responses that were not much longer than `tokens`."""
+    if failed is None or budget > failed.budget or failed.steps >= RETRY_STEPS:
+        return False
+    return tokens * RUNG > failed.tokens

@@ -1,0 +1,175 @@
+"""Run `kv.budget = "auto"`: probe before the first step, then follow the controller and rebuild the cache between steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..errors import UserError
+from ..format import size
+from ..learner.optimizer import Optimizer
+from ..models.actor import Actor
+from ..monitor.budget import MOST_CHANGES, BudgetState, Failed, Figures, Targets, decide
+from ..plan import Plan
+from ..rollout.clock import device_time
+from ..rollout.engine import Engine
+from ..world import World
+from .budget_probe import ProbeRow, find_budget, measure, probe_table, rejected_key, remedy, unreachable
+from .memory import checkpointed_layers, out_of_memory, plan_budget, slots_of
+from .preflight import try_sampler
+from .run_folder import RunFolder
+from .step import StepResult
+from .terminal import RunTerminal
+
+
+class AutoBudget:
+    """Sets the budget of a run. All ranks decide from the same figures, so they always have the same budget."""
+
+    def __init__(
+        self,
+        config: Config,
+        budgets: Sequence[int],
+        plan: Plan | None,
+        engine: Engine,
+        actor: Actor,
+        optimizer: Optimizer,
+        longest_prompt: list[int],
+        store_tokens: int,
+        folder: RunFolder,
+        terminal: RunTerminal,
+        world: World,
+    ):
+        """Set up the controller. `budgets` are those that fit, in ascending order; `store_tokens` is the longest prompt of the
+        run and its evaluations."""
+        self.config, self.budgets, self.plan = config, list(budgets), plan
+        self.engine, self.actor, self.optimizer = engine, actor, optimizer
+        self.longest_prompt, self.store_tokens = longest_prompt, store_tokens
+        self.folder, self.terminal, self.world = folder, terminal, world
+        tail = config.alerts.xi_p05
+        self.targets = Targets(config.kv.target_rejected, 0.0 if tail == "none" else tail)
+        self.spec = config.correction.spec(config.default_preset)
+        self.state = BudgetState(engine.kv.kept_tokens)
+        self.changes: list[dict[str, Any]] = []
+        """Step, budgets before and after, and reason of each change so far."""
+
+    # Checkpoints
+
+    def stored(self) -> dict[str, Any]:
+        return {"state": self.state.as_json(), "changes": self.changes[-MOST_CHANGES:]}
+
+    def restore(self, stored: dict[str, Any], step: int) -> None:
+        """Continue with the state of a checkpoint."""
+        try:
+            state, self.changes = BudgetState.from_json(stored["state"]), list(stored["changes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"The checkpoint of step {step} has no valid budget for kv.budget = auto: set kv.budget to a number in a new run."
+            ) from error
+        self.state, most = state, self.budgets[-1]
+        if state.budget > most:
+            self.state = BudgetState(most, state.tokens)
+        seconds = self._resize(self.state.budget)
+        if state.budget > most:
+            self._note(step, state.budget, f"only {most:,} tokens fit in the memory of this machine", seconds or 0.0)
+
+    # Before the first step
+
+    def probe(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Use the smallest budget that meets the targets, and print what was measured. Raise UserError if none does."""
+        self.actor.merge()
+        found, rows = find_budget(self.budgets, self.targets, lambda budget: self._measured(prompts, budget))
+        self.terminal.table(probe_table(rows, self.targets, found.budget if found else None))
+        if found is None:
+            longest = self.budgets[-1] >= self.config.longest_kept(self.store_tokens)
+            limit = "the longest sequence" if longest else "the most that fits in memory"
+            raise unreachable(rows[-1], self.targets, self.config.kv, limit)
+        seconds = self._resize(found.budget) or 0.0
+        missed = [Failed(row.budget, row.figures.tokens) for row in rows if row.budget < found.budget]
+        self.state = BudgetState(found.budget, found.figures.tokens, failed=missed[-1] if missed else None)
+        share = f"{found.figures.rejected:.1%} of {found.figures.rollouts} probed rollouts rejected"
+        self._note(0, 0, f"{share}, the smallest of {len(rows)} measured budgets that meets the targets", seconds)
+
+    def _measured(self, prompts: Sequence[Sequence[int]], budget: int) -> ProbeRow:
+        if self._resize(budget) is None:
+            raise out_of_memory(self.config.with_budget(budget), self.plan)
+        return measure(
+            self.engine,
+            self.actor.sampler,
+            prompts,
+            self.config.rollout.samples_per_prompt,
+            self.config.rollout.sampling(self.config.seed),
+            self.spec,
+            tokens_per_pass=self.config.optimizer.tokens_per_microbatch,
+            world=self.world,
+        )
+
+    # During training
+
+    def after_step(self, step: int, result: StepResult, metrics: dict[str, float]) -> dict[str, float]:
+        """Follow the controller after a step with these metrics. Return the metrics of a rebuilt cache, if it was rebuilt."""
+        figures = Figures(
+            metrics[rejected_key(self.spec)],
+            len(result.row_weights),
+            metrics["sparse/xi_p05_long"],
+            int(metrics["response/p90_tokens"]),
+        )
+        figures = self.world.gather(figures)[0]  # ranks must agree
+        before, decision = self.state.budget, decide(figures, self.state, self.targets, self.budgets)
+        self.state = decision.state
+        if decision.unmet:
+            self.terminal.warn(
+                f"kv.budget = {before:,} is the largest that fits, and misses its targets: {decision.unmet}. To hold them, "
+                f"{remedy(self.config.kv)}."
+            )
+            self._append(step, before, f"the largest budget misses the targets: {decision.unmet}")
+        if not decision.reason:
+            return {}
+        seconds = self._resize(self.state.budget)
+        if seconds is None:  # the plan was too optimistic
+            self.budgets = [budget for budget in self.budgets if budget <= before]
+            self.state = BudgetState(before, figures.tokens)
+            self.terminal.warn(f"kv.budget = {decision.state.budget:,} ran out of memory: the budget stays at {before:,}.")
+            return {}
+        self._note(step, before, decision.reason, seconds)
+        return {"perf/rebuild_s": seconds}
+
+    # The cache
+
+    def _resize(self, budget: int) -> float | None:
+        """Rebuild the cache and its graphs. Return the seconds, or None if memory ran out and the cache is as before."""
+        device, before = self.actor.learner.device, self.engine.kv.kept_tokens
+        started, failed = device_time(device), False
+        if budget == before:
+            return 0.0
+        try:
+            self._rebuild(budget)
+        except torch.OutOfMemoryError:
+            failed = True
+        if self.world.any(failed):
+            torch.cuda.empty_cache()
+            self._rebuild(before)
+            return None
+        layers = self.world.gather(checkpointed_layers(self.config, self.plan, self.actor.learner))
+        self.optimizer.checkpointed_layers = max(self.optimizer.checkpointed_layers, *layers)  # FSDP runs layers together
+        return device_time(device) - started
+
+    def _rebuild(self, budget: int) -> None:
+        device, rollout = self.actor.learner.device, self.config.rollout
+        self.plan = self.plan and plan_budget(self.config, self.plan, budget)
+        self.engine.resize(budget, slots_of(self.config, self.plan, device))
+        self.engine.reserve_prompts(self.store_tokens, rollout.prompts_per_step, rollout.samples_per_prompt)
+        if device.type == "cuda":  # capture the graphs now, so that the cost is known and memory is tested
+            try_sampler(self.engine, self.longest_prompt, self.config)
+
+    def _note(self, step: int, before: int, reason: str, seconds: float) -> None:
+        """Log a change on the terminal, in budget.jsonl and in the next checkpoint."""
+        was = f"was {before:,}" if before else "found by the probe"
+        cost = f"{self.engine.slots} slots, {size(self.engine.cache.kv_bytes)} of keys and values, rebuilt in {seconds:.1f} s"
+        self.terminal.note(f"kv.budget is {self.state.budget:,} from step {step + 1} on, {was}: {reason} ({cost}).")
+        self._append(step, before, reason)
+
+    def _append(self, step: int, before: int, reason: str) -> None:
+        row = {"step": step, "before": before, "after": self.state.budget, "reason": reason}
+        self.changes.append(row)
+        self.folder.append_budget(row)

@@ -1,0 +1,128 @@
+"""Measure before the first step which budget a run needs: sample with budgets of a ladder and compare with the dense model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from ..config import KV, CorrectionSpec, Sampling
+from ..errors import UserError
+from ..format import size
+from ..kernels.counter_rng import derive
+from ..learner.batch import padded
+from ..learner.correction import correct, long_tail
+from ..learner.replay import replay
+from ..monitor.budget import Figures, Targets, long_length
+from ..rollout.clock import device_time
+from ..rollout.engine import Engine
+from ..world import World
+
+ROLLOUTS = 128
+"""Rollouts of a probe at one budget. With a target of 2 %, two of them may be rejected."""
+PROBED = 2**41
+"""Counter of the seeds of probes. Training rollouts count prompts from 0."""
+
+
+@dataclass(frozen=True)
+class ProbeRow:
+    """Figures at one budget, and what its cache costs."""
+
+    budget: int
+    figures: Figures
+    k3: float
+    kv_bytes: int
+    slots: int
+    seconds: float
+
+
+def rejected_key(spec: CorrectionSpec) -> str:
+    """Return the metric that a budget is judged by: rejections, or what the paper's veto would reject if the correction rejects
+    no sequence."""
+    return "sparse/rejection_rate" if spec.rejects_sequences else "sparse/unlikely"
+
+
+@torch.no_grad()
+def measure(
+    engine: Engine,
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    sampling: Sampling,
+    spec: CorrectionSpec,
+    *,
+    tokens_per_pass: int,
+    world: World,
+) -> ProbeRow:
+    """Sample `samples` responses to evenly spaced prompts at the engine's budget, on all ranks together, and compare their
+    log-probs with those of the dense model. The same seeds serve every budget."""
+    started = device_time(model.device)
+    count = -(-ROLLOUTS // samples)
+    spaced = [number * len(prompts) // count for number in range(count)]
+    mine = range(world.rank, count, world.size)
+    seeds = [derive(sampling.seed, PROBED + number, sample) for number in mine for sample in range(samples)]
+    own = []
+    if mine:
+        asked = [prompts[spaced[number]] for number in mine]
+        rollouts = engine.generate(asked, samples, sampling, seeds=seeds, record=False)
+        dense = replay(model, rollouts, "dense", tokens_per_pass=tokens_per_pass)
+        own = [each.cpu() - rollout.logprobs for each, rollout in zip(dense, rollouts, strict=True)]
+    log_xi = [each for part in world.gather(own) for each in part]
+    lengths = torch.tensor([len(each) for each in log_xi])
+    log_xi_BT = padded(log_xi)
+    mask_BT = torch.arange(log_xi_BT.shape[1]) < lengths[:, None]
+    metrics = correct(log_xi_BT, mask_BT, spec).metrics
+    figures = Figures(metrics[rejected_key(spec)], len(log_xi), long_tail(log_xi), long_length(lengths.tolist()))
+    kept = engine.kv.kept_tokens
+    seconds = device_time(model.device) - started
+    return ProbeRow(kept, figures, metrics["sparse/mismatch_k3"], engine.cache.kv_bytes, engine.slots, seconds)
+
+
+def find_budget(
+    budgets: Sequence[int], targets: Targets, measured: Callable[[int], ProbeRow]
+) -> tuple[ProbeRow | None, list[ProbeRow]]:
+    """Return (the row of the smallest budget that meets the targets or None, all measured rows by budget), by bisection."""
+    rows: dict[int, ProbeRow] = {}
+    low, high = 0, len(budgets)
+    while low < high:
+        middle = (low + high) // 2
+        row = rows[middle] = measured(budgets[middle])
+        low, high = (low, middle) if targets.met_by(row.figures) else (middle + 1, high)
+    return rows.get(low), [rows[place] for place in sorted(rows)]
+
+
+def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -> Table:
+    table = Table(title=f"kv.budget = auto: the smallest budget with {targets}", title_justify="left")
+    for heading in (
+        "budget",
+        "rejected",
+        "xi p05, long responses",
+        "k3",
+        "response tokens, p90",
+        "slots",
+        "KV",
+        "seconds",
+        "",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        each = row.figures
+        cells = [f"{row.budget:,}", f"{each.rejected:.1%}", f"{each.tail:.2f}", f"{row.k3:.1e}", f"{each.tokens:,}"]
+        mark = "chosen" if row.budget == found else "" if targets.met_by(each) else "missed"
+        table.add_row(*cells, str(row.slots), size(row.kv_bytes), f"{row.seconds:.1f}", mark)
+    return table
+
+
+def unreachable(row: ProbeRow, targets: Targets, kv: KV, limit: str) -> UserError:
+    """Return the error of a probe in which no budget meets the targets. `row` is the largest one, and `limit` says why."""
+    found = f"{row.figures.rejected:.1%} rejected, xi p05 of long responses {row.figures.tail:.2f}"
+    return UserError(f"No budget up to {row.budget:,} tokens, {limit}, has {targets} (found: {found}): {remedy(kv)}.")
+
+
+def remedy(kv: KV) -> str:
+    """Return what to do if the largest budget misses the targets."""
+    ways = ["lower rollout.max_tokens", "use another kv.policy"]
+    ways += [] if kv.protect_prompt else ["set kv.protect_prompt = true"]
+    ways += ["set kv.dtype = auto"] if kv.quantised else []
+    return f"{', '.join(ways)}, raise kv.target_rejected, or lower alerts.xi_p05"

@@ -1,0 +1,232 @@
+"""Runs with kv.budget = auto: the probe, the controller, checkpoints, the report, and what is refused."""
+
+import json
+import math
+import shutil
+import signal
+from contextlib import redirect_stdout
+from io import StringIO
+
+import numpy as np
+import pytest
+import torch
+
+from small_runs import Command, arguments, metrics, one_thread, refused, train
+from sparse_rl import KV, Engine, Sampling, UserError
+from sparse_rl.cli import main
+from sparse_rl.config import Config
+from sparse_rl.learner.correction import long_tail
+from sparse_rl.monitor.budget import Figures, Targets
+from sparse_rl.plan import dimensions, make_plan
+from sparse_rl.report.document import ReportSource
+from sparse_rl.train.auto_budget import AutoBudget
+from sparse_rl.train.budget_probe import ProbeRow, find_budget
+from sparse_rl.train.memory import budgets_that_fit, plan_budget
+from test_resume import assert_same_run, state_of
+
+AUTO = ["--kv.budget", "auto", "--kv.target-rejected", "0.2", "--correction.veto", "0.4", "--alerts.xi-p05", "none"]
+AUTO += ["--rollout.samples-per-prompt", "8", "--checkpoint.every", "1", "--checkpoint.keep", "20", "--optimizer.lr", "0.02"]
+AUTO += ["--rollout.max-tokens", "32"]
+"""A veto that rejects answers of the random model, and targets that it meets below the longest sequence."""
+STEPS = 11
+
+
+def changes(run):
+    return [json.loads(line) for line in (run / "budget.jsonl").read_text().splitlines()]
+
+
+def row(budget, rejected):
+    return ProbeRow(budget, Figures(rejected, 128, 0.9, 100), 0.0, 0, 1, 0.0)
+
+
+# The probe
+
+
+@pytest.mark.parametrize("needed", range(1, 8))
+def test_the_probe_finds_the_smallest_budget_with_few_measurements(needed):
+    budgets = [10, 20, 30, 40, 50, 60]
+    found, rows = find_budget(budgets, Targets(0.02), lambda budget: row(budget, 0.5 if budget < 10 * needed else 0.0))
+    assert (found.budget if found else None) == (10 * needed if needed < 7 else None)
+    assert len(rows) <= 3 and [each.budget for each in rows] == sorted({each.budget for each in rows})
+    assert found is not None or rows[-1].budget == 60
+
+
+def test_budgets_end_at_the_longest_sequence():
+    config = Config(kv={"budget": "auto", "window": 4, "sinks": 4}, rollout={"max_tokens": 100})
+    assert budgets_that_fit(config, None, 50)[-1] == 150 and budgets_that_fit(config, None, 50)[0] == 16
+    protected = Config(kv={"budget": "auto", "protect_prompt": True}, rollout={"max_tokens": 100})
+    assert budgets_that_fit(protected, None, 50)[-1] == 100
+
+
+def test_budgets_end_at_what_fits_in_memory_with_a_slot_for_each_sample():
+    """By the plan: 7B in 32 GiB has no room for budgets up to the longest sequence."""
+    config = Config(
+        kv={"budget": "auto"},
+        model={"path": "7B", "dtype": "bfloat16", "lora": {"rank": 16, "merge": False}},
+        rollout={"max_tokens": 16384},
+        optimizer={"tokens_per_microbatch": 16640},
+        eval={"problems": 0},
+    )
+    plan = make_plan(config, dimensions("7B"), memory_bytes=32 * 2**30, prompt_tokens=256)
+    assert plan.config.kv.budget == 8320  # half of the longest sequence
+    budgets = budgets_that_fit(config, plan, 256)
+    every = budgets_that_fit(config, None, 256)
+    assert budgets == every[: len(budgets)] and 256 < budgets[-1] < every[-1] == 16640
+    largest, next_one = (plan_budget(config, plan, each) for each in (budgets[-1], every[len(budgets)]))
+    assert largest.fits and largest.slots >= 8 and not (next_one.fits and next_one.slots >= 8)
+    small = plan_budget(config, plan, budgets[0])
+    assert small.slots > largest.slots  # memory stays, slots change
+
+
+# The engine
+
+
+def test_a_resized_engine_is_a_new_engine(model):
+    """Same rollouts, same bytes, statistics kept."""
+    prompts, sampling = [list(range(3, 40)), [7, 8, 9]], Sampling(max_tokens=40, stop=())
+    options = {"policy": "triattention", "interval": 8, "window": 4, "dtype": "8bit", "protect_prompt": True}
+    engine, fresh = (Engine(model, KV(budget=budget, **options), slots=slots) for budget, slots in ((24, 2), (40, 3)))
+    engine.calibrate(prompts, 100)
+    engine.generate(prompts, 2, sampling)
+    engine.resize(40, 3)
+    fresh.load_statistics(engine.statistics)
+    left, right = (each.generate(prompts, 2, sampling) for each in (engine, fresh))
+    assert [each.response for each in left] == [each.response for each in right]
+    assert engine.cache.kv_bytes == fresh.cache.kv_bytes and engine.kv == fresh.kv
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory):
+    """(A run whose answers shrink, its output): nothing interrupts it."""
+    run = tmp_path_factory.mktemp("auto") / "run"
+    with redirect_stdout(StringIO()) as out:
+        train(world, run, *AUTO, "--steps", str(STEPS), reward="short")
+    return run, out.getvalue()
+
+
+def test_a_run_finds_its_budget_and_says_so(whole):
+    run, out = whole
+    assert "the smallest budget with at most 20.0% rejected" in out and "chosen" in out and "missed" in out
+    assert "kv.budget is 32 from step 1 on, found by the probe: " in out
+    first = changes(run)[0]
+    assert (first["step"], first["before"], first["after"]) == (0, 0, metrics(run)[1]["kv/budget"])
+
+
+def test_a_lower_budget_is_used_reported_and_exported(whole, tmp_path):
+    """Answers shrink, so the budget that the probe missed is enough. The change is on the terminal, in budget.jsonl, in the
+    checkpoint, in the metrics and in the model, and the bytes are those of the budget."""
+    run, out = whole
+    rows, log = metrics(run), changes(run)
+    assert len(log) == 2 and log[1]["after"] == 24 and log[1]["reason"].endswith("in 8 steps leave room")
+    step = log[1]["step"]
+    assert f"kv.budget is 24 from step {step + 1} on, was 32: {log[1]['reason']} (16 slots, 112.0 KiB" in out
+    assert state_of(run, STEPS)[1]["budget"]["changes"] == log
+    assert [row["kv/budget"] for row in rows[1:]] == [32] * step + [24] * (STEPS - step)
+    assert [row["step"] for row in rows if "perf/rebuild_s" in row] == [step]
+    assert {row["kv/peak_bytes"] / (row["kv/budget"] + 4) for row in rows[1:]} == {4096}
+    stored = json.loads((run / "model/sparse_rl.json").read_text())["kv"]
+    assert stored["budget"] == 24 and "target_rejected" not in stored
+    with one_thread():
+        main(["export", str(run), str(tmp_path / "last")])
+        main(["export", str(run), str(tmp_path / "early"), "--step", "2"])
+    exported = [json.loads((tmp_path / name / "sparse_rl.json").read_text())["kv"]["budget"] for name in ("last", "early")]
+    assert exported == [24, 32]
+
+
+def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_path):
+    """Killed in the window before the budget changes, and once more after the change."""
+    killed = tmp_path / "killed"
+    for number, resume in ((5, []), (9, ["--resume"])):
+        command = Command(arguments(world, killed, *AUTO, "--steps", "500", *resume, reward="short"))
+        command.read_to(f"step {number}/500")
+        command.signal(signal.SIGKILL)
+        assert command.end()[0] == -signal.SIGKILL
+    steps = max(STEPS, int(metrics(killed)[-1]["step"]))
+    train(world, killed, *AUTO, "--steps", str(steps), "--resume", reward="short")
+    again, _ = whole
+    if steps > STEPS:
+        again = shutil.copytree(again, tmp_path / "again")
+        train(world, again, *AUTO, "--steps", str(steps), "--resume", reward="short")
+    assert_same_run(again, killed, steps)
+    assert changes(again) == changes(killed)
+
+
+def test_rows_of_budgets_after_the_checkpoint_are_dropped(world, whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    with (run / "budget.jsonl").open("a") as file:
+        file.write('{"step": 99, "before": 24, "after": 32, "reason": "of a lost step"}\n{"step": 100, "bef')
+    train(world, run, *AUTO, "--steps", str(STEPS), "--resume", reward="short")
+    assert changes(run) == changes(whole[0])
+
+
+def test_a_checkpoint_without_a_valid_budget_is_refused():
+    auto = AutoBudget.__new__(AutoBudget)
+    with pytest.raises(UserError, match="step 3 has no valid budget for kv.budget = auto"):
+        auto.restore({"state": {"budget": "many"}}, 3)
+
+
+def test_the_report_has_every_change_and_the_target(whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    with (run / "budget.jsonl").open("a") as file:
+        file.write('{"step": 12, "before": "<b>"}\n{"step": 13, "bef')
+    document, _ = ReportSource([run]).document()
+    (shown,) = document["runs"]
+    assert shown["budgets"] == changes(whole[0]) and shown["target"] == 0.2
+    assert shown["columns"]["kv/budget"][1:] == [row["kv/budget"] for row in metrics(run)[1:]]
+    assert "Budget: set by the run, went from 32 to 24 tokens in 1 change, to hold 20.0% rejected." in shown["sentences"]
+    assert "budget.jsonl: 1 line(s) cannot be read and are skipped." in shown["notes"]
+
+
+# Evaluation
+
+
+def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, capsys):
+    """By the same figures as the probe: rejections, and xi in the second half of the longest quarter of the responses."""
+    out = tmp_path / "eval"
+    flags = ["--compare", "full,rkv@60,rkv@16", "--mismatch", "--max-tokens", "30", "--temperature", "1", "--top-p", "1"]
+    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--reward.workers", "0", "--out", str(out)]
+    with one_thread():
+        main(["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags])
+    text = capsys.readouterr().out
+    assert "Smallest budget with at most 2.0% rejected and xi p05 of long responses at least 0.6: rkv@60." in text
+    found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
+    assert found["rkv@60"]["xi_p05_long"] > 0.99 and found["rkv@16"]["xi_p05_long"] < 0.6
+    log_xi = torch.from_numpy(np.load(out / "log_xi/2.npy"))
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    parts = log_xi.split([row["tokens"] for row in samples if row["setting"] == "rkv@16"])
+    longest = sorted(parts, key=lambda part: -len(part))[:2]
+    late = torch.cat([part[len(part) // 2 :] for part in longest]).sort().values.exp()
+    assert found["rkv@16"]["xi_p05_long"] == pytest.approx(float(late[math.ceil(0.05 * len(late)) - 1]), rel=1e-5)
+
+
+def test_long_tail_weighs_rows_and_ignores_short_ones():
+    long, short = torch.tensor([0.0] * 10 + [-1.0] * 10), torch.full((4,), -9.0)
+    assert long_tail([short, long, short, short]) == pytest.approx(math.exp(-1))
+    assert long_tail([short, long, short, short], [1, 1, 1, 9]) == pytest.approx(math.exp(-9))
+    assert math.isnan(long_tail([])) and long_tail([torch.tensor([math.nan])]) < 1e-8
+
+
+# What is refused
+
+
+def test_contradictions_are_refused_with_the_remedy(world, tmp_path, capsys):
+    cases = {
+        ("--kv.policy", "full"): "kv.budget = auto and kv.policy = full contradict each other: full evicts nothing.",
+        ("--rollout.slots", "4"): "kv.budget = auto and rollout.slots = 4 contradict each other: a larger budget takes",
+        ("--kv.target-rejected", "0"): "kv.target_rejected = '0' is invalid: input should be greater than 0.",
+    }
+    for flags, sentence in cases.items():
+        assert refused(capsys, *arguments(world, tmp_path / "run", *AUTO, *flags)).startswith(sentence)
+    with pytest.raises(UserError, match="auto works in training only: set a number"):
+        KV(budget="auto").capacity  # noqa: B018
+
+
+def test_targets_that_no_budget_reaches_are_refused_with_the_remedy(world, tmp_path, capsys):
+    """Without eviction, quantisation alone misses them."""
+    flags = [*AUTO, "--kv.dtype", "4bit", "--kv.target-rejected", "0.001", "--alerts.xi-p05", "0.999"]
+    sentence = refused(capsys, *arguments(world, tmp_path / "run", *flags))
+    assert sentence.startswith("No budget up to 41 tokens, the longest sequence, has at most 0.1% rejected")
+    assert "lower rollout.max_tokens, use another kv.policy, set kv.protect_prompt = true, set kv.dtype = auto" in sentence
