@@ -1,7 +1,7 @@
 """`kv`: options of the KV cache. All sizes are tokens per layer and kv head of one sequence."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,7 +24,7 @@ class KV(Section):
             "of a custom policy."
         ),
     )
-    budget: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    budget: int | Literal["auto"] = Field(
         512,
         description=(
             "Number of tokens kept by a compaction; with protect_prompt, of response tokens. auto: the run measures it before "
@@ -70,6 +70,8 @@ class KV(Section):
                     "remove kv.budget."
                 )
             return self
+        if self.budget < 1:
+            raise ValueError(f"kv.budget = {self.budget} is invalid: it must be at least 1, or auto.")
         if self.policy != "full" and self.budget <= forced:
             raise ValueError(
                 f"kv.budget = {self.budget} is too small: it must exceed window + sinks = {forced}. Try --kv.budget "
