@@ -51,6 +51,18 @@ def test_the_probe_finds_the_smallest_budget_with_few_measurements(needed):
     assert found is not None or rows[-1].budget == 60
 
 
+@pytest.mark.parametrize(
+    ("needed", "fits", "found"), [(30, 40, 30), (30, 30, 30), (30, 20, None), (10, 10, 10), (10, 0, None)]
+)
+def test_the_probe_stays_below_budgets_that_run_out_of_memory(needed, fits, found):
+    def measured(budget):
+        return row(budget, 0.5 if budget < needed else 0.0) if budget <= fits else None
+
+    smallest, rows = find_budget([10, 20, 30, 40, 50, 60], Targets(0.02), measured)
+    assert (smallest and smallest.budget) == found
+    assert all(each.budget <= fits for each in rows)
+
+
 def test_budgets_end_at_the_longest_sequence():
     config = Config(kv={"budget": "auto", "window": 4, "sinks": 4}, rollout={"max_tokens": 100})
     assert budgets_that_fit(config, None, 50)[-1] == 150 and budgets_that_fit(config, None, 50)[0] == 16
@@ -134,6 +146,7 @@ def test_a_lower_budget_is_used_reported_and_exported(whole, tmp_path):
         main(["export", str(run), str(tmp_path / "early"), "--step", "2"])
     exported = [json.loads((tmp_path / name / "sparse_rl.json").read_text())["kv"]["budget"] for name in ("last", "early")]
     assert exported == [24, 32]
+    assert "rkv 24+" in (tmp_path / "last" / "README.md").read_text()
 
 
 def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_path):

@@ -223,13 +223,13 @@ def test_data_that_the_hub_does_not_have_is_refused(hub, process, world, tmp_pat
 
 def test_a_card_names_the_base_model_and_the_data_of_the_hub():
     config = Config(model={"path": "Qwen/Qwen2.5-0.5B"}, data={"train": "gsm8k"}, method="dense")
-    card = model_card(config, [], 100, "me/mine")
+    card = model_card(config, config.sampler_kv, [], 100, "me/mine")
     about = front_matter(card)
     assert (about["base_model"], about["datasets"]) == ("Qwen/Qwen2.5-0.5B", ["openai/gsm8k"])
     assert "Rollouts ran on a dense KV cache." in card and "## Curves" not in card and "sparse-rl generate" not in card
     own = config.model_copy(update={"data": config.data.model_copy(update={"train": "me/mine:main:train"})})
     with pytest.raises(UserError):
-        model_card(own, [], 100, "me/mine")
+        model_card(own, own.sampler_kv, [], 100, "me/mine")
 
 
 def test_a_card_shows_no_folder_of_the_machine(tmp_path):
@@ -238,7 +238,7 @@ def test_a_card_shows_no_folder_of_the_machine(tmp_path):
         data={"train": str(tmp_path / "a/rows.jsonl"), "test": [str(tmp_path / "b.jsonl"), "gsm8k"]},
         reward={"function": f"math_answer + 0.2 * {tmp_path}/rewards.py:brief"},
     )
-    card = model_card(config, [], 1, "me/mine")
+    card = model_card(config, config.sampler_kv, [], 1, "me/mine")
     assert tmp_path.name not in card and str(tmp_path.parent) not in card
     assert 'function = "math_answer + 0.2 * rewards.py:brief"' in card and 'test = [\n    "b.jsonl",\n    "gsm8k",\n]' in card
 

@@ -38,9 +38,9 @@ def convert(arguments: list[str]) -> tuple[str, list[str]]:
 def recipe_values(flags: Flags) -> dict[str, Any]:
     """Return the values of the recipe, and complete `flags.notes`."""
     rollout, updates = _batch(flags)
-    max_tokens = rollout["max_tokens"]
+    max_tokens, trl_updates = rollout["max_tokens"], updates * flags["num_iterations"]
     if flags["max_steps"] > 0:
-        steps = {"steps": math.ceil(flags["max_steps"] / (updates * flags["num_iterations"]))}
+        steps = {"steps": math.ceil(flags["max_steps"] / trl_updates)}
         flags["num_train_epochs"]
     else:
         steps = {}
@@ -51,8 +51,8 @@ def recipe_values(flags: Flags) -> dict[str, Any]:
     budget = max(64, 16 * (max_tokens // 32))
     flags.notes.insert(
         0,
-        f"TRL samples with a dense cache, as method = dense does. The recipe bounds it to kv.budget = {budget} tokens, half of "
-        "--max_completion_length.",
+        f"TRL samples with a dense cache, as method = dense does. The recipe bounds it to kv.budget = {budget} tokens"
+        + (", half of --max_completion_length." if 2 * budget <= max_tokens + 32 else "."),
     )
     values: dict[str, Any] = {
         "method": "sparse_rl",
@@ -64,11 +64,11 @@ def recipe_values(flags: Flags) -> dict[str, Any]:
         "rollout": rollout,
         "loss": _loss(flags),
         "advantage": _advantage(flags),
-        "optimizer": _optimizer(flags, updates),
+        "optimizer": _optimizer(flags, updates, trl_updates),
         "reward": reward_section(flags, max_tokens),
         "data": data_section(flags),
-        "eval": _evaluation(flags, updates),
-        "checkpoint": _checkpoint(flags, updates),
+        "eval": _evaluation(flags, trl_updates),
+        "checkpoint": _checkpoint(flags, trl_updates),
         "log": _log(flags),
     }
     if flags["off_policy_mask_threshold"] is not None:
@@ -186,7 +186,7 @@ def _advantage(flags: Flags) -> dict[str, Any]:
     return advantage | ({"mask_truncated": True} if flags["mask_truncated_completions"] else {})
 
 
-def _optimizer(flags: Flags, updates: int) -> dict[str, Any]:
+def _optimizer(flags: Flags, updates: int, trl_updates: int) -> dict[str, Any]:
     schedule = str(getattr(flags["lr_scheduler_type"], "value", flags["lr_scheduler_type"]))
     if schedule not in SCHEDULES:
         raise UserError(f"--lr_scheduler_type {schedule} has no counterpart: use one of {', '.join(SCHEDULES)}.")
@@ -200,7 +200,7 @@ def _optimizer(flags: Flags, updates: int) -> dict[str, Any]:
         "betas": [flags["adam_beta1"], flags["adam_beta2"]],
         "weight_decay": flags["weight_decay"],
         "schedule": SCHEDULES[schedule],
-        "warmup_steps": math.ceil(warmup / updates),
+        "warmup_steps": math.ceil(warmup / trl_updates),
         "updates_per_step": updates,
     }
     if flags["max_grad_norm"]:

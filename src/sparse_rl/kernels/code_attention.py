@@ -25,9 +25,6 @@ from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredCodes
 from .slot_attention import BLOCK, _combine, _rows
 
-HEAD_MULTIPLE = 4
-"""The kernel needs a head dimension that is a multiple of this."""
-
 
 def attend_and_append_codes(
     queries_SQD: Tensor,

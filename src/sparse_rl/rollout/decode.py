@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention, sequence_attention
-from ..kernels.code_attention import HEAD_MULTIPLE, attend_and_append_codes
+from ..kernels.code_attention import attend_and_append_codes
 from ..kernels.form import PLAIN, AttentionForm
 from ..kernels.jit import usable
 from ..kernels.rows import StoredCodes, StoredPrompts
@@ -46,8 +46,6 @@ class DecodeView:
         self.prompts_S = None if cache.prompts is None else prompts_S
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
-        if cache.quantiser is not None:
-            self.fused &= cache.shape.head_dim % HEAD_MULTIPLE == 0
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
             row_tokens = cache.capacity

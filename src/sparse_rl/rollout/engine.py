@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..config import KV, WORTH_COMPILING, Sampling
 from ..errors import UserError, notice
+from ..kernels.codes import HEAD_MULTIPLE
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
@@ -97,6 +98,8 @@ class Engine:
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
         self._refuse_codes()
+        if self.policy.evicts and not self.limits.shape.full.layers:
+            notice(f"Every layer of the model has a window of {self.limits.shape.window} tokens: kv.budget has no effect.")
         self.cache = self._new_cache()
         self.pool_reserved = False
 
@@ -239,9 +242,10 @@ class Engine:
         shape = self.limits.shape
         if not self.kv.quantised:
             return None
-        if shape.head_dim % 2:
+        if shape.head_dim % HEAD_MULTIPLE:
             raise UserError(
-                f"The model's head dimension = {shape.head_dim} is odd: set kv.dtype = auto, or use another model."
+                f"The model's head dimension = {shape.head_dim} is no multiple of {HEAD_MULTIPLE}: set kv.dtype = auto, or use "
+                "another model."
             )
         return Quantiser(self.kv.dtype, KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device))
 
@@ -266,15 +270,15 @@ class Engine:
         self, prompt_tokens: int, max_tokens: int, prompts: int, samples: int, *, kv_bytes: int | None = None
     ) -> None:
         """Allocate a dense cache for `samples` responses of at most `max_tokens` tokens to each of `prompts` prompts of at most
-        `prompt_tokens` tokens. Does nothing if the cache is sparse.
+        `prompt_tokens` tokens. If the cache is sparse, allocate only the windows of windowed layers.
 
         By default, no sequence ever waits for pages. With `kv_bytes`, keys and values take at most so many bytes, and the cache
         keeps its size: if pages run out, the youngest sequences wait and are recomputed.
         """
+        self._grow_windows(prompt_tokens + max_tokens)
         if self.policy.evicts:
             return
         self.pool_reserved = False
-        self._grow_windows(prompt_tokens + max_tokens)
         token_bytes = self.cache.token_bytes
         if kv_bytes is None or not token_bytes:  # every layer has a window
             self._grow_pool([prompt_tokens] * prompts, max_tokens, samples)

@@ -70,6 +70,9 @@ class AutoBudget:
         if state.budget > most:
             self.state = BudgetState(most, state.tokens)
         seconds = self._resize(self.state.budget)
+        if seconds is None:  # the plan was too optimistic
+            most = self.engine.kv.kept_tokens
+            self.budgets, self.state = [each for each in self.budgets if each <= most], BudgetState(most, state.tokens)
         if state.budget > most:
             self._note(step, state.budget, f"only {most:,} tokens fit in the memory of this machine", seconds or 0.0)
 
@@ -79,6 +82,8 @@ class AutoBudget:
         """Use the smallest budget that meets the targets, and print what was measured. Raise UserError if none does."""
         self.actor.merge()
         found, rows = find_budget(self.budgets, self.targets, lambda budget: self._measured(prompts, budget))
+        if not rows:
+            raise out_of_memory(self.config, self.plan)
         self.terminal.table(probe_table(rows, self.targets, found.budget if found else None))
         if found is None:
             longest = self.budgets[-1] >= self.config.longest_kept(self.store_tokens)
@@ -90,9 +95,11 @@ class AutoBudget:
         share = f"{found.figures.rejected:.1%} of {found.figures.rollouts} probed rollouts rejected"
         self._note(0, 0, f"{share}, the smallest of {len(rows)} measured budgets that meets the targets", seconds)
 
-    def _measured(self, prompts: Sequence[Sequence[int]], budget: int) -> ProbeRow:
+    def _measured(self, prompts: Sequence[Sequence[int]], budget: int) -> ProbeRow | None:
+        """Return what is measured with this budget, or None if memory ran out."""
         if self._resize(budget) is None:
-            raise out_of_memory(self.config.with_budget(budget), self.plan)
+            self.budgets = [each for each in self.budgets if each < budget]
+            return None
         return measure(
             self.engine,
             self.actor.sampler,
@@ -127,7 +134,7 @@ class AutoBudget:
             return {}
         seconds = self._resize(self.state.budget)
         if seconds is None:  # the plan was too optimistic
-            self.budgets = [budget for budget in self.budgets if budget <= before]
+            self.budgets = [budget for budget in self.budgets if budget < decision.state.budget]
             self.state = BudgetState(before, figures.tokens)
             self.terminal.warn(f"kv.budget = {decision.state.budget:,} ran out of memory: the budget stays at {before:,}.")
             return {}
@@ -158,7 +165,9 @@ class AutoBudget:
         device, rollout = self.actor.learner.device, self.config.rollout
         self.plan = self.plan and plan_budget(self.config, self.plan, budget)
         self.engine.resize(budget, slots_of(self.config, self.plan, device))
-        self.engine.reserve_prompts(self.store_tokens, rollout.prompts_per_step, rollout.samples_per_prompt)
+        calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
+        self.engine.reserve_dense(self.store_tokens, rollout.max_tokens, *calls)
+        self.engine.reserve_prompts(self.store_tokens, *calls)
         if device.type == "cuda":  # capture the graphs now, so that the cost is known and memory is tested
             try_sampler(self.engine, self.longest_prompt, self.config)
 

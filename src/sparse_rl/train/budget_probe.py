@@ -80,14 +80,21 @@ def measure(
 
 
 def find_budget(
-    budgets: Sequence[int], targets: Targets, measured: Callable[[int], ProbeRow]
+    budgets: Sequence[int], targets: Targets, measured: Callable[[int], ProbeRow | None]
 ) -> tuple[ProbeRow | None, list[ProbeRow]]:
-    """Return (the row of the smallest budget that meets the targets or None, all measured rows by budget), by bisection."""
+    """Return (the row of the smallest budget that meets the targets or None, all measured rows by budget), by bisection.
+
+    `measured` returns None for a budget that does not fit in memory. Larger ones are then not tried.
+    """
     rows: dict[int, ProbeRow] = {}
     low, high = 0, len(budgets)
     while low < high:
         middle = (low + high) // 2
-        row = rows[middle] = measured(budgets[middle])
+        row = measured(budgets[middle])
+        if row is None:
+            high = middle
+            continue
+        rows[middle] = row
         low, high = (low, middle) if targets.met_by(row.figures) else (middle + 1, high)
     return rows.get(low), [rows[place] for place in sorted(rows)]
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from .. import __version__
-from ..config import SHADOW_METHODS, TASKS, Config
+from ..config import KV, SHADOW_METHODS, TASKS, Config
 from ..format import size
 from ..hub import is_hub_id
 from ..report.figures import CURVES
@@ -26,17 +26,20 @@ PATHS = {"model": ("path",), "data": ("train", "test", "dir"), "reward": ("funct
 Row = dict[str, float]
 
 
-def model_card(config: Config, rows: Sequence[Row], step: int, name: str, *, merge: bool = False) -> str:
-    """Return the text of README.md for the weights of one step. `rows` are the run's metrics, `name` is a hub id or a folder."""
+def model_card(config: Config, kv: KV, rows: Sequence[Row], step: int, name: str, *, merge: bool = False) -> str:
+    """Return the text of README.md for the weights of one step. `rows` are the run's metrics, `name` is a hub id or a folder.
+
+    `kv` is the sampler's cache at that step. Its budget is a number, also if the run sets it itself.
+    """
     rows = [row for row in rows if row["step"] <= step]
     adapter = bool(config.model.lora.rank) and not merge
     parts = [
         f"---\n{_metadata(config, adapter)}\n---\n",
-        f"# {_cell(name.rpartition('/')[2])}\n\n{_summary(config)}\n",
-        _table(("", ""), _facts(config, rows, step, merge)),
-        _scores(config, rows),
+        f"# {_cell(name.rpartition('/')[2])}\n\n{_summary(kv)}\n",
+        _table(("", ""), _facts(config, kv, rows, step, merge)),
+        _scores(kv, rows),
         _curves(rows),
-        f"## Use\n\n{_use(config, name, adapter)}",
+        f"## Use\n\n{_use(kv, name, adapter)}",
         f"## Recipe\n\nOptions that differ from the defaults:\n\n```toml\n{_recipe(config)}```\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -58,15 +61,14 @@ def _metadata(config: Config, adapter: bool) -> str:
     return ModelCardData(**about).to_yaml()
 
 
-def _summary(config: Config) -> str:
-    kv = config.sampler_kv
+def _summary(kv: KV) -> str:
     bound = f"at most {kv.capacity:,} tokens per layer and head" + (", the prompt beside them" if kv.stores_prompts else "")
     cache = "a dense KV cache" if kv.policy == "full" else f"a KV cache of {bound}"
     return f"Trained by reinforcement learning with sparse-rl. Rollouts ran on {cache}."
 
 
-def _facts(config: Config, rows: Sequence[Row], step: int, merge: bool) -> list[tuple[str, str]]:
-    lora, rollout, kv = config.model.lora, config.rollout, config.sampler_kv
+def _facts(config: Config, kv: KV, rows: Sequence[Row], step: int, merge: bool) -> list[tuple[str, str]]:
+    lora, rollout = config.model.lora, config.rollout
     correction = "none" if config.method in SHADOW_METHODS else config.correction.preset or config.default_preset
     own = " with options of its own" if config.correction.model_dump(exclude={"preset"}, exclude_none=True) else ""
     weights = f"LoRA rank {lora.rank}, {'merged into the weights' if merge else 'adapter'}" if lora.rank else "all weights"
@@ -78,7 +80,7 @@ def _facts(config: Config, rows: Sequence[Row], step: int, merge: bool) -> list[
         ("problems", _short(config.data.train)),
         ("reward", _short(config.reward.function_for(config.data.train))),
         ("method, correction", f"{config.method}, {correction}{own}"),
-        ("KV cache of the sampler", kv.label),
+        ("KV cache of the sampler", f"{kv.label}, budget set by the run" if config.sets_budget else kv.label),
         ("KV memory", f"{size(held)} allocated at most; a dense cache would have held {size(dense)}" if held else ""),
         ("step", f"{step} of {config.steps}"),
         (
@@ -92,14 +94,14 @@ def _facts(config: Config, rows: Sequence[Row], step: int, merge: bool) -> list[
     return [(what, value) for what, value in facts if value]
 
 
-def _scores(config: Config, rows: Sequence[Row]) -> str:
+def _scores(kv: KV, rows: Sequence[Row]) -> str:
     keys = list(dict.fromkeys(key for row in rows for key in score_keys(row)))
     if not keys:
         return ""
     share, lines = are_shares(rows), []
     for key in keys:
         scored = [row for row in rows if key in row]
-        cache = config.sampler_kv.label if key.endswith("_sparse") else "dense"
+        cache = kv.label if key.endswith("_sparse") else "dense"
         ends = [
             score_text(row[key], row.get(f"{key}_low"), row.get(f"{key}_high"), share=share) for row in (scored[0], scored[-1])
         ]
@@ -127,7 +129,7 @@ def sparkline(values: Sequence[float], width: int = BUCKETS) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _use(config: Config, name: str, adapter: bool) -> str:
+def _use(kv: KV, name: str, adapter: bool) -> str:
     shown = name.replace('"', "")
     needs = "  # needs peft" if adapter else ""
     lines = [
@@ -138,7 +140,7 @@ def _use(config: Config, name: str, adapter: bool) -> str:
         f'tokenizer = AutoTokenizer.from_pretrained("{shown}")',
         "```\n",
     ]
-    if config.sampler_kv.is_sparse:
+    if kv.is_sparse:
         lines += ["With the KV cache of its training:\n", "```text", f'sparse-rl generate {shown} "a prompt"', "```\n"]
     return "\n".join(lines)
 

@@ -91,10 +91,10 @@ def _write(
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         if folder.remote:
             folder.remote.fetch(folder.metrics.name)
-        card = model_card(config, folder.read_metrics(), done, push or target.resolve().name, merge=merge)
         kv = config.sampler_kv
         if config.sets_budget:
             state, _ = checkpoint.read_state(within(folder.checkpoints, f"step-{done}"))
             kv = kv.model_copy(update={"budget": state.budget["state"]["budget"]})
+        card = model_card(config, kv, folder.read_metrics(), done, push or target.resolve().name, merge=merge)
         write_model(target, actor, tokenizer, kv, statistics, merge=merge, card=card)
     return done

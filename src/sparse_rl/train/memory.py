@@ -124,9 +124,10 @@ def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
     plan = plan or _plan_by_name(config)
     if plan is None:
         return UserError(f"A training step does not fit into the GPU's memory: try {', or '.join(_usual(config))}.")
+    fixed = " Slots need a fixed budget: set kv.budget to a number, too." if config.kv.budget == "auto" else ""
     return UserError(
         f"The GPU's memory of {gib(plan.memory_bytes or 0)} GiB is too small for a training step, which needs "
-        f"{gib(plan.needed_bytes)} GiB or more: {sentence(plan, ran_out=True)}."
+        f"{gib(plan.needed_bytes)} GiB or more: {sentence(plan, ran_out=True)}.{fixed}"
     )
 
 
@@ -153,4 +154,4 @@ def _usual(config: Config) -> list[str]:
         found.append("--optimizer.state offload")
     if not config.model.lora.rank:
         found.append("--model.lora.rank 16")
-    return [*found, "a smaller rollout.slots or max_tokens"]
+    return [*found, "a smaller rollout.max_tokens" if config.kv.budget == "auto" else "a smaller rollout.slots or max_tokens"]

@@ -174,6 +174,12 @@ class TrainingRun:
 
     def _possible_budgets(self, prompt_tokens: int) -> tuple[list[int], int]:
         """Return (the budgets that fit on all ranks, the one to start with: at most half of the longest sequence)."""
+        kv, longest = self.config.kv, self.config.longest_kept(prompt_tokens)
+        if longest <= kv.window + kv.sinks:
+            raise UserError(
+                f"kv.budget = auto has no choice: sequences hold at most {longest} tokens to choose from, and window + sinks keep "
+                f"{kv.window + kv.sinks}. Train dense, or lower kv.window."
+            )
         budgets = min(self.world.gather(budgets_that_fit(self.config, self.plan, prompt_tokens)), key=len)
         half = self.config.with_known_budget(prompt_tokens).kv.kept_tokens
         return budgets, max((budget for budget in budgets if budget <= half), default=budgets[0])
@@ -295,7 +301,7 @@ class TrainingRun:
         self._write_rollouts(result)
         memory = self._memory_metrics()
         metrics = self.training_step.metrics(self.state.step - 1, result, rollout_s)
-        if self.auto_budget:
+        if self.auto_budget and self.state.step < self.config.steps:
             metrics |= self.auto_budget.after_step(self.state.step, result, metrics)
             self._use_budget()
         return {**metrics, **memory, "perf/step_s": device_time(device) - started}
@@ -367,10 +373,9 @@ class TrainingRun:
 
     def _write_model(self) -> None:
         if self.world.is_main:
-            card = model_card(
-                self.config, self.folder.read_metrics(), self.state.step, f"{self.folder.path.resolve().name}/model"
-            )
-            write_model(self.folder.model, self.actor, self.tokenizer, self.engine.kv, self.engine.statistics, card=card)
+            kv, name = self.engine.kv, f"{self.folder.path.resolve().name}/model"
+            card = model_card(self.config, kv, self.folder.read_metrics(), self.state.step, name)
+            write_model(self.folder.model, self.actor, self.tokenizer, kv, self.engine.statistics, card=card)
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         self.best.before_save(self.state, metrics, last=last)
