@@ -301,7 +301,7 @@ class TrainingRun:
         self._write_rollouts(result)
         memory = self._memory_metrics()
         metrics = self.training_step.metrics(self.state.step - 1, result, rollout_s)
-        if self.auto_budget and self.state.step < self.config.steps:
+        if self.auto_budget:  # also after the last step: the run may be continued
             metrics |= self.auto_budget.after_step(self.state.step, result, metrics)
             self._use_budget()
         return {**metrics, **memory, "perf/step_s": device_time(device) - started}
