@@ -54,8 +54,9 @@ def same(left, right):
 
 def assert_same_run(left, right, steps):
     mine, theirs = state_of(left, steps), state_of(right, steps)
-    for part in (0, 1):
-        assert [key for key in mine[part] if not same(mine[part][key], theirs[part].get(key))] == []
+    for ours, others in zip(mine, theirs, strict=True):
+        assert ours.keys() == others.keys()
+        assert [key for key in ours if not same(ours[key], others[key])] == []
     assert without_clock(metrics(left)) == without_clock(metrics(right))
     assert (left / "xi.jsonl").read_bytes() == (right / "xi.jsonl").read_bytes()
     for step in range(1, steps + 1):
