@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument(
         "--seeds", type=int, nargs="*", help="only these, one after another over all questions [all of each question]"
     )
+    parser.add_argument("--arms", nargs="*", help="only these, in this order [all]")
     parser.add_argument("--seconds", type=float, default=1200, help="after which everything is stopped [1200]")
     parser.add_argument("--needs", type=float, default=0, help="seconds that must be left for a run to be started [0]")
     parser.add_argument("--at-once", type=int, default=4, help="runs on the GPU at a time [4]")
@@ -67,6 +68,8 @@ def main() -> None:
     waiting = [run for question in args.questions for run in runs_of(question) if run.key not in done]
     if args.seeds is not None:
         waiting = [run for seed in args.seeds for run in waiting if run.seed == seed]
+    if args.arms is not None:
+        waiting = [run for arm in args.arms for run in waiting if run.arm == arm]
     print(f"{len(waiting)} runs are left of {', '.join(args.questions)}", flush=True)
     slice_of(waiting, args)
 
