@@ -1,8 +1,8 @@
 """`model`: the weights to train, their dtype, and full or adapter training."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .section import Section
 
@@ -23,6 +23,26 @@ class LoraConfig(Section):
         True,
         description="Sample from a merged copy; false merges in place, which saves GPU memory.",
     )
+    base: Literal["auto", "4bit"] = Field(
+        "auto",
+        description="Storage of the frozen linear layers: auto (the model's dtype) or 4bit (NF4, bitsandbytes; never merged).",
+    )
+
+    @model_validator(mode="after")
+    def _adapters_with_4bit(self) -> Self:
+        if self.base == "4bit" and not self.rank:
+            raise ValueError("base = 4bit trains adapters only: set model.lora.rank, such as 16.")
+        return self
+
+    @property
+    def merges_copy(self) -> bool:
+        """True if the sampler has a merged copy of the adapted layers."""
+        return bool(self.rank) and self.merge and self.base == "auto"
+
+    @property
+    def merges_in_place(self) -> bool:
+        """True if adapters are merged into the layers for sampling, and the base weights restored from host memory."""
+        return bool(self.rank) and not self.merge and self.base == "auto"
 
 
 class ModelConfig(Section):

@@ -6,7 +6,7 @@ ranks they are a sharded learner and a full model on each rank.
 Merged weights are W + s·BA, computed in float32 and rounded once. They are written in place, so objects that reference their
 storage, such as CUDA graphs, stay valid. By default the merged model has its own tensors where there is an adapter. Where
 memory is short (`model.lora.merge = false`), it has the learner's: `merge` writes W + s·BA into them for sampling, and
-`restore` copies W back from host memory for learning, to the bit.
+`restore` copies W back from host memory for learning, to the bit. A base in 4 bits is not merged: the learner samples.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..config import LoraConfig, RanksConfig
 from ..errors import UserError
 from ..gpu_memory import page_lock
+from .four_bit import is_four_bit
 
 ADAPTER = "default"
 
@@ -39,7 +40,9 @@ class Actor:
         self.base: dict[str, Tensor] = {}
         """Base weights of the layers with an adapter in host memory, if the learner and the sampler share their tensors."""
         self.is_merged = False
-        if lora.rank:
+        if is_four_bit(model):  # sampled with its adapters
+            self.peft = _with_adapters(model, lora)
+        elif lora.rank:
             shared = copy.deepcopy(model, {id(weight): weight for weight in (*model.parameters(), *model.buffers())})
             self.peft = _with_adapters(model, lora)
             self.sampler = shared

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, constants
@@ -21,6 +21,7 @@ from ..hub import why_unreachable
 from ..text import listed, printable, quoted
 from . import gguf
 from .folder import check_model_folder, check_tokenizer_folder, refuse_missing
+from .four_bit import quantize_layers
 
 DRIVER = Path("/proc/driver/nvidia/version")
 TINY = Path(__file__).parent / "tiny"
@@ -28,11 +29,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(
-    path: str, *, dtype: str | None = None, device: str | None = None, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    base: Literal["auto", "4bit"] = "auto",
 ) -> PreTrainedModel:
     """Load a causal language model from a hub id, a folder, a GGUF file or `tiny`.
 
-    `dtype` defaults to bfloat16 on a GPU and float32 on a CPU. Only safetensors weights are read.
+    `dtype` defaults to bfloat16 on a GPU and float32 on a CPU. Only safetensors weights are read. With `base` 4bit, the linear
+    layers are quantized on their way to the device.
     """
     dtype, device = place(dtype, device)
     if dtype not in DTYPES:
@@ -53,6 +60,8 @@ def load_model(
     except Exception as error:  # values of config.json can cause errors anywhere in the model code
         raise UserError(_sentence("model", path, error)) from error
     _refuse_incomplete(path, info)
+    if base == "4bit":
+        quantize_layers(model)
     try:
         model = model.to(device).eval()
     except torch.OutOfMemoryError:

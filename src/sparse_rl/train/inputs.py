@@ -58,7 +58,11 @@ def load_all(config: Config) -> RunInputs:
     few = too_few_note(config.data.train, len(places), config.rollout.prompts_per_step)
     held_out = load_held_out(config, tokenizer)  # before the model: an empty set ends the run
     model = load_model(
-        settings.path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
+        settings.path,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+        base=settings.lora.base,
     )
     set_head_dtype(model, settings.head_dtype)
     return RunInputs(
