@@ -58,12 +58,14 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
     dtype, device = place(config.model.dtype, config.model.device)
     path = HUB_SHAPES.get(config.model.path, config.model.path)
     if path in SHAPES:
-        model = random_model(path, dtype=DTYPES[dtype], device=device, seed=config.seed)
+        model = random_model(path, dtype=DTYPES[dtype], device=device, seed=config.seed, base=config.model.lora.base)
         # random weights were trained for no context, so the shape's does not limit a benchmark
         longest_sequence = prompt_tokens + config.rollout.max_tokens
         model.config.max_position_embeddings = max(model.config.max_position_embeddings, longest_sequence)
     else:
-        model = load_model(path, dtype=dtype, device=device, trust_remote_code=config.model.trust_remote_code)
+        model = load_model(
+            path, dtype=dtype, device=device, trust_remote_code=config.model.trust_remote_code, base=config.model.lora.base
+        )
     set_head_dtype(model, config.model.head_dtype)
     model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = (
         None  # every rollout runs to its maximum length

@@ -77,7 +77,7 @@ REASONS = {
     r"lora_dropout|use_dora|use_rslora|lora_modules_to_save|lora_target_parameters|lora_task_type": (
         "adapters are plain LoRA without dropout"
     ),
-    r"load_in_\w+|bnb_\w+|use_bnb_\w+": "base weights are not quantised; kv.dtype quantises the cache",
+    r"load_in_\w+|bnb_\w+|use_bnb_\w+": "set model.lora.base = 4bit for NF4 base weights under LoRA; kv.dtype quantises the cache",
     r"router_aux_loss_coef": "the loss has no term for routers",
     r"optim|optim_\w+|adam_epsilon": "the optimizer is AdamW with epsilon 1e-8; optimizer.state sets its memory",
     r"lr_scheduler_kwargs": "schedules have no other options",

@@ -5,7 +5,6 @@ are expanded in every product. Adapters cannot be merged into codes without roun
 and its adapter, from the same codes. Embeddings, norms and the LM head keep their dtype.
 """
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 

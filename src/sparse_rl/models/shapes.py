@@ -129,14 +129,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(shape: str, *, dtype, device: str, seed: int):
-    """Return a causal language model of this shape, with random weights from `seed`."""
+def random_model(shape: str, *, dtype, device: str, seed: int, base: str = "auto"):
+    """Return a causal language model of this shape, with random weights from `seed`. `base` is `model.lora.base`."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     fields = dict(SHAPES[shape])
     config_class = {"Llama": LlamaConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}[fields.pop("architecture")]
+    config = config_class(**fields)
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_class(**fields), dtype=dtype)
+    if base == "auto":
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    from .four_bit import replace_linears
+
+    with torch.device(device):  # layer by layer: together, they would not fit in 16 bits
+        model = AutoModelForCausalLM.from_config(config_class(**fields | {"num_hidden_layers": 1}), dtype=dtype)
+        kind = type(model.model.layers.pop(0))
+        config._attn_implementation = model.config._attn_implementation
+        model.config = model.model.config = config
+        for index in range(config.num_hidden_layers):
+            layer = kind(config, index).to(dtype)
+            layer.apply(model._init_weights)
+            replace_linears(layer)
+            model.model.layers.append(layer.to(device))
+    model.is_loaded_in_4bit = True
     return model.eval()

@@ -91,7 +91,7 @@ def host_phases(config: Config, dims: Dimensions, prompt_tokens: int) -> list[Ph
     offload = config.optimizer.state == "offload"
     always = {
         "optimizer state": 12 * trained if offload else 0,  # float32 masters and two moments
-        "base weights": size * dims.adapted_params(lora.targets) if lora.rank and not lora.merge else 0,
+        "base weights": size * dims.adapted_params(lora.targets) if lora.merges_in_place else 0,
     }
     rollouts = config.rollout.rollouts_per_step * rounds(config)
     tokens = rollouts * config.rollout.max_tokens

@@ -118,17 +118,20 @@ def named(config: Config) -> tuple[str, str, str]:
     """Return (trained weights, optimizer state, sampler) of a config in words."""
     lora = config.model.lora
     sampler = config.sampler_kv.label if config.sampler_kv.is_sparse else "dense"
-    return f"LoRA rank {lora.rank}" if lora.rank else "all weights", config.optimizer.state, sampler
+    trained = f"LoRA rank {lora.rank}{' on 4 bits' if lora.base == '4bit' else ''}" if lora.rank else "all weights"
+    return trained, config.optimizer.state, sampler
 
 
 def arms(config: Config) -> list[tuple[tuple[str, str, str], Config]]:
-    """Return the rows of a model's table: all weights with each optimizer state, and LoRA, with a sparse and a dense sampler."""
+    """Return the rows of a model's table: all weights with each optimizer state, and LoRA on 16 and 4 bits, with a
+    sparse and a dense sampler."""
     rank = config.model.lora.rank or RANK
-    trained = [(0, state) for state in ("fp32", "8bit", "offload")] + [(rank, config.optimizer.state)]
+    trained: list[tuple[int, str, str]] = [(0, state, "auto") for state in ("fp32", "8bit", "offload")]
+    trained += [(rank, config.optimizer.state, base) for base in ("auto", "4bit")]
     sparse = "sparse_rl" if config.method == "dense" else config.method
     made = []
-    for lora_rank, state in trained:
-        lora = config.model.lora.model_copy(update={"rank": lora_rank, "merge": False})
+    for lora_rank, state, base in trained:
+        lora = config.model.lora.model_copy(update={"rank": lora_rank, "merge": False, "base": base})
         update = {
             "model": config.model.model_copy(update={"lora": lora}),
             "optimizer": config.optimizer.model_copy(update={"state": state}),

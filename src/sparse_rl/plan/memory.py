@@ -24,6 +24,7 @@ from .dimensions import Dimensions
 from .microbatch import largest_pack, rollouts_of_rank
 from .parts import (
     STEP_8BIT_BYTES,
+    expanded_bytes,
     gathered_bytes,
     gradient_bytes,
     head_bytes,
@@ -224,7 +225,8 @@ def step_phases(
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, config.sampler_kv, slots, prompts, prompt_tokens)
     pack = largest_pack(prompt_tokens, config)
-    old = {
+    expanded = {"expanded layer": expanded_bytes(config, dims)}
+    old = expanded | {
         "gathered layers": gathered_bytes(config, dims),
         "activations": pack.tokens * transient_per_token(config, dims, backward=False),
         "logits chunk": head_bytes(config, dims, pack.responses, backward=False),
@@ -239,7 +241,7 @@ def step_phases(
     }
     return [
         Phase("prefill", always | prefill),
-        Phase("sampling", always | step | {"compaction scratch": int(scratch)}),
+        Phase("sampling", always | step | expanded | {"compaction scratch": int(scratch)}),
         Phase("old log-probs", always | old),
         Phase("update", always | update_parts(config, dims, prompt_tokens, checkpointed)),
         Phase("optimizer", always | optimizer),

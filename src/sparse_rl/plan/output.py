@@ -107,7 +107,8 @@ def wide_console() -> Console:
 
 def headline(plan: Plan, total: int) -> str:
     config, dims = plan.config, plan.dims
-    how = f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "all weights trained"
+    lora = config.model.lora
+    how = f"LoRA of rank {lora.rank}{' on 4 bits' if lora.base == '4bit' else ''}" if lora.rank else "all weights trained"
     return (
         f"{config.model.path}: {dims.params / 1e9:.2f} billion parameters in {config.model.dtype}, {how}, optimizer state "
         f"{config.optimizer.state}; method {config.method}, {plan.slots} slots, prompts of {plan.prompt_tokens} and "

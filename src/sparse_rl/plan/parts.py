@@ -33,6 +33,8 @@ MLP_BACKWARD = 3
 MLP_FORWARD = 3
 LORA_MLP_BYTES = 8
 """Bytes per element of the temporary float32 copies of an [N, F] tensor. Adapters compute in float32 and make them."""
+FOUR_BIT_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""Bytes per weight in 4 bits: half a byte, plus an 8-bit scale per block of 64 and a float32 scale per 256 blocks."""
 STATE_8BIT_BYTES = 2.04
 """Bytes per weight of both 8-bit moments: one byte each, plus one float32 scale per 256 values."""
 STEP_8BIT_BYTES = 12
@@ -55,12 +57,12 @@ def logit_bytes(config: Config) -> int:
 def resident(config: Config, dims: Dimensions) -> dict[str, int]:
     """Return the bytes of weights and optimizer state that stay allocated between steps, by part."""
     size, lora, state = itemsize(config), config.model.lora, config.optimizer.state
-    parts, shards = {"weights": dims.params * size}, config.ranks.count
+    parts, shards = {"weights": weight_bytes(config, dims)}, config.ranks.count
     moment_bytes = {"fp32": 8.0, "8bit": STATE_8BIT_BYTES, "offload": 0.0}[state]
     if lora.rank:
         adapters = dims.adapter_params(lora.targets, lora.rank)
         parts["adapters"] = 4 * adapters  # peft stores adapters in float32, so they need no master copy
-        parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merge else 0
+        parts["merged copy"] = size * dims.adapted_params(lora.targets) if lora.merges_copy else 0
         trained = adapters
     elif shards > 1:  # the full model for sampling, and float32 shards of the trained weights
         parts["reference copy"] = 4 * dims.params // shards if config.loss.kl_coef > 0 else 0
@@ -72,6 +74,21 @@ def resident(config: Config, dims: Dimensions) -> dict[str, int]:
         trained = dims.params
     parts["optimizer moments"] = int(moment_bytes * trained)
     return parts
+
+
+def weight_bytes(config: Config, dims: Dimensions) -> int:
+    """Return the bytes of the model's weights. A base in 4 bits stores the linear layers of the blocks in fewer bytes."""
+    size, linear = itemsize(config), dims.adapted_params("all-linear")
+    if config.model.lora.base == "4bit":
+        return int(FOUR_BIT_BYTES * linear) + size * (dims.params - linear)
+    return size * dims.params
+
+
+def expanded_bytes(config: Config, dims: Dimensions) -> int:
+    """Return the bytes of the largest linear layer of a base in 4 bits: a pass expands one at a time; else 0."""
+    if config.model.lora.base != "4bit":
+        return 0
+    return itemsize(config) * max(inputs * outputs for inputs, outputs in dims.linears.values())
 
 
 def gradient_bytes(config: Config, dims: Dimensions) -> int:
@@ -187,6 +204,7 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
     return {
         "gathered layers": gathered_bytes(config, dims),
+        "expanded layer": expanded_bytes(config, dims),
         "gradients": gradient_bytes(config, dims),
         "activations": activations + evictions,
         "logits chunk": logits,
@@ -219,6 +237,7 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
     logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
         "prefill scratch": packed * transient_per_token(config, dims, backward=False),
+        "expanded layer": expanded_bytes(config, dims),
         "long prompt": tokens * layers * token_bytes(dims, itemsize(config)) // dims.layers,
         "decode step": logits * dims.vocab,
     }

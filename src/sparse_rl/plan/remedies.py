@@ -139,8 +139,11 @@ def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
         found.append(smaller)
     if sharded(config) and config.ranks.hold_gradients:
         found.append([("--ranks.hold-gradients false", {"ranks": {"hold_gradients": False}})])
-    if lora.rank and lora.merge:
-        found.append([("--model.lora.merge false", {"model": {"lora": {"merge": False}}})])
+    if lora.rank and lora.base == "auto":
+        lighter = [("--model.lora.base 4bit", {"model": {"lora": {"base": "4bit"}}})]
+        if lora.merge:
+            lighter.insert(0, ("--model.lora.merge false", {"model": {"lora": {"merge": False}}}))
+        found.append(lighter)
     states = {"fp32": ("8bit", "offload"), "8bit": ("offload",), "offload": ()}[optimizer.state]
     states = tuple(state for state in states if state != "offload" or not sharded(config))
     if states:
@@ -148,7 +151,8 @@ def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
     if not lora.rank:
         merged = ("--model.lora.rank 16", {"model": {"lora": {"rank": 16}}})
         apart = ("--model.lora.rank 16 --model.lora.merge false", {"model": {"lora": {"rank": 16, "merge": False}}})
-        found.append([merged, apart])
+        quantized = ("--model.lora.rank 16 --model.lora.base 4bit", {"model": {"lora": {"rank": 16, "base": "4bit"}}})
+        found.append([merged, apart, quantized])
     return found
 
 

@@ -14,7 +14,7 @@ from ..sizes import token_bytes
 from .dimensions import Dimensions
 from .memory import Plan
 from .microbatch import rollouts_of_rank, samples_per_computed_prompt
-from .parts import itemsize, sharded
+from .parts import FOUR_BIT_BYTES, itemsize, sharded
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.79, 0.9
 """Attainable shares of peak FLOP/s and bandwidth, from an H200 (780 of 989 TFLOP/s in large matrix products, 4.3 of 4.8 TB/s
@@ -91,14 +91,25 @@ class StepTime:
         return self.prefill_s + self.decode_s + self.old_s + self.update_s + self.sync_s
 
 
-def decode_s(dims: Dimensions, slots: int, held: float, size: int, gpu: GPU, dtype: str = "auto") -> float:
+def decode_s(
+    dims: Dimensions, slots: int, held: float, size: int, gpu: GPU, dtype: str = "auto", expanded_s: float = 0.0
+) -> float:
     """Return the seconds of a decode step with `held` cached tokens per slot, stored as `kv.dtype` says.
 
-    The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache.
+    The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache, plus
+    `expanded_s` for weights in 4 bits.
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)
-    return weights + slots * token_bytes(dims, size, dtype) * held / bandwidth
+    return weights + expanded_s + slots * token_bytes(dims, size, dtype) * held / bandwidth
+
+
+def expansion_s(plan: Plan, gpu: GPU) -> float:
+    """Return the seconds in which a pass expands the weights of a base in 4 bits: it reads codes and writes weights."""
+    if plan.config.model.lora.base != "4bit":
+        return 0.0
+    of_weight = FOUR_BIT_BYTES + itemsize(plan.config)
+    return of_weight * plan.dims.adapted_params("all-linear") / (gpu.bandwidth * BANDWIDTH_SHARE)
 
 
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:
@@ -119,7 +130,8 @@ def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None 
     longest = plan.config.rollout.max_tokens
     kv = kv or plan.config.sampler_kv
     held = mean_held(kv, plan.prompt_tokens, longest, longest / 2)
-    return decode_s(plan.dims, slots or plan.running, held, itemsize(plan.config), gpu, kv.dtype)
+    size, expanded_s = itemsize(plan.config), expansion_s(plan, gpu)
+    return decode_s(plan.dims, slots or plan.running, held, size, gpu, kv.dtype, expanded_s)
 
 
 def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:

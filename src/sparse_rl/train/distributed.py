@@ -16,6 +16,7 @@ from ..config import Config
 from ..errors import RankLost, UserError, first_line
 from ..format import gib
 from ..plan.dimensions import dimensions
+from ..plan.parts import weight_bytes
 from ..plan.remedies import TOO_LARGE
 from ..world import ALONE, LOST, World
 from .lock import process_name
@@ -145,10 +146,10 @@ def refuse_too_large(config: Config, memory_bytes: int) -> None:
         dims = dimensions(config.model.path)
     except UserError:
         return
-    size = 4 if config.model.dtype == "float32" else 2
-    if dims.params * size > memory_bytes:
+    weights = weight_bytes(config, dims)
+    if weights > memory_bytes:
         raise UserError(
-            f"{config.model.path} has {gib(dims.params * size)} GiB of weights, but the GPU has {gib(memory_bytes)} GiB: {TOO_LARGE}."
+            f"{config.model.path} has {gib(weights)} GiB of weights, but the GPU has {gib(memory_bytes)} GiB: {TOO_LARGE}."
         )
 
 
