@@ -5,6 +5,8 @@ are expanded in every product. Adapters cannot be merged into codes without roun
 and its adapter, from the same codes. Embeddings, norms and the LM head keep their dtype.
 """
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -46,7 +48,7 @@ def is_four_bit(model: nn.Module) -> bool:
     return bool(getattr(model, "is_loaded_in_4bit", False))
 
 
-def _layer_class() -> type[nn.Linear]:
+def _layer_class() -> Any:
     try:
         from bitsandbytes.nn import Linear4bit
     except ImportError as error:

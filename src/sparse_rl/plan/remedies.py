@@ -140,7 +140,7 @@ def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
     if sharded(config) and config.ranks.hold_gradients:
         found.append([("--ranks.hold-gradients false", {"ranks": {"hold_gradients": False}})])
     if lora.rank and lora.base == "auto":
-        lighter = [("--model.lora.base 4bit", {"model": {"lora": {"base": "4bit"}}})]
+        lighter: list[Edit] = [("--model.lora.base 4bit", {"model": {"lora": {"base": "4bit"}}})]
         if lora.merge:
             lighter.insert(0, ("--model.lora.merge false", {"model": {"lora": {"merge": False}}}))
         found.append(lighter)
