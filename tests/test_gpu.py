@@ -124,6 +124,8 @@ TRAIN = [
         ["--method", "smd", "--optimizer.gradient-checkpointing", "true"],
         ["--method", "sparse_rl", "--kv.dtype", "8bit", "--kv.protect-prompt", "true"],
         ["--method", "smd", "--kv.dtype", "4bit"],
+        ["--method", "sparse_rl", "--model.lora.rank", "4", "--model.lora.base", "4bit"],
+        ["--method", "sparse_rl", "--kv.budget", "auto"],
     ],
     ids=" ".join,
 )
