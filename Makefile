@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
+export PYTHONDONTWRITEBYTECODE = # the tests start many processes, which would each compile the package again
 
 .PHONY: install browser quickstart test lint docs evidence clean
 

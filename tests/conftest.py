@@ -1,5 +1,6 @@
 """Small real transformers models with random weights, and the embedded one."""
 
+import gc
 import os
 import signal
 
@@ -67,6 +68,12 @@ LONGEST = ("test_wheel.py", "test_distributed.py", "test_ray.py", "test_train.py
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish():
+    """Exempt the objects of all imports from garbage collection: walking a million of them again and again takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

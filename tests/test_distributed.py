@@ -31,7 +31,7 @@ STEPS += ["--optimizer.lr", "3e-4"]  # AdamW makes a step of this size also of a
 SIX_STEPS = [*STEPS, "--steps", "6"]
 # Last of the runs of a process: where the CPU has no bfloat16, torch multiplies with another library from then on.
 HALF = [*STEPS, "--steps", "2", "--model.dtype", "bfloat16", "--loss.kl-coef", "0.01", "--optimizer.clip-norm", "0.1"]
-TESTED = ["--data.test", "{problems},arithmetic", "--eval.problems", "5"]
+TESTED = ["--data.test", "{problems},arithmetic", "--eval.problems", "3"]
 KINDS = {
     "sparse_rl": ["--loss.kl-coef", "0.01", *TESTED],
     "two updates": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],

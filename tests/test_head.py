@@ -28,9 +28,9 @@ def noise(dtype):
     model = load_model("tiny", dtype="bfloat16", device="cpu")
     set_head_dtype(model, dtype)
     vocab = model.config.vocab_size
-    prompts = torch.randint(vocab, (8, 16), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = Engine(model, KV(budget=32, interval=8), slots=8)
-    rollouts = engine.generate(prompts, sampling=Sampling(max_tokens=64, stop=()))
+    prompts = torch.randint(vocab, (4, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = Engine(model, KV(budget=16, interval=8, window=4, sinks=2), slots=4)
+    rollouts = engine.generate(prompts, sampling=Sampling(max_tokens=32, stop=()))
     with torch.no_grad():
         pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
         return float(torch.cat([(ours - rollout.logprobs).abs() for ours, rollout in pairs]).mean())

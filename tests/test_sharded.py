@@ -74,9 +74,9 @@ def train(world, device):
     return run
 
 
-def tiny(dtype: str) -> dict[str, torch.Tensor]:
+def start(model: str | Path, dtype: str) -> dict[str, torch.Tensor]:
     """The weights that runs start from."""
-    return {name: weight.detach() for name, weight in load_model("tiny", dtype=dtype, device="cpu").named_parameters()}
+    return {name: weight.detach() for name, weight in load_model(str(model), dtype=dtype, device="cpu").named_parameters()}
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -116,7 +116,7 @@ def test_a_sharded_run_that_is_resumed_learns_what_a_whole_one_learns(
     assert_sampler_has_what_was_learned(actors[-1])
     monkeypatch.setattr(trainer, "Actor", Actor)
     train(whole, "float32", *KINDS[kind], "--steps", "2")
-    assert farthest(weights(whole), tiny("float32")) > LR / 2
+    assert farthest(weights(whole), start("tiny", "float32")) > LR / 2
     if device == "cpu":
         assert farthest(weights(whole), weights(spread)) < 1e-5
     else:  # where sums of few terms have any order, and AdamW makes a step of what is zero but for rounding
@@ -128,21 +128,16 @@ def test_a_sharded_run_that_is_resumed_learns_what_a_whole_one_learns(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a CPU that has none
-def test_half_precision_is_gathered_in_its_dtype_and_learned_in_float32(device, group, actors, train, tmp_path, monkeypatch):
+def test_half_precision_is_gathered_in_its_dtype_and_learned_in_float32(
+    world, device, group, actors, train, tmp_path, monkeypatch
+):
     whole, spread = tmp_path / "whole", tmp_path / "spread"
-    few = [
-        "--steps",
-        "1",
-        "--rollout.samples-per-prompt",
-        "2",
-        "--rollout.max-tokens",
-        "16",
-    ]  # slow where a CPU has no bfloat16
+    few = ["--steps", "1", "--model.path", str(world / "model")]  # a CPU without bfloat16 is slow
     train(spread, "bfloat16", *few)
     assert_sampler_has_what_was_learned(actors[-1])
     assert {weight.dtype for weight in actors[-1].sampler.parameters()} == {torch.bfloat16}
     monkeypatch.setattr(trainer, "Actor", Actor)
     train(whole, "bfloat16", *few)
-    assert farthest(weights(spread), tiny("bfloat16")) > 0
+    assert farthest(weights(spread), start(world / "model", "bfloat16")) > 0
     assert farthest(weights(whole), weights(spread)) <= 2.1 * LR  # AdamW's first step has this size, either way
     assert_same_metrics(whole, spread, steps=1, rel=2e-2)
