@@ -138,7 +138,7 @@ def test_a_paused_sequence_keeps_the_choices_of_the_steps_that_sampled_it(models
     sampling = Sampling(max_tokens=300, stop=())
     plain = Engine(model, FULL, slots=3).generate([SHORT], 3, sampling, routing=True)
     engine = Engine(model, FULL, slots=3)
-    engine.reserve_dense(3, 300, 1, 3, kv_bytes=(3 * DENSE_SLOT_TOKENS + 6 * PAGE_TOKENS) * engine.cache.token_bytes)
+    engine.reserve_dense(3, 300, 1, 3, kv_bytes=(3 * DENSE_SLOT_TOKENS + 7 * PAGE_TOKENS) * engine.cache.token_bytes)
     paused = engine.generate([SHORT], 3, sampling, routing=True)
     assert engine.stats.preemptions > 0
     for left, right in zip(plain, paused, strict=True):
