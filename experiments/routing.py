@@ -34,16 +34,19 @@ SIZE = {
     "num_key_value_heads": 2,
     "num_experts_per_tok": 4,
     "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 MODELS = {
     "Qwen3-MoE": Qwen3MoeConfig(**SIZE, head_dim=16, num_experts=32, moe_intermediate_size=16, norm_topk_prob=True),
     "Mixtral": MixtralConfig(**SIZE, num_local_experts=32, sliding_window=None),
     "OLMoE": OlmoeConfig(**SIZE, num_experts=32),
 }
-CACHES = {"full": KV(policy="full"), "R-KV 48 + 16": KV(policy="rkv", budget=48, interval=16)}
+CACHES = {"full": KV(policy="full"), "R-KV 32 + 8": KV(policy="rkv", budget=32, interval=8)}
 GAIN = 4
 """Factor of the fresh weights, whose attention and routers are nearly even."""
-PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 2, 8, 24, 128
+PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 2, 8, 24, 96
 
 
 def main() -> None:

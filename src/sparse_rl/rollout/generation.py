@@ -99,8 +99,7 @@ class Generation:
         self.first_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.started = 0
         self.drops = PendingDrops()
-        self.prompt_choices: dict[int, Tensor] = {}
-        """Experts chosen for the tokens of each prompt, by group, if they are recorded."""
+        self.prompt_choices: dict[int, Tensor | None] = {}  # experts chosen for the tokens of each prompt, by group
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
         self.aborted: set[int] = set()
@@ -142,7 +141,6 @@ class Generation:
         requests = [request for group in groups for request in group]
         slot = len(self.scheduler.active)
         prompts: list[PromptInSlots] = []
-        prefilled: list[int] = []  # groups of the prompts
         pages_of_slots: dict[int, list[int]] = {}
         logits: list[Tensor] = []
         dropped: list[Tensor | None] = []
@@ -157,13 +155,12 @@ class Generation:
                 logits += [self.stash.logits_V] * len(group)
                 dropped += [self.stash.dropped_LHN] * len(group)
             else:
-                prefilled.append(group[0].group)
-                prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group], pages))
+                prompts.append(PromptInSlots.of(group, slots, pages))
         if self.cache.prompts is not None:
             self.cache.prompts.assign(pages_of_slots)
         self.stash = None if prompts else self.stash
         if prompts:
-            first_logits, dropped_of, _ = self._prefilled(prompts, prefilled)
+            first_logits, dropped_of, _ = self._prefilled(prompts)
             for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
@@ -173,8 +170,8 @@ class Generation:
         self._end_aborted(sequences)
         self.scheduler.active += sequences
 
-    def _prefilled(self, prompts: list[PromptInSlots], groups: list[int]) -> Prefilled:
-        """Fill slots or pages with the prompts of these groups."""
+    def _prefilled(self, prompts: list[PromptInSlots]) -> Prefilled:
+        """Fill slots or pages with prompts."""
         with fused_layers(self.model):
             inputs = (self.model, self.cache, self.policy, self.schedule)
             if self._is_long(prompts):
@@ -182,8 +179,7 @@ class Generation:
             else:
                 found = prefill(*inputs, prompts, self.routers)
         self._count_prefill(prompts)
-        if found.choices:
-            self.prompt_choices |= zip(groups, found.choices, strict=True)
+        self.prompt_choices |= zip([prompt.group for prompt in prompts], found.choices, strict=True)
         return found
 
     def _prefill_pages(self, groups: list[list[Request]], paged: PagedSlots) -> None:
@@ -223,11 +219,11 @@ class Generation:
         for row, group in enumerate(groups):
             pages = self.pages.of_group[group[0].group]
             of_group = [slots[request.index] for request in group]
-            prompts.append(PromptInSlots(group[0].prompt, of_group, [request.seed for request in group], pages))
+            prompts.append(PromptInSlots.of(group, of_group, pages))
             samples = [*group, *self.scheduler.waiting_of(group[0].group)]
             drawn += samples
             rows += [row] * len(samples)
-        logits_nV, *_ = self._prefilled(prompts, [group[0].group for group in groups])
+        logits_nV, *_ = self._prefilled(prompts)
         self.pages.prefilled.update(group[0].group for group in groups)
         logits_nV = logits_nV[torch.tensor(rows, device=logits_nV.device)]
         tokens, logprobs = first_tokens(drawn, logits_nV, self.sampling)
@@ -265,7 +261,7 @@ class Generation:
             stored = len(request.prompt) - held if self.schedule.stores_prompts else 0
             trace = TraceRecorder(len(request.prompt), self.schedule.interval) if request.record else None
             sequence = Sequence(request, held, trace, stored, kv_peak=stored + held, number=self.started)
-            sequence.prompt_choices_TRK = self.prompt_choices.get(request.group)
+            sequence.prompt_choices_TRK = self.prompt_choices[request.group]
             self.started += 1
             if self.sampling.repetition is not None:
                 sequence.guard = RepetitionGuard(*self.sampling.repetition)
@@ -336,19 +332,16 @@ class Generation:
             return not self.scheduler.worth_a_prefill()
         return 2 * sum(sequence.finish is not None for sequence in active) < len(active)
 
-    def _book(
-        self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, choices_SnRK: np.ndarray | None = None
-    ) -> None:
+    def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, choices_SnRK: np.ndarray | None) -> None:
         """Append the sampled tokens to their sequences and update the statistics."""
         self.drops.record()
         active = self.scheduler.active
         cached, dense = (np.array(each) for each in zip(*((each.cached, each.position) for each in active), strict=True))
         running = np.array([sequence.finish is None for sequence in active])  # the others ended in the last chunk and idled
         taken = self._take(active, tokens_Sn, logprobs_Sn)
-        if choices_SnRK is not None:
-            for sequence, choices_nRK, tokens in zip(active, choices_SnRK, taken, strict=True):
-                sequence.choices.append(choices_nRK[:tokens].copy())  # a view would keep the choices of all slots
-        for sequence, runs, tokens in zip(active, running, taken, strict=True):
+        for slot, (sequence, runs, tokens) in enumerate(zip(active, running, taken, strict=True)):
+            if choices_SnRK is not None:
+                sequence.choices.append(choices_SnRK[slot, :tokens].copy())  # a view would keep the choices of all slots
             sequence.kv_peak = max(sequence.kv_peak, sequence.cached + tokens) if runs else sequence.kv_peak
             sequence.held += steps
             sequence.entered += steps

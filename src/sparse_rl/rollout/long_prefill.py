@@ -70,8 +70,8 @@ def prefill_long(
         cache.lengths_S[first] = held
         for slot in prompt.slots[1:]:
             cache.copy_slot(cache, first, slot, held)
-    choices = [] if routers is None else [recorded(model, routers, routings)]
-    return Prefilled(logits_11V[0], [row.dropped_of_samples(0, len(prompt.slots), policy)], choices)
+    choices = None if routers is None else recorded(model, routers, routings)
+    return Prefilled(logits_11V[0], [row.dropped_of_samples(0, len(prompt.slots), policy)], [choices])
 
 
 @dataclass(frozen=True)

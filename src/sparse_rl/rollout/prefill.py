@@ -26,6 +26,7 @@ from ..kv.prompt_store import PackedPages
 from ..kv.schedule import Schedule
 from ..models.routing import RecordedRouting, Routers
 from ..models.support import next_logits
+from .request import Request
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class PromptInSlots:
     seeds: list[int]
     pages: list[int] = field(default_factory=list)
     """Pages of the prompt in the prompt store, if the cache has one."""
+    group: int = 0
+
+    @classmethod
+    def of(cls, requests: list[Request], slots: list[int], pages: list[int]) -> "PromptInSlots":
+        """Return the prompt of requests of one group."""
+        return cls(requests[0].prompt, slots, [request.seed for request in requests], pages, requests[0].group)
 
 
 @dataclass
@@ -69,8 +76,8 @@ class Prefilled(NamedTuple):
     """Logits of the first response token of each prompt."""
     dropped: list[list[Tensor | None]]
     """Dropped positions of each sample of each prompt."""
-    choices: list[Tensor]
-    """Experts chosen for the tokens of each prompt, [T, routers, experts per token]; empty if they are not recorded."""
+    choices: list[Tensor | None]
+    """Experts chosen for the tokens of each prompt, [T, routers, experts per token]; None if they are not recorded."""
 
 
 def prefill(
@@ -125,7 +132,7 @@ def prefill(
         for index, number in enumerate(numbers):
             dropped[number] = row.dropped_of_samples(index, len(prompts[number].slots), policy)
     place_of = torch.tensor(order, device=device).argsort()
-    choices: list[Tensor] = []
+    choices: list[Tensor | None] = [None] * len(prompts)
     if routers is not None and view.routing is not None:
         of_prompts = recorded(model, routers, [view.routing]).split([len(prompts[number].prompt) for number in order])
         choices = [of_prompts[place] for place in place_of.tolist()]
