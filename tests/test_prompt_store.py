@@ -38,7 +38,7 @@ def alone(engine, prompt, seed, max_tokens):
     total, ring = len(prompt) + kv.budget, kv.window if policy.uses_queries else 0
     cache = SlotCache(engine.limits.shape, 1, total + kv.interval, ring)
     cache.statistics = engine.cache.statistics
-    logits, _ = prefill(model, cache, policy, DENSE, [PromptInSlots(prompt, [0], [seed])])
+    logits, *_ = prefill(model, cache, policy, DENSE, [PromptInSlots(prompt, [0], [seed])])
     seeds, tokens, logprobs = torch.tensor([seed]), [], []
     for position in range(len(prompt), len(prompt) + max_tokens):
         token, logprob = sample(logits, uniform(seeds, torch.tensor([position])), sampling)

@@ -64,6 +64,10 @@ class ModelConfig(Section):
     )
     device: str | None = Field(None, description="Device, such as cuda:0; default: cuda if available.")
     trust_remote_code: bool = Field(False, description="Run the model's custom code from the hub.")
+    routing_replay: bool = Field(
+        False,
+        description="Mixture of experts: the learner uses the experts that the sampler chose. One GPU only.",
+    )
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
 

@@ -58,6 +58,8 @@ class PackedRow:
     predicting: list[int] = field(default_factory=list)
     """Index of the token that predicts each response token, for one rollout after the other."""
     segments: list[Segment] = field(default_factory=list)
+    choices: list[Tensor] = field(default_factory=list)
+    """Experts that the sampler chose for the tokens, [tokens, routers, experts per token] each; empty if not recorded."""
     shared: bool = False
     """True if a prompt is shared. Its tokens and those of each response are then separate segments."""
 
@@ -82,11 +84,17 @@ def pack_tokens(pack: Sequence[Rollout], *, share_prompts: bool) -> PackedRow:
         prompt_stop = prompt_start + len(group[0].prompt)
         if len(group) == 1:
             row.append(group[0].prompt + group[0].response[:-1])
+            if group[0].routing is not None:
+                row.choices += [group[0].routing.prompt_TRK, group[0].routing.response_TRK]
             row.predicting += range(prompt_stop - 1, len(row.tokens))
             continue
         row.shared = True
         row.append(group[0].prompt)
+        if group[0].routing is not None:
+            row.choices.append(group[0].routing.prompt_TRK)
         for rollout in group:
+            if rollout.routing is not None:
+                row.choices.append(rollout.routing.response_TRK)
             row.predicting += [prompt_stop - 1, *range(len(row.tokens), len(row.tokens) + len(rollout.response) - 1)]
             row.append(rollout.response[:-1], prompt_start, prompt_stop)
     return row

@@ -23,10 +23,11 @@ from ..kv.trace import NEVER
 from ..models.attention import eval_mode
 from ..models.compile import compiler_errors, fused_layers
 from ..models.head import hidden_states
+from ..models.routing import ReplayedRouting, install
 from ..models.support import head_of, prepare
 from ..rollout.rollout import Rollout
 from .logprobs import token_logprobs
-from .packing import pack_tokens, packs
+from .packing import PackedRow, pack_tokens, packs
 
 ReplayKind = Literal["sparse", "quantised", "dense"]
 
@@ -44,7 +45,7 @@ def replay(
     `view="sparse"` reconstructs the sampler's view from `evicted_at`, with keys and values as they were stored;
     `view="dense"` sees every key as the model computes it; `view="quantised"` sees every key as it was stored. `temperature`
     defaults to that of each rollout; 0 gives log-probs at temperature 1. Rollouts are packed without padding, with up to `tokens_per_pass`
-    tokens and at least one rollout per pass. The model runs in eval mode, without dropout and gradient checkpointing.
+    tokens and at least one rollout per pass. If the rollouts have expert choices, the routers use them. The model runs in eval mode, without dropout and gradient checkpointing.
     """
     if view not in get_args(ReplayKind):
         raise UserError(f"view = {view!r} is invalid: use 'sparse', 'quantised' or 'dense'.")
@@ -88,6 +89,8 @@ class PassOutput:
     hidden_nD: Tensor
     targets_n: Tensor
     temperatures_n: Tensor
+    routing: ReplayedRouting | None = None
+    """Expert choices of the pass, if the rollouts have some."""
 
 
 def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> PassOutput:
@@ -102,6 +105,7 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
     else:
         spans = [Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)]
         seen = ReplayView(spans, quantiser=quantiser)
+    seen.routing = _routing(model, pack, row)
     tokens_1N, positions_1N, predicting_n = (upload(each, device) for each in row.tensors())
     hidden_nD = hidden_states(model, tokens_1N, positions_1N, seen, predicting_n)
     # greedy rollouts use temperature 1
@@ -112,7 +116,24 @@ def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, t
         hidden_nD,
         upload(torch.tensor([token for rollout in pack for token in rollout.response]), device),
         upload(temperatures_b.repeat_interleave(lengths), device),
+        seen.routing,
     )
+
+
+def _routing(model: PreTrainedModel, pack: Sequence[Rollout], row: PackedRow) -> ReplayedRouting | None:
+    """Return the sampler's expert choices for the tokens of a row, or None if the rollouts have none."""
+    if not row.choices:
+        return None
+    without = sum(rollout.routing is None for rollout in pack)
+    if without:
+        raise UserError(f"{without} of {len(pack)} rollouts have no expert choices: generate all of them with routing=True.")
+    routers, choices_NRK = install(model), torch.cat(row.choices)
+    if choices_NRK.shape[1:] != (routers.count, routers.top_k):
+        raise UserError(
+            f"The rollouts have expert choices of [routers, experts per token] = {list(choices_NRK.shape[1:])}, but the model has "
+            f"{[routers.count, routers.top_k]}: replay them with the model that sampled them."
+        )
+    return ReplayedRouting(upload(choices_NRK, model.device))
 
 
 def logprobs_of(
@@ -160,6 +181,8 @@ class ReplayView:
     `segments` replace the spans if rollouts share prompts, of which no key was evicted. One class serves both, because compiled
     layers are compiled again for another. With a quantiser, keys and values are read as a quantised cache stores them.
     """
+
+    routing: ReplayedRouting | None = None
 
     def __init__(self, spans: list[Span], segments: Sequence[Segment] = (), quantiser: Quantiser | None = None):
         self.spans, self.segments, self.quantiser = spans, segments, quantiser

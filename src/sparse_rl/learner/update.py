@@ -74,6 +74,9 @@ def _accumulate_pass(
             torch.stack([0 * each.sum() for each in output if each is not None]).sum().backward()
         return
     assert output is not None
+    if output.flips_2 is not None:
+        for name, value in zip(("routing_flips", "routing_choices"), output.flips_2, strict=True):
+            parts[name].append(value)
     chosen = upload(torch.tensor(rows), batch.mask_BT.device)
     mask_bT = batch.mask_BT[chosen]
     where_n = upload(_flat_indices([batch.rollouts[row] for row in rows], mask_bT.shape[1]), mask_bT.device)
@@ -130,6 +133,8 @@ class PassTensors(NamedTuple):
     entropy_n: Tensor
     distance_n: Tensor | None
     """Distance of the dense and the shadow policy, for `smd`."""
+    flips_2: Tensor | None
+    """Pairs (token, router) for which the learner's router would choose other experts, and all pairs; for routing replay."""
 
 
 def _finite_pass(
@@ -173,7 +178,8 @@ def _dummy(batch: Batch | OnePassBatch) -> Rollout:
 def _forward_pass(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, smd: SMDConfig | None) -> PassTensors:
     output = forward(model, pack, view)
     logprobs_n, entropy_n = response_logprobs(model, output)
-    return PassTensors(logprobs_n, entropy_n, None if smd is None else _distillation(model, pack, output, smd))
+    distance_n = None if smd is None else _distillation(model, pack, output, smd)
+    return PassTensors(logprobs_n, entropy_n, distance_n, None if output.routing is None else output.routing.flips_and_choices)
 
 
 def _flat_indices(pack: Sequence[Rollout], longest: int) -> Tensor:

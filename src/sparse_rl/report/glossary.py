@@ -39,6 +39,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sparse/wasted_tokens": "Fraction of response tokens that are not learned from. If it exceeds the rejection rate, mostly long answers are rejected.",
         "sparse/effective": "Effective sample size of the update after rejection, as a fraction of the sampled tokens. Far below the accepted fraction, a few sequences dominate the update.",
         "sparse/engine_noise": "Difference between sampler and learner log-probs caused by rounding alone. It should be far below the mismatch.",
+        "routing/flip_rate": "Fraction of (token, router) pairs for which the learner's router would choose other experts than the sampler's did (model.routing_replay).",
     },
     "What did the cache cost and save?": {
         "kv/token_savings": "Fraction of a dense cache's tokens that the cache did not hold. At 0, all answers fit into the budget.",

@@ -15,6 +15,7 @@ from ..kernels.jit import usable
 from ..kernels.rows import StoredCodes, StoredPrompts
 from ..kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
 from ..kv.cache import SlotCache
+from ..models.routing import RecordedRouting
 from ..sizes import PAGE_TOKENS, pages_of
 
 PROMPT_TOKENS = 1024
@@ -30,6 +31,8 @@ class DecodeView:
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
     lengths on the device. With `kernels=False` no kernel is compiled.
     """
+
+    routing: RecordedRouting | None = None
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from ..kv.storage import KeyScales, Quantiser
 from ..kv.windows import WindowStore
 from ..models.attention import eval_mode
 from ..models.rotary import rotary_of
+from ..models.routing import install
 from ..models.support import prepare
 from ..sizes import (
     CHUNK_STEPS,
@@ -112,6 +113,7 @@ class Engine:
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         record: bool | Collection[int] = True,
+        routing: bool = False,
         take: Callable[[], int | None] | None = None,
         progress: Callable[[Progress], None] | None = None,
         on_end: Callable[[int, Rollout], None] | None = None,
@@ -121,7 +123,8 @@ class Engine:
 
         `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from `sampling.seed`.
         `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips recording evictions
-        (`evicted_at` is then None); a set of indices records only those rollouts. `take` returns the index of the next prompt,
+        (`evicted_at` is then None); a set of indices records only those rollouts. `routing` records
+        the experts that routers choose (`Rollout.routing`), which replay and training then use. `take` returns the index of the next prompt,
         or None at the end; engines that share prompts each return the rollouts of the prompts they took. `progress` is called
         between chunks of steps, with the new tokens of each rollout; it may end rollouts with `Progress.abort`. `on_end` is
         called with the index and the record of each finished rollout. An exception in a callback ends the whole call.
@@ -158,6 +161,7 @@ class Engine:
             more=more if take is not None else None,
             graphs=self._graphs(),
             quantiser=self.quantiser,
+            routers=install(self.model) if routing else None,
         )
         self.stats = generation.stats
         try:

@@ -1,6 +1,6 @@
 """One call of `generate`: admit requests, decode a chunk, retire finished sequences, and compact the slots that are due."""
 
-# L layers, H kv heads, N tokens dropped, V vocabulary
+# L layers, H kv heads, N tokens dropped, V vocabulary, S slots, n steps, R routers, K experts per token
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ from ..kv.schedule import Schedule, by_length
 from ..kv.storage import Quantiser
 from ..kv.trace import TraceRecorder
 from ..models.compile import fused_layers
+from ..models.routing import Routers
 from .clock import Clock
 from .decode import SlotState
 from .drops import PendingDrops
 from .long_prefill import prefill_long
 from .paged import PagedSlots, move_slots
-from .prefill import PromptInSlots, prefill
+from .prefill import Prefilled, PromptInSlots, prefill
 from .repetition import RepetitionGuard, first_repetitions
 from .request import Request, first_tokens
 from .rollout import Rollout
@@ -70,11 +71,12 @@ class Generation:
         more: Callable[[], list[Request]] | None = None,
         graphs: GraphRunner | None = None,
         quantiser: Quantiser | None = None,
+        routers: Routers | None = None,
     ):
         self.model, self.cache, self.policy = model, cache, policy
         self.schedule, self.sampling = schedule, sampling
         self.chunk, self.prefill_tokens = chunk, prefill_tokens
-        self.progress, self.on_end, self.quantiser = progress, on_end, quantiser
+        self.progress, self.on_end, self.quantiser, self.routers = progress, on_end, quantiser, routers
         self.runner: StepRunner = graphs or EagerRunner(model, cache)
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
@@ -97,6 +99,7 @@ class Generation:
         self.first_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.started = 0
         self.drops = PendingDrops()
+        self.prompt_choices: dict[int, Tensor | None] = {}  # experts chosen for the tokens of each prompt, by group
         self.new_tokens: dict[int, list[np.ndarray]] = {}
         self.new_ends: list[int] = []
         self.aborted: set[int] = set()
@@ -152,12 +155,12 @@ class Generation:
                 logits += [self.stash.logits_V] * len(group)
                 dropped += [self.stash.dropped_LHN] * len(group)
             else:
-                prompts.append(PromptInSlots(group[0].prompt, slots, [request.seed for request in group], pages))
+                prompts.append(PromptInSlots.of(group, slots, pages))
         if self.cache.prompts is not None:
             self.cache.prompts.assign(pages_of_slots)
         self.stash = None if prompts else self.stash
         if prompts:
-            first_logits, dropped_of = self._prefilled(prompts)
+            first_logits, dropped_of, _ = self._prefilled(prompts)
             for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += of_samples
@@ -167,15 +170,16 @@ class Generation:
         self._end_aborted(sequences)
         self.scheduler.active += sequences
 
-    def _prefilled(self, prompts: list[PromptInSlots]) -> tuple[Tensor, list[list[Tensor | None]]]:
-        """Fill slots or pages with prompts. Return the logits of the first tokens, and the dropped positions."""
+    def _prefilled(self, prompts: list[PromptInSlots]) -> Prefilled:
+        """Fill slots or pages with prompts."""
         with fused_layers(self.model):
             inputs = (self.model, self.cache, self.policy, self.schedule)
             if self._is_long(prompts):
-                found = prefill_long(*inputs, prompts[0], self.prefill_tokens)
+                found = prefill_long(*inputs, prompts[0], self.prefill_tokens, 0, self.routers)
             else:
-                found = prefill(*inputs, prompts)
+                found = prefill(*inputs, prompts, self.routers)
         self._count_prefill(prompts)
+        self.prompt_choices |= zip([prompt.group for prompt in prompts], found.choices, strict=True)
         return found
 
     def _prefill_pages(self, groups: list[list[Request]], paged: PagedSlots) -> None:
@@ -215,11 +219,11 @@ class Generation:
         for row, group in enumerate(groups):
             pages = self.pages.of_group[group[0].group]
             of_group = [slots[request.index] for request in group]
-            prompts.append(PromptInSlots(group[0].prompt, of_group, [request.seed for request in group], pages))
+            prompts.append(PromptInSlots.of(group, of_group, pages))
             samples = [*group, *self.scheduler.waiting_of(group[0].group)]
             drawn += samples
             rows += [row] * len(samples)
-        logits_nV, _ = self._prefilled(prompts)
+        logits_nV, *_ = self._prefilled(prompts)
         self.pages.prefilled.update(group[0].group for group in groups)
         logits_nV = logits_nV[torch.tensor(rows, device=logits_nV.device)]
         tokens, logprobs = first_tokens(drawn, logits_nV, self.sampling)
@@ -257,6 +261,7 @@ class Generation:
             stored = len(request.prompt) - held if self.schedule.stores_prompts else 0
             trace = TraceRecorder(len(request.prompt), self.schedule.interval) if request.record else None
             sequence = Sequence(request, held, trace, stored, kv_peak=stored + held, number=self.started)
+            sequence.prompt_choices_TRK = self.prompt_choices[request.group]
             self.started += 1
             if self.sampling.repetition is not None:
                 sequence.guard = RepetitionGuard(*self.sampling.repetition)
@@ -297,14 +302,14 @@ class Generation:
             last=[sequence.last_position for sequence in active],
         )
         try:
-            self.runner.start(slots, self.sampling)
+            self.runner.start(slots, self.sampling, self.routers)
         except NotCapturable as error:
             notice(
                 f"The decode step of this model cannot be captured in a CUDA graph ({error}): decoding runs eagerly and is "
                 "slower."
             )
             self.runner = EagerRunner(self.model, self.cache)
-            self.runner.start(slots, self.sampling)
+            self.runner.start(slots, self.sampling, self.routers)
 
     def _may_follow(self, steps: int, more: int) -> bool:
         """Return whether `more` steps may be launched before the result of the last `steps` is known.
@@ -327,14 +332,16 @@ class Generation:
             return not self.scheduler.worth_a_prefill()
         return 2 * sum(sequence.finish is not None for sequence in active) < len(active)
 
-    def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> None:
+    def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, choices_SnRK: np.ndarray | None) -> None:
         """Append the sampled tokens to their sequences and update the statistics."""
         self.drops.record()
         active = self.scheduler.active
         cached, dense = (np.array(each) for each in zip(*((each.cached, each.position) for each in active), strict=True))
         running = np.array([sequence.finish is None for sequence in active])  # the others ended in the last chunk and idled
         taken = self._take(active, tokens_Sn, logprobs_Sn)
-        for sequence, runs, tokens in zip(active, running, taken, strict=True):
+        for slot, (sequence, runs, tokens) in enumerate(zip(active, running, taken, strict=True)):
+            if choices_SnRK is not None:
+                sequence.choices.append(choices_SnRK[slot, :tokens].copy())  # a view would keep the choices of all slots
             sequence.kv_peak = max(sequence.kv_peak, sequence.cached + tokens) if runs else sequence.kv_peak
             sequence.held += steps
             sequence.entered += steps
@@ -387,6 +394,7 @@ class Generation:
                 seed=request.seed,
                 trace=None if sequence.trace is None else sequence.trace.finish(*shape, tokens, self.cache.windowed),
                 quantiser=self.quantiser,
+                routing=sequence.routing(),
             )
             self.rollouts[request.index] = rollout
             self.new_ends.append(request.index)

@@ -46,6 +46,7 @@ def sample_and_grade(
     seeds: Sequence[int],
     limits: Sequence[int] | None = None,
     record: bool | Collection[int] = False,
+    routing: bool = False,
     take: Callable[[], int | None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> GradedRollouts:
@@ -84,6 +85,7 @@ def sample_and_grade(
             seeds=seeds,
             limits=limits,
             record=record if engine.is_sparse else False,
+            routing=routing,
             take=None if take is None else take_next,
             progress=advance,
             on_end=grade if pool.has_workers else None,

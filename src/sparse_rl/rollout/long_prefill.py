@@ -22,9 +22,10 @@ from ..kv.prompt_store import PackedPages, PromptStore
 from ..kv.schedule import Schedule
 from ..kv.shape import refuse_too_large
 from ..kv.storage import Quantiser, encoded
+from ..models.routing import RecordedRouting, Routers
 from ..models.support import next_logits
 from ..sizes import token_bytes
-from .prefill import PrefillRow, PromptInSlots
+from .prefill import Prefilled, PrefillRow, PromptInSlots, recorded
 
 
 def prefill_long(
@@ -35,7 +36,8 @@ def prefill_long(
     prompt: PromptInSlots,
     piece_tokens: int,
     start: int = 0,
-) -> tuple[Tensor, list[list[Tensor | None]]]:
+    routers: Routers | None = None,
+) -> Prefilled:
     """Fill the slots, or the pages of the prompt store, with one prompt, in pieces of at most `piece_tokens` tokens.
 
     The tokens before `start` are in the pages already.
@@ -50,11 +52,14 @@ def prefill_long(
         pieces = PiecesInScratch.of(cache, tokens)
     else:
         pieces = PiecesInSlot(cache, first)
-    view = LongPrefillView(cache, policy, schedule, row, first, pieces)
+    view, routings = LongPrefillView(cache, policy, schedule, row, first, pieces), list[RecordedRouting]()
     for first_token in range(start, tokens, piece_tokens):
         view.start, view.stop = first_token, min(first_token + piece_tokens, tokens)
         piece = torch.tensor([prompt.prompt[view.start : view.stop]], device=device)
         positions = torch.arange(view.start, view.stop, device=device)[None]
+        if routers is not None:
+            view.routing = routers.recording(view.stop - view.start, device)
+            routings.append(view.routing)
         logits_11V = next_logits(model, piece, positions, view, keep=1)
     if cache.windows is not None:
         for slot in prompt.slots[1:]:
@@ -65,7 +70,8 @@ def prefill_long(
         cache.lengths_S[first] = held
         for slot in prompt.slots[1:]:
             cache.copy_slot(cache, first, slot, held)
-    return logits_11V[0], [row.dropped_of_samples(0, len(prompt.slots), policy)]
+    choices = None if routers is None else recorded(model, routers, routings)
+    return Prefilled(logits_11V[0], [row.dropped_of_samples(0, len(prompt.slots), policy)], [choices])
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,8 @@ class PiecesInPages:
 
 class LongPrefillView:
     """View of the piece from `start` to `stop`. The last piece also compresses the prompt, if it exceeds the budget."""
+
+    routing: RecordedRouting | None = None
 
     def __init__(
         self,

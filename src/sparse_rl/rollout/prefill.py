@@ -10,11 +10,13 @@ are adjacent, so that they are compressed together. `long_prefill.py` prefills a
 
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..errors import UserError
 from ..kernels.attention import causal_attention, packed_causal_attention
 from ..kernels.form import PLAIN
 from ..kv.cache import SlotCache
@@ -22,7 +24,9 @@ from ..kv.policies import Policy
 from ..kv.prompt_layout import NthSamples, PackedPrompts, nth_samples
 from ..kv.prompt_store import PackedPages
 from ..kv.schedule import Schedule
+from ..models.routing import RecordedRouting, Routers
 from ..models.support import next_logits
+from .request import Request
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,12 @@ class PromptInSlots:
     seeds: list[int]
     pages: list[int] = field(default_factory=list)
     """Pages of the prompt in the prompt store, if the cache has one."""
+    group: int = 0
+
+    @classmethod
+    def of(cls, requests: list[Request], slots: list[int], pages: list[int]) -> "PromptInSlots":
+        """Return the prompt of requests of one group."""
+        return cls(requests[0].prompt, slots, [request.seed for request in requests], pages, requests[0].group)
 
 
 @dataclass
@@ -61,13 +71,24 @@ class PrefillRow:
         return [self.dropped_of(prompt, sample) for sample in range(own)] * (count // own)
 
 
-def prefill(
-    model: PreTrainedModel, cache: SlotCache, policy: Policy, schedule: Schedule, prompts: list[PromptInSlots]
-) -> tuple[Tensor, list[list[Tensor | None]]]:
-    """Fill the slots, or the pages of the prompt store, with prompts.
+class Prefilled(NamedTuple):
+    logits_PV: Tensor
+    """Logits of the first response token of each prompt."""
+    dropped: list[list[Tensor | None]]
+    """Dropped positions of each sample of each prompt."""
+    choices: list[Tensor | None]
+    """Experts chosen for the tokens of each prompt, [T, routers, experts per token]; None if they are not recorded."""
 
-    Return the logits [prompts, V] of the first response tokens, and the dropped positions of each sample of each prompt.
-    """
+
+def prefill(
+    model: PreTrainedModel,
+    cache: SlotCache,
+    policy: Policy,
+    schedule: Schedule,
+    prompts: list[PromptInSlots],
+    routers: Routers | None = None,
+) -> Prefilled:
+    """Fill the slots, or the pages of the prompt store, with prompts. Record the choices of the `routers`, if they are given."""
     device = cache.shape.device
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
     rows: list[PrefillRow] = []
@@ -102,6 +123,8 @@ def prefill(
     cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
     longest = len(prompts[order[-1]].prompt)
     view = PrefillView(cache, policy, schedule, rows, packed, pages, windows, cu_seqlens, longest)
+    if routers is not None:
+        view.routing = routers.recording(tokens.shape[1], device)
     logits = next_logits(model, tokens, positions, view, keep=ends - 1)[0]
     for each in packed:
         cache.place_packed(each)
@@ -109,10 +132,26 @@ def prefill(
         for index, number in enumerate(numbers):
             dropped[number] = row.dropped_of_samples(index, len(prompts[number].slots), policy)
     place_of = torch.tensor(order, device=device).argsort()
-    return logits[place_of], dropped
+    choices: list[Tensor | None] = [None] * len(prompts)
+    if routers is not None and view.routing is not None:
+        of_prompts = recorded(model, routers, [view.routing]).split([len(prompts[number].prompt) for number in order])
+        choices = [of_prompts[place] for place in place_of.tolist()]
+    return Prefilled(logits[place_of], dropped, choices)
+
+
+def recorded(model: PreTrainedModel, routers: Routers, passes: list[RecordedRouting]) -> Tensor:
+    """Return the choices of consecutive passes in host memory. Raise UserError if a router was not called."""
+    if any(each.recorded != routers.count for each in passes):
+        raise UserError(
+            f"{type(model).__name__} computes its experts without its routers (a fused kernel, for example), so their choices "
+            "cannot be recorded: set model.routing_replay = false."
+        )
+    return torch.cat([each.choices_NRK.cpu() for each in passes])
 
 
 class PrefillView:
+    routing: RecordedRouting | None = None
+
     def __init__(
         self,
         cache: SlotCache,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..kv.storage import Quantiser
 from ..kv.trace import Trace
+from ..models.routing import ExpertChoices
 
 Finish = Literal["stop", "length", "repetition", "abort"]
 
@@ -30,6 +31,8 @@ class Rollout:
     """Recorded evictions; None if evictions were not recorded."""
     quantiser: Quantiser | None = field(repr=False, default=None)
     """Storage of keys and values in 8 or 4 bits; None for the model's dtype."""
+    routing: ExpertChoices | None = field(repr=False, default=None)
+    """Experts that the sampler's routers chose; None if they were not recorded. Replay and training use them."""
 
     @property
     def evicted_at(self) -> Tensor | None:

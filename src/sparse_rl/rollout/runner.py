@@ -5,7 +5,7 @@ the device and advance with each step, so the host does no work within a chunk. 
 in-place update takes effect at the next replay.
 """
 
-# S slots, n steps of a chunk, V vocabulary
+# S slots, n steps of a chunk, V vocabulary, R routers, K experts per token
 
 import warnings
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from ..kernels.linear import decode_context
 from ..kernels.nucleus import Truncation
 from ..kv.cache import SlotCache
 from ..models.compile import decoding, fuse_projections
+from ..models.routing import RecordedRouting, Routers
 from ..models.support import next_logits
 from .clock import Clock
 from .decode import DecodeView, SlotState
@@ -50,8 +51,8 @@ class NotCapturable(RuntimeError):
 class LaunchedSteps(Protocol):
     """Handle of launched decode steps."""
 
-    def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and log-probs [S, n]."""
+    def wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return tokens and log-probs [S, n], and the experts [S, n, R, K] chosen for the fed tokens, if they are recorded."""
         ...
 
 
@@ -61,8 +62,8 @@ class StepRunner(Protocol):
     overlaps: bool
     """True if `launch` returns immediately, so that the next launch can follow while the host reads this result."""
 
-    def start(self, slots: SlotState, sampling: Sampling) -> None:
-        """Load the state of the active slots before the next launch."""
+    def start(self, slots: SlotState, sampling: Sampling, routers: Routers | None = None) -> None:
+        """Load the state of the active slots before the next launch. Steps record the choices of the `routers`, if given."""
         ...
 
     def launch(self, steps: int, clock: Clock) -> LaunchedSteps:
@@ -78,9 +79,9 @@ class EagerRunner:
     def __init__(self, model: PreTrainedModel, cache: SlotCache):
         self.model, self.cache = model, cache
 
-    def start(self, slots: SlotState, sampling: Sampling) -> None:
+    def start(self, slots: SlotState, sampling: Sampling, routers: Routers | None = None) -> None:
         device = self.cache.shape.device
-        self.sampling = sampling
+        self.sampling, self.routers = sampling, routers
         self.tokens_S, self.positions_S, self.prompts_S, self.seeds_S, self.last_S = (
             torch.tensor(each, device=device)
             for each in (slots.tokens, slots.positions, slots.prompts, slots.seeds, slots.last)
@@ -93,11 +94,10 @@ class EagerRunner:
         """Run `steps` decode steps."""
         with clock.part("decode"), decode_context(self.model):
             drawn = [self._step() for _ in range(steps)]
-        tokens, logprobs = (torch.stack(each, dim=1).cpu() for each in zip(*drawn, strict=True))
-        return TakenSteps(tokens, logprobs)
+        return TakenSteps(*(torch.stack(each, dim=1).cpu() for each in zip(*drawn, strict=True)))
 
-    def _step(self) -> tuple[Tensor, Tensor]:
-        """Return the next token [S] of each active slot and its log-prob [S]."""
+    def _step(self) -> tuple[Tensor, ...]:
+        """Return the next token [S] of each active slot, its log-prob [S] and, if recorded, the chosen experts [S, R, K]."""
         self.longest += 1
         lengths_S = self.cache.lengths_S[: len(self.tokens_S)]
         view = DecodeView(
@@ -105,11 +105,13 @@ class EagerRunner:
             longest=self.longest,
             even=self.even,
         )
+        if self.routers is not None:
+            view.routing = self.routers.recording(len(self.tokens_S), self.cache.shape.device)
         logits_SV = next_logits(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
         view.advance()
         self.tokens_S, logprobs_S = sample(logits_SV, uniform(self.seeds_S, self.positions_S + 1), self.sampling)
         self.positions_S = torch.minimum(self.positions_S + 1, self.last_S)
-        return self.tokens_S, logprobs_S
+        return self.tokens_S, logprobs_S, *(() if view.routing is None else (view.routing.choices_NRK,))
 
 
 @dataclass(frozen=True)
@@ -118,24 +120,26 @@ class TakenSteps:
 
     tokens_Sn: Tensor
     logprobs_Sn: Tensor
+    choices_SnRK: Tensor | None = None
 
-    def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and log-probs [S, n]."""
-        return self.tokens_Sn.numpy(), self.logprobs_Sn.float().numpy()
+    def wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        choices = None if self.choices_SnRK is None else self.choices_SnRK.numpy()
+        return self.tokens_Sn.numpy(), self.logprobs_Sn.float().numpy(), choices
 
 
 @dataclass(frozen=True)
 class PendingSteps:
-    """Launched graph replays whose tokens and log-probs are being copied to the host."""
+    """Launched graph replays whose tokens, log-probs and expert choices are being copied to the host."""
 
     done: torch.cuda.Event
     tokens_nS: Tensor
     logprobs_nS: Tensor
+    choices_nSRK: Tensor | None = None
 
-    def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and log-probs [S, n]."""
+    def wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         self.done.synchronize()
-        return self.tokens_nS.t().numpy().copy(), self.logprobs_nS.t().numpy().copy()
+        choices = None if self.choices_nSRK is None else self.choices_nSRK.transpose(0, 1).numpy().copy()
+        return self.tokens_nS.t().numpy().copy(), self.logprobs_nS.t().numpy().copy(), choices
 
 
 class GraphRunner:
@@ -163,6 +167,8 @@ class GraphRunner:
         self.host_sampled_nS, self.host_logprobs_nS = (
             torch.zeros_like(each, device="cpu").pin_memory() for each in (self.sampled_nS, self.logprobs_nS)
         )
+        self.routing: _GraphRouting | None = None
+        self.records = False
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
@@ -174,8 +180,11 @@ class GraphRunner:
         same = same and all(mine is now for mine, now in zip(self.stores, (cache.prompts, cache.windows), strict=True))
         return same and self.weights == self._weights()
 
-    def start(self, slots: SlotState, sampling: Sampling) -> None:
+    def start(self, slots: SlotState, sampling: Sampling, routers: Routers | None = None) -> None:
         """Upload the state of the active slots, and capture the step if its slot count is new."""
+        self.records = routers is not None
+        if routers is not None and self.routing is None:
+            self.routing = _GraphRouting(routers, 2 * self.chunk, self.cache.slots, self.cache.shape.device)
         self.active = len(slots.tokens)
         size = graph_slots(self.active, self.cache.slots)
         self.temperature_1.fill_(sampling.logprob_temperature)
@@ -186,7 +195,7 @@ class GraphRunner:
         uploaded = (slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last, slots.prompts)
         for row, values in enumerate(uploaded):
             host[row, : self.active] = values
-        key = (size, sampling.temperature == 0, truncates(sampling))
+        key = (size, sampling.temperature == 0, truncates(sampling), self.records)
         if key not in self.graphs:
             try:
                 self.graphs[key] = self._capture(size, sampling)
@@ -206,12 +215,14 @@ class GraphRunner:
             for _ in range(steps):
                 self.graph.replay()
         rows = slice(first, first + steps)
-        into = (self.host_sampled_nS[rows], self.host_logprobs_nS[rows])
-        for host, device in zip(into, (self.sampled_nS[rows], self.logprobs_nS[rows]), strict=True):
-            host.copy_(device, non_blocking=True)
+        copied = [(self.host_sampled_nS, self.sampled_nS), (self.host_logprobs_nS, self.logprobs_nS)]
+        if self.records and self.routing is not None:
+            copied.append((self.routing.host_nSRK, self.routing.choices_nSRK))
+        for host, device in copied:
+            host[rows].copy_(device[rows], non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.cache.shape.device))
-        return PendingSteps(done, *(host[:, : self.active] for host in into))
+        return PendingSteps(done, *(host[rows, : self.active] for host, _ in copied))
 
     def _upload(self) -> None:
         self.state.copy_(self.host, non_blocking=True)
@@ -252,7 +263,11 @@ class GraphRunner:
     def _step(self, slots: int, sampling: Sampling) -> None:
         tokens_S, positions_S, lengths_S, seeds_S, last_S, prompts_S, steps_S = (row[:slots] for row in self.state)
         view = DecodeView(self.cache, positions_S, lengths_S, prompts_S)
+        if self.records and self.routing is not None:
+            view.routing = RecordedRouting(self.routing.step_SRK[:slots])
         logits_SV = next_logits(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
+        if self.records and self.routing is not None:
+            self.routing.store(steps_S)
         state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
         chunk = (self.sampled_nS[:, :slots], self.logprobs_nS[:, :slots])
         truncation = self.truncation if truncates(sampling) else None
@@ -266,6 +281,24 @@ class GraphRunner:
     def _buffers(self, module: torch.nn.Module) -> list[Tensor]:
         """Return the module's buffers that graphs read. Those of longrope are computed in every step."""
         return [] if getattr(module, "rope_type", None) == "longrope" else list(module.buffers(recurse=False))
+
+
+class _GraphRouting:
+    """Fixed tensors that hold the expert choices of a step and of two chunks."""
+
+    def __init__(self, routers: Routers, steps: int, slots: int, device: torch.device):
+        shape = (slots, routers.count, routers.top_k)
+        self.step_SRK = torch.zeros(shape, dtype=routers.dtype, device=device)
+        self.choices_nSRK = torch.zeros(steps, *shape, dtype=routers.dtype, device=device)
+        self.host_nSRK = torch.zeros_like(self.choices_nSRK, device="cpu")
+        if device.type == "cuda":
+            self.host_nSRK = self.host_nSRK.pin_memory()
+        self.slots_S = torch.arange(slots, device=device)
+
+    def store(self, steps_S: Tensor) -> None:
+        """Copy the choices of a step to the row of the chunk that each slot is at."""
+        slots = len(steps_S)
+        self.choices_nSRK[steps_S, self.slots_S[:slots]] = self.step_SRK[:slots]
 
 
 def truncates(sampling: Sampling) -> bool:

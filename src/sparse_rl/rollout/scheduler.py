@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ..kv.prompt_store import PagePool
 from ..kv.trace import TraceRecorder
+from ..models.routing import ExpertChoices
 from ..sizes import PAGE_TOKENS, pages_beyond_slot, pages_of
 from .repetition import RepetitionGuard
 from .request import Request
@@ -49,6 +52,10 @@ class Sequence:
     """Tokens and log-probs of the response, one pair per chunk. They are views of the arrays copied from the device."""
     finish: Finish | None = None
     kv_peak: int = 0
+    prompt_choices_TRK: Tensor | None = None
+    """Experts chosen for the prompt's tokens, if they are recorded."""
+    choices: list[np.ndarray] = field(default_factory=list)
+    """Experts chosen for the response tokens that were fed, [tokens, routers, experts per token] per chunk."""
 
     @property
     def prompt_pages(self) -> int:
@@ -103,6 +110,13 @@ class Sequence:
         elif self.finish is None and not self.remaining:
             self.finish = "length"
         return taken
+
+    def routing(self) -> ExpertChoices | None:
+        """Return the experts chosen for the tokens of prompt and response, if they are recorded."""
+        if self.prompt_choices_TRK is None:
+            return None
+        empty = self.prompt_choices_TRK[:0].numpy()  # a response of one token has no decode step
+        return ExpertChoices(self.prompt_choices_TRK, torch.from_numpy(np.concatenate([empty, *self.choices])))
 
     def response(self) -> tuple[list[int], np.ndarray]:
         """Return the tokens and their log-probs."""

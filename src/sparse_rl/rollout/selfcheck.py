@@ -165,7 +165,7 @@ def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int
     sequence per step."""
     cache = _cache(shape, len(sequences), max(map(len, sequences)))
     prompts = [PromptInSlots(tokens[: _prompt(tokens)], [slot], [0]) for slot, tokens in enumerate(sequences)]
-    logits_SV, _ = prefill(model, cache, get("full"), DENSE, prompts)
+    logits_SV, *_ = prefill(model, cache, get("full"), DENSE, prompts)
     rows = [logits_SV]
     lengths = torch.tensor([len(prompt.prompt) for prompt in prompts], device=model.device)
     rest = torch.tensor([tokens[_prompt(tokens) :] for tokens in sequences], device=model.device)

@@ -109,6 +109,7 @@ class AutoBudget:
             self.spec,
             tokens_per_pass=self.config.optimizer.tokens_per_microbatch,
             world=self.world,
+            routing=self.config.model.routing_replay,
         )
 
     # During training

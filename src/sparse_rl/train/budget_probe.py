@@ -54,9 +54,10 @@ def measure(
     *,
     tokens_per_pass: int,
     world: World,
+    routing: bool = False,
 ) -> ProbeRow:
     """Sample `samples` responses to evenly spaced prompts at the engine's budget, on all ranks together, and compare their
-    log-probs with those of the dense model. The same seeds serve every budget."""
+    log-probs with those of the dense model, which uses their expert choices if `routing` is set. The same seeds serve every budget."""
     started = device_time(model.device)
     count = -(-ROLLOUTS // samples)
     spaced = [number * len(prompts) // count for number in range(count)]
@@ -65,7 +66,7 @@ def measure(
     own = []
     if mine:
         asked = [prompts[spaced[number]] for number in mine]
-        rollouts = engine.generate(asked, samples, sampling, seeds=seeds, record=False)
+        rollouts = engine.generate(asked, samples, sampling, seeds=seeds, record=False, routing=routing)
         dense = replay(model, rollouts, "dense", tokens_per_pass=tokens_per_pass)
         own = [each.cpu() - rollout.logprobs for each, rollout in zip(dense, rollouts, strict=True)]
     log_xi = [each for part in world.gather(own) for each in part]

@@ -178,3 +178,5 @@ def refuse_uneven_groups(world: World, config: Config) -> None:
         refuse_too_large(config, torch.cuda.mem_get_info()[1])
     if config.optimizer.state == "offload" and not config.model.lora.rank:
         raise UserError("optimizer.state = offload supports only one GPU: remove it. Several ranks shard the optimizer state.")
+    if config.model.routing_replay:
+        raise UserError("model.routing_replay = true supports only one rank: set it to false, or start one rank.")

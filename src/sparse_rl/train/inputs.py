@@ -9,6 +9,7 @@ from ..config import Config
 from ..data.examples import TASK_PROBLEMS, Example, filter_by_length, load, name_of, too_few_note
 from ..data.prompts import encoded
 from ..models.load import load_model, load_tokenizer
+from ..models.routing import install
 from ..models.support import set_head_dtype
 from ..rewards.weighted_sum import refuse_without_answers
 
@@ -65,6 +66,8 @@ def load_all(config: Config) -> RunInputs:
         base=settings.lora.base,
     )
     set_head_dtype(model, settings.head_dtype)
+    if settings.routing_replay:
+        install(model)
     return RunInputs(
         model,
         tokenizer,

@@ -94,4 +94,6 @@ def policy_metrics(updates: Sequence[Updated], tokens: int, entropy: float, lr: 
             metrics[f"policy/{name}"] = total(name) / max(1.0, total("tokens"))  # mean over the tokens of all updates
     if any("opsm_dropped" in each.sums for each in updates):
         metrics["policy/opsm_dropped"] = total("opsm_dropped")
+    if any("routing_choices" in each.sums for each in updates):
+        metrics["routing/flip_rate"] = total("routing_flips") / max(1.0, total("routing_choices"))
     return metrics

@@ -58,7 +58,8 @@ def try_sampler(engine: Engine, prompt: list[int], config: Config) -> list[Rollo
     tokens = min(engine.chunk + 1, config.rollout.max_tokens)
     sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
     samples = min(config.rollout.samples_per_prompt, engine.slots) if engine.schedule.stores_prompts else 1  # as in a step
-    return engine.generate([prompt] * -(-engine.slots // samples), samples, sampling, record=False)
+    prompts, routing = [prompt] * -(-engine.slots // samples), config.model.routing_replay
+    return engine.generate(prompts, samples, sampling, record=False, routing=routing)
 
 
 def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> None:

@@ -267,6 +267,7 @@ class RolloutSampler:
             seeds=seeds,
             limits=None if self.limits is None else self.limits(seeds),
             record=record,
+            routing=self.config.model.routing_replay,
             take=self._work_queue(expected, prompts, per_prompt),
             progress=progress if progress is None or self.world.size > 1 else _with_total(progress, len(seeds)),
         )
