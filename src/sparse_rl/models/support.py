@@ -24,13 +24,14 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
 from ..kernels.form import PLAIN, capped
-from ..kv.shape import CacheShape
+from ..kv.shape import CacheShape, LayerState
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
 from .folder import changes_with_length, context_length
 from .head import Head, decoder_output, hidden_states
+from .recurrent import Mixer, bind, layer_of, mixers
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Supported entries of layer_types: attention over all keys of a sequence that fits the window."""
+"""Supported entries of layer_types with attention alone: over all keys of a sequence that fits the window."""
 SPARE_ROWS = 8
 """Maximum extra rows of a buffer that is a position table, whatever its name."""
 HEAD_DTYPE = "sparse_rl_head_dtype"
@@ -81,7 +82,8 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     config = model.config.get_text_config()
     kind = f"{type(model).__name__} ({config.model_type})"
     _refuse_by_config(model, config, kind)
-    _refuse_by_layers(config, kind)
+    _refuse_by_layers(config, kind, {layer_of(module) for module in mixers(model)})
+    bind(model)
     before = model.config._attn_implementation
     probe = _Probe()
     try:
@@ -175,12 +177,13 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
-def _refuse_by_layers(config, kind: str) -> None:
+def _refuse_by_layers(config, kind: str, recurrent: set[int]) -> None:
+    """Raise if a layer is neither attention nor one of the `recurrent` layers that are supported."""
     for layer, name in enumerate(getattr(config, "layer_types", None) or ()):
-        if name not in KNOWN_LAYERS:
+        if name not in KNOWN_LAYERS and layer not in recurrent:
             raise UserError(
-                f"{kind} has layer {layer} of type {name}, which is not supported: only attention over cached keys is. Use another "
-                "model."
+                f"{kind} has layer {layer} of type {name}, which is not supported: attention is, and the recurrent layers of "
+                "Qwen3.5, Qwen3-Next, LFM2 and Falcon-H1. Use another model."
             )
 
 
@@ -223,7 +226,8 @@ def _positions(model: PreTrainedModel, config, context: int | None, lookups: _Lo
 def _windows_of_the_mask(config, shape: CacheShape) -> list[int]:
     """Return the windows that some models apply only through the mask, and do not pass to attention."""
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.layers
-    local = {kind for layer, kind in enumerate(layer_types) if kind != "full_attention" and layer not in shape.windowed}
+    layers = [layer for layer in shape.full_layers if layer < len(layer_types)]
+    local = {layer_types[layer] for layer in layers} - {"full_attention", "hybrid"}
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return [size for size in sizes if size] if local else []
 
@@ -238,6 +242,7 @@ class _Probe(AttentionProbe):
     """Sliding window of each layer that has one."""
     plain: bool = True
     last: Tensor | None = None
+    states: list[LayerState] = field(default_factory=list)
 
     def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
@@ -255,6 +260,11 @@ class _Probe(AttentionProbe):
         self.plain = self.plain and form.is_plain
         return attend_to_itself(queries_BQTD, values_BHTD)
 
+    def recur(self, layer: int, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
+        out_BTD, states = mixer.start(hidden_BTD)
+        self.states += [LayerState(layer, name, tuple(each.shape[1:]), each.dtype) for name, each in states.items()]
+        return out_BTD
+
     def shape(self, kind: str, layers: int) -> CacheShape:
         if self.last is None:
             raise UserError(f"{kind} does not use transformers' attention interface: use a model that does.")
@@ -265,10 +275,11 @@ class _Probe(AttentionProbe):
             raise UserError(
                 f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
             )
-        if sorted(self.layers) != list(range(layers)):
+        free = {state.layer for state in self.states} - set(self.layers)
+        if sorted([*self.layers, *free]) != list(range(layers)):
             raise UserError(
-                f"{kind} calls attention {len(self.layers)} times in {layers} layers (a hybrid model, for example), which "
-                "is not supported: use a model with one attention per layer."
+                f"{kind} calls attention {len(self.layers)} times in {layers} layers, {len(free)} of them recurrent, which is not "
+                "supported: use a model with one attention in every other layer."
             )
         sizes = sorted(set(self.windows.values()))
         if len(sizes) > 1:
@@ -276,7 +287,11 @@ class _Probe(AttentionProbe):
                 f"{kind} has layers with windows of {sizes[0]} and {sizes[-1]} tokens, but one size per model is supported: use "
                 "another model."
             )
-        shape = CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
+        shape = CacheShape(
+            *(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device),
+            states=tuple(self.states),
+            attention_free=tuple(sorted(free)),
+        )
         return replace(shape, window=sizes[0], windowed=tuple(sorted(self.windows))) if sizes else shape
 
 
@@ -334,3 +349,6 @@ class _OneToken:
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         return attend_to_itself(queries_BQTD, values_BHTD)
+
+    def recur(self, layer: int, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
+        return mixer(hidden_BTD)
