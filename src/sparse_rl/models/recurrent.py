@@ -29,6 +29,10 @@ MIXERS = {
     "Lfm2ShortConv": SHORT_CONV,
     "Lfm2MoeShortConv": SHORT_CONV,
     "FalconH1Mixer": MAMBA,
+    "NemotronHMamba2Mixer": MAMBA,
+    "GraniteMoeHybridMambaLayer": MAMBA,
+    "BambaMixer": MAMBA,
+    "OlmoHybridGatedDeltaNet": DELTA_NET,
 }
 """Supported recurrent layers, by their class in transformers, and the packages with their fast kernels."""
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
@@ -108,6 +112,13 @@ def bind(model: nn.Module) -> None:
             )
 
 
+def view_arguments(model: nn.Module, view: Any) -> dict[str, Any]:
+    """Return the forward arguments through which a view reaches attention and recurrent layers."""
+    if str(getattr(model.config, "model_type", "")).startswith("lfm2"):
+        return {"sparse_view": view, "seq_idx": view}  # transformers 5.17 passes only seq_idx to its convolutions
+    return {"sparse_view": view}
+
+
 def _packages(kind: type) -> str:
     return " and ".join(DISTRIBUTIONS[name] for name in MIXERS[kind.__name__])
 
@@ -119,6 +130,8 @@ def _viewed(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(own)
     def forward(module: nn.Module, hidden_states: Tensor, *args: Any, sparse_view: Any = None, **kwargs: Any) -> Tensor:
+        if sparse_view is None and hasattr(kwargs.get("seq_idx"), "recur"):
+            sparse_view = kwargs["seq_idx"]
         if sparse_view is None:
             return own(module, hidden_states, *args, **kwargs)
         cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"

@@ -32,6 +32,8 @@ from .recurrent import Mixer, bind, layer_of, mixers
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Supported entries of layer_types with attention alone: over all keys of a sequence that fits the window."""
+TOKENWISE_LAYERS = {"mlp", "moe"}
+"""Entries of layer_types that do not mix tokens."""
 SPARE_ROWS = 8
 """Maximum extra rows of a buffer that is a position table, whatever its name."""
 HEAD_DTYPE = "sparse_rl_head_dtype"
@@ -92,7 +94,7 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             run(model, token, token, probe, keep=1)
             run(model, token, token + 1, _OneToken(), keep=1)
-        shape = probe.shape(kind, config.num_hidden_layers)
+        shape = probe.shape(kind, config)
     except Exception as error:
         model.set_attn_implementation(before)
         if isinstance(error, (UserError, torch.OutOfMemoryError)):
@@ -180,7 +182,7 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
 def _refuse_by_layers(config, kind: str, recurrent: set[int]) -> None:
     """Raise if a layer is neither attention nor one of the `recurrent` layers that are supported."""
     for layer, name in enumerate(getattr(config, "layer_types", None) or ()):
-        if name not in KNOWN_LAYERS and layer not in recurrent:
+        if name not in KNOWN_LAYERS | TOKENWISE_LAYERS and layer not in recurrent:
             raise UserError(
                 f"{kind} has layer {layer} of type {name}, which is not supported: attention is, and the recurrent layers of "
                 "Qwen3.5, Qwen3-Next, LFM2 and Falcon-H1. Use another model."
@@ -265,7 +267,8 @@ class _Probe(AttentionProbe):
         self.states += [LayerState(layer, name, tuple(each.shape[1:]), each.dtype) for name, each in states.items()]
         return out_BTD
 
-    def shape(self, kind: str, layers: int) -> CacheShape:
+    def shape(self, kind: str, config) -> CacheShape:
+        layers, types = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
         if self.last is None:
             raise UserError(f"{kind} does not use transformers' attention interface: use a model that does.")
         if len(self.shapes) > 1:
@@ -276,10 +279,11 @@ class _Probe(AttentionProbe):
                 f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
             )
         free = {state.layer for state in self.states} - set(self.layers)
+        free |= {layer for layer, name in enumerate(types) if name in TOKENWISE_LAYERS}
         if sorted([*self.layers, *free]) != list(range(layers)):
             raise UserError(
-                f"{kind} calls attention {len(self.layers)} times in {layers} layers, {len(free)} of them recurrent, which is not "
-                "supported: use a model with one attention in every other layer."
+                f"{kind} calls attention {len(self.layers)} times in {layers} layers, {len(free)} of them without attention, which "
+                "is not supported: use another model."
             )
         sizes = sorted(set(self.windows.values()))
         if len(sizes) > 1:
