@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ MIXERS = {
     "OlmoHybridGatedDeltaNet": DELTA_NET,
 }
 """Supported recurrent layers, by their class in transformers, and the packages with their fast kernels."""
+FAMILIES = "Qwen3.5, Qwen3-Next, OLMo-Hybrid, LFM2, Falcon-H1, Nemotron-H, Granite 4 and Bamba"
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 STATES = ("conv_states", "recurrent_states")
 """Names of the state tensors in transformers. A layer may have only some of them."""
@@ -150,7 +152,7 @@ def run_packed(mixer: Mixer, hidden_1ND: Tensor, bounds: Sequence[int]) -> Tenso
 
     Rows are padded on the right, which does not change what comes before. Rows of one pass differ by less than a factor of two.
     """
-    sequences = hidden_1ND[0].split([stop - start for start, stop in zip(bounds, bounds[1:], strict=False)])
+    sequences = hidden_1ND[0].split([stop - start for start, stop in pairwise(bounds)])
     outputs: list[Tensor] = list(sequences)
     for size in sorted({len(each).bit_length() for each in sequences}):
         members = [number for number, each in enumerate(sequences) if len(each).bit_length() == size]

@@ -28,7 +28,7 @@ from ..kv.shape import CacheShape, LayerState
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
 from .folder import changes_with_length, context_length
 from .head import Head, decoder_output, hidden_states
-from .recurrent import Mixer, bind, layer_of, mixers
+from .recurrent import FAMILIES, Mixer, bind, layer_of, mixers
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Supported entries of layer_types with attention alone: over all keys of a sequence that fits the window."""
@@ -84,7 +84,7 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     config = model.config.get_text_config()
     kind = f"{type(model).__name__} ({config.model_type})"
     _refuse_by_config(model, config, kind)
-    _refuse_by_layers(config, kind, {layer_of(module) for module in mixers(model)})
+    _refuse_by_layers(model, config, kind)
     bind(model)
     before = model.config._attn_implementation
     probe = _Probe()
@@ -179,13 +179,15 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
-def _refuse_by_layers(config, kind: str, recurrent: set[int]) -> None:
-    """Raise if a layer is neither attention nor one of the `recurrent` layers that are supported."""
+def _refuse_by_layers(model: PreTrainedModel, config, kind: str) -> None:
+    """Raise if a layer mixes tokens neither by attention nor in a recurrent layer that is supported."""
+    recurrent = {layer_of(module) for module in mixers(model)}
     for layer, name in enumerate(getattr(config, "layer_types", None) or ()):
         if name not in KNOWN_LAYERS | TOKENWISE_LAYERS and layer not in recurrent:
+            modules = [type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == layer]
             raise UserError(
-                f"{kind} has layer {layer} of type {name}, which is not supported: attention is, and the recurrent layers of "
-                "Qwen3.5, Qwen3-Next, LFM2 and Falcon-H1. Use another model."
+                f"{kind} has layer {layer} of type {name}{f' ({modules[0]})' if modules else ''}, which is not supported: attention "
+                f"is, and the recurrent layers of {FAMILIES}. Use another model."
             )
 
 

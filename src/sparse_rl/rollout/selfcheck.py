@@ -201,7 +201,7 @@ def _caches_plain_keys(model: PreTrainedModel, shape: CacheShape) -> bool:
     """Return whether the model caches its keys. Some models cache a compressed form and compute keys from it."""
     cache = _own_cache(model, shape)
     model(_row(model, [0]), past_key_values=cache, use_cache=True)
-    held = {tuple(cache.layers[layer].keys.shape) for layer in shape.attention_layers}  # type: ignore[union-attr]
+    held = {tuple(cache.layers[layer].keys.shape) for layer in shape.attention_layers}
     return held == {(1, shape.kv_heads, 1, shape.head_dim)}
 
 
