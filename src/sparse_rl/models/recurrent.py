@@ -8,6 +8,7 @@ the parallel form for prompts and in replay, and one token with the slot's state
 # B rows, T tokens of each, N packed tokens, D hidden dimension
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -103,6 +104,7 @@ def mixers(model: nn.Module) -> Iterator[nn.Module]:
 def bind(model: nn.Module) -> None:
     """Let views run the model's recurrent layers. Changes their classes once, as other implementations of attention are
     registered. Prints a notice if a GPU lacks their fast kernels."""
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_no_fallback_warning)  # the notice replaces it
     for kind in {type(module) for module in mixers(model)}:
         if not hasattr(kind.forward, "sparse_rl"):
             kind.forward = _viewed(kind.forward)
@@ -112,6 +114,10 @@ def bind(model: nn.Module) -> None:
                 f"{kind.__name__} runs without fast kernels, which is slower: install "
                 f"{' and '.join(DISTRIBUTIONS[name] for name in missing)}."
             )
+
+
+def _no_fallback_warning(record: logging.LogRecord) -> bool:
+    return "falling back to its reference" not in record.getMessage()
 
 
 def view_arguments(model: nn.Module, view: Any) -> dict[str, Any]:
