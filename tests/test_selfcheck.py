@@ -11,6 +11,7 @@ from transformers import (
     Qwen2Config,
     RobertaConfig,
 )
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
 from sparse_rl import Engine, UserError
@@ -34,7 +35,6 @@ FALCON_H1 = FalconH1Config(
     mamba_chunk_size=8,
 )  # fmt: skip
 WRONG = {
-    "falcon-h1": FALCON_H1,
     "roberta": RobertaConfig(**{name: value for name, value in SIZE.items() if name != "num_key_value_heads"}),
     "minimax-m3": MiniMaxM3VLTextConfig(
         **SIZE, head_dim=16, rotary_dim=8, num_local_experts=2, num_experts_per_tok=1, dense_intermediate_size=48,
@@ -56,13 +56,21 @@ def test_models_that_would_be_wrong_are_refused_in_every_dtype(name, dtype, scal
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_beside_the_cache_shows_in_log_probs(monkeypatch, dtype):
-    """Whatever the configuration calls its layers."""
-    monkeypatch.setattr(support, "_refuse_by_layers", lambda config, kind: None)
+    """Whatever the configuration calls its layers: here a recurrent layer that keeps its state to itself."""
+    monkeypatch.setattr(support, "_refuse_by_layers", lambda model, config, kind: None)
+    model = scaled(build(FALCON_H1), 4).to(dtype)
+    for layer in model.model.layers:
+        layer.mamba.__class__ = Unknown
     with pytest.raises(
         UserError,
         match="log-probs differ by up to .* between one pass and step-by-step decoding",
     ):
-        Engine(scaled(build(FALCON_H1), 4).to(dtype), SMALL, slots=1)
+        Engine(model, SMALL, slots=1)
+
+
+class Unknown(FalconH1Mixer):
+    def forward(self, hidden_states, *, sparse_view=None, **kwargs):
+        return super().forward(hidden_states, **kwargs)
 
 
 @pytest.mark.parametrize("scale", [1, 16])

@@ -32,7 +32,7 @@ def auto_slots(probe: Engine, kv: KV, max_tokens: int, prompt_lengths: list[int]
         return CPU_SLOTS
     room, size = int(SHARE * free_bytes(shape.device)), shape.dtype.itemsize
     of_slot = slot_bytes(shape, kv, size)[0] + probe.limits.vocab * STEP_LOGIT_BYTES
-    of_slot += windows_of_slot(whole, max(prompt_lengths) + max_tokens)
+    of_slot += windows_of_slot(whole, max(prompt_lengths) + max_tokens) + whole.state_bytes
 
     def fit(slots: int) -> bool:
         stored = store_bytes(shape, prompt_lengths, slots, samples, size, kv.dtype)[0] if kv.stores_prompts else 0
@@ -52,11 +52,12 @@ def dense_cache_bytes(engine: Engine, max_tokens: int, prompt_lengths: list[int]
     shape = engine.limits.shape.full
     if shape.device.type != "cuda":
         return None
-    windows = engine.slots * windows_of_slot(engine.limits.shape, max(prompt_lengths) + max_tokens)
+    whole = engine.limits.shape
+    fixed = engine.slots * (windows_of_slot(whole, max(prompt_lengths) + max_tokens) + whole.state_bytes)
     size, logits = shape.dtype.itemsize, engine.slots * engine.limits.vocab * STEP_LOGIT_BYTES
     room = int(SHARE * free_bytes(shape.device)) - logits + engine.cache.kv_bytes  # its slots are allocated
     wanted = dense_pages(prompt_lengths, max_tokens, engine.slots, samples)
-    return min(room, dense_bytes(shape, engine.slots, wanted, size, engine.kv.dtype) + windows)
+    return min(room, dense_bytes(shape, engine.slots, wanted, size, engine.kv.dtype) + fixed)
 
 
 def windows_of_slot(shape: CacheShape, longest: int) -> int:

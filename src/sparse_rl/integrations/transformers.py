@@ -111,6 +111,11 @@ class BoundedCache(Cache):
         bound = BoundKeys(layer, key_states, value_states)
         return bound, bound
 
+    def get_conv_state(self, *args, **kwargs):
+        raise UserError("BoundedCache does not support recurrent layers: sample with sparse_rl.Engine, which does.")
+
+    has_previous_state = get_conv_state
+
     @property
     def kv_bytes(self) -> int:
         """Allocated bytes of keys and values."""

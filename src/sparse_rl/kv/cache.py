@@ -2,7 +2,8 @@
 
 A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order, at the start
 of its row. If prompts are protected, a `PromptStore` holds them, and slots hold response tokens only. A `WindowStore` holds the
-sliding-window layers of a model; layers are numbered here without them. The host computes every length from the fixed schedule,
+sliding-window layers of a model, and a `StateStore` the states of recurrent layers; layers are numbered here without them. The
+host computes every length from the fixed schedule,
 so this module never synchronizes with the device.
 """
 
@@ -26,6 +27,7 @@ from .policies import Policy
 from .prompt_layout import NthSamples, PackedPrompts
 from .prompt_store import PromptStore
 from .shape import CacheShape, refuse_too_large
+from .states import StateStore
 from .statistics import Statistics
 from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, allocated, encoded
 from .windows import WindowStore
@@ -50,8 +52,10 @@ class SlotCache:
         """Number in the cache of each layer that it holds."""
         self.windows: WindowStore | None = None
         """Cache of the model's sliding-window layers; None until the longest sequence is known, or if there are none."""
-        self.windowed = shape.windowed
-        """Layers of the model that it does not hold, because they have a window."""
+        self.states = StateStore(shape, slots) if shape.states else None
+        """States of the model's recurrent layers; None if it has none."""
+        self.absent = tuple(layer for layer in range(shape.layers) if layer not in self.place)
+        """Layers of the model whose keys it does not hold, because they have a window or no attention."""
         self.shape, self.slots, self.capacity, self.ring = shape.full, slots, capacity, ring
         shape = self.shape
         self.numbers_L = torch.tensor(self.layers, device=shape.device) + first_layer
@@ -95,7 +99,12 @@ class SlotCache:
 
     def dense_bytes(self, tokens: int) -> int:
         """Return the bytes of a dense cache with so many tokens in the model's dtype. It has the same windows."""
-        return tokens * self.dense_token_bytes + (0 if self.windows is None else self.windows.kv_bytes)
+        return tokens * self.dense_token_bytes + self.fixed_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Allocated bytes that a dense cache has, too: windows and recurrent states."""
+        return (0 if self.windows is None else self.windows.kv_bytes) + (0 if self.states is None else self.states.nbytes)
 
     @property
     def layer_token_bytes(self) -> int:
@@ -104,8 +113,13 @@ class SlotCache:
 
     @property
     def kv_bytes(self) -> int:
-        """Allocated bytes of keys and values, with their steps, the prompt store and the windows."""
-        return self.stored.nbytes + sum(each.kv_bytes for each in (self.prompts, self.windows) if each is not None)
+        """Allocated bytes of keys and values, with their steps, the prompt store, the windows and recurrent states."""
+        return self.stored.nbytes + (0 if self.prompts is None else self.prompts.kv_bytes) + self.fixed_bytes
+
+    @property
+    def holds_more_than_pages(self) -> bool:
+        """Return whether slots hold windows or states, which the pages of a prompt store do not."""
+        return self.windows is not None or self.states is not None
 
     @property
     def side_bytes(self) -> int:
@@ -119,12 +133,14 @@ class SlotCache:
         cache = SlotCache(self.shape, slots, capacity, self.ring, quantiser=self.quantiser)
         if self.windows is not None:
             cache.windows = WindowStore(self.windows.shape, slots, self.windows.capacity)
+        if self.states is not None:
+            cache.states = StateStore(self.states.shape, slots)
         return cache
 
     def clear(self) -> None:
         for tensor in (*self.stored, self.queries_LSQWD, self.positions_LSHC, self.lengths_S):
             tensor.zero_()
-        for store in (self.prompts, self.windows):
+        for store in (self.prompts, self.windows, self.states):
             if store is not None:
                 store.clear()
 
@@ -224,6 +240,8 @@ class SlotCache:
             self.prompts.pages_SP[slot] = source.prompts.pages_SP[source_slot]
         if self.windows is not None and source.windows is not None:
             self.windows.copy_slot(source.windows, source_slot, slot)
+        if self.states is not None and source.states is not None:
+            self.states.copy_slot(source.states, source_slot, slot)
 
     def reorder(self, slots: Tensor) -> None:
         """Move the content of slot `slots[i]` to slot i, for beam search."""

@@ -1,11 +1,26 @@
-"""Shape of a model's keys and values, and the check that a cache of that shape fits into memory."""
+"""Shape of a model's keys, values and recurrent states, and the check that a cache of that shape fits into memory."""
 
+import math
 import os
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One state tensor of a recurrent layer, for one sequence."""
+
+    layer: int
+    name: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -21,16 +36,29 @@ class CacheShape:
     window: int | None = None
     """Tokens that a query of a windowed layer sees, itself included; None if the model has no windowed layers."""
     windowed: tuple[int, ...] = ()
-    """Windowed layers, ascending. The other layers see all tokens."""
+    """Windowed layers, ascending. The other layers with attention see all tokens."""
+    states: tuple[LayerState, ...] = ()
+    """States of the model's recurrent layers."""
+    attention_free: tuple[int, ...] = ()
+    """Layers without attention, ascending."""
+
+    @property
+    def attention_layers(self) -> list[int]:
+        return [layer for layer in range(self.layers) if layer not in self.attention_free]
 
     @property
     def full_layers(self) -> list[int]:
-        return [layer for layer in range(self.layers) if layer not in self.windowed]
+        return [layer for layer in self.attention_layers if layer not in self.windowed]
 
     @property
     def full(self) -> "CacheShape":
-        """Shape of the layers without a window alone."""
-        return replace(self, layers=self.layers - len(self.windowed), window=None, windowed=()) if self.windowed else self
+        """Shape of the layers whose attention sees all tokens alone."""
+        return replace(self, layers=len(self.full_layers), window=None, windowed=(), states=(), attention_free=())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence."""
+        return sum(state.nbytes for state in self.states)
 
 
 def refuse_too_large(shape: CacheShape, needed_bytes: int, name: str, remedy: str) -> None:

@@ -18,7 +18,8 @@ class Trace:
     `codes_LHT` is 0 for a key that was never evicted. A code c > 0 means that the key was evicted after (c - 1) * interval
     response tokens had entered the cache. `codes_LHT` may be a function, which is called when the codes are first read,
     because most rollouts are never replayed.
-    Sliding-window layers have no codes: the size of a window determines which keys a query sees. `windowed` lists them.
+    Sliding-window layers have no codes: the size of a window determines which keys a query sees. Nor have layers without
+    attention. `absent` lists both.
     """
 
     def __init__(
@@ -26,9 +27,9 @@ class Trace:
         codes_LHT: Tensor | Callable[[], Tensor],
         prompt_tokens: int,
         interval: int,
-        windowed: tuple[int, ...] = (),
+        absent: tuple[int, ...] = (),
     ):
-        self._codes, self.prompt_tokens, self.interval, self.windowed = codes_LHT, prompt_tokens, interval, windowed
+        self._codes, self.prompt_tokens, self.interval, self.absent = codes_LHT, prompt_tokens, interval, absent
 
     @property
     def codes_LHT(self) -> Tensor:
@@ -46,11 +47,11 @@ class Trace:
         codes = self.codes_LHT.to(torch.int32)
         times = self.prompt_tokens + (codes - 1) * self.interval
         times_LHT = torch.where(codes == 0, torch.tensor(NEVER, dtype=torch.int32), times.to(torch.int32))
-        if not self.windowed:
+        if not self.absent:
             return times_LHT
-        layers = len(times_LHT) + len(self.windowed)
+        layers = len(times_LHT) + len(self.absent)
         all_LHT = torch.full((layers, *times_LHT.shape[1:]), NEVER, dtype=torch.int32)
-        all_LHT[[layer for layer in range(layers) if layer not in self.windowed]] = times_LHT
+        all_LHT[[layer for layer in range(layers) if layer not in self.absent]] = times_LHT
         return all_LHT
 
 
@@ -70,8 +71,8 @@ class TraceRecorder:
         """
         self._events.append((entered // self.interval + 1, dropped_LnHN, index))
 
-    def finish(self, layers: int, kv_heads: int, tokens: int, windowed: tuple[int, ...] = ()) -> Trace:
-        """Return the trace of `layers` layers, which are those without a window."""
+    def finish(self, layers: int, kv_heads: int, tokens: int, absent: tuple[int, ...] = ()) -> Trace:
+        """Return the trace of `layers` layers, which are those that are not absent."""
         events = self._events
 
         def codes() -> Tensor:
@@ -84,4 +85,4 @@ class TraceRecorder:
                 codes_LHT.scatter_(2, dropped_LHN, code_N.expand_as(dropped_LHN))
             return codes_LHT
 
-        return Trace(codes, self.prompt_tokens, self.interval, windowed)
+        return Trace(codes, self.prompt_tokens, self.interval, absent)

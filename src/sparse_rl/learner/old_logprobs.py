@@ -11,7 +11,7 @@ from ..models.sharded import release_weights, with_weights
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
 from .packing import passes_of
-from .replay import ReplayKind, logprobs_of
+from .replay import ReplayKind, logprobs_of, may_share_prompts
 
 
 @torch.no_grad()
@@ -24,7 +24,8 @@ def old_logprobs(
         return [], []
     logprobs: dict[int, Tensor] = {}
     entropies: dict[int, Tensor] = {}
-    for indices in passes_of(rollouts, tokens_per_pass, world, share_prompts=view == "dense"):
+    shares = view == "dense" and may_share_prompts(model)
+    for indices in passes_of(rollouts, tokens_per_pass, world, share_prompts=shares):
         pack = [rollouts[index] for index in indices or [0]]  # a pass without rows keeps step with other ranks
         with fused_layers(model):
             logprobs_n, entropy_n = with_weights(model, logprobs_of, pack, view)

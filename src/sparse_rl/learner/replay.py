@@ -23,6 +23,7 @@ from ..kv.trace import NEVER
 from ..models.attention import eval_mode
 from ..models.compile import compiler_errors, fused_layers
 from ..models.head import hidden_states
+from ..models.recurrent import Mixer, run_packed
 from ..models.routing import ReplayedRouting, install
 from ..models.support import head_of, prepare
 from ..rollout.rollout import Rollout
@@ -66,9 +67,10 @@ def replay(
 
 
 def may_share_prompts(model: PreTrainedModel) -> bool:
-    """Return whether rollouts of a pass may share prompts. FlexAttention, which computes soft caps and sinks on a GPU, has
-    whole sequences."""
-    return model.device.type != "cuda" or prepare(model).plain
+    """Return whether rollouts of a pass may share prompts. Recurrent layers have whole sequences, and so has FlexAttention,
+    which computes soft caps and sinks on a GPU."""
+    limits = prepare(model)
+    return not limits.shape.states and (model.device.type != "cuda" or limits.plain)
 
 
 def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
@@ -211,6 +213,9 @@ class ReplayView:
         if keeps_all or pack.until_LHN is None:
             return packed_causal_attention(*packed, pack.bounds, self.longest, scale, form)
         return self._one_by_one(pack.until_LHN[layer], *packed, scale, form)
+
+    def recur(self, layer: int, mixer: Mixer, hidden_1ND: Tensor) -> Tensor:
+        return run_packed(mixer, hidden_1ND, self.bounds)
 
     def _one_by_one(self, until_HN, queries_1QND, keys_1HND, values_1HND, scale, form=PLAIN):
         outputs = []

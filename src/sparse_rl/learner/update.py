@@ -29,7 +29,7 @@ from .losses import LossInputs, get
 from .losses.regularizers import kl, weighted_sum
 from .optimizer import Optimizer, checkpointed
 from .packing import passes_of
-from .replay import PassOutput, ReplayKind, forward, response_logprobs
+from .replay import PassOutput, ReplayKind, forward, may_share_prompts, response_logprobs
 
 
 def accumulate(
@@ -245,8 +245,8 @@ def update(
         return Updated({}, 0.0, learned=False, finite=True)
     settings = optimizer.settings
     with checkpointed(model, optimizer.checkpointed_layers):
-        trained = [batch.rollouts[row] for row in rows]
-        passes = passes_of(trained, settings.tokens_per_microbatch, world, share_prompts=view == "dense")
+        trained, shares = [batch.rollouts[row] for row in rows], view == "dense" and may_share_prompts(model)
+        passes = passes_of(trained, settings.tokens_per_microbatch, world, share_prompts=shares)
         passes = [[rows[index] for index in indices] for indices in passes]
         sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta, world)))
     if isinstance(batch, OnePassBatch):

@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..errors import UserError
 from ..kernels.form import PLAIN, AttentionForm, masked_attention
+from .recurrent import view_arguments
 
 NAME = "sparse_rl"
 """Name of the attention implementation, for `model.set_attn_implementation`."""
@@ -106,17 +107,17 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 def run(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView, keep: Tensor | int) -> Tensor:
     """Return the logits [B, n, V] of the tokens in `keep`, with attention computed by the view."""
-    return model(**inputs(tokens_BT, positions_BT, view), logits_to_keep=keep).logits
+    return model(**inputs(model, tokens_BT, positions_BT, view), logits_to_keep=keep).logits
 
 
-def inputs(tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView) -> dict[str, Any]:
-    """Return the forward arguments of a model or its decoder that select the view for attention."""
+def inputs(model: nn.Module, tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView) -> dict[str, Any]:
+    """Return the forward arguments of a model or its decoder that select the view for attention and recurrent layers."""
     return {
         "input_ids": tokens_BT,
         "position_ids": positions_BT,
         "attention_mask": tokens_BT.new_empty(NO_MASK, dtype=torch.bool),
         "use_cache": False,
-        "sparse_view": view,
+        **view_arguments(model, view),
     }
 
 

@@ -52,4 +52,4 @@ def hidden_states(
 def decoder_output(model: PreTrainedModel, tokens_BT: Tensor, positions_BT: Tensor, view: AttentionView) -> Tensor:
     """Return the inputs of the LM head at all tokens, [B, T, D]."""
     decoder = model.base_model if model.base_model is not model else model.model  # some models have no base_model_prefix
-    return decoder(**inputs(tokens_BT, positions_BT, view)).last_hidden_state
+    return decoder(**inputs(decoder, tokens_BT, positions_BT, view)).last_hidden_state

@@ -61,17 +61,13 @@ def _first_of_kind(layers: nn.ModuleList, config: Any, numbered: set[tuple[str, 
 
 
 def _numbered(layers: nn.ModuleList) -> set[tuple[str, str]]:
-    """Return the (module, attribute) pairs that hold the layer index in every layer, e.g. layer_idx."""
-    found: set[tuple[str, str]] | None = None
+    """Return the (module, attribute) pairs that hold the layer index in every layer that has the module, e.g. layer_idx."""
+    held: dict[tuple[str, str], list[bool]] = {}
     for index, layer in enumerate(layers):
-        here = {
-            (path, name)
-            for path, module in layer.named_modules()
-            for name, value in _settings(module)
-            if type(value) is int and value == index
-        }
-        found = here if found is None else found & here
-    return (found or set()) if len(layers) > 1 else set()
+        for path, module in layer.named_modules():
+            for name, value in _settings(module):
+                held.setdefault((path, name), []).append(type(value) is int and value == index)
+    return {pair for pair, is_index in held.items() if all(is_index) and (len(is_index) > 1 or pair[1] == "layer_idx")}
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, bool | int | str | None]]:
@@ -114,5 +110,7 @@ def _renumber(
         vars(config)[name] = [values[index] for index in kept]
     vars(config)[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
     for number, layer in enumerate(layers):
+        modules = dict(layer.named_modules())
         for path, name in numbered:
-            setattr(layer.get_submodule(path), name, number)
+            if path in modules:
+                setattr(modules[path], name, number)

@@ -20,6 +20,7 @@ from ..kernels.form import PLAIN
 from ..kv.rotary import Rotary
 from .attention import attend_to_itself, eval_mode
 from .head import decoder_output
+from .recurrent import Mixer
 from .reduced import ROWS, reduced, stand_ins
 from .support import prepare
 
@@ -41,22 +42,23 @@ def rotary_of(model: PreTrainedModel, policy: str) -> Rotary:
     if model not in _known:
         remedy = f"so kv.policy = {policy} cannot predict its queries: use another policy, such as rkv, or another model"
         try:
-            of_kind = [_read(vectors_PMD, places) for vectors_PMD, places in _probe(model)]
+            of_kind = {layer: _read(vectors_PMD, places) for layer, (vectors_PMD, places) in _probe(model).items()}
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             reason = first_line(error)
             raise UserError(f"The rotary positions of {type(model).__name__} cannot be read ({reason}), {remedy}.") from error
-        if not any(bool(frequencies_F.any()) for _, frequencies_F in of_kind):
+        if not any(bool(frequencies_F.any()) for _, frequencies_F in of_kind.values()):
             raise UserError(f"{type(model).__name__} has no rotary positions, {remedy}.")
-        pairs, frequencies = zip(*(of_kind[kind] for kind in stand_ins(model)), strict=True)
+        any_kind = next(iter(of_kind.values()))  # for layers without attention, whose entry is not used
+        pairs, frequencies = zip(*(of_kind.get(kind, any_kind) for kind in stand_ins(model)), strict=True)
         _known[model] = Rotary(torch.stack(pairs), torch.stack(frequencies))
     return _known[model]
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel) -> list[tuple[Tensor, list[int]]]:
-    """Return the vectors [P, M, D] of each layer of the stand-in, and their positions: 0, 1, 2, 4, 8, …"""
+def _probe(model: PreTrainedModel) -> dict[int, tuple[Tensor, list[int]]]:
+    """Return the vectors [P, M, D] of each layer of the stand-in with attention, and their positions: 0, 1, 2, 4, 8, …"""
     small = reduced(model)
     limits = prepare(small)
     longest = limits.positions or LAST
@@ -67,7 +69,7 @@ def _probe(model: PreTrainedModel) -> list[tuple[Tensor, list[int]]]:
     view = _Recording()
     with eval_mode(small):
         decoder_output(small, tokens_N.expand(len(places), -1), positions_PN, view)
-    return [(view.vectors[layer], places) for layer in sorted(view.vectors)]
+    return {layer: (vectors_PMD, places) for layer, vectors_PMD in view.vectors.items()}
 
 
 class _Recording:
@@ -81,6 +83,9 @@ class _Recording:
         both = [each / torch.linalg.matrix_norm(each, keepdim=True) for each in both]  # some models scale queries by position
         self.vectors[layer] = torch.cat(both, dim=1)
         return attend_to_itself(queries_PQND, values_PHND)
+
+    def recur(self, layer: int, mixer: Mixer, hidden_PND: Tensor) -> Tensor:
+        return mixer(hidden_PND)  # mixes tokens alike at every position
 
 
 def _read(vectors_PMD: Tensor, places: list[int]) -> tuple[Tensor, Tensor]:

@@ -24,13 +24,16 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
 from ..kernels.form import PLAIN, capped
-from ..kv.shape import CacheShape
+from ..kv.shape import CacheShape, LayerState
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
 from .folder import changes_with_length, context_length
 from .head import Head, decoder_output, hidden_states
+from .recurrent import FAMILIES, Mixer, bind, layer_of, mixers
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Supported entries of layer_types: attention over all keys of a sequence that fits the window."""
+"""Supported entries of layer_types with attention alone: over all keys of a sequence that fits the window."""
+TOKENWISE_LAYERS = {"mlp", "moe"}
+"""Entries of layer_types that do not mix tokens."""
 SPARE_ROWS = 8
 """Maximum extra rows of a buffer that is a position table, whatever its name."""
 HEAD_DTYPE = "sparse_rl_head_dtype"
@@ -81,7 +84,8 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     config = model.config.get_text_config()
     kind = f"{type(model).__name__} ({config.model_type})"
     _refuse_by_config(model, config, kind)
-    _refuse_by_layers(config, kind)
+    _refuse_by_layers(model, config, kind)
+    bind(model)
     before = model.config._attn_implementation
     probe = _Probe()
     try:
@@ -90,7 +94,7 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             run(model, token, token, probe, keep=1)
             run(model, token, token + 1, _OneToken(), keep=1)
-        shape = probe.shape(kind, config.num_hidden_layers)
+        shape = probe.shape(kind, config)
     except Exception as error:
         model.set_attn_implementation(before)
         if isinstance(error, (UserError, torch.OutOfMemoryError)):
@@ -175,12 +179,15 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
-def _refuse_by_layers(config, kind: str) -> None:
+def _refuse_by_layers(model: PreTrainedModel, config, kind: str) -> None:
+    """Raise if a layer mixes tokens neither by attention nor in a recurrent layer that is supported."""
+    recurrent = {layer_of(module) for module in mixers(model)}
     for layer, name in enumerate(getattr(config, "layer_types", None) or ()):
-        if name not in KNOWN_LAYERS:
+        if name not in KNOWN_LAYERS | TOKENWISE_LAYERS and layer not in recurrent:
+            modules = [type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == layer]
             raise UserError(
-                f"{kind} has layer {layer} of type {name}, which is not supported: only attention over cached keys is. Use another "
-                "model."
+                f"{kind} has layer {layer} of type {name}{f' ({modules[0]})' if modules else ''}, which is not supported: attention "
+                f"is, and the recurrent layers of {FAMILIES}. Use another model."
             )
 
 
@@ -223,7 +230,8 @@ def _positions(model: PreTrainedModel, config, context: int | None, lookups: _Lo
 def _windows_of_the_mask(config, shape: CacheShape) -> list[int]:
     """Return the windows that some models apply only through the mask, and do not pass to attention."""
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * shape.layers
-    local = {kind for layer, kind in enumerate(layer_types) if kind != "full_attention" and layer not in shape.windowed}
+    layers = [layer for layer in shape.full_layers if layer < len(layer_types)]
+    local = {layer_types[layer] for layer in layers} - {"full_attention", "hybrid"}
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return [size for size in sizes if size] if local else []
 
@@ -238,6 +246,7 @@ class _Probe(AttentionProbe):
     """Sliding window of each layer that has one."""
     plain: bool = True
     last: Tensor | None = None
+    states: list[LayerState] = field(default_factory=list)
 
     def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
@@ -255,7 +264,13 @@ class _Probe(AttentionProbe):
         self.plain = self.plain and form.is_plain
         return attend_to_itself(queries_BQTD, values_BHTD)
 
-    def shape(self, kind: str, layers: int) -> CacheShape:
+    def recur(self, layer: int, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
+        out_BTD, states = mixer.start(hidden_BTD)
+        self.states += [LayerState(layer, name, tuple(each.shape[1:]), each.dtype) for name, each in states.items()]
+        return out_BTD
+
+    def shape(self, kind: str, config) -> CacheShape:
+        layers, types = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
         if self.last is None:
             raise UserError(f"{kind} does not use transformers' attention interface: use a model that does.")
         if len(self.shapes) > 1:
@@ -265,10 +280,12 @@ class _Probe(AttentionProbe):
             raise UserError(
                 f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
             )
-        if sorted(self.layers) != list(range(layers)):
+        free = {state.layer for state in self.states} - set(self.layers)
+        free |= {layer for layer, name in enumerate(types) if name in TOKENWISE_LAYERS}
+        if sorted([*self.layers, *free]) != list(range(layers)):
             raise UserError(
-                f"{kind} calls attention {len(self.layers)} times in {layers} layers (a hybrid model, for example), which "
-                "is not supported: use a model with one attention per layer."
+                f"{kind} calls attention {len(self.layers)} times in {layers} layers, {len(free)} of them without attention, which "
+                "is not supported: use another model."
             )
         sizes = sorted(set(self.windows.values()))
         if len(sizes) > 1:
@@ -276,7 +293,11 @@ class _Probe(AttentionProbe):
                 f"{kind} has layers with windows of {sizes[0]} and {sizes[-1]} tokens, but one size per model is supported: use "
                 "another model."
             )
-        shape = CacheShape(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device)
+        shape = CacheShape(
+            *(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device),
+            states=tuple(self.states),
+            attention_free=tuple(sorted(free)),
+        )
         return replace(shape, window=sizes[0], windowed=tuple(sorted(self.windows))) if sizes else shape
 
 
@@ -334,3 +355,6 @@ class _OneToken:
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
         return attend_to_itself(queries_BQTD, values_BHTD)
+
+    def recur(self, layer: int, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
+        return mixer(hidden_BTD)

@@ -12,6 +12,7 @@ from ..kernels.form import PLAIN
 from ..kv.statistics import Collector
 from ..models.attention import eval_mode
 from ..models.head import decoder_output
+from ..models.recurrent import Mixer, run_packed
 from ..models.support import prepare
 from ..world import ALONE, World
 
@@ -89,3 +90,6 @@ class _Collecting:
         for collector in self.collectors:
             collector.add(layer, queries_1QND, keys_1HND, values_1HND, self.positions_1N)
         return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale, form)
+
+    def recur(self, layer: int, mixer: Mixer, hidden_1ND: torch.Tensor) -> torch.Tensor:
+        return run_packed(mixer, hidden_1ND, self.bounds.tolist())

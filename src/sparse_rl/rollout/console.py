@@ -97,7 +97,7 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     if cache.prompts is not None:
         pages = f", and {cache.prompts.pages} pages of {PAGE_TOKENS} tokens{'' if cache.prompts.responses else ' for prompts'}"
     if cache.windows is not None:
-        pages += f", with windows of {cache.windows.capacity} tokens in {len(cache.windowed)} layers"
+        pages += f", with windows of {cache.windows.capacity} tokens in {len(cache.windows.place)} layers"
     table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens{pages}")
     held = max(rollout.kv_peak for rollout in rollouts)
     table.add_row("peak held", f"{held} tokens of a sequence, {size(held * cache.token_bytes)}")

@@ -15,6 +15,7 @@ from ..kernels.jit import usable
 from ..kernels.rows import StoredCodes, StoredPrompts
 from ..kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
 from ..kv.cache import SlotCache
+from ..models.recurrent import Mixer
 from ..models.routing import RecordedRouting
 from ..sizes import PAGE_TOKENS, pages_of
 
@@ -69,6 +70,11 @@ class DecodeView:
             attend = self._fused if self.fused else self._plain
             out_SQD = attend(self.cache.place[layer], *new, scale, form)
         return out_SQD[:, :, None]
+
+    def recur(self, layer: int, mixer: Mixer, hidden_S1D: Tensor) -> Tensor:
+        """Run one token of each slot, and update the slots' states."""
+        assert self.cache.states is not None
+        return mixer.resume(hidden_S1D, self.cache.states.rows(layer, 0, len(self.positions_S)))
 
     def _windowed(
         self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm

@@ -211,16 +211,17 @@ class Engine:
             return
         if not needed:
             return
-        layers, given = self.limits.shape.layers, len(statistics[needed[0]])
-        if given != layers:
+        layers, given = self.limits.shape.attention_layers, len(statistics[needed[0]])
+        if given != len(layers):
             raise UserError(
-                f"The statistics are of {given} layers, but the model has {layers}: use the statistics of this model, or gather "
-                "them again."
+                f"The statistics are of {given} layers, but the model has {len(layers)} with attention: use the statistics of "
+                "this model, or gather them again."
             )
         if self.storage is not None:
             self._load_scales(key_scales(statistics), self.storage)
         device = self.limits.shape.device
-        of_layers = {name: statistics[name][self.cache.layers] for name in self.policy.uses_statistics}
+        places = [layers.index(layer) for layer in self.cache.layers]
+        of_layers = {name: statistics[name][places] for name in self.policy.uses_statistics}
         self.cache.statistics = {name: each.to(device) for name, each in of_layers.items()}
         self.statistics, self.calibrated_tokens = {name: statistics[name] for name in needed}, ENOUGH_TOKENS
 
@@ -235,10 +236,11 @@ class Engine:
         self.quantiser = Quantiser(self.kv.dtype, scales)
 
     def _refuse_codes(self) -> None:
-        if self.kv.quantised and (self.limits.shape.windowed or not self.limits.plain):
+        shape = self.limits.shape
+        if self.kv.quantised and (shape.windowed or shape.states or not self.limits.plain):
             raise UserError(
                 f"kv.dtype = {self.kv.dtype} does not support {type(self.model).__name__}, which has sliding windows, soft-capped "
-                "logits or learned sinks: set kv.dtype = auto."
+                "logits, learned sinks or recurrent layers: set kv.dtype = auto."
             )
 
     def _storage(self) -> Quantiser | None:
@@ -287,11 +289,11 @@ class Engine:
         if kv_bytes is None or not token_bytes:  # every layer has a window
             self._grow_pool([prompt_tokens] * prompts, max_tokens, samples)
             return
-        in_windows = 0 if self.cache.windows is None else self.cache.windows.kv_bytes
-        pages = (kv_bytes - in_windows) // (PAGE_TOKENS * token_bytes) - self.slots * DENSE_SLOT_TOKENS // PAGE_TOKENS
+        fixed = self.cache.fixed_bytes
+        pages = (kv_bytes - fixed) // (PAGE_TOKENS * token_bytes) - self.slots * DENSE_SLOT_TOKENS // PAGE_TOKENS
         least = least_dense_pages(prompt_tokens, max_tokens)
         if pages < least:
-            needed = (least * PAGE_TOKENS + self.slots * DENSE_SLOT_TOKENS) * token_bytes + in_windows
+            needed = (least * PAGE_TOKENS + self.slots * DENSE_SLOT_TOKENS) * token_bytes + fixed
             raise UserError(
                 f"kv_bytes = {kv_bytes:,} is too small: {self.slots} slots and one sequence of {prompt_tokens + max_tokens:,} "
                 f"tokens take {needed:,}. Use fewer slots, shorter responses or more memory."

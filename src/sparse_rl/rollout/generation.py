@@ -205,10 +205,11 @@ class Generation:
         self.scheduler.active += [sequences[index] for index in slots]
 
     def _needs_prefill(self, group: list[Request]) -> bool:
-        """Return whether the pages of a group lack its prompt. The windows of a new sequence need a prefill in any case."""
+        """Return whether the pages of a group lack its prompt. The windows and states of a new sequence need a prefill in any
+        case."""
         assert self.pages is not None
         starts = any(request.index not in self.scheduler.paused for request in group)
-        return group[0].group not in self.pages.prefilled or (self.cache.windows is not None and starts)
+        return group[0].group not in self.pages.prefilled or (self.cache.holds_more_than_pages and starts)
 
     def _fill_pages(self, groups: list[list[Request]], slots: dict[int, int]) -> None:
         """Fill pages with the prompts of these groups, and draw the first tokens of all their samples."""
@@ -392,7 +393,7 @@ class Generation:
                 kv_peak=sequence.kv_peak,
                 temperature=self.sampling.logprob_temperature,
                 seed=request.seed,
-                trace=None if sequence.trace is None else sequence.trace.finish(*shape, tokens, self.cache.windowed),
+                trace=None if sequence.trace is None else sequence.trace.finish(*shape, tokens, self.cache.absent),
                 quantiser=self.quantiser,
                 routing=sequence.routing(),
             )

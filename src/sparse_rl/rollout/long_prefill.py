@@ -22,6 +22,7 @@ from ..kv.prompt_store import PackedPages, PromptStore
 from ..kv.schedule import Schedule
 from ..kv.shape import refuse_too_large
 from ..kv.storage import Quantiser, encoded
+from ..models.recurrent import Mixer
 from ..models.routing import RecordedRouting, Routers
 from ..models.support import next_logits
 from ..sizes import token_bytes
@@ -44,7 +45,7 @@ def prefill_long(
     Return the same as `prefill` does for a list of one prompt.
     """
     device, tokens, first = cache.shape.device, len(prompt.prompt), prompt.slots[0]
-    row = PrefillRow(0, tokens, 1, nth_samples([prompt.slots], [prompt.seeds], device))
+    row = PrefillRow(0, tokens, 1, nth_samples([prompt.slots], [prompt.seeds], device), [prompt.slots])
     pieces: PiecesInPages | PiecesInSlot | PiecesInScratch
     if cache.prompts is not None:
         pieces = PiecesInPages(cache.prompts, PackedPages.of([(tokens, prompt.pages)], device), prompt.pages)
@@ -64,6 +65,9 @@ def prefill_long(
     if cache.windows is not None:
         for slot in prompt.slots[1:]:
             cache.windows.copy_slot(cache.windows, first, slot)
+    if cache.states is not None:
+        for slot in prompt.slots[1:]:
+            cache.states.copy_slot(cache.states, first, slot)
     if not schedule.compresses_prompt(tokens):
         held = schedule.held_after_prefill(tokens)
         cache.positions_LSHC[:, first, :, :held] = torch.arange(held, dtype=torch.int32, device=device)
@@ -172,3 +176,12 @@ class LongPrefillView:
             prompt = (queries_1QwD, *self.pieces.written(layer, tokens))
             self.row.dropped.append(self.cache.fill(layer, self.row.samples, *prompt, self.schedule.budget, self.policy))
         return last_tokens_attention(queries_1QnD, keys_1HTD, values_1HTD, scale, form)
+
+    def recur(self, layer: int, mixer: Mixer, hidden_1nD: Tensor) -> Tensor:
+        """Continue from the state after the earlier pieces, which is in the slot of the first sample."""
+        assert self.cache.states is not None
+        if self.start:
+            return mixer.resume(hidden_1nD, self.cache.states.rows(layer, self.first_slot, self.first_slot + 1))
+        out_1nD, states = mixer.start(hidden_1nD)
+        self.cache.states.write(layer, self.slot_1, states, torch.zeros_like(self.slot_1))
+        return out_1nD

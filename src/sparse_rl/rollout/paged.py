@@ -56,10 +56,10 @@ class PagedSlots:
                 self._recompute(sequence, slot, pages_of_slots[slot])
 
     def _recompute(self, sequence: Sequence, slot: int, pages: list[int]) -> None:
-        """Compute the keys and values of a paused sequence again, after the full pages of the prompt. Windows need the whole
-        sequence, because they start before those pages end."""
+        """Compute the keys and values of a paused sequence again, after the full pages of the prompt. Windows and states
+        need the whole sequence, because they start before those pages end."""
         request = sequence.request
-        start = 0 if self.cache.windows is not None else sequence.prompt_pages * PAGE_TOKENS
+        start = 0 if self.cache.holds_more_than_pages else sequence.prompt_pages * PAGE_TOKENS
         tokens = [*request.prompt, *sequence.response()[0][: sequence.entered]]
         prompt = PromptInSlots(tokens, [slot], [request.seed], pages)
         with fused_layers(self.model):

@@ -24,6 +24,7 @@ from ..kv.policies import Policy
 from ..kv.prompt_layout import NthSamples, PackedPrompts, nth_samples
 from ..kv.prompt_store import PackedPages
 from ..kv.schedule import Schedule
+from ..models.recurrent import Mixer
 from ..models.routing import RecordedRouting, Routers
 from ..models.support import next_logits
 from .request import Request
@@ -56,6 +57,8 @@ class PrefillRow:
     """Number of prompts."""
     samples: list[NthSamples]
     """Slots of the samples, if the prompts exceed the budget; else empty."""
+    slots: list[list[int]]
+    """Slots of the samples of each prompt."""
     dropped: list[list[Tensor]] = field(default_factory=list)
     """Positions that `SlotCache.fill` dropped in each layer, if the prompts exceed the budget."""
 
@@ -104,7 +107,8 @@ def prefill(
             for number, slot in enumerate(prompts[n].slots):
                 copies += [[]] if number == len(copies) else []
                 copies[number].append((start + index * length, length, slot))
-        rows.append(PrefillRow(start, start + length * len(numbers), len(numbers), placed))
+        slots = [prompts[n].slots for n in numbers]
+        rows.append(PrefillRow(start, start + length * len(numbers), len(numbers), placed, slots))
         members.append(numbers)
         start = rows[-1].stop
     tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
@@ -181,6 +185,18 @@ class PrefillView:
             q, k, v = (unpack(tensor, row) for tensor in new)
             outputs.append(causal_attention(q, k, v, scale=scale, form=form).transpose(0, 1).flatten(1, 2)[None])
         return torch.cat(outputs, dim=2)
+
+    def recur(self, layer: int, mixer: Mixer, hidden_1ND: Tensor) -> Tensor:
+        """Run prompts of one length together, and write their states into the slots of their samples."""
+        assert self.cache.states is not None
+        outputs = []
+        for row in self.rows:
+            out_PTD, states = mixer.start(hidden_1ND[0, row.start : row.stop].unflatten(0, (row.count, -1)))
+            outputs.append(out_PTD.flatten(0, 1))
+            placed = [(prompt, slot) for prompt, slots in enumerate(row.slots) for slot in slots]
+            prompts_m, slots_m = torch.tensor(placed, device=hidden_1ND.device).t()
+            self.cache.states.write(layer, slots_m, states, prompts_m)
+        return torch.cat(outputs)[None]
 
     def _fill(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write the keys and values of a layer into slots or pages. Return the inputs of attention: what is stored."""

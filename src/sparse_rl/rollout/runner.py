@@ -8,6 +8,7 @@ in-place update takes effect at the next replay.
 # S slots, n steps of a chunk, V vocabulary, R routers, K experts per token
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -231,8 +232,12 @@ class GraphRunner:
         """Capture one step.
 
         The step first runs twice, which compiles its kernels. Each run starts from the uploaded state, so the first real step
-        overwrites the results of these runs.
+        overwrites the results of these runs. Recurrent states are restored.
         """
+        with self.cache.states.restored(slots) if self.cache.states is not None else nullcontext():
+            return self._captured(slots, sampling)
+
+    def _captured(self, slots: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         device = self.cache.shape.device
         self.stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()

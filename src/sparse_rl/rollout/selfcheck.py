@@ -28,6 +28,7 @@ from ..kv.shape import CacheShape
 from ..kv.windows import WindowStore
 from ..models.attention import eval_mode, run
 from ..models.head import hidden_states
+from ..models.recurrent import Mixer, run_packed
 from ..models.reduced import ROWS, reduced
 from ..models.support import AttentionLimits, head_of, prepare
 from .decode import DecodeView
@@ -145,6 +146,9 @@ class _Packed:
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
         return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale, form)
 
+    def recur(self, layer: int, mixer: Mixer, hidden_1ND: Tensor) -> Tensor:
+        return run_packed(mixer, hidden_1ND, self.bounds.tolist())
+
 
 def _packed(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
     """Return the logits of all tokens, computed as in the learner: hidden states times LM head."""
@@ -188,17 +192,23 @@ def _decode(model: PreTrainedModel, cache: SlotCache, tokens_S: Tensor, position
     return logits_SV
 
 
+def _own_cache(model: PreTrainedModel, shape: CacheShape) -> DynamicCache:
+    """Return a cache of transformers. Without a configuration it holds keys alone, of all tokens."""
+    return DynamicCache(config=model.config) if shape.states else DynamicCache()
+
+
 def _caches_plain_keys(model: PreTrainedModel, shape: CacheShape) -> bool:
     """Return whether the model caches its keys. Some models cache a compressed form and compute keys from it."""
-    cache = DynamicCache()
+    cache = _own_cache(model, shape)
     model(_row(model, [0]), past_key_values=cache, use_cache=True)
-    return {tuple(layer.keys.shape) for layer in cache.layers} == {(1, shape.kv_heads, 1, shape.head_dim)}
+    held = {tuple(cache.layers[layer].keys.shape) for layer in shape.attention_layers}
+    return held == {(1, shape.kv_heads, 1, shape.head_dim)}
 
 
 def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return the logits of the last token of a long sequence with random keys, from the model itself and through our view."""
-    cache, own = _cache(shape, 1, tokens), DynamicCache()
-    for layer in range(shape.layers):
+    cache, own = _cache(shape, 1, tokens), _own_cache(model, shape)
+    for layer in shape.attention_layers:
         keys, values = (
             torch.randn(1, shape.kv_heads, tokens - 1, shape.head_dim, generator=draw).to(shape.device, shape.dtype)
             for _ in range(2)
