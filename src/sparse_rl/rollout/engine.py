@@ -28,6 +28,7 @@ from ..sizes import (
     dense_pages,
     least_dense_pages,
     pool_pages,
+    refuse_codes,
     window_capacity,
 )
 from ..text import quoted
@@ -97,7 +98,7 @@ class Engine:
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
-        self._refuse_codes()
+        refuse_codes(self.kv.dtype, type(model).__name__, windows=bool(self.limits.shape.windowed), plain=self.limits.plain)
         if self.policy.evicts and not self.limits.shape.full.layers:
             notice(f"Every layer of the model has a window of {self.limits.shape.window} tokens: kv.budget has no effect.")
         self.cache = self._new_cache()
@@ -229,13 +230,6 @@ class Engine:
         for mine, new in zip(storage.scales, scales, strict=True):
             mine.copy_(new)  # in place, because captured graphs read it
         self.quantiser = Quantiser(self.kv.dtype, scales)
-
-    def _refuse_codes(self) -> None:
-        if self.kv.quantised and (self.limits.shape.windowed or not self.limits.plain):
-            raise UserError(
-                f"kv.dtype = {self.kv.dtype} does not support {type(self.model).__name__}, which has sliding windows, soft-capped "
-                "logits or learned sinks: set kv.dtype = auto."
-            )
 
     def _storage(self) -> Quantiser | None:
         """Return the storage of a quantised cache, with scales on the device that are not set yet."""
