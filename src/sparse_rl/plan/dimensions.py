@@ -165,7 +165,7 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
             "without a plan."
         )
     family = FAMILIES[kind]
-    needed = (*NEEDED, "num_key_value_heads") if family.grouped else NEEDED
+    needed: tuple[str, ...] = (*NEEDED, "num_key_value_heads") if family.grouped else NEEDED
     needed += ("num_local_experts", "num_experts_per_tok") if kind == "gpt_oss" else ()
     if missing := [key for key in needed if not config.get(key)]:
         raise UserError(f"{name} cannot be planned: its config.json lacks {', '.join(missing)}.")
