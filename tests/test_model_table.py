@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import MixtralConfig, Qwen2MoeConfig
+from transformers import MixtralConfig
 
 from sparse_rl import UserError
 from sparse_rl.config import LoraConfig
@@ -40,11 +40,3 @@ def test_adapters_of_experts_are_refused_in_a_sentence():
     model = families.build(MixtralConfig(**families.SIZE, **families.LOCAL))
     with pytest.raises(UserError, match="adapts the experts of MixtralForCausalLM.*set model.lora.targets = q_proj,k_proj"):
         Actor(model, LoraConfig(rank=2, targets="q_proj,w1,w2,w3"))
-
-
-def test_a_model_with_shared_experts_says_which_targets_run():
-    config = Qwen2MoeConfig(**families.SIZE, **families.OF_EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=1)
-    model = families.build(config)
-    with pytest.raises(UserError, match="set model.lora.targets = q_proj,k_proj,v_proj,o_proj"):
-        Actor(model, LoraConfig(rank=2))
-    Actor(families.build(config), LoraConfig(rank=2, targets="q_proj,k_proj,v_proj,o_proj"))
