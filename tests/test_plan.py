@@ -53,21 +53,6 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=16),
-        Qwen2Config(**SMALL, num_key_value_heads=1, use_sliding_window=True, max_window_layers=1, sliding_window=16),
-    ],
-    ids=["mistral", "qwen2"],
-)
-def test_sliding_windows_are_not_planned(config):
-    with pytest.raises(
-        UserError, match="windows of 16 tokens, which plan does not count. Training still works, without a plan"
-    ):
-        from_config(config.to_dict(), "a model")
-
-
 def on_meta(config, dtype=torch.bfloat16):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)

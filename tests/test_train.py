@@ -456,13 +456,13 @@ def test_the_rehearsal_is_the_fullest_micro_batch():
             optimizer={"tokens_per_microbatch": tokens},
         )
         shape = CacheShape(1, 1, 1, 4, torch.float32, torch.device("cpu"))
-        rollouts = largest_microbatch(list(range(prompt)), config, shape)
+        rollouts = largest_microbatch(list(range(prompt)), config, shape, plain=True)
         assert len(rollouts[0].response) == max_tokens
         assert list(packs(rollouts, max(tokens, prompt + max_tokens), share_prompts=True)) == [list(range(len(rollouts)))]
         fed = len(pack_tokens(rollouts, share_prompts=True).tokens) + len(rollouts)  # last tokens are not fed
         assert tokens - prompt <= fed <= max(tokens, prompt + max_tokens)
         ranks = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": 2})})
-        every_prompt = largest_microbatch(list(range(prompt)), ranks, shape)
+        every_prompt = largest_microbatch(list(range(prompt)), ranks, shape, plain=True)
         assert not pack_tokens(every_prompt, share_prompts=True).shared
 
 

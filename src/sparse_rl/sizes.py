@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from .config import KV, SHADOW_METHODS, Config
+from .errors import UserError
 
 # Learner
 
@@ -86,6 +87,10 @@ class AttentionShape(Protocol):
     def kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def windowed(self) -> tuple[int, ...]: ...
 
 
 STEP_BYTES = 2
@@ -111,7 +116,8 @@ def token_bytes(shape: AttentionShape, itemsize: int, dtype: str = "auto") -> in
 
 
 def slot_bytes(shape: AttentionShape, kv: KV, itemsize: int) -> tuple[int, int]:
-    """Return (bytes of keys and values, bytes of side tables) of one slot on a GPU, as `SlotCache` allocates them.
+    """Return (bytes of keys and values, bytes of side tables) of one slot on a GPU, as `SlotCache` allocates them. `shape` is
+    that of the layers without a window.
 
     A custom policy is counted as if it kept queries.
     """
@@ -127,6 +133,23 @@ def window_capacity(longest: int) -> int:
     """Return the tokens of a ring of a sliding-window layer for sequences of at most `longest` tokens, unless the window is
     smaller. It is rounded up to whole pages, so that a similar call can reuse the ring."""
     return pages_of(longest) * PAGE_TOKENS
+
+
+def window_bytes(shape: AttentionShape, longest: int, itemsize: int) -> int:
+    """Return the bytes of keys and values in the sliding windows of a slot, for sequences of at most `longest` tokens, as
+    `WindowStore` allocates them."""
+    tokens = min(shape.window or 0, window_capacity(longest))
+    return tokens * len(shape.windowed) * token_bytes(shape, itemsize) // shape.layers
+
+
+def refuse_codes(dtype: str, model: str, *, plain: bool) -> None:
+    """Raise UserError if a quantised cache does not support a model, because its layers are not all plain attention. `dtype` is
+    `kv.dtype`."""
+    if dtype != "auto" and not plain:
+        raise UserError(
+            f"kv.dtype = {dtype} does not support {model}, which has sliding windows, soft-capped logits, learned sinks or "
+            "recurrent layers: set kv.dtype = auto."
+        )
 
 
 def pages_of(tokens: int) -> int:

@@ -247,7 +247,9 @@ def share_of_roofline(model: PreTrainedModel, kv: KV, slots: int, held: float, t
         dims = from_config(model.config.get_text_config().to_dict(), "the model")
     except UserError:
         return None  # the plan does not support this GPU or model
-    return tokens_per_s * decode_s(dims, slots, held, model.dtype.itemsize, gpu, kv.dtype) / slots
+    in_window = min(dims.window or 0, held)  # a lower bound: windows hold more than a full layer that is compressed
+    step_s = decode_s(dims, slots, held, model.dtype.itemsize, gpu, kv.dtype, in_window=in_window)
+    return tokens_per_s * step_s / slots
 
 
 PARTS = {

@@ -2,7 +2,6 @@
 
 from ..config import KV
 from ..gpu_memory import free_bytes
-from ..kv.shape import CacheShape
 from ..plan.memory import largest
 from ..rollout.engine import Engine
 from ..sizes import (
@@ -13,8 +12,7 @@ from ..sizes import (
     live_dense_pages,
     slot_bytes,
     store_bytes,
-    token_bytes,
-    window_capacity,
+    window_bytes,
 )
 
 CPU_SLOTS = 64
@@ -32,7 +30,7 @@ def auto_slots(probe: Engine, kv: KV, max_tokens: int, prompt_lengths: list[int]
         return CPU_SLOTS
     room, size = int(SHARE * free_bytes(shape.device)), shape.dtype.itemsize
     of_slot = slot_bytes(shape, kv, size)[0] + probe.limits.vocab * STEP_LOGIT_BYTES
-    of_slot += windows_of_slot(whole, max(prompt_lengths) + max_tokens) + whole.state_bytes
+    of_slot += window_bytes(whole, max(prompt_lengths) + max_tokens, size) + whole.state_bytes
 
     def fit(slots: int) -> bool:
         stored = store_bytes(shape, prompt_lengths, slots, samples, size, kv.dtype)[0] if kv.stores_prompts else 0
@@ -52,15 +50,9 @@ def dense_cache_bytes(engine: Engine, max_tokens: int, prompt_lengths: list[int]
     shape = engine.limits.shape.full
     if shape.device.type != "cuda":
         return None
-    whole = engine.limits.shape
-    fixed = engine.slots * (windows_of_slot(whole, max(prompt_lengths) + max_tokens) + whole.state_bytes)
-    size, logits = shape.dtype.itemsize, engine.slots * engine.limits.vocab * STEP_LOGIT_BYTES
+    whole, size = engine.limits.shape, shape.dtype.itemsize
+    fixed = engine.slots * (window_bytes(whole, max(prompt_lengths) + max_tokens, size) + whole.state_bytes)
+    logits = engine.slots * engine.limits.vocab * STEP_LOGIT_BYTES
     room = int(SHARE * free_bytes(shape.device)) - logits + engine.cache.kv_bytes  # its slots are allocated
     wanted = dense_pages(prompt_lengths, max_tokens, engine.slots, samples)
     return min(room, dense_bytes(shape, engine.slots, wanted, size, engine.kv.dtype) + fixed)
-
-
-def windows_of_slot(shape: CacheShape, longest: int) -> int:
-    """Return the bytes of keys and values in the sliding windows of a slot, for sequences of at most `longest` tokens."""
-    tokens = min(shape.window or 0, window_capacity(longest))
-    return tokens * len(shape.windowed) * token_bytes(shape, shape.dtype.itemsize) // shape.layers

@@ -134,7 +134,7 @@ def _on_host(weight: Tensor) -> Tensor:
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
     from peft import LoraConfig, get_peft_model
 
-    targets = lora.targets if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
+    targets = _linear_names(model) if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or 2 * lora.rank,
@@ -143,6 +143,22 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"model.lora.targets = {lora.targets!r} matches no layer of the model: try all-linear.") from error
+    if any(hasattr(module, "parameter_name") for module in adapted.modules()):
+        raise UserError(
+            f"model.lora.targets = {lora.targets!r} adapts the experts of {type(model).__name__}, whose weights cannot be "
+            "merged: set model.lora.targets = q_proj,k_proj,v_proj,o_proj."
+        )
+    return adapted
+
+
+def _linear_names(model: PreTrainedModel) -> str | list[str]:
+    """Return the targets of all-linear. Where the experts of a layer share one weight, name the plain linear layers, because peft
+    would adapt experts and routers, too."""
+    if not any(weight.dim() == 3 for weight in model.parameters()):
+        return "all-linear"
+    head = model.get_output_embeddings()
+    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head)
+    return sorted({name.rsplit(".", 1)[-1] for name in linears})

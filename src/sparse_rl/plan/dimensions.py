@@ -1,6 +1,6 @@
 """Read a model's dimensions from its config.json, without loading weights. Memory and time are computed from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import UserError
 from ..models.folder import checked_config, context_length
 from ..models.shapes import SHAPES
+from .families import FAMILIES, Family, biases_of, windows_of
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 HUB_SHAPES = {
@@ -21,14 +22,13 @@ HUB_SHAPES = {
     "smollm2-135m": "135M",
 }
 """Models whose shape ships with the package, so that planning them needs no download."""
-PLANNED = ("llama", "mistral", "qwen2", "qwen3")
+PLANNED = tuple(FAMILIES)
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Dimensions of a decoder of the Llama, Mistral, Qwen2 or Qwen3 architecture."""
+    """Dimensions of a decoder of one of the planned families."""
 
     layers: int
     hidden: int
@@ -41,9 +41,20 @@ class Dimensions:
     """True if the LM head shares the weights of the embedding."""
     biases: tuple[str, ...] = ()
     """Names of the linear layers with a bias."""
-    qk_norm: bool = False
     context: int | None = None
     """Maximum number of tokens of a sequence, if the config states one."""
+    window: int | None = None
+    """Tokens that a query of a windowed layer sees, itself included; None if no layer has a window."""
+    windowed: tuple[int, ...] = ()
+    """Windowed layers, ascending."""
+    experts: int = 0
+    """MLPs of a layer of which each token uses `active_experts`; 0 for one MLP."""
+    active_experts: int = 1
+    softcap: bool = False
+    """True if the logits of attention are soft-capped."""
+    family: Family = FAMILIES["llama"]
+    model: str = "the model"
+    """Class of the model, or its name if config.json does not state the class."""
 
     @property
     def q_width(self) -> int:
@@ -53,28 +64,59 @@ class Dimensions:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def plain(self) -> bool:
+        """True if attention has no soft caps and no learned sinks."""
+        return not self.softcap and not self.family.sinks
+
+    @cached_property
+    def full(self) -> "Dimensions":
+        """Dimensions of the layers without a window alone: those whose cache a policy bounds."""
+        return replace(self, layers=self.layers - len(self.windowed), window=None, windowed=()) if self.windowed else self
+
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return (input width, output width) of each linear layer of a block, by name."""
-        return {
+        """Return (input width, output width) of each linear layer of a block, by name. Experts are no linear layers."""
+        attention = {
             "q_proj": (self.hidden, self.q_width),
             "k_proj": (self.hidden, self.kv_width),
             "v_proj": (self.hidden, self.kv_width),
             "o_proj": (self.q_width, self.hidden),
+        }
+        if self.experts:
+            return attention
+        return attention | {
             "gate_proj": (self.hidden, self.intermediate),
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
 
     @property
+    def norm_params(self) -> int:
+        """Return the weights of the norms of a layer."""
+        of_heads = {"": 0, "head": 2 * self.head_dim, "width": self.q_width + self.kv_width}[self.family.qk_norm]
+        return self.family.norms * self.hidden + of_heads
+
+    @property
+    def expert_params(self) -> int:
+        """Return the weights of one expert, with the biases of its gate, up and down projections."""
+        return 3 * self.hidden * self.intermediate + 2 * self.intermediate + self.hidden
+
+    @property
     def layer_params(self) -> int:
         matrices = sum(inputs * outputs for inputs, outputs in self.linears.values())
         biases = sum(self.linears[name][1] for name in self.biases)
-        return matrices + biases + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        experts = self.experts * (self.expert_params + self.hidden + 1)  # with a row and a bias of the router each
+        return matrices + biases + self.norm_params + experts + (self.q_heads if self.family.sinks else 0)
 
     @property
     def embedding_params(self) -> int:
         return self.vocab * self.hidden
+
+    @property
+    def largest_weight(self) -> int:
+        """Return the number of elements of the largest weight."""
+        return max(self.embedding_params, self.hidden * self.intermediate * max(1, 2 * self.experts))
 
     @property
     def params(self) -> int:
@@ -83,8 +125,17 @@ class Dimensions:
 
     @property
     def active_params(self) -> int:
-        """Return the number of parameters used in matrix products per token: all, except an untied input embedding."""
-        return self.params - (0 if self.tied else self.embedding_params)
+        """Return the number of parameters used in matrix products per token: all, except an untied input embedding and the
+        experts that the token does not use."""
+        idle = self.layers * (self.experts - self.active_experts) * self.expert_params if self.experts else 0
+        return self.params - (0 if self.tied else self.embedding_params) - idle
+
+    def read_params(self, tokens: int) -> float:
+        """Return the number of parameters that a pass over so many tokens reads, if tokens choose experts evenly."""
+        if not self.experts:
+            return self.active_params
+        used = self.experts * (1 - (1 - self.active_experts / self.experts) ** tokens)
+        return self.active_params + self.layers * (used - self.active_experts) * self.expert_params
 
     def adapted(self, targets: str) -> list[str]:
         """Return the names of the linear layers of a block that `model.lora.targets` selects."""
@@ -113,48 +164,36 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
             f"{name} is {kind}, which plan does not support: it supports {', '.join(PLANNED)}. Training still works, "
             "without a plan."
         )
-    if window := _window(config):
-        raise UserError(
-            f"{name} has sliding windows of {window} tokens, which plan does not count. Training still works, without a plan."
-        )
-    needed = NEEDED if kind == "llama" else (*NEEDED, "num_key_value_heads")
+    family = FAMILIES[kind]
+    needed: tuple[str, ...] = (*NEEDED, "num_key_value_heads") if family.grouped else NEEDED
+    needed += ("num_local_experts", "num_experts_per_tok") if kind == "gpt_oss" else ()
     if missing := [key for key in needed if not config.get(key)]:
         raise UserError(f"{name} cannot be planned: its config.json lacks {', '.join(missing)}.")
     heads = config["num_attention_heads"]
-    if kind == "qwen2":
-        biases: tuple[str, ...] = ATTENTION[:3]
-    else:
-        biases = ATTENTION if config.get("attention_bias") and kind != "mistral" else ()
-    if kind == "llama" and config.get("mlp_bias"):
-        biases += MLP
+    window, windowed = windows_of(kind, config)
+    experts = {"experts": config["num_local_experts"], "active_experts": config["num_experts_per_tok"]} if family.sinks else {}
     return Dimensions(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         intermediate=config["intermediate_size"],
         q_heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
+        head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        biases=biases,
-        qk_norm=kind == "qwen3",
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        biases=biases_of(kind, config),
         context=context_length(
             config.get("max_position_embeddings"),
             config.get("rope_parameters") or config.get("rope_scaling"),
             config.get("original_max_position_embeddings"),
         ),
+        window=window,
+        windowed=windowed,
+        **experts,
+        softcap=kind == "gemma2" and config.get("attn_logit_softcapping", True) is not None,
+        family=family,
+        model=next(iter(config.get("architectures") or ()), name),
     )
-
-
-def _window(config: dict[str, Any]) -> int | None:
-    """Return the sliding window that some layers use, or None."""
-    window, types = config.get("sliding_window"), config.get("layer_types")
-    if types is not None:
-        return window if "sliding_attention" in types else None
-    if config["model_type"] == "mistral":
-        return window
-    used = config.get("use_sliding_window") and config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0)
-    return window if used else None
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -135,6 +135,6 @@ def trace_bytes(config: Config, dims: Dimensions, prompt_tokens: int) -> tuple[i
     position = 2 if longest < 2**15 else 4
     last_code = config.rollout.max_tokens // kv.interval + 1
     code = next(count for count, most in ((1, 2**8), (2, 2**15), (4, 2**31)) if last_code < most)
-    keys = recorded * dims.layers * dims.kv_heads
+    keys = recorded * dims.full.layers * dims.kv_heads
     own = config.ranks.count if config.method in SHADOW_METHODS else 1  # a rank records the rollouts that it samples
     return keys * max(0, longest - kv.kept_tokens) * position // own, keys * longest * code

@@ -16,9 +16,11 @@ from ..sizes import (
     page_table_width,
     pages_of,
     pool_pages,
+    refuse_codes,
     slot_bytes,
     store_bytes,
     token_bytes,
+    window_bytes,
 )
 from .dimensions import Dimensions
 from .microbatch import largest_pack, rollouts_of_rank
@@ -121,6 +123,7 @@ def make_plan(
     """Return the plan of a run. If `rollout.slots` is "auto", use as many slots as fit, or `samples_per_prompt` if none do. If
     `kv.budget` is "auto", plan with half of the longest sequence; `Plan.config` then has that number."""
     config = config.with_known_budget(prompt_tokens)
+    refuse_codes(config.sampler_kv.dtype, dims.model, plain=dims.plain and not dims.windowed)
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
@@ -144,7 +147,8 @@ def make_plan(
     plan = plan_with(layers)
     if least == most or not plan.fits:
         return plan
-    return plan_with(layers, most if memory_bytes is None else min(most, least + more_pages(plan)))
+    free = memory_bytes is None or not dims.full.layers  # without full layers, pages take no memory
+    return plan_with(layers, most if free else min(most, least + more_pages(plan)))
 
 
 def pool_sizes(config: Config, slots: int, prompt_tokens: int) -> tuple[int, int]:
@@ -162,7 +166,7 @@ def pool_sizes(config: Config, slots: int, prompt_tokens: int) -> tuple[int, int
 
 def more_pages(plan: Plan) -> int:
     """Return the pages by which a dense cache may grow within the free memory. A page also counts in scratch memory."""
-    of_page = dense_bytes(plan.dims, 0, 1, itemsize(plan.config), plan.config.sampler_kv.dtype)
+    of_page = dense_bytes(plan.dims.full, 0, 1, itemsize(plan.config), plan.config.sampler_kv.dtype)
     return int(plan.free_bytes / (of_page * (1 + SCRATCH_SHARE) * (1 + RESERVED_SHARE)))
 
 
@@ -194,15 +198,17 @@ def largest(fits, limit: int) -> int:
 def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, pages: int) -> dict[str, int]:
     """Return the bytes of the sampler's cache. `pages` are those of a dense cache."""
     kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
-    keys, beside = slot_bytes(dims, kv, size)
+    keys, beside = slot_bytes(dims.full, kv, size)
+    windows = slots * window_bytes(dims, prompt_tokens + rollout.max_tokens, size)
     stored, tables = 0, 0
     if kv.stores_prompts:
         lengths = [prompt_tokens] * rollout.prompts_per_step
-        stored, tables = store_bytes(dims, lengths, slots, rollout.samples_per_prompt, size, kv.dtype)
+        stored, tables = store_bytes(dims.full, lengths, slots, rollout.samples_per_prompt, size, kv.dtype)
     if kv.policy == "full":
         tables = 4 * slots * page_table_width(prompt_tokens + rollout.max_tokens)
-    cache = slots * keys + dense_bytes(dims, 0, pages, size, kv.dtype)
-    return {"KV cache": cache, "prompt store": stored, "positions, queries": slots * beside + tables}
+    cache = slots * keys + dense_bytes(dims.full, 0, pages, size, kv.dtype)
+    parts = {"KV cache": cache, "prompt store": stored, "positions, queries": slots * beside + tables}
+    return parts | ({"sliding windows": windows} if windows else {})
 
 
 # The phases of a step
@@ -220,18 +226,18 @@ def step_phases(
     share = SCRATCH_SHARE * token_bytes(dims, itemsize(config)) / token_bytes(dims, itemsize(config), config.sampler_kv.dtype)
     scratch = max(share * (always["KV cache"] + always["prompt store"]), SCRATCH_FLOOR_BYTES)
     if config.sampler_kv.policy == "full":  # at most a page of each slot moves at once, keys and then values
-        scratch = min(scratch, dense_bytes(dims, 0, slots, itemsize(config), config.sampler_kv.dtype) // 2)
+        scratch = min(scratch, dense_bytes(dims.full, 0, slots, itemsize(config), config.sampler_kv.dtype) // 2)
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, config.sampler_kv, slots, prompts, prompt_tokens)
-    pack = largest_pack(prompt_tokens, config)
+    pack = largest_pack(prompt_tokens, config, plain=dims.plain)
     expanded = {"expanded layer": expanded_bytes(config, dims)}
     old = expanded | {
         "gathered layers": gathered_bytes(config, dims),
         "activations": pack.tokens * transient_per_token(config, dims, backward=False),
         "logits chunk": head_bytes(config, dims, pack.responses, backward=False),
     }
-    largest_weight = max(dims.embedding_params, dims.hidden * dims.intermediate)
+    largest_weight = dims.largest_weight
     lora = config.model.lora
     if lora.rank:
         largest_weight = lora.rank * max(dims.hidden, dims.intermediate)
@@ -273,12 +279,13 @@ def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, p
     """Return the evaluation phase: a cache of `count` slots and its decode graphs, plus the sampler's cache with `pages`."""
     size = itemsize(config)
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
-    cache = count * sum(slot_bytes(dims, kv, size))
+    longest = prompt_tokens + config.rollout.max_tokens
+    cache = count * (sum(slot_bytes(dims.full, kv, size)) + window_bytes(dims, longest, size))
     if kv.stores_prompts:
-        cache += sum(store_bytes(dims, [prompt_tokens] * config.eval.problems, count, 1, size, kv.dtype))
+        cache += sum(store_bytes(dims.full, [prompt_tokens] * config.eval.problems, count, 1, size, kv.dtype))
     if kv.policy == "full":
         live = live_dense_pages(prompt_tokens, config.rollout.max_tokens, count, 1)
-        cache += dense_bytes(dims, 0, live, size, kv.dtype)
+        cache += dense_bytes(dims.full, 0, live, size, kv.dtype)
     parts = prefill_parts(config, dims, kv, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
     return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens, pages) | parts | {"evaluation cache": cache})
@@ -298,8 +305,8 @@ def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slot
     pool = step_bytes(dims, slots, size)
     parts = prefill_parts(config, dims, kv, slots, config.evaluated_problems, prompt_tokens)
     used = sum((always_parts(config, dims, slots, prompt_tokens, 0) | parts).values()) + pool
-    fit = (peak_held(phases, pool) - pool - used) // dense_bytes(dims, 0, 1, size, config.sampler_kv.dtype)
-    found = min(wanted, fit)
+    of_page = dense_bytes(dims.full, 0, 1, size, config.sampler_kv.dtype)
+    found = min(wanted, (peak_held(phases, pool) - pool - used) // of_page) if of_page else wanted
     return found if found > present else 0
 
 

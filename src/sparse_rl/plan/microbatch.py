@@ -29,24 +29,26 @@ class LargestPack:
         return self.responses + self.prompts * self.prompt_tokens
 
 
-def shares_prompts(config: Config) -> bool:
-    """Return whether the plan assumes that short enough responses share their prompt in the learner."""
-    return config.ranks.count == 1 and config.method not in SHADOW_METHODS and config.rollout.samples_per_prompt > 1
+def shares_prompts(config: Config, *, plain: bool) -> bool:
+    """Return whether the plan assumes that short enough responses share their prompt in the learner. Soft caps and sinks, with
+    which attention is not `plain`, need whole sequences."""
+    alone = config.ranks.count == 1 and config.rollout.samples_per_prompt > 1
+    return alone and plain and config.method not in SHADOW_METHODS
 
 
-def samples_per_computed_prompt(prompt_tokens: int, config: Config) -> int:
+def samples_per_computed_prompt(prompt_tokens: int, config: Config, *, plain: bool) -> int:
     """Return how many rollouts of full length share their prompt in the learner.
 
     They do not in a shadow pass. With several ranks, which balance their passes by length, the plan assumes the same.
     """
     worth = worth_sharing(prompt_tokens, config.rollout.max_tokens)
-    return config.rollout.samples_per_prompt if shares_prompts(config) and worth else 1
+    return config.rollout.samples_per_prompt if shares_prompts(config, plain=plain) and worth else 1
 
 
-def largest_pack(prompt_tokens: int, config: Config) -> LargestPack:
+def largest_pack(prompt_tokens: int, config: Config, *, plain: bool) -> LargestPack:
     """Return the largest micro-batch: as many responses of `max_tokens` as fit, plus one that fills the rest."""
     longest, room = config.rollout.max_tokens, config.optimizer.tokens_per_microbatch
-    group = samples_per_computed_prompt(prompt_tokens, config)
+    group = samples_per_computed_prompt(prompt_tokens, config, plain=plain)
     lengths, room = [longest], room - longest - prompt_tokens
     while len(lengths) < rollouts_of_rank(config):
         room -= 0 if len(lengths) % group else prompt_tokens

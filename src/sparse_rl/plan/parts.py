@@ -39,6 +39,8 @@ STATE_8BIT_BYTES = 2.04
 """Bytes per weight of both 8-bit moments: one byte each, plus one float32 scale per 256 values."""
 STEP_8BIT_BYTES = 12
 """Bytes per element of the largest weight during its 8-bit update: both moments and the step in float32."""
+EXPERT_INDEX_BYTES = 40
+"""Bytes of the indices and routing weights that a token and one of its experts save."""
 BATCH_TENSORS = 12
 """Number of float32 [rollouts, tokens] tensors that an update reads."""
 
@@ -128,29 +130,41 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
     fused = fuses(dims)
     # norms save their input; uncompiled, in float32, plus the normalised values if the norm's weight is trained
-    norm = size if fused else 4 if adapted else 4 + size
-    kept = 2 * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.qk_norm else 0)
+    of_input, of_weight = dims.family.norm_copies
+    norm = size if fused else of_input + (0 if adapted else of_weight or size)
+    kept = dims.family.norms * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.family.qk_norm else 0)
+    if fused and dims.family.norms == 4:  # the residual after attention is recomputed from what these norms save
+        kept -= dims.hidden * size
     # linear layers save their input: the output of the norm, or a float32 copy of it for adapters
     if adapted:
         copies = sum(name in adapted for name in ("q_proj", "k_proj", "v_proj")), 2
         if fused:  # projections that share an input share its copy
             copies = min(copies[0], 1), 1
-        kept += widen * (sum(copies) * dims.hidden + dims.intermediate)
+        if dims.experts:
+            copies = copies[0], 0
+        kept += widen * (sum(copies) * dims.hidden + (0 if dims.experts else dims.intermediate))
     else:
-        kept += 2 * dims.hidden * size
+        kept += (1 if dims.family.parallel else 2) * dims.hidden * size
     # attention saves queries, keys, values, output and one sum per head; float32 attention also repeats keys, copies outputs
     kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
     kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
     # the MLP saves gate, up, and their product if the down projection is trained; uncompiled, also the gate's activation
-    kept += (2 + (0 if adapted else 1) + (0 if fused else 1)) * dims.intermediate * size
+    trained = 0 if adapted else 1
+    if dims.experts:  # uncompiled, clamps and the sigmoid are saved, too; each expert has its own input and output
+        of_expert = (2 + trained + (0 if fused else 4)) * dims.intermediate * size + (1 + trained) * dims.hidden * size
+        kept += dims.active_experts * (of_expert + EXPERT_INDEX_BYTES)
+    else:
+        kept += (2 + trained + (0 if fused else 1)) * dims.intermediate * size
+    kept += trained * dims.q_width * size if dims.family.sinks else 0  # the output before the sink's share
     return kept + 4 * lora.rank * len(adapted)
 
 
 def transient_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
     """Return the bytes per token of temporary tensors in the layer that is being computed."""
     size = itemsize(config)
-    wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 else 0
-    return (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate * size + 4 * dims.hidden * size + wide
+    wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 and not dims.experts else 0
+    of_mlp = (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate + (2 * dims.hidden if dims.experts else 0)
+    return dims.active_experts * of_mlp * size + 4 * dims.hidden * size + wide
 
 
 def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> int:
@@ -178,13 +192,13 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     its activations. The largest one counts.
     """
     size = itemsize(config)
-    pack = largest_pack(prompt_tokens, config)
+    pack = largest_pack(prompt_tokens, config, plain=dims.plain)
     n, tokens = pack.responses, pack.tokens
     shadow = config.method in SHADOW_METHODS
     layer = kept_per_token(config, dims) * tokens
-    if shares_prompts(config):  # each response has a copy of its prompt's keys and values
+    if shares_prompts(config, plain=dims.plain):  # each response has a copy of its prompt's keys and values
         layer += (KEYS_PER_TOKEN - 1) * 2 * dims.kv_width * size * tokens
-    if shadow:  # FlexAttention pads the sequence to a power of two
+    if shadow or not dims.plain:  # FlexAttention pads the sequence to a power of two
         layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens
     inputs = checkpointed * dims.hidden * size * tokens + ends
@@ -195,6 +209,8 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     if shadow:
         evictions = 5 * dims.layers * dims.kv_heads * tokens * 4
         evictions += block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed))
+    elif not dims.plain:
+        evictions = block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed), shared=2)
     in_head = kept, head_bytes(config, dims, n, backward=True)
     head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
     at_work = transient_per_token(config, dims, backward=True) * tokens
@@ -212,13 +228,14 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     }
 
 
-def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int) -> int:
+def block_list_bytes(dims: Dimensions, padded: int, kept_layers: int, shared: int | None = None) -> int:
     """Return the bytes of FlexAttention's block lists: four lists of [heads, B, B] and their lengths, for B blocks.
 
     The lists exist once for the kv heads of all layers, and again for all query heads of each layer that backward still needs.
+    Without evictions, the layers have `shared` lists: one with the window and one without.
     """
     blocks = padded // SHADOW_BLOCK
-    heads = dims.layers * dims.kv_heads + kept_layers * dims.q_heads
+    heads = (dims.layers * dims.kv_heads if shared is None else shared) + kept_layers * dims.q_heads
     return 4 * heads * blocks * (blocks + 1) * 4
 
 
@@ -230,9 +247,9 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
     packed = min(PREFILL_TOKENS, prompts * prompt_tokens)
     layers, tokens = 0, prompt_tokens
     if prompt_tokens > PREFILL_TOKENS:
-        layers = Schedule.of(kv, kv.policy != "full").scratch_layers(prompt_tokens, dims.layers)
+        layers = Schedule.of(kv, kv.policy != "full").scratch_layers(prompt_tokens, dims.full.layers)
     if kv.policy == "full":  # a paused sequence is recomputed in pieces, too
-        layers, tokens = 1, prompt_tokens + config.rollout.max_tokens
+        layers, tokens = min(1, dims.full.layers), prompt_tokens + config.rollout.max_tokens
         packed = min(PREFILL_TOKENS, max(packed, tokens))
     logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
     return {
@@ -245,4 +262,4 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
 
 def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
     """Return the bytes of one decode step: the logits and the activations of the widest layer."""
-    return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.intermediate + 6 * dims.hidden) * size)
+    return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.active_experts * dims.intermediate + 6 * dims.hidden) * size)

@@ -92,16 +92,28 @@ class StepTime:
 
 
 def decode_s(
-    dims: Dimensions, slots: int, held: float, size: int, gpu: GPU, dtype: str = "auto", expanded_s: float = 0.0
+    dims: Dimensions,
+    slots: int,
+    held: float,
+    size: int,
+    gpu: GPU,
+    dtype: str = "auto",
+    *,
+    in_window: float = 0.0,
+    expanded_s: float = 0.0,
 ) -> float:
-    """Return the seconds of a decode step with `held` cached tokens per slot, stored as `kv.dtype` says.
+    """Return the seconds of a decode step with `held` cached tokens per slot, stored as `kv.dtype` says, and `in_window`
+    tokens in each sliding window.
 
     The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache, plus
     `expanded_s` for weights in 4 bits.
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
-    weights = max(2 * dims.active_params * slots / flops, dims.active_params * size / bandwidth)
-    return weights + expanded_s + slots * token_bytes(dims, size, dtype) * held / bandwidth
+    weights = max(2 * dims.active_params * slots / flops, dims.read_params(slots) * size / bandwidth)
+    of_slot = token_bytes(dims.full, size, dtype) * held
+    if dims.windowed:
+        of_slot += token_bytes(dims, size) * in_window * len(dims.windowed) / dims.layers
+    return weights + expanded_s + slots * of_slot / bandwidth
 
 
 def expansion_s(plan: Plan, gpu: GPU) -> float:
@@ -125,13 +137,26 @@ def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) ->
     return prompt_tokens + response_held
 
 
+def mean_in_window(window: int, prompt_tokens: int, longest: int) -> float:
+    """Return the mean number of tokens in a sliding window over the `longest` decode steps of a response of full length."""
+    growing = min(max(0, window - prompt_tokens), longest)
+    first, last = min(window, prompt_tokens), min(window, prompt_tokens + longest)
+    return (growing * (first + last) / 2 + (longest - growing) * window) / longest
+
+
+def pairs(length: int, window: int | None) -> float:
+    """Return the pairs of query and key of a sequence with causal attention: half of all, or those within the window."""
+    return length**2 / 2 if window is None or window >= length else window * length - window**2 / 2
+
+
 def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None = None) -> float:
     """Return the seconds of a decode step at the mean number of cached tokens, by default of the sampler's slots and cache."""
     longest = plan.config.rollout.max_tokens
     kv = kv or plan.config.sampler_kv
     held = mean_held(kv, plan.prompt_tokens, longest, longest / 2)
-    size, expanded_s = itemsize(plan.config), expansion_s(plan, gpu)
-    return decode_s(plan.dims, slots or plan.running, held, size, gpu, kv.dtype, expanded_s)
+    size, in_window = itemsize(plan.config), mean_in_window(plan.dims.window or 0, plan.prompt_tokens, longest)
+    beside = {"in_window": in_window, "expanded_s": expansion_s(plan, gpu)}
+    return decode_s(plan.dims, slots or plan.running, held, size, gpu, kv.dtype, **beside)
 
 
 def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:
@@ -151,11 +176,10 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     step = decode_step_s(plan, gpu)
     rollouts = rollouts_of_rank(config)
     length = plan.prompt_tokens + rollout.max_tokens
-    prompts = rollouts / samples_per_computed_prompt(plan.prompt_tokens, config)
+    prompts = rollouts / samples_per_computed_prompt(plan.prompt_tokens, config, plain=dims.plain)
     tokens = rollouts * rollout.max_tokens + prompts * plan.prompt_tokens
-    forward = (
-        2 * dims.active_params * tokens + 2 * dims.layers * dims.q_width * rollouts * length**2
-    )  # causal: half of all pairs
+    attended = dims.full.layers * pairs(length, None) + len(dims.windowed) * pairs(length, dims.window)
+    forward = 2 * dims.active_params * tokens + 4 * dims.q_width * rollouts * attended
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
     passes = 1 + backward + plan.checkpointed_layers / dims.layers
     if config.method == "smd":  # smd adds a dense pass; without gradient if the dense model is the teacher

@@ -29,6 +29,7 @@ from ..sizes import (
     dense_pages,
     least_dense_pages,
     pool_pages,
+    refuse_codes,
     window_capacity,
 )
 from ..text import quoted
@@ -98,7 +99,8 @@ class Engine:
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
-        self._refuse_codes()
+        shape = self.limits.shape
+        refuse_codes(self.kv.dtype, type(model).__name__, plain=self.limits.plain and not shape.windowed and not shape.states)
         if self.policy.evicts and not self.limits.shape.full.layers:
             notice(f"Every layer of the model has a window of {self.limits.shape.window} tokens: kv.budget has no effect.")
         self.cache = self._new_cache()
@@ -234,14 +236,6 @@ class Engine:
         for mine, new in zip(storage.scales, scales, strict=True):
             mine.copy_(new)  # in place, because captured graphs read it
         self.quantiser = Quantiser(self.kv.dtype, scales)
-
-    def _refuse_codes(self) -> None:
-        shape = self.limits.shape
-        if self.kv.quantised and (shape.windowed or shape.states or not self.limits.plain):
-            raise UserError(
-                f"kv.dtype = {self.kv.dtype} does not support {type(self.model).__name__}, which has sliding windows, soft-capped "
-                "logits, learned sinks or recurrent layers: set kv.dtype = auto."
-            )
 
     def _storage(self) -> Quantiser | None:
         """Return the storage of a quantised cache, with scales on the device that are not set yet."""

@@ -3,7 +3,6 @@
 # L layers, H kv heads, N tokens dropped, V vocabulary, S slots, n steps, R routers, K experts per token
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from .decode import SlotState
 from .drops import PendingDrops
 from .long_prefill import prefill_long
 from .paged import PagedSlots, move_slots
-from .prefill import Prefilled, PromptInSlots, prefill
+from .prefill import Prefilled, PromptInSlots, Stash, prefill
 from .repetition import RepetitionGuard, first_repetitions
 from .request import Request, first_tokens
 from .rollout import Rollout
@@ -39,18 +38,6 @@ together, and the device waits for the host less often."""
 REFILL = 16
 """Number of new sequences that enter 256 slots at a time on a GPU, because even a small prefill takes as long as ten decode
 steps."""
-
-
-@dataclass
-class Stash:
-    """Copy of a prefilled prompt, kept while samples of its group wait for a slot. If the prompt is in the prompt store, the
-    copy holds only its last queries."""
-
-    group: int
-    cache: SlotCache
-    held: int
-    logits_V: Tensor
-    dropped_LHN: Tensor | None
 
 
 class Generation:

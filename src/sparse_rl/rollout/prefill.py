@@ -30,6 +30,18 @@ from ..models.support import next_logits
 from .request import Request
 
 
+@dataclass
+class Stash:
+    """Copy of a prefilled prompt, kept while samples of its group wait for a slot. If the prompt is in the prompt store, the
+    copy holds only its last queries."""
+
+    group: int
+    cache: SlotCache
+    held: int
+    logits_V: Tensor
+    dropped_LHN: Tensor | None
+
+
 @dataclass(frozen=True)
 class PromptInSlots:
     """One prompt and the slots of its samples."""

@@ -15,7 +15,7 @@ from ..plan.memory import largest
 from ..plan.microbatch import rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
-from ..sizes import MAX_AUTO_SLOTS, dense_bytes, live_dense_pages
+from ..sizes import MAX_AUTO_SLOTS, dense_bytes, live_dense_pages, window_bytes
 
 CPU_SLOTS = 256
 """Maximum number of automatic slots on a CPU. More slots are not faster."""
@@ -24,12 +24,15 @@ UNPLANNED_SLOTS = 64
 
 
 def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
-    """Return the memory plan of a run; None on a CPU or if the model's architecture cannot be planned."""
+    """Return the memory plan of a run; None on a CPU or if the model cannot be planned: its architecture is unknown, or it has
+    other weights than its text configuration states."""
     if model.device.type != "cuda":
         return None
     try:
         dims = from_config(model.config.get_text_config().to_dict(), config.model.path)
     except UserError:
+        return None
+    if dims.params != sum(weight.numel() for weight in model.parameters()):
         return None
     return make_plan(config, dims, memory_bytes=room_bytes(model.device), prompt_tokens=prompt_tokens)
 
@@ -95,7 +98,7 @@ def dense_bytes_of(plan: Plan | None, engine: Engine) -> int | None:
     pages for all sequences."""
     if plan is None or not plan.pages:
         return None
-    return dense_bytes(plan.dims, engine.slots, plan.pages, engine.limits.shape.dtype.itemsize, engine.kv.dtype)
+    return _with_windows(plan, engine, plan.pages, plan.prompt_tokens + plan.config.rollout.max_tokens)
 
 
 def evaluation_bytes(plan: Plan | None, engine: Engine, prompt_tokens: int, max_tokens: int) -> int | None:
@@ -103,7 +106,14 @@ def evaluation_bytes(plan: Plan | None, engine: Engine, prompt_tokens: int, max_
     if plan is None:
         return None
     pages = live_dense_pages(prompt_tokens, max_tokens, engine.slots, 1)
-    return dense_bytes(plan.dims, engine.slots, pages, engine.limits.shape.dtype.itemsize, engine.kv.dtype)
+    return _with_windows(plan, engine, pages, prompt_tokens + max_tokens)
+
+
+def _with_windows(plan: Plan, engine: Engine, pages: int, longest: int) -> int:
+    """Return the bytes of keys and values in the slots, pages and sliding windows of a dense engine."""
+    size = engine.limits.shape.dtype.itemsize
+    windows = engine.slots * window_bytes(plan.dims, longest, size)
+    return dense_bytes(plan.dims.full, engine.slots, pages, size, engine.kv.dtype) + windows
 
 
 def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:

@@ -16,6 +16,7 @@ from ..learner.replay import ReplayKind
 from ..learner.update import accumulate
 from ..models.compile import decoder_layers
 from ..models.sharded import is_sharded
+from ..models.support import prepare
 from ..plan import Plan
 from ..plan.microbatch import largest_pack, samples_per_computed_prompt
 from ..rollout.engine import Engine
@@ -67,7 +68,7 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
 
     Weights and moments do not change.
     """
-    rollouts = largest_microbatch(prompt, config, shape)
+    rollouts = largest_microbatch(prompt, config, shape, plain=prepare(model).plain)
     passes = [list(range(len(rollouts)))]
     try:
         # moments, accumulated gradients and activations coexist only in the second micro-batch
@@ -105,12 +106,12 @@ def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int
     return True
 
 
-def largest_microbatch(prompt: list[int], config: Config, shape: CacheShape) -> list[Rollout]:
+def largest_microbatch(prompt: list[int], config: Config, shape: CacheShape, *, plain: bool) -> list[Rollout]:
     """Return the synthetic rollouts of the plan's largest micro-batch. Rollouts that do not share a prompt have different
-    ones, of equal length."""
-    rollouts = []
-    for index, tokens in enumerate(largest_pack(len(prompt), config).lengths):
-        turn = index // samples_per_computed_prompt(len(prompt), config) % len(prompt)
+    ones, of equal length. Attention is `plain` without soft caps and sinks."""
+    rollouts, group = [], samples_per_computed_prompt(len(prompt), config, plain=plain)
+    for index, tokens in enumerate(largest_pack(len(prompt), config, plain=plain).lengths):
+        turn = index // group % len(prompt)
         rollouts.append(longest_rollout(prompt[turn:] + prompt[:turn], tokens, config, shape))
     return rollouts
 

@@ -1,0 +1,128 @@
+"""Small configurations of the model families in docs/models.md: those that run, and those that are refused."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    ArceeConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV3Config,
+    DogeConfig,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    JambaConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SmolLM3Config,
+    Starcoder2Config,
+)
+
+BUDGET, WINDOW = 24, 13
+SIZE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8}
+OF_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+RUNS: dict[str, PreTrainedConfig] = {
+    "Llama": LlamaConfig(**SIZE),
+    "Qwen2": Qwen2Config(**SIZE),
+    "Qwen2 with windows": Qwen2Config(**SIZE, use_sliding_window=True, max_window_layers=1, sliding_window=WINDOW),
+    "Qwen2-MoE": Qwen2MoeConfig(**SIZE, **OF_EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=1),
+    "Qwen3": Qwen3Config(**SIZE, head_dim=8),
+    "Qwen3-MoE": Qwen3MoeConfig(**SIZE, **OF_EXPERTS, head_dim=8, decoder_sparse_step=1),
+    "Mistral": MistralConfig(**SIZE, sliding_window=None),
+    "Mistral with windows": MistralConfig(**SIZE, sliding_window=WINDOW),
+    "Mixtral": MixtralConfig(**SIZE, **LOCAL),
+    "Gemma": GemmaConfig(**SIZE, head_dim=8),
+    "Gemma 2": Gemma2Config(**SIZE, **MIXED, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "Gemma 3": Gemma3TextConfig(**SIZE, **MIXED, **GEMMA),
+    "OLMo 2": Olmo2Config(**SIZE),
+    "OLMo 3": Olmo3Config(**SIZE, **MIXED),
+    "OLMoE": OlmoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2),
+    "Cohere": CohereConfig(**SIZE, logit_scale=0.25),
+    "Cohere 2": Cohere2Config(**SIZE, **MIXED, logit_scale=0.25),
+    "gpt-oss": GptOssConfig(**SIZE, **MIXED, **LOCAL, head_dim=8),
+    "Phi": PhiConfig(**SIZE),
+    "Phi-3": Phi3Config(**SIZE, sliding_window=None),
+    "Phi-MoE": PhimoeConfig(**SIZE, **LOCAL, sliding_window=128),
+    "SmolLM3": SmolLM3Config(**SIZE),
+    "Granite": GraniteConfig(**SIZE, logits_scaling=2.0, residual_multiplier=0.5),
+    "GLM-4": Glm4Config(**SIZE, head_dim=8),
+    "Arcee": ArceeConfig(**SIZE),
+    "StarCoder2": Starcoder2Config(**SIZE, sliding_window=None),
+    "GPT-2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2),
+    "OPT": OPTConfig(
+        vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256,
+        word_embed_proj_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
+HYBRID: dict[str, Any] = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+LINEAR: dict[str, Any] = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8}
+REFUSED: dict[str, PreTrainedConfig] = {
+    "DeepSeek-V3": DeepseekV3Config(
+        **SIZE | {"num_key_value_heads": 4}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
+        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2,
+    ),
+    "Jamba": JambaConfig(
+        **SIZE | {"num_hidden_layers": 4}, **HYBRID, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1
+    ),
+    "Falcon-H1": FalconH1Config(
+        **SIZE, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_expand=1, mamba_n_groups=1,
+        mamba_chunk_size=8,
+    ),
+    "Qwen3-Next": Qwen3NextConfig(
+        **SIZE, **OF_EXPERTS, **LINEAR, head_dim=8, shared_expert_intermediate_size=16, linear_value_head_dim=8,
+        layer_types=["full_attention", "linear_attention"],
+    ),
+    "Doge": DogeConfig(**SIZE, keep_window_size=8),
+    "BLOOM": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
+}  # fmt: skip
+
+
+def build(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a random model whose tokens attend unevenly, so that a wrong mask shows."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if path.endswith("sinks"):
+                weight.normal_()
+            elif weight.dim() > 1:
+                weight.mul_(4)
+    return model

@@ -1,0 +1,267 @@
+"""Write docs/models.md: measure every model family on a small random model, and record the reason of each refusal.
+
+python docs/make_models.py
+
+To add a family, add its configuration to `families.py`. `tests/test_model_table.py` measures each row again.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import BUDGET, REFUSED, RUNS, WINDOW, build
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparse_rl import KV, Engine, Sampling, UserError, replay
+from sparse_rl.config import LoraConfig
+from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.models.actor import Actor
+from sparse_rl.models.compile import GROUPS, decoder_layers
+from sparse_rl.plan.dimensions import from_config
+from sparse_rl.rollout.rollout import Rollout
+
+PAGE = Path(__file__).parent / "models.md"
+KEPT = KV(budget=BUDGET, interval=8, window=4, sinks=2)
+PROMPTS = [[7, 8, 9], list(range(3, 31))]
+TOKENS = 48
+"""Response tokens: more than three windows, and at least three compactions."""
+EXACT = 1e-4
+"""Largest difference of log-probs that counts as rounding in float32."""
+YES = "yes"
+HEAD = f"""\
+# Models
+
+`python docs/make_models.py` writes this page. It builds a model of each family with random weights in float32, samples {TOKENS} tokens per prompt with
+R-KV {BUDGET} + {KEPT.interval} and windows of {WINDOW} tokens, and measures what the table states. A test measures every row again. The engine
+[checks](api.md#which-models) your own model before its first rollout.
+
+- **replay**: largest difference between the sampler's log-probs and the learner's under the same evictions.
+- **dense**: largest difference between the log-probs of `kv.policy = "full"` and those of transformers alone.
+- **gradient**: the gradient of packed rollouts equals that of transformers, one rollout at a time.
+- **one product**: projections that the sampler fuses into one matrix product. **LoRA**: layers that `all-linear` adapts; the merged model samples as the adapted one.
+- **FSDP**: the layers that are sharded one by one. **plan**: `sparse-rl plan` counts the model's weights exactly. Without a plan, `train` uses 64 slots.
+- **export**: the saved model loads in transformers with the same weights. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts.
+"""
+
+
+@dataclass
+class Row:
+    """One family. A cell is what was measured, or `no` with the first sentence of the error."""
+
+    family: str
+    runs: str
+    replay: str
+    dense: str
+    gradient: str
+    fused: str
+    lora: str
+    fsdp: str
+    plan: str
+    export: str
+    cache: str
+
+    @property
+    def line(self) -> str:
+        return f"| {' | '.join(vars(self).values())} |"
+
+
+HEADINGS = (
+    "family",
+    "attention and MLP",
+    "replay",
+    "dense",
+    "gradient",
+    "one product",
+    "LoRA",
+    "FSDP",
+    "plan",
+    "export",
+    "BoundedCache",
+)
+
+
+def page() -> str:
+    rows = [row(name).line for name in RUNS]
+    table = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}", *rows]
+    refused = ["| family | reason |", "|---|---|", *(f"| {name} | {refusal(name)} |" for name in REFUSED)]
+    return "\n".join([HEAD, *table, "\n## Refused\n", *refused, "\n## Notes\n", NOTES])
+
+
+NOTES = """\
+- Mixture-of-experts routers and experts get no adapter: `all-linear` selects linear layers, and experts are stacked weights.
+- Families with windows, soft caps or learned sinks refuse `kv.dtype = 8bit` and `4bit`.
+- Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.
+"""
+
+
+def row(name: str) -> Row:
+    """Measure a family."""
+    model = build(RUNS[name])
+    plain = copy.deepcopy(model)
+    engine = Engine(model, KEPT, slots=3)
+    rollouts = engine.generate(PROMPTS, 2, Sampling(max_tokens=TOKENS, stop=()))
+    return Row(
+        name,
+        features(model, engine),
+        bounded(max(gaps(replay(model, rollouts, "sparse"), rollouts))),
+        bounded(dense_gap(model, plain)),
+        attempt(lambda: same_gradient(model, plain, rollouts)),
+        fused(model),
+        attempt(lambda: adapters(plain)),
+        sharded_layers(model),
+        planned(plain),
+        attempt(lambda: exported(plain)),
+        attempt(lambda: bounded_cache(model)),
+    )
+
+
+def refusal(name: str) -> str:
+    try:
+        Engine(build(REFUSED[name]), KEPT, slots=1)
+    except UserError as error:
+        return str(error).replace("|", "\\|")
+    raise AssertionError(f"{name} is not refused")
+
+
+def attempt(check: Callable[[], str]) -> str:
+    try:
+        return check()
+    except (UserError, NotImplementedError) as error:
+        return f"no: {str(error).splitlines()[0].split('. ')[0]}"
+
+
+def bounded(gap: float) -> str:
+    """Return a bound of the gap that is the same on every machine."""
+    return "< 1e-5" if gap < 1e-5 else "< 1e-4" if gap < EXACT else f"{gap:.0e}"
+
+
+def gaps(logprobs: list[Tensor], rollouts: list[Rollout]) -> list[float]:
+    pairs = zip(logprobs, rollouts, strict=True)
+    return [float((ours.detach() - rollout.logprobs).abs().max()) for ours, rollout in pairs]
+
+
+def features(model: PreTrainedModel, engine: Engine) -> str:
+    """Return what the model's layers have, as its attention calls and its configuration show."""
+    config, limits = model.config.get_text_config(), engine.limits
+    count, full = len(limits.shape.windowed), limits.shape.full.layers
+    found = ["windows" if not full else "windows in some layers" if count else "full attention"]
+    if getattr(config, "attn_logit_softcapping", None):
+        found.append("soft caps")
+    if any(path.endswith("sinks") for path, _ in model.named_parameters()):
+        found.append("sinks")
+    if limits.sliding_window:
+        found.append("mask limits the length")
+    if experts(model):
+        found.append("experts")
+    return ", ".join(found)
+
+
+def experts(model: PreTrainedModel) -> bool:
+    return any(path.rsplit(".", 1)[-1] == "experts" for path, _ in model.named_modules())
+
+
+def own_logprobs(model: PreTrainedModel, rollout: Rollout) -> Tensor:
+    tokens = torch.tensor([rollout.prompt + rollout.response])
+    logits = model(tokens, use_cache=False).logits[0, len(rollout.prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, tokens[0, len(rollout.prompt) :, None])[:, 0]
+
+
+def dense_gap(model: PreTrainedModel, plain: PreTrainedModel) -> float:
+    rollouts = Engine(model, KV(policy="full"), slots=2).generate(PROMPTS, 1, Sampling(max_tokens=TOKENS, stop=()))
+    with torch.no_grad():
+        return max(gaps([own_logprobs(plain, rollout) for rollout in rollouts], rollouts))
+
+
+def same_gradient(model: PreTrainedModel, plain: PreTrainedModel, rollouts: list[Rollout]) -> str:
+    """Compare the gradient of one packed pass with that of transformers."""
+    reference = copy.deepcopy(plain)
+    torch.stack([own_logprobs(reference, rollout).sum() for rollout in rollouts]).sum().backward()
+    model.zero_grad()
+    torch.stack([each.sum() for each in replay(model, rollouts, "dense")]).sum().backward()
+    for (path, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if (ours.grad is None) != (theirs.grad is None):
+            return f"differs in {path}"
+        if ours.grad is not None and theirs.grad is not None:
+            tolerance = 1e-3 * float(theirs.grad.abs().max()) + 1e-6
+            if not torch.allclose(ours.grad, theirs.grad, rtol=1e-3, atol=tolerance):
+                return f"differs in {path}"
+    model.zero_grad()
+    return YES
+
+
+def fused(model: PreTrainedModel) -> str:
+    layer = decoder_layers(model)[0]
+    found = [group for group in GROUPS if any(all(hasattr(module, name) for name in group) for module in layer.modules())]
+    return ", ".join("qkv" if "q_proj" in group else "gate, up" for group in found) or "none"
+
+
+def adapters(plain: PreTrainedModel) -> str:
+    """Train adapters for a step, and compare the merged sampler with the learner."""
+    actor = Actor(copy.deepcopy(plain), LoraConfig(rank=2))
+    names = {path.rsplit(".", 1)[-1] for path, module in actor.learner.named_modules() if hasattr(module, "get_delta_weight")}
+    trained = [weight for weight in actor.learner.parameters() if weight.requires_grad]
+    engine = Engine(actor.sampler, KEPT, slots=2)
+    rollouts = engine.generate(PROMPTS, 1, Sampling(max_tokens=8, stop=()))
+    for _ in range(2):  # the first step leaves one factor at zero
+        torch.cat(replay(actor.learner, rollouts, "dense")).sum().backward()
+        with torch.no_grad():
+            for weight in trained:
+                assert weight.grad is not None
+                weight -= 1e-2 * weight.grad
+                weight.grad = None
+    before = rollouts
+    actor.sync()
+    rollouts = engine.generate(PROMPTS, 1, Sampling(max_tokens=TOKENS, stop=()))
+    if max(gaps(replay(actor.learner, rollouts, "sparse"), rollouts)) > EXACT:
+        return "the merged model differs"
+    moved = max(gaps(replay(actor.sampler, before, "sparse"), before))
+    names = {name if name == "c_proj" else name.removesuffix("_proj") for name in names}
+    return " ".join(sorted(names)) if moved > EXACT else "adapters are not trained"
+
+
+def sharded_layers(model: PreTrainedModel) -> str:
+    kinds = {type(layer).__name__ for layer in decoder_layers(model)}
+    return ", ".join(sorted(kinds)) or "no: the decoder's layers were not found"
+
+
+def planned(plain: PreTrainedModel) -> str:
+    try:
+        dims = from_config(plain.config.get_text_config().to_dict(), "the model")
+    except UserError:
+        return "no"
+    counted = sum(weight.numel() for weight in plain.parameters())
+    return YES if dims.params == counted else f"no: {dims.params} of {counted} weights"
+
+
+def exported(plain: PreTrainedModel) -> str:
+    """Save the model that samples, and load it again."""
+    actor = Actor(copy.deepcopy(plain), LoraConfig())
+    with tempfile.TemporaryDirectory() as folder:
+        actor.sampler.save_pretrained(folder)
+        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    mine, loaded = plain.state_dict(), again.state_dict()
+    same = mine.keys() == loaded.keys() and all(torch.equal(mine[name], loaded[name]) for name in mine)
+    return YES if same else "the loaded weights differ"
+
+
+def bounded_cache(model: PreTrainedModel) -> str:
+    rollouts = Engine(model, KEPT, slots=2).generate(PROMPTS, 1, Sampling(max_tokens=TOKENS, stop=(), temperature=0))
+    longest = max(map(len, PROMPTS))
+    tokens, mask = torch.zeros(2, len(PROMPTS), longest, dtype=torch.long)
+    for place, prompt in enumerate(PROMPTS):
+        tokens[place, -len(prompt) :], mask[place, -len(prompt) :] = torch.tensor(prompt), 1
+    cache = BoundedCache("rkv", KEPT.kept_tokens, interval=KEPT.interval, window=KEPT.window, sinks=KEPT.sinks)
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
+    out = model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
+    same = out[:, longest:].tolist() == [rollout.response for rollout in rollouts]
+    return YES if same else "the tokens differ"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PAGE.write_text(page())
