@@ -6,6 +6,7 @@ import torch
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
+    BambaConfig,
     BloomConfig,
     Cohere2Config,
     CohereConfig,
@@ -19,13 +20,17 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     JambaConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
@@ -34,6 +39,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -58,6 +64,22 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8}
 OF_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+THREE: dict[str, Any] = SIZE | {"num_hidden_layers": 3}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_expand": 1,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
 
 RUNS: dict[str, PreTrainedConfig] = {
     "Llama": LlamaConfig(**SIZE),
@@ -86,6 +108,20 @@ RUNS: dict[str, PreTrainedConfig] = {
     "GLM-4": Glm4Config(**SIZE, head_dim=8),
     "Arcee": ArceeConfig(**SIZE),
     "StarCoder2": Starcoder2Config(**SIZE, sliding_window=None),
+    "Qwen3.5": Qwen3_5TextConfig(**THREE, **DELTA, head_dim=16),
+    "Qwen3-Next": Qwen3NextConfig(**THREE, **DELTA, **OF_EXPERTS, head_dim=16, shared_expert_intermediate_size=16),
+    "OLMo-Hybrid": OlmoHybridConfig(**THREE, **DELTA),
+    "LFM2": Lfm2Config(**THREE, layer_types=["conv", "full_attention", "conv"]),
+    "Falcon-H1": FalconH1Config(**SIZE, **MAMBA, head_dim=16, mamba_d_ssm=32),
+    "Nemotron-H": NemotronHConfig(
+        **{name: value for name, value in SIZE.items() if name != "num_hidden_layers"}, head_dim=16,
+        layers_block_type=["linear_attention", "mlp", "full_attention"], mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8,
+        n_groups=1, chunk_size=8,
+    ),
+    "Granite 4": GraniteMoeHybridConfig(
+        **THREE, **MAMBA, **LOCAL, layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=16
+    ),
+    "Bamba": BambaConfig(**THREE, **MAMBA, attn_layer_indices=[1]),
     "GPT-2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2),
     "OPT": OPTConfig(
         vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256,
@@ -93,7 +129,6 @@ RUNS: dict[str, PreTrainedConfig] = {
     ),
 }  # fmt: skip
 HYBRID: dict[str, Any] = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
-LINEAR: dict[str, Any] = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8}
 REFUSED: dict[str, PreTrainedConfig] = {
     "DeepSeek-V3": DeepseekV3Config(
         **SIZE | {"num_key_value_heads": 4}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
@@ -101,14 +136,6 @@ REFUSED: dict[str, PreTrainedConfig] = {
     ),
     "Jamba": JambaConfig(
         **SIZE | {"num_hidden_layers": 4}, **HYBRID, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1
-    ),
-    "Falcon-H1": FalconH1Config(
-        **SIZE, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_expand=1, mamba_n_groups=1,
-        mamba_chunk_size=8,
-    ),
-    "Qwen3-Next": Qwen3NextConfig(
-        **SIZE, **OF_EXPERTS, **LINEAR, head_dim=8, shared_expert_intermediate_size=16, linear_value_head_dim=8,
-        layer_types=["full_attention", "linear_attention"],
     ),
     "Doge": DogeConfig(**SIZE, keep_window_size=8),
     "BLOOM": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),

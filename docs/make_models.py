@@ -51,7 +51,7 @@ R-KV {BUDGET} + {KEPT.interval} and windows of {WINDOW} tokens, and measures wha
 
 @dataclass
 class Row:
-    """One family. A cell is what was measured, or `no` with the first sentence of the error."""
+    """One family. A cell is what was measured, or `no` if it is refused."""
 
     family: str
     runs: str
@@ -93,8 +93,8 @@ def page() -> str:
 
 
 NOTES = """\
-- Mixture-of-experts routers and experts get no adapter: `all-linear` selects linear layers, and experts are stacked weights.
-- Families with windows, soft caps or learned sinks refuse `kv.dtype = 8bit` and `4bit`.
+- Mixture-of-experts routers and experts, shared ones included, and the output projections of Mamba layers get no adapter.
+- Families with windows, soft caps, learned sinks or recurrent layers refuse `kv.dtype = 8bit` and `4bit`.
 - Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.
 """
 
@@ -131,8 +131,8 @@ def refusal(name: str) -> str:
 def attempt(check: Callable[[], str]) -> str:
     try:
         return check()
-    except (UserError, NotImplementedError) as error:
-        return f"no: {str(error).splitlines()[0].split('. ')[0]}"
+    except (UserError, NotImplementedError):
+        return "no"
 
 
 def bounded(gap: float) -> str:
@@ -154,6 +154,8 @@ def features(model: PreTrainedModel, engine: Engine) -> str:
         found.append("soft caps")
     if any(path.endswith("sinks") for path, _ in model.named_parameters()):
         found.append("sinks")
+    if limits.shape.states:
+        found.append("recurrent layers")
     if limits.sliding_window:
         found.append("mask limits the length")
     if experts(model):

@@ -23,8 +23,10 @@ from ..config import LoraConfig, RanksConfig
 from ..errors import UserError
 from ..gpu_memory import page_lock
 from .four_bit import is_four_bit
+from .recurrent import MAMBA, MIXERS
 
 ADAPTER = "default"
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Actor:
@@ -155,10 +157,27 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
 
 
 def _linear_names(model: PreTrainedModel) -> str | list[str]:
-    """Return the targets of all-linear. Where the experts of a layer share one weight, name the plain linear layers, because peft
-    would adapt experts and routers, too."""
+    """Return the targets of all-linear. Where a layer has stacked experts or convolutions, name every linear layer, because peft
+    would adapt experts and routers, too.
+
+    Two kinds get no adapter. peft takes the projections of shared experts for those of stacked ones. The kernels of Mamba layers
+    read the weight of the output projection without calling the layer.
+    """
     if not any(weight.dim() == 3 for weight in model.parameters()):
         return "all-linear"
-    head = model.get_output_embeddings()
-    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head)
-    return sorted({name.rsplit(".", 1)[-1] for name in linears})
+    modules = dict(model.named_modules())
+    has_experts = any(path.endswith(".experts") for path in modules)
+    mamba = {path for path, module in modules.items() if MIXERS.get(type(module).__name__) == MAMBA}
+    found = []
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        shared_expert = has_experts and name in EXPERT_PROJECTIONS
+        read_by_kernel = name == "out_proj" and parent in mamba
+        if (
+            type(module) is nn.Linear
+            and module is not model.get_output_embeddings()
+            and not shared_expert
+            and not read_by_kernel
+        ):
+            found.append(path)
+    return found
