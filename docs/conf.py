@@ -27,10 +27,10 @@ autodoc_member_order = "bysource"
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|numpy|pydantic|collections|pathlib)\..*|np\..*|Tensor|PreTrained\w+"),
-    ("py:class", r"sparse_rl\.(config|kv)\..*"),
+    ("py:class", r"sparse_rl\.(config|kv|models)\..*"),
 ]
 """Types of other packages: their own sites are not read, so that a build needs no network. The sections of the configuration,
-which config.md describes, and the storage of a cache, which users only pass on."""
+which config.md describes, and the storage of a cache and expert choices, which users only pass on."""
 
 
 def link_outside(app, name, source) -> None:
