@@ -3,12 +3,13 @@
 python benchmarks/same_memory.py ours --sequences 256 --json benchmarks/results/same-memory-256.json
 python benchmarks/same_memory.py dense --sequences 256 --json benchmarks/results/same-memory-256.json
 python benchmarks/same_memory.py vllm --sequences 256 --json benchmarks/results/same-memory-256.json [--seconds 100]
+python benchmarks/same_memory.py dense --kv-dtype 4bit …   (8bit or 4bit; vllm: fp8)
 
 Prompts of 256 tokens in groups of 8; responses uniform from a sixteenth of the longest to all of it; log-probs of sampled
 tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. vLLM gets the bytes that ours
 allocated for keys, values and side tables, pages them, shares prompts and preempts by its own rules; so does our dense engine.
-`--seconds` ends vLLM
-early and counts the tokens it has by then. That favours vLLM: sequences are still short, and the tail never comes.
+`--seconds` ends vLLM early and counts the tokens it has by then. That favours vLLM: sequences are still short, and the tail never
+comes.
 """
 
 import argparse
@@ -28,18 +29,22 @@ def main() -> None:
     parser.add_argument("--model", default="1.5B", help="a shape of sparse_rl.models.shapes; weights are random")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--longest", type=int, default=16384)
+    parser.add_argument("--kv-dtype", default="auto", help="storage of keys and values, of dense (8bit, 4bit) and vllm (fp8)")
     parser.add_argument("--seconds", type=float, help="end vLLM after this long")
     parser.add_argument(
         "--json", type=Path, required=True, help="ours writes it; vLLM reads the bytes there and adds its part"
     )
     args = parser.parse_args()
+    args.name = args.engine if args.kv_dtype == "auto" else f"{args.engine} {args.kv_dtype}"
+    if args.engine == "ours" and args.kv_dtype != "auto":
+        parser.error("ours sets the memory of the others: it has no --kv-dtype")
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(-(-args.sequences // GROUP))]
     lengths = [rng.randint(args.longest // 16, args.longest) for _ in range(len(prompts) * GROUP)]
     runs = {"ours": ours, "dense": dense, "vllm": vllm}
     record = runs[args.engine](args, prompts, lengths)
     args.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record[args.engine]))
+    print(json.dumps(record[args.name]))
 
 
 def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
@@ -91,11 +96,12 @@ def dense(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]
     record = json.loads(args.json.read_text())
     kv_bytes = record["kv_bytes"] + record["side_bytes"]
     model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
-    probe = Engine(model, KV(policy="full"), slots=1)
-    tokens = kv_bytes / token_bytes(probe.limits.shape, model.dtype.itemsize)
+    kv = KV(policy="full", dtype=args.kv_dtype)
+    probe = Engine(model, kv, slots=1)
+    tokens = kv_bytes / token_bytes(probe.limits.shape, model.dtype.itemsize, kv.dtype)
     slots = min(len(lengths), int(DENSE_SLOTS * tokens / live_tokens(lengths, PROMPT_TOKENS)))
     del probe
-    engine = Engine(model, KV(policy="full"), slots=slots)
+    engine = Engine(model, kv, slots=slots)
     engine.reserve_dense(PROMPT_TOKENS, args.longest, len(prompts), GROUP, kv_bytes=kv_bytes)
     warm_up(engine, (prompts * GROUP)[: engine.slots], 256, uniform=True)
     torch.cuda.synchronize()
@@ -106,7 +112,7 @@ def dense(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]
     found = {"slots": slots, "tokens": sampled, "seconds": seconds, "tokens_per_s": sampled / seconds}
     for name in ("peak_kv_bytes", "preemptions", "recomputed_tokens", "page_waste", "idle_share", "prefill_s", "decode_s"):
         found[name] = getattr(stats, name)
-    return record | {"dense": found}
+    return record | {args.name: found}
 
 
 def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
@@ -122,6 +128,7 @@ def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
         dtype="bfloat16",
         max_model_len=args.longest + PROMPT_TOKENS + 8,
         max_num_seqs=len(lengths),
+        kv_cache_dtype=args.kv_dtype,
         kv_cache_memory_bytes=record["kv_bytes"] + record["side_bytes"],
         seed=0,
         disable_log_stats=True,
@@ -143,7 +150,7 @@ def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
             marks[round(elapsed, 1)] = finished + running_tokens(engine)
     tokens = finished + running_tokens(engine)
     whole = not engine.has_unfinished_requests()
-    record["vllm"] = {
+    record[args.name] = {
         "version": vllm.__version__,
         "tokens": tokens,
         "seconds": elapsed,

@@ -93,7 +93,7 @@ def page() -> str:
 
 
 NOTES = """\
-- Mixture-of-experts routers and experts, shared ones included, and the output projections of Mamba layers get no adapter.
+- Routers, stacked experts and the output projections of Mamba layers get no adapter. In a model with experts, neither does any `gate_proj`, `up_proj` or `down_proj`.
 - Families with windows, soft caps, learned sinks or recurrent layers refuse `kv.dtype = 8bit` and `4bit`.
 - Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.
 """

@@ -5,18 +5,20 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Lfm2Config, Qwen3MoeConfig
 
 from small_runs import refused, train
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.config import Config, LoraConfig
 from sparse_rl.learner.replay import replay
 from sparse_rl.models.actor import Actor
-from sparse_rl.models.four_bit import quantize_layers
+from sparse_rl.models.four_bit import quantize_layers, weight_count
 from sparse_rl.models.load import load_model
 from sparse_rl.models.shapes import SHAPES, random_model
-from sparse_rl.plan import dimensions
+from sparse_rl.plan import dimensions, make_plan
+from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.parts import resident
+from sparse_rl.plan.remedies import _edits
 from test_resume import assert_same_run, state_of
 
 FLAGS = ["--model.lora.rank", "2", "--model.lora.base", "4bit", "--checkpoint.every", "1"]
@@ -122,6 +124,21 @@ def test_the_plan_counts_the_bytes_of_codes_and_scales(monkeypatch, dtype):
     assert parts["weights"] < (0.25 if dtype == "float32" else 0.4) * whole["weights"]
 
 
+def test_the_plan_of_a_run_counts_weights_and_not_bytes(actor):
+    assert weight_count(load_model("tiny", base="4bit", device="cpu")) == dimensions("tiny").params
+
+
+def test_adapters_of_a_hybrid_model():
+    """Its convolutions are three-dimensional weights, as stacked experts are."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(
+        Lfm2Config(**sizes, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    )
+    quantize_layers(model)
+    learner = Actor(model.to("cpu"), LoraConfig(rank=2, base="4bit")).learner
+    assert sum(hasattr(module, "get_delta_weight") for module in learner.modules()) == 2 + 3 + 4 + 3
+
+
 def test_bad_input(world, tmp_path, capsys):
     flags = ["train", "--model.path", str(world / "model"), "--run-dir", str(tmp_path / "run")]
     assert "trains adapters only: set model.lora.rank" in refused(capsys, *flags, "--model.lora.base", "4bit")
@@ -133,6 +150,11 @@ def test_bad_input(world, tmp_path, capsys):
     )  # fmt: skip
     with pytest.raises(UserError, match="cannot store qwen3_moe: only .*% of its layers' weights are in linear layers"):
         quantize_layers(experts)
+    gpt_oss = from_config(GptOssConfig().to_dict(), "gpt-oss")
+    config = Config(model={"path": "tiny", "lora": {"rank": 4, "base": "4bit"}})
+    with pytest.raises(UserError, match="cannot store the experts of"):
+        make_plan(config, gpt_oss)
+    assert not any("4bit" in flags for kind in _edits(Config(), 256, has_experts=True) for flags, _ in kind)
 
 
 def test_without_bitsandbytes_the_remedy_is_named(monkeypatch):

@@ -80,7 +80,9 @@ def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
     """Return the phases in the order of a step. The update runs as in the preflight."""
     config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
     prompt = trainer.longest_prompt
-    rollouts = largest_microbatch(prompt, config, engine.limits.shape, plain=engine.limits.plain)
+    rollouts = largest_microbatch(
+        prompt, config, engine.limits.shape, plain=engine.limits.plain and not engine.limits.shape.states
+    )
     full = config.kv.capacity + 1 if engine.policy.evicts else config.kv.interval
     held = 0 if engine.schedule.stores_prompts else len(prompt)
     tokens = min(config.rollout.max_tokens, max(config.kv.interval, full - held + config.kv.interval))

@@ -245,6 +245,7 @@ class SlotCache:
 
     def reorder(self, slots: Tensor) -> None:
         """Move the content of slot `slots[i]` to slot i, for beam search."""
+        assert self.states is None, "beam search does not support recurrent layers"
         for tensor in (*self.stored, self.positions_LSHC, self.queries_LSQWD):
             tensor.copy_(tensor[:, slots])
         self.lengths_S.copy_(self.lengths_S[slots])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import LoraConfig, RanksConfig
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..gpu_memory import page_lock
 from .four_bit import is_four_bit
 from .recurrent import MAMBA, MIXERS
@@ -147,7 +147,10 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"model.lora.targets = {lora.targets!r} matches no layer of the model: try all-linear.") from error
+        reason = f"model.lora.targets = {lora.targets!r} matches no layer of the model"
+        if "not found in the base model" not in str(error):
+            reason = f"model.lora.targets = {lora.targets!r} cannot be adapted ({first_line(error)})"
+        raise UserError(f"{reason}: try all-linear.") from error
     if any(hasattr(module, "parameter_name") for module in adapted.modules()):
         raise UserError(
             f"model.lora.targets = {lora.targets!r} adapts the experts of {type(model).__name__}, whose weights cannot be "
@@ -160,8 +163,8 @@ def _linear_names(model: PreTrainedModel) -> str | list[str]:
     """Return the targets of all-linear. Where a layer has stacked experts or convolutions, name every linear layer, because peft
     would adapt experts and routers, too.
 
-    Two kinds get no adapter. peft takes the projections of shared experts for those of stacked ones. The kernels of Mamba layers
-    read the weight of the output projection without calling the layer.
+    Two kinds get no adapter. In a model with experts, peft takes every gate, up and down projection for one of theirs. The
+    kernels of Mamba layers read the weight of the output projection without calling the layer.
     """
     if not any(weight.dim() == 3 for weight in model.parameters()):
         return "all-linear"
@@ -171,12 +174,12 @@ def _linear_names(model: PreTrainedModel) -> str | list[str]:
     found = []
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
-        shared_expert = has_experts and name in EXPERT_PROJECTIONS
+        taken_for_experts = has_experts and name in EXPERT_PROJECTIONS
         read_by_kernel = name == "out_proj" and parent in mamba
         if (
-            type(module) is nn.Linear
+            isinstance(module, nn.Linear)
             and module is not model.get_output_embeddings()
-            and not shared_expert
+            and not taken_for_experts
             and not read_by_kernel
         ):
             found.append(path)

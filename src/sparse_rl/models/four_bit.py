@@ -1,10 +1,11 @@
 """Linear layers in 4 bits (NF4, bitsandbytes), for LoRA on a GPU that cannot hold them in 16 bits.
 
 The weights of a layer are codes, an 8-bit scale per block of 64, and a float32 scale per 256 blocks (double quantization). They
-are expanded in every product. Adapters cannot be merged into codes without rounding, so sampler and learner both run the layer
+are expanded for every product. Adapters cannot be merged into codes without rounding, so sampler and learner both run the layer
 and its adapter, from the same codes. Embeddings, norms and the LM head keep their dtype.
 """
 
+import math
 from typing import Any
 
 from torch import nn
@@ -41,11 +42,18 @@ def replace_linears(layer: nn.Module) -> None:
             )
             made.weight = type(made.weight)(linear.weight.detach(), quant_type="nf4", module=made)
             made.bias = linear.bias
+            made.support_avx512bf16_for_cpu = False  # it would repack weights in place, for products without a gradient
             layer.set_submodule(name, made)
 
 
 def is_four_bit(model: nn.Module) -> bool:
     return bool(getattr(model, "is_loaded_in_4bit", False))
+
+
+def weight_count(model: nn.Module) -> int:
+    """Return the number of the model's weights. Codes hold two weights per byte."""
+    states = ((weight, getattr(weight, "quant_state", None)) for weight in model.parameters())
+    return sum(weight.numel() if state is None else math.prod(state.shape) for weight, state in states)
 
 
 def _layer_class() -> Any:

@@ -96,7 +96,7 @@ def show_longest(
     sizes = {size.strip(): parse_size(size) for size in gpu_memory.split(",")} if gpu_memory else {gpu.name: gpu.memory_bytes}
     dims, host_bytes = dimensions(config.model.path), parse_size(host_memory) if host_memory else None
     console, rows = wide_console(), []
-    for names, arm in [(named(config), config)] if is_recipe else arms(config):
+    for names, arm in [(named(config), config)] if is_recipe else arms(config, has_experts=bool(dims.experts)):
         for size, total in sizes.items():
             room = total - CONTEXT_BYTES
             found = longest_response(arm, dims, memory_bytes=room, prompt_tokens=prompt_tokens, host_bytes=host_bytes)
@@ -122,12 +122,12 @@ def named(config: Config) -> tuple[str, str, str]:
     return trained, config.optimizer.state, sampler
 
 
-def arms(config: Config) -> list[tuple[tuple[str, str, str], Config]]:
+def arms(config: Config, *, has_experts: bool) -> list[tuple[tuple[str, str, str], Config]]:
     """Return the rows of a model's table: all weights with each optimizer state, and LoRA on 16 and 4 bits, with a
     sparse and a dense sampler."""
     rank = config.model.lora.rank or RANK
     trained: list[tuple[int, str, str]] = [(0, state, "auto") for state in ("fp32", "8bit", "offload")]
-    trained += [(rank, config.optimizer.state, base) for base in ("auto", "4bit")]
+    trained += [(rank, config.optimizer.state, base) for base in (("auto",) if has_experts else ("auto", "4bit"))]
     sparse = "sparse_rl" if config.method == "dense" else config.method
     made = []
     for lora_rank, state, base in trained:

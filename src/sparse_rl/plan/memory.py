@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..config import KV, Config
+from ..errors import UserError
 from ..format import GIB
 from ..sizes import (
     MAX_AUTO_SLOTS,
@@ -124,6 +125,8 @@ def make_plan(
     `kv.budget` is "auto", plan with half of the longest sequence; `Plan.config` then has that number."""
     config = config.with_known_budget(prompt_tokens)
     refuse_codes(config.sampler_kv.dtype, dims.model, plain=dims.plain and not dims.windowed)
+    if dims.experts and config.model.lora.base == "4bit":
+        raise UserError(f"model.lora.base = 4bit cannot store the experts of {dims.model}: set model.lora.base = auto.")
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt

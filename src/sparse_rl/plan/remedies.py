@@ -55,7 +55,7 @@ def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | N
     assert limit is not None
     if ran_out:
         limit = min(limit, int(SAFETY_SHARE * plan.needed_bytes))
-    kinds = _edits(plan.config, plan.prompt_tokens)
+    kinds = _edits(plan.config, plan.prompt_tokens, has_experts=bool(plan.dims.experts))
     for more in ([], _shorter(plan.config)):
         found = []
         for strengths in product(*(range(len(kind) + 1) for kind in [*kinds, *more])):
@@ -95,7 +95,10 @@ def faster(plan: Plan, gpu: GPU) -> Remedy | None:
     if plan.running >= rollouts_of_rank(plan.config):
         return None
     now_s = step_time(plan, gpu).total_s
-    found = [each for each in remedies(plan, gpu) if not each.adapters and each.step_s < FASTER_SHARE * now_s]
+    same = [
+        each for each in remedies(plan, gpu) if not each.adapters and each.plan.config.model.lora == plan.config.model.lora
+    ]
+    found = [each for each in same if each.step_s < FASTER_SHARE * now_s]
     return found[0] if found else None
 
 
@@ -125,8 +128,9 @@ def _fitted(plan: Plan, edits: list[Edit], limit: int, *, ran_out: bool) -> tupl
     return (" ".join(flags), made) if made.fits and flags else None
 
 
-def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
-    """Return the possible edits by kind. Each kind lists its edits mildest first. Adapters are the last kind."""
+def _edits(config: Config, prompt_tokens: int, *, has_experts: bool) -> list[list[Edit]]:
+    """Return the possible edits by kind. Each kind lists its edits mildest first. Adapters are the last kind. Experts cannot be
+    stored in 4 bits."""
     optimizer, lora = config.optimizer, config.model.lora
     found: list[list[Edit]] = []
     if not optimizer.gradient_checkpointing:
@@ -139,10 +143,12 @@ def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
         found.append(smaller)
     if sharded(config) and config.ranks.hold_gradients:
         found.append([("--ranks.hold-gradients false", {"ranks": {"hold_gradients": False}})])
-    if lora.rank and lora.base == "auto":
-        lighter: list[Edit] = [("--model.lora.base 4bit", {"model": {"lora": {"base": "4bit"}}})]
-        if lora.merge:
-            lighter.insert(0, ("--model.lora.merge false", {"model": {"lora": {"merge": False}}}))
+    lighter: list[Edit] = []
+    if lora.merges_copy:
+        lighter.append(("--model.lora.merge false", {"model": {"lora": {"merge": False}}}))
+    if lora.rank and lora.base == "auto" and not has_experts:
+        lighter.append(("--model.lora.base 4bit", {"model": {"lora": {"base": "4bit"}}}))
+    if lighter:
         found.append(lighter)
     states = {"fp32": ("8bit", "offload"), "8bit": ("offload",), "offload": ()}[optimizer.state]
     states = tuple(state for state in states if state != "offload" or not sharded(config))
@@ -152,7 +158,7 @@ def _edits(config: Config, prompt_tokens: int) -> list[list[Edit]]:
         merged = ("--model.lora.rank 16", {"model": {"lora": {"rank": 16}}})
         apart = ("--model.lora.rank 16 --model.lora.merge false", {"model": {"lora": {"rank": 16, "merge": False}}})
         quantized = ("--model.lora.rank 16 --model.lora.base 4bit", {"model": {"lora": {"rank": 16, "base": "4bit"}}})
-        found.append([merged, apart, quantized])
+        found.append([merged, apart] if has_experts else [merged, apart, quantized])
     return found
 
 

@@ -23,7 +23,7 @@ from ..kv.schedule import Schedule
 from ..kv.shape import refuse_too_large
 from ..kv.storage import Quantiser, encoded
 from ..models.recurrent import Mixer
-from ..models.routing import RecordedRouting, Routers
+from ..models.routing import RecordedRouting, ReplayedRouting, Routers, Routing
 from ..models.support import next_logits
 from ..sizes import token_bytes
 from .prefill import Prefilled, PrefillRow, PromptInSlots, recorded
@@ -38,10 +38,11 @@ def prefill_long(
     piece_tokens: int,
     start: int = 0,
     routers: Routers | None = None,
+    choices_TRK: Tensor | None = None,
 ) -> Prefilled:
     """Fill the slots, or the pages of the prompt store, with one prompt, in pieces of at most `piece_tokens` tokens.
 
-    The tokens before `start` are in the pages already.
+    The tokens before `start` are in the pages already. Expert choices are recorded with `routers`, or given by `choices_TRK`.
     Return the same as `prefill` does for a list of one prompt.
     """
     device, tokens, first = cache.shape.device, len(prompt.prompt), prompt.slots[0]
@@ -59,8 +60,10 @@ def prefill_long(
         piece = torch.tensor([prompt.prompt[view.start : view.stop]], device=device)
         positions = torch.arange(view.start, view.stop, device=device)[None]
         if routers is not None:
-            view.routing = routers.recording(view.stop - view.start, device)
-            routings.append(view.routing)
+            routings.append(routers.recording(view.stop - view.start, device))
+            view.routing = routings[-1]
+        elif choices_TRK is not None:
+            view.routing = ReplayedRouting(choices_TRK[view.start : view.stop].to(device))
         logits_11V = next_logits(model, piece, positions, view, keep=1)
     if cache.windows is not None:
         for slot in prompt.slots[1:]:
@@ -139,7 +142,7 @@ class PiecesInPages:
 class LongPrefillView:
     """View of the piece from `start` to `stop`. The last piece also compresses the prompt, if it exceeds the budget."""
 
-    routing: RecordedRouting | None = None
+    routing: Routing | None = None
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ prefill computes the keys of its response again, after the prompt of its group.
 
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from ..kv.cache import SlotCache
@@ -61,9 +62,11 @@ class PagedSlots:
         request = sequence.request
         start = 0 if self.cache.holds_more_than_pages else sequence.prompt_pages * PAGE_TOKENS
         tokens = [*request.prompt, *sequence.response()[0][: sequence.entered]]
-        prompt = PromptInSlots(tokens, [slot], [request.seed], pages)
+        prompt, routing = PromptInSlots(tokens, [slot], [request.seed], pages), sequence.routing()
+        choices = None if routing is None else torch.cat([routing.prompt_TRK, routing.response_TRK])
+        run = self.model, self.cache, self.policy, self.schedule
         with fused_layers(self.model):
-            prefill_long(self.model, self.cache, self.policy, self.schedule, prompt, self.prefill_tokens, start)
+            prefill_long(*run, prompt, self.prefill_tokens, start, choices_TRK=choices)
         sequence.held = self.schedule.held_after_prefill(len(tokens))
         sequence.stored = len(tokens) - sequence.held
         if sequence.held:

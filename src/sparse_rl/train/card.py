@@ -72,6 +72,7 @@ def _facts(config: Config, kv: KV, rows: Sequence[Row], step: int, merge: bool) 
     correction = "none" if config.method in SHADOW_METHODS else config.correction.preset or config.default_preset
     own = " with options of its own" if config.correction.model_dump(exclude={"preset"}, exclude_none=True) else ""
     weights = f"LoRA rank {lora.rank}, {'merged into the weights' if merge else 'adapter'}" if lora.rank else "all weights"
+    weights += ", trained on base weights in 4 bits (NF4)" if lora.base == "4bit" else ""
     held, dense = (peak(list(rows), key) for key in PEAKS)
     packages = ["torch", "transformers", *(["peft"] if lora.rank else [])]
     facts = [

@@ -59,6 +59,10 @@ def export(
             console.print(
                 f"warning: the exported checkpoint is step {done} of {config.steps}: the run has no later checkpoint."
             )
+        if merge and config.model.lora.base == "4bit":
+            console.print(
+                "warning: the adapter was trained on 4-bit weights and is merged into the original ones: scores may differ."
+            )
         if out is not None:
             console.print(f"Exported step {done} of {escape(str(run))} to {escape(str(out))}.")
         if push is None:

@@ -8,6 +8,7 @@ from ..config import Config
 from ..errors import UserError
 from ..format import gib
 from ..gpu_memory import room_bytes
+from ..models.four_bit import weight_count
 from ..monitor.budget import ladder
 from ..plan import Plan, dimensions, make_plan
 from ..plan.dimensions import from_config
@@ -32,7 +33,7 @@ def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan
         dims = from_config(model.config.get_text_config().to_dict(), config.model.path)
     except UserError:
         return None
-    if dims.params != sum(weight.numel() for weight in model.parameters()):
+    if dims.params != weight_count(model):
         return None
     return make_plan(config, dims, memory_bytes=room_bytes(model.device), prompt_tokens=prompt_tokens)
 

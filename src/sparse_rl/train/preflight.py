@@ -68,7 +68,7 @@ def try_learner(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int],
 
     Weights and moments do not change.
     """
-    rollouts = largest_microbatch(prompt, config, shape, plain=prepare(model).plain)
+    rollouts = largest_microbatch(prompt, config, shape, plain=prepare(model).plain and not shape.states)
     passes = [list(range(len(rollouts)))]
     try:
         # moments, accumulated gradients and activations coexist only in the second micro-batch
@@ -108,7 +108,7 @@ def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int
 
 def largest_microbatch(prompt: list[int], config: Config, shape: CacheShape, *, plain: bool) -> list[Rollout]:
     """Return the synthetic rollouts of the plan's largest micro-batch. Rollouts that do not share a prompt have different
-    ones, of equal length. Attention is `plain` without soft caps and sinks."""
+    ones, of equal length. A model is `plain` without soft caps, sinks and recurrent layers."""
     rollouts, group = [], samples_per_computed_prompt(len(prompt), config, plain=plain)
     for index, tokens in enumerate(largest_pack(len(prompt), config, plain=plain).lengths):
         turn = index // group % len(prompt)
