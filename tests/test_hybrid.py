@@ -97,11 +97,11 @@ FAMILIES = {
 }
 KINDS = ["qwen3.5", "lfm2", "falcon-h1", "nemotron-h"]
 """A family of each kind of recurrent layer, and one with layers that do not mix tokens."""
-BOUNDED = KV(budget=24, interval=8, window=4, sinks=2)
+BOUNDED = KV(budget=24, interval=4, window=4, sinks=2)
 CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
 CACHE_NAMES = ["rkv", "protected", "full"]
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
-TOKENS = 68
+TOKENS = 50
 """Response tokens: at least five compactions, and more than a chunk of the parallel form."""
 ROUNDING = 2e-5
 

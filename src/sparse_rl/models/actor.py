@@ -177,7 +177,7 @@ def _linear_names(model: PreTrainedModel) -> str | list[str]:
         taken_for_experts = has_experts and name in EXPERT_PROJECTIONS
         read_by_kernel = name == "out_proj" and parent in mamba
         if (
-            isinstance(module, nn.Linear)
+            type(module).__name__ in ("Linear", "Linear4bit")  # routers may inherit from them
             and module is not model.get_output_embeddings()
             and not taken_for_experts
             and not read_by_kernel
