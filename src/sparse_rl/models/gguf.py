@@ -10,8 +10,10 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,32 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_model(source: Path, folder: Path) -> None:
+    with _parsed_once():
+        types, model = _read(source)
+    if "output.weight" in types and _is_one_matrix(model):
+        _tie(model, output_is_finer=_bits(types["output.weight"]) >= _bits(types["token_embd.weight"]))
+    model.hf_quantizer = None  # the weights are dense now; transformers would otherwise not save them
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Parse a file and build the table of tensor names once inside the block. transformers parses a file twice, and builds the
+    table for every module."""
+    import gguf
+
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(names)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
+
+
+def _read(source: Path) -> tuple[dict[str, Any], PreTrainedModel]:
+    """Return the quantization type of each tensor, and the dequantized model."""
     types = _tensor_types(source)
     matrices = {kind.name for name, kind in types.items() if name.startswith("blk.") and "norm" not in name}
     exact = matrices & {"F32", "F16"}  # bfloat16 would round values that are not yet rounded
@@ -155,19 +183,14 @@ def _write_model(source: Path, folder: Path) -> None:
         )
     finally:
         hf_logging.set_verbosity(verbosity)
-    if "output.weight" in types and _is_one_matrix(model):
-        _tie(model, output_is_finer=_bits(types["output.weight"]) >= _bits(types["token_embd.weight"]))
-    model.hf_quantizer = None  # the weights are dense now; transformers would otherwise not save them
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
+    return types, model
 
 
 def _tensor_types(source: Path) -> dict[str, Any]:
     """Return the quantization type of each tensor. Raises for a file that transformers would misread."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(source)
+    reader = GGUFReader(str(source))
     types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
     scaling = [key for key, field in reader.fields.items() if key.endswith("rope.scaling.type") and field.contents() != "none"]
     if scaling or "rope_freqs.weight" in types:
