@@ -62,7 +62,22 @@ def noise_early_and_late(model, *, samples, tokens):
     return float(noise[:, 100:200].mean()), float(noise[:, -tokens // 3 :].mean())
 
 
-LONGEST = ("test_wheel.py", "test_distributed.py", "test_ray.py", "test_train.py", "test_resume.py")
+LONGEST = tuple(
+    f"test_{name}.py"
+    for name in (
+        "wheel",
+        "distributed",
+        "ray",
+        "train",
+        "resume",
+        "hybrid",
+        "plan",
+        "plan_windows",
+        "models",
+        "trl",
+        "windows",
+    )
+)
 """Files that are begun first: two processes that share the files then end at about the same time."""
 
 

@@ -251,7 +251,7 @@ def test_lists_of_blocks_are_what_a_shadow_pass_holds(tokens):
     ("name", "rank", "compiled"),
     [
         *((name, rank, False) for name in ("llama", "qwen2", "qwen3") for rank in (0, 4)),
-        *(("llama", 0, True), ("qwen3", 0, True), ("qwen2", 4, True)),
+        *(("qwen3", 0, True), ("qwen2", 4, True)),  # qwen3 has all that llama has, and norms of queries and keys
     ],
 )
 def test_activations_are_what_autograd_keeps(name, rank, compiled, monkeypatch):
