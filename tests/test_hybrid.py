@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
+from small_models import SIZE, random_weights
 from small_runs import metrics, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_tokenizer, replay
 from sparse_rl.integrations.transformers import BoundedCache
@@ -30,17 +31,7 @@ from sparse_rl.models.reduced import reduced
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 from test_windows import chosen, farthest, own_logprobs, own_parallel, plain
 
-SIZE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+ANY_DEPTH = {name: value for name, value in SIZE.items() if name != "num_hidden_layers"}
 THREE = {**SIZE, "num_hidden_layers": 3}
 LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -55,7 +46,7 @@ MAMBA = {
 }
 FAMILIES = {
     "qwen3.5": Qwen3_5TextConfig(
-        **SIZE,
+        **ANY_DEPTH,
         **DELTA,
         head_dim=16,
         num_hidden_layers=4,
@@ -67,9 +58,9 @@ FAMILIES = {
     "qwen3-next": Qwen3NextConfig(**THREE, **LINEAR, **DELTA, **EXPERTS, head_dim=16, shared_expert_intermediate_size=16),
     "lfm2": Lfm2Config(**THREE, layer_types=["conv", "full_attention", "conv"]),
     "lfm2-moe": Lfm2MoeConfig(**THREE, **EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1),
-    "falcon-h1": FalconH1Config(**SIZE, **MAMBA, num_hidden_layers=2, head_dim=16, mamba_d_ssm=32),
+    "falcon-h1": FalconH1Config(**ANY_DEPTH, **MAMBA, num_hidden_layers=2, head_dim=16, mamba_d_ssm=32),
     "nemotron-h": NemotronHConfig(
-        **SIZE,
+        **ANY_DEPTH,
         head_dim=16,
         layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
         mamba_num_heads=4,
@@ -102,19 +93,12 @@ CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(polic
 CACHE_NAMES = ["rkv", "protected", "full"]
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
 TOKENS = 50
-"""Response tokens: at least five compactions, and more than a chunk of the parallel form."""
+"""Response tokens: at least five compactions. After the long prompt they span two chunks of the parallel form."""
 ROUNDING = 2e-5
 
 
 def family(name, dtype=torch.float32, **changes):
-    torch.manual_seed(0)
-    config = copy.deepcopy(FAMILIES[name])
-    config.update(changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():  # fresh weights hardly mix tokens, which would hide a wrong state
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() > 1 else 1)
-    return model.to(dtype)
+    return random_weights(FAMILIES[name], dtype, **changes)
 
 
 @pytest.fixture(scope="module")

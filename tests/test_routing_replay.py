@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from small_models import SIZE, random_weights
 from small_runs import arguments, metrics, refused, train
 from sparse_rl import KV, Config, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.learner.optimizer import checkpointed
@@ -30,18 +31,6 @@ from sparse_rl.world import World
 from test_resume import assert_same_run
 
 EXPERTS, CHOSEN = 8, 2
-SIZE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 EIGHT = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
 LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
 QWEN3 = {**SIZE, **EIGHT, "head_dim": 8, "moe_intermediate_size": 16}
@@ -61,18 +50,9 @@ SAMPLING = Sampling(max_tokens=40, stop=())
 ROUNDING = 2e-5
 
 
-def random_moe(config, dtype=torch.float32):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
-    with torch.no_grad():  # fresh weights attend almost evenly, which would hide what eviction does
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() > 1 else 1)
-    return model.to(dtype)
-
-
 @pytest.fixture(scope="module")
 def models():
-    return {name: random_moe(config) for name, config in FAMILIES.items()}
+    return {name: random_weights(config) for name, config in FAMILIES.items()}
 
 
 def sampled(model, kv=FULL, samples=2, **settings):
@@ -187,7 +167,7 @@ def test_with_the_sampler_s_experts_replay_reproduces_the_sampler(models, family
 def test_in_bfloat16_other_experts_are_the_largest_part_of_the_engine_noise():
     """With many experts of similar scores, rounding changes some choices, and each of them changes log-probs a lot."""
     more = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 4}
-    model = random_moe(Qwen3MoeConfig(**QWEN3 | more, norm_topk_prob=True), torch.bfloat16)
+    model = random_weights(Qwen3MoeConfig(**QWEN3 | more, norm_topk_prob=True), torch.bfloat16)
     rollouts = sampled(model, BOUNDED, samples=4, slots=8)
     with torch.no_grad():
         flips, choices = forward(model, rollouts, "sparse").routing.flips_and_choices.tolist()
@@ -313,7 +293,7 @@ def moe_world(world, tmp_path_factory):
     config = Qwen3MoeConfig(
         **QWEN3 | ids | {"vocab_size": len(tokenizer), "max_position_embeddings": 256}, norm_topk_prob=True
     )
-    random_moe(config).save_pretrained(folder / "model")
+    random_weights(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder
 
@@ -356,7 +336,7 @@ def test_models_without_supported_routers_are_refused_by_name(world, tmp_path, c
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="Qwen2ForCausalLM has no routers"):
         Engine(load_model(str(world / "model")), FULL, slots=1).generate([SHORT], 1, SAMPLING, routing=True)
-    phimoe = random_moe(PhimoeConfig(**SIZE, **LOCAL, sliding_window=64))
+    phimoe = random_weights(PhimoeConfig(**SIZE, **LOCAL, sliding_window=64))
     with pytest.raises(UserError, match=r"PhimoeForCausalLM routes tokens by .*Router.* \(it supports Mixtral, Qwen2-MoE, "):
         install(phimoe)
 
@@ -388,7 +368,7 @@ def test_a_model_whose_routers_are_not_called_is_refused(models):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compile", [False, True])
 def test_decode_steps_on_a_gpu_record_the_experts(compile):
-    model = random_moe(FAMILIES["qwen3-moe"]).cuda()
+    model = random_weights(FAMILIES["qwen3-moe"]).cuda()
     engine = Engine(model, BOUNDED, slots=4, compile=compile)
     rollouts = engine.generate([SHORT, LONG], 3, SAMPLING, routing=True)
     assert max_gap(model, rollouts, "sparse") < 1e-3

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -15,24 +14,13 @@ from transformers import (
     Qwen2Config,
 )
 
+from small_models import SIZE, random_weights
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.windows import WindowStore
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 
-SIZE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WINDOW = 13
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 FAMILIES = {
@@ -57,17 +45,7 @@ ROUNDING = 2e-5
 
 
 def family(name, dtype=torch.float32, **changes):
-    torch.manual_seed(0)
-    config = copy.deepcopy(FAMILIES[name])
-    config.update(changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():  # fresh weights attend almost evenly, which would hide a wrong mask
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() > 1 else 1)
-        for path, parameter in model.named_parameters():
-            if path.endswith("sinks"):
-                parameter.normal_()
-    return model.to(dtype)
+    return random_weights(FAMILIES[name], dtype, **changes)
 
 
 @pytest.fixture(scope="module")

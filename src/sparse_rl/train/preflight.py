@@ -108,7 +108,7 @@ def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int
 
 def largest_microbatch(prompt: list[int], config: Config, shape: CacheShape, *, plain: bool) -> list[Rollout]:
     """Return the synthetic rollouts of the plan's largest micro-batch. Rollouts that do not share a prompt have different
-    ones, of equal length. A model is `plain` without soft caps, sinks and recurrent layers."""
+    ones, of equal length. A model is `plain` if it has no soft caps, sinks or recurrent layers."""
     rollouts, group = [], samples_per_computed_prompt(len(prompt), config, plain=plain)
     for index, tokens in enumerate(largest_pack(len(prompt), config, plain=plain).lengths):
         turn = index // group % len(prompt)
