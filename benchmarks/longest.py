@@ -8,7 +8,7 @@ first; what is already in the JSON is not run again, unless it failed.
 
 By default sampling is cut short: the sampler's cache and decode graphs are allocated and run for one chunk, then one synthetic
 rollout of the length runs forward and backward, beside accumulated gradients, and the optimizer steps. `--sample` runs a whole
-training step instead. `full` uses the first optimizer state of fp32, 8bit, offload with which responses of 128 tokens fit.
+training step instead. No response is longer than `--at-most`, the context of today's small models. `full` uses the first optimizer state of fp32, 8bit, offload with which responses of 128 tokens fit.
 Without a GPU there is no cap and no measured peak.
 """
 
@@ -57,6 +57,9 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="only cases whose name contains this: 7B, LoRA, 24GB")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens of the prompt [256]")
     parser.add_argument("--factors", default="1.0,1.1", help="lengths to run, as multiples of the planned one [1.0,1.1]")
+    parser.add_argument(
+        "--at-most", type=int, default=131_072, help="run no longer response than this, whatever is planned [131072]"
+    )
     parser.add_argument("--sample", action="store_true", help="run a whole training step, sampling included")
     parser.add_argument("--dry-run", action="store_true", help="print lengths and computed seconds, and run nothing")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run is ended [300]")
@@ -141,7 +144,7 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> tuple[dict[str, A
     """Return (the case with its runs, the environment of the runs). A longer response runs only if the planned one trained."""
     runs, where = [], {}
     for factor in map(float, args.factors.split(",")) if case["planned_tokens"] else ():
-        tokens = round(factor * case["planned_tokens"])
+        tokens = min(round(factor * case["planned_tokens"]), args.at_most)
         settings = case | {"tokens": tokens, "sample": args.sample, "prompt_tokens": args.prompt_tokens}
         ended = in_process(settings, args.timeout)
         where = ended.pop("environment", {}) or where
