@@ -1,9 +1,11 @@
 """LoRA on base weights in 4 bits: sampler and learner read the same codes, which no step changes."""
 
+import copy
 import sys
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GptOssConfig, Lfm2Config, Qwen3MoeConfig
 
@@ -14,6 +16,7 @@ from sparse_rl.learner.replay import replay
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.four_bit import quantize_layers, weight_count
 from sparse_rl.models.load import load_model
+from sparse_rl.models.reduced import reduced
 from sparse_rl.models.shapes import SHAPES, random_model
 from sparse_rl.plan import dimensions, make_plan
 from sparse_rl.plan.dimensions import from_config
@@ -122,6 +125,16 @@ def test_the_plan_counts_the_bytes_of_codes_and_scales(monkeypatch, dtype):
     assert parts["weights"] == pytest.approx(found, rel=1e-4) and parts["merged copy"] == 0
     whole = resident(Config(model={"path": "0.5B", "dtype": dtype, "lora": {"rank": 4}}), dimensions("0.5B"))
     assert parts["weights"] < (0.25 if dtype == "float32" else 0.4) * whole["weights"]
+
+
+def test_the_self_check_rounds_no_products():
+    """Rounded inputs would hide a fault of the model, and the kernels of bitsandbytes round differently for different row counts."""
+    layer = reduced(load_model("tiny", dtype="bfloat16", device="cpu", base="4bit")).model.layers[0].mlp.up_proj
+    rows = torch.randn(3, layer.in_features)
+    state = copy.copy(layer.quant_state)
+    state.dtype = torch.float32
+    weight = dequantize_4bit(layer.weight, state)
+    torch.testing.assert_close(layer(rows), rows @ weight.T, atol=1e-5, rtol=1e-5)
 
 
 def test_the_plan_of_a_run_counts_weights_and_not_bytes(actor):

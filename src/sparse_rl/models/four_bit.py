@@ -8,6 +8,7 @@ and its adapter, from the same codes. Embeddings, norms and the LM head keep the
 import math
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -44,6 +45,13 @@ def replace_linears(layer: nn.Module) -> None:
             made.bias = linear.bias
             made.support_avx512bf16_for_cpu = False  # it would repack weights in place, for products without a gradient
             layer.set_submodule(name, made)
+
+
+def compute_in_float32(model: nn.Module) -> None:
+    """Round neither inputs nor products of the model's 4-bit layers."""
+    for module in model.modules():
+        if "compute_dtype" in vars(module):
+            vars(module)["compute_dtype"] = torch.float32
 
 
 def is_four_bit(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .compile import layer_list
+from .four_bit import compute_in_float32
 
 ROWS = 1024
 """Maximum number of vocabulary rows."""
@@ -31,6 +32,7 @@ def reduced(model: PreTrainedModel) -> PreTrainedModel:
     small.get_input_embeddings().padding_idx = None  # it may exceed the number of rows, and only gradients use it
     memo[id(layers)].extend(copy.deepcopy(layers[index], memo) for index in kept)
     _renumber(small, memo[id(layers)], kept, len(layers), numbered)
+    compute_in_float32(small)
     return small.requires_grad_(False).eval()
 
 
