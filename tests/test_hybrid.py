@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from triton import knobs
 
 from small_models import SIZE, random_weights
 from small_runs import metrics, train
@@ -27,6 +29,7 @@ from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_tokenizer, re
 from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.states import StateStore
+from sparse_rl.models.recurrent import ieee_products
 from sparse_rl.models.reduced import reduced
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 from test_windows import chosen, farthest, own_logprobs, own_parallel, plain
@@ -335,6 +338,14 @@ def test_a_bounded_cache_of_transformers_has_no_states(models, name):
     model.set_attn_implementation("sparse_rl")
     with pytest.raises(UserError, match="BoundedCache does not support recurrent layers: sample with sparse_rl.Engine"):
         model.generate(torch.tensor([LONG]), past_key_values=BoundedCache("rkv", 32), max_new_tokens=2)
+
+
+def test_kernels_do_not_round_float32_products(monkeypatch):
+    """The kernels of flash-linear-attention take Triton's default, which is TF32."""
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    with ieee_products():
+        assert knobs.language.fp32_default == "ieee"
+    assert knobs.language.fp32_default is None and "TRITON_F32_DEFAULT" not in os.environ
 
 
 @pytest.mark.gpu

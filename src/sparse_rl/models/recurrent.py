@@ -10,6 +10,7 @@ the parallel form for prompts and in replay, and one token with the slot's state
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -141,7 +142,8 @@ def _viewed(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if sparse_view is None and hasattr(kwargs.get("seq_idx"), "recur"):
             sparse_view = kwargs["seq_idx"]
         if sparse_view is None:
-            return own(module, hidden_states, *args, **kwargs)
+            with _products_of(hidden_states):
+                return own(module, hidden_states, *args, **kwargs)
         cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
         return through_view(sparse_view, Mixer(module, own, cache_name), hidden_states)
 
@@ -150,7 +152,25 @@ def _viewed(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _through_view(view: RecurrentView, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
-    return view.recur(layer_of(mixer.module), mixer, hidden_BTD)
+    with _products_of(hidden_BTD):
+        return view.recur(layer_of(mixer.module), mixer, hidden_BTD)
+
+
+def _products_of(hidden: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which Triton kernels multiply float32 as torch does. They use TF32 by default, torch does not."""
+    if hidden.is_cuda and hidden.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return ieee_products()
+    return nullcontext()
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Compile Triton kernels whose float32 products are not rounded to TF32. Needs Triton."""
+    from triton import knobs
+
+    with knobs.language.scope():
+        knobs.language.fp32_default = "ieee"
+        yield
 
 
 def run_packed(mixer: Mixer, hidden_1ND: Tensor, bounds: Sequence[int]) -> Tensor:

@@ -239,9 +239,11 @@ def _step_by_step(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 @contextmanager
 def _exact_products() -> Iterator[None]:
     """Disable TF32, which would hide differences that float32 shows."""
-    before = torch.get_float32_matmul_precision()
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions
