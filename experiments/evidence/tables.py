@@ -373,6 +373,28 @@ def numerics(question: str, by: str, columns: dict[str, tuple[Sequence[str], str
     return table([heads[by], *columns], [[f"{key:.0f}", *(of.get(key, "") for of in values)] for key in keys])
 
 
+def course(question: str, every: int, steps: int) -> str:
+    """Test score over training, and reward, length, mismatch and rejection at its end, run by run."""
+    at = range(0, steps + 1, every)
+    lines = []
+    for arm, runs in read(question).items():
+        for seed, rows in runs.items():
+            by_step = {row["step"]: row for row in rows}
+            last = [row for row in rows if "reward/mean" in row][-WINDOW:]
+            cells = [
+                arm,
+                str(seed),
+                *(f"{100 * by_step[step][DENSE]:.1f}" if DENSE in by_step.get(step, ()) else "" for step in at),
+            ]
+            sparse = [row[SPARSE] for row in rows if SPARSE in row]
+            cells.append(f"{100 * sparse[-1]:.1f}" if sparse else "")
+            for key, form in (("reward/mean", ".3f"), ("response/mean_tokens", ",.0f"), ("sparse/mismatch_k3", ".4f")):
+                cells.append(f"{statistics.mean(row[key] for row in last):{form}}")
+            lines.append([*cells, f"{100 * statistics.mean(row['sparse/rejection_rate'] for row in last):.1f}"])
+    heads = ["arm", "seed", *(f"step {step}, %" for step in at), "sampler's cache, %"]
+    return table([*heads, "reward", "tokens", "k3", "rejected, %"], lines)
+
+
 DENSE_TRAINED, PAPER_TRAINED = ("dense-again-1", "dense-again-2"), ("paper-1", "paper-2")
 FOUR = (
     "naive-4",
@@ -437,6 +459,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-memory": lambda: memory(("a-collapse", "a-corrections", "b-budget", "d-samples")),
         "d-costs": lambda: costs("d-savings"),
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
+        "l-course": lambda: course("l-long", 10, 30),
         "d-scores": lambda: scores("d-samples"),
         "g-scores": lambda: scores("g-graded", one_cache=False),
         "g-health": lambda: health("g-graded"),
