@@ -14,7 +14,7 @@ from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.config import Config, LoraConfig
 from sparse_rl.learner.replay import replay
 from sparse_rl.models.actor import Actor
-from sparse_rl.models.four_bit import quantize_layers, weight_count
+from sparse_rl.models.four_bit import is_four_bit, quantize_layers, weight_count
 from sparse_rl.models.load import load_model
 from sparse_rl.models.reduced import reduced
 from sparse_rl.models.shapes import SHAPES, random_model
@@ -99,6 +99,21 @@ def test_a_run_trains_adapters_alone_and_resumes_to_the_bit(world, tmp_path):
     logits = base(torch.tensor(PROMPTS[:1])).logits
     adapted = PeftModel.from_pretrained(base, whole / "model")(torch.tensor(PROMPTS[:1])).logits
     assert not torch.allclose(logits, adapted, atol=1e-3)
+
+
+def test_the_adapter_of_a_run_is_loaded_on_codes(world, tmp_path):
+    """As it was trained; `eval` loads it like this."""
+    train(world, tmp_path / "run", *FLAGS, "--steps", "1", "--optimizer.lr", "0.01")
+    loaded = load_model(str(tmp_path / "run" / "model"), device="cpu")
+    base = load_model(str(world / "model"), device="cpu", base="4bit")
+    assert is_four_bit(loaded) and codes(loaded).keys() == {
+        name.replace("weight", "base_layer.weight") for name in codes(base)
+    }
+    tokens = torch.tensor(PROMPTS[:1])
+    before = base(tokens).logits
+    expected = PeftModel.from_pretrained(base, tmp_path / "run" / "model")(tokens).logits
+    torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-5, rtol=0)
+    assert (before - expected).abs().max() > 1e-3
 
 
 def test_a_step_leaves_the_codes_alone(actor):

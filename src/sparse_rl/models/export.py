@@ -13,6 +13,7 @@ from ..disk import refusal
 from ..errors import UserError
 from ..kv.statistics import Statistics, save
 from .actor import Actor
+from .four_bit import is_four_bit
 from .stored_kv import FILE
 
 CARD = "README.md"
@@ -43,6 +44,8 @@ def write_model(
         (actor.sampler if whole else actor.peft).save_pretrained(partial)  # type: ignore[union-attr]
         tokenizer.save_pretrained(partial)
         settings: dict[str, Any] = {"format": FORMAT, "kv": kv.model_dump(mode="json", exclude={"target_rejected"})}
+        if not merge and is_four_bit(actor.learner):
+            settings["base"] = "4bit"
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
         save(statistics or {}, partial)
         if card is not None:  # in place of peft's

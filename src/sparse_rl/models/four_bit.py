@@ -20,7 +20,7 @@ def quantize_layers(model: PreTrainedModel) -> None:
     """Replace the linear layers of the decoder by 4-bit ones. They are quantized when the model moves to its device."""
     layers = layer_list(model)
     assert layers is not None, "the model was accepted without decoder layers"
-    linears = [module for module in layers.modules() if type(module) is nn.Linear]
+    linears = [module for _, module in _linears(layers)]
     held, every = sum(linear.weight.numel() for linear in linears), sum(weight.numel() for weight in layers.parameters())
     if held < every / 2:
         raise UserError(
@@ -35,16 +35,20 @@ def quantize_layers(model: PreTrainedModel) -> None:
 def replace_linears(layer: nn.Module) -> None:
     """Replace the linear layers inside a module by 4-bit ones, which are not quantized yet."""
     four_bit = _layer_class()
-    for name, linear in list(layer.named_modules()):
-        if type(linear) is nn.Linear:
-            dtype, has_bias = linear.weight.dtype, linear.bias is not None
-            made = four_bit(
-                linear.in_features, linear.out_features, has_bias, compute_dtype=dtype, quant_type="nf4", device="meta"
-            )
-            made.weight = type(made.weight)(linear.weight.detach(), quant_type="nf4", module=made)
-            made.bias = linear.bias
-            made.support_avx512bf16_for_cpu = False  # it would repack weights in place, for products without a gradient
-            layer.set_submodule(name, made)
+    for name, linear in _linears(layer):
+        dtype, has_bias = linear.weight.dtype, linear.bias is not None
+        made = four_bit(
+            linear.in_features, linear.out_features, has_bias, compute_dtype=dtype, quant_type="nf4", device="meta"
+        )
+        made.weight = type(made.weight)(linear.weight.detach(), quant_type="nf4", module=made)
+        made.bias = linear.bias
+        made.support_avx512bf16_for_cpu = False  # it would repack weights in place, for products without a gradient
+        layer.set_submodule(name, made)
+
+
+def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Return the linear layers except those of adapters."""
+    return [(name, each) for name, each in module.named_modules() if type(each) is nn.Linear and ".lora_" not in f".{name}"]
 
 
 def compute_in_float32(model: nn.Module) -> None:

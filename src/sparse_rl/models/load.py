@@ -22,6 +22,7 @@ from ..text import listed, printable, quoted
 from . import gguf
 from .folder import check_model_folder, check_tokenizer_folder, refuse_missing
 from .four_bit import quantize_layers
+from .stored_kv import stored_base
 
 DRIVER = Path("/proc/driver/nvidia/version")
 TINY = Path(__file__).parent / "tiny"
@@ -39,7 +40,7 @@ def load_model(
     """Load a causal language model from a hub id, a folder, a GGUF file or `tiny`.
 
     `dtype` defaults to bfloat16 on a GPU and float32 on a CPU. Only safetensors weights are read. With `base` 4bit, the linear
-    layers are quantized on their way to the device.
+    layers are quantized on their way to the device; auto does so for an adapter that was trained like that.
     """
     dtype, device = place(dtype, device)
     if dtype not in DTYPES:
@@ -60,7 +61,7 @@ def load_model(
     except Exception as error:  # values of config.json can cause errors anywhere in the model code
         raise UserError(_sentence("model", path, error)) from error
     _refuse_incomplete(path, info)
-    if base == "4bit":
+    if base == "4bit" or (hasattr(model, "peft_config") and stored_base(folder) == "4bit"):
         quantize_layers(model)
     try:
         model = model.to(device).eval()

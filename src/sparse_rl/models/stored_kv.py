@@ -1,4 +1,4 @@
-"""Read sparse_rl.json: the KV settings a model was trained with, stored next to its weights. Imports no torch."""
+"""Read sparse_rl.json: the settings a model was trained with, stored next to its weights. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -21,9 +21,7 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
     the user has set a policy. A downloaded model therefore runs no code. A budget of an earlier version that counts a
     protected prompt raises UserError, unless the user has set a budget.
     """
-    file: Path | None = Path(path) / FILE
-    if file is None or not file.is_file():
-        file = _from_hub(path) if is_hub_id(path) else None
+    file = _stored(path)
     if file is None:
         return {}
     try:
@@ -42,6 +40,22 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
     if "budget" not in chosen:
         refuse_total_budget(options, f"set kv.budget to {{}}, or correct {file} and add format = {FORMAT}")
     return stored
+
+
+def stored_base(path: str) -> str:
+    """Return `4bit` for an adapter that was trained on base weights in 4 bits, else `auto`."""
+    file = _stored(path)
+    try:
+        return "auto" if file is None else str(json.loads(file.read_text()).get("base", "auto"))
+    except (OSError, ValueError, AttributeError):
+        return "auto"  # `stored_kv` reports the damage
+
+
+def _stored(path: str) -> Path | None:
+    file = Path(path) / FILE
+    if file.is_file():
+        return file
+    return _from_hub(path) if is_hub_id(path) else None
 
 
 def _from_hub(path: str) -> Path | None:
