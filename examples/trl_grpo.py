@@ -12,6 +12,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=18)
 parser.add_argument("--sums", type=int, default=15, help="sums of a problem: an answer takes 11 tokens for each")
 parser.add_argument("--held-out", type=int, default=40, help="held-out problems, with eight answers each")
+parser.add_argument("--seed", type=int, default=42)
 options = parser.parse_args()
 
 
@@ -30,6 +31,7 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         "trl-grpo",
         max_steps=options.steps,
+        seed=options.seed,
         learning_rate=1e-4,
         per_device_train_batch_size=32,
         per_device_eval_batch_size=32,
