@@ -12,9 +12,12 @@ if not torch.cuda.is_available():
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from interpreter import remember_builtins
 from small_runs import make_world
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 
+if os.environ.get("TRITON_INTERPRET"):
+    remember_builtins()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
 
 ARCHITECTURES = {
@@ -62,27 +65,34 @@ def noise_early_and_late(model, *, samples, tokens):
     return float(noise[:, 100:200].mean()), float(noise[:, -tokens // 3 :].mean())
 
 
-LONGEST = tuple(
-    f"test_{name}.py"
-    for name in (
-        "wheel",
-        "distributed",
-        "ray",
-        "train",
-        "resume",
-        "hybrid",
-        "plan",
-        "plan_windows",
-        "models",
-        "trl",
-        "windows",
-    )
-)
-"""Files that are begun first: two processes that share the files then end at about the same time."""
+LONGEST = [
+    "ray",
+    "distributed",
+    "hybrid",
+    "train",
+    "docs",
+    "model_table",
+    "kernels",
+    "plan",
+    "windows",
+    "routing_replay",
+    "auto_budget",
+    "plan_windows",
+    "code_attention",
+    "models",
+    "longest",
+    "trl",
+    "four_bit",
+    "wheel",
+    "resume",
+]
+"""Files that are begun first, the longest before the others: two processes that share the files then end at about the same
+time."""
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish():

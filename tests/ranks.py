@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, get_args_parser
 
 from small_runs import CONTEXT
 from sparse_rl.cli import main
@@ -30,8 +33,7 @@ def run_ranks(folder: Path, work: Callable, *given, count: int = 2, seconds: flo
     ranks = []
     for rank, output in enumerate(outputs):
         own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(CONTEXT.Process(target=_rank, args=(own, output, work, given)))
-        ranks[-1].start()
+        ranks.append(started(output, own, work, *given))
     ends = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, ends - time.monotonic()))
@@ -39,6 +41,13 @@ def run_ranks(folder: Path, work: Callable, *given, count: int = 2, seconds: flo
     for process in ranks:
         process.kill()
     return [(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
+
+
+def started(output: Path, variables: dict[str, str], work: Callable, *given) -> BaseProcess:
+    """Start `work(*given)` in a process with these environment variables."""
+    process = CONTEXT.Process(target=_rank, args=(variables, output, work, given))
+    process.start()
+    return process
 
 
 def _rank(variables: dict[str, str], output: Path, work: Callable, given: tuple) -> None:
@@ -60,6 +69,13 @@ def commands(*each: list[str]) -> None:
     for command in each:
         main(command)
     dist.destroy_process_group()
+
+
+def torchrun(options: list[str], command: list[str]) -> None:
+    """A command of sparse-rl under torchrun with these options. Its ranks are forked from this process."""
+    config, _, _ = config_from_args(get_args_parser().parse_args([*options, "sparse-rl"]))
+    config.start_method = "fork"
+    elastic_launch(config, main)(command)
 
 
 def launched(launch: str, command: list[str]) -> None:

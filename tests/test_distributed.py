@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,18 +40,22 @@ KINDS = {
     "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01", *TESTED],
     "refill rejected": ["--rollout.refill-rejected", "true", "--correction.veto", "0.6", "--rollout.slots", "3"],
     "auto": [
-        "--kv.budget",
-        "auto",
-        "--kv.target-rejected",
-        "0.3",
-        "--correction.veto",
-        "0.4",
-        "--rollout.samples-per-prompt",
-        "4",
+        *("--kv.budget", "auto", "--kv.target-rejected", "0.3", "--correction.veto", "0.4"),
+        *("--rollout.samples-per-prompt", "16"),  # so many slots that the 128 rollouts of a probe take few steps
     ],
     "statistics": ["--kv.policy", "expected", "--kv.dtype", "8bit"],
     "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo", *TESTED],
-    "few slots again": ["--rollout.slots", "2", "--method", "naive", "--eval.slots", "1", *TESTED],
+    "few slots again": [
+        "--rollout.slots",
+        "2",
+        "--method",
+        "naive",
+        "--eval.slots",
+        "1",
+        *TESTED[2:],
+        "--data.test",
+        "{problems}",
+    ],
 }
 OF_ONE_RANK = {"kv/dense_bytes", "kv/peak_bytes", "kv/pool_used", "kv/straggler_pages"}
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -60,11 +64,11 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 class Launch:
     """A command on two ranks, ended with all its processes whatever happens."""
 
-    def __init__(self, *command: str | Path, folder: Path, launcher: Sequence[str] = LAUNCHER):
+    def __init__(self, *command: str | Path, folder: Path):
         self.output = folder / "output.txt"
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [*launcher, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
+                [*LAUNCHER, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
             )
 
     def end(self, seconds: float = 400) -> tuple[int | None, str]:
@@ -176,24 +180,24 @@ def test_a_rank_that_is_killed_costs_no_more_than_the_steps_since_the_last_check
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
-    nodes = [
-        *("--nnodes", "2", "--nproc-per-node", "1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "two"),
-    ]
-    launches = []
-    for number in range(2):
-        (tmp_path / f"node-{number}").mkdir()
-        command = [*nodes, "--max-restarts", "2", "-m", "sparse_rl", *arguments(world, run, *SIX_STEPS)]
-        launches.append(Launch(*command, folder=tmp_path / f"node-{number}", launcher=LAUNCHER[:3]))
-    ends = time.monotonic() + 300
-    while not (run / "checkpoints/step-3/state.json").exists():
-        assert time.monotonic() < ends, [launch.end(0)[1][-3000:] for launch in launches]
-        time.sleep(0.05)
-    processes = {rank: pid for launch in launches for rank, pid in launch.ranks().items()}
-    os.kill(processes[1], signal.SIGKILL)
-    ended = [launch.end() for launch in launches]
-    assert [code for code, _ in ended] == [0, 0], [output[-3000:] for _, output in ended]
-    output = "".join(output for _, output in ended)
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"]
+    nodes += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "two"]
+    command, outputs = arguments(world, run, *SIX_STEPS), [tmp_path / f"node-{number}.txt" for number in range(2)]
+    launchers = [ranks.started(output, {}, ranks.torchrun, nodes, command) for output in outputs]
+    try:
+        ends = time.monotonic() + 300
+        while not (run / "checkpoints/step-3/state.json").exists():
+            assert time.monotonic() < ends, [output.read_text()[-3000:] for output in outputs]
+            time.sleep(0.05)
+        log = (run / "logs/rank-1.log").read_text()
+        os.kill(int(re.search(r"rank 1 of 2, process (\d+)", log)[1]), signal.SIGKILL)
+        for launcher in launchers:
+            launcher.join(400)
+        assert [launcher.exitcode for launcher in launchers] == [0, 0], [output.read_text()[-3000:] for output in outputs]
+    finally:
+        for launcher in launchers:
+            launcher.terminate()  # and with it its ranks
+    output = "".join(output.read_text() for output in outputs)
     assert " did not respond (" in output or "Another rank was lost during a step (" in output
     assert "Continuing after step" in output
     assert [row["step"] for row in metrics(run)] == list(range(7))

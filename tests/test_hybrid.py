@@ -109,10 +109,11 @@ def models():
     return {name: family(name) for name in FAMILIES}
 
 
-def own_gap(model, rollouts):
-    """How far transformers' own cached and parallel log-probs of these tokens differ."""
-    pairs = [own_logprobs(plain(model), rollout) for rollout in (rollouts[0], rollouts[-1])]
-    return max(float((cached - parallel).abs().max()) for cached, parallel in pairs)
+def assert_rounds_alike(model, rollouts, found):
+    """Log-probs are those of the rollouts up to rounding, or twice what transformers' cached and parallel passes differ by."""
+    gap = farthest(found, [rollout.logprobs for rollout in rollouts])
+    if gap >= ROUNDING:
+        assert gap < 2 * max(farthest(*zip(own_logprobs(plain(model), each))) for each in (rollouts[0], rollouts[-1]))
 
 
 def attention_layers(engine):
@@ -124,12 +125,11 @@ def attention_layers(engine):
 )
 def test_replay_reproduces_the_sampler_over_many_compactions(models, name, protect_prompt):
     model = models[name]
-    engine = Engine(model, BOUNDED.model_copy(update={"protect_prompt": protect_prompt}), slots=3)
+    engine = Engine(model, BOUNDED.model_copy(update={"protect_prompt": protect_prompt}), slots=4)
     rollouts = engine.generate([SHORT, LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=()))
     sampled = [rollout.logprobs for rollout in rollouts]
-    bound = max(ROUNDING, 2 * own_gap(model, rollouts))
     for tokens_per_pass in (1, 4096):  # unpacked and packed
-        assert farthest(replay(model, rollouts, "sparse", tokens_per_pass=tokens_per_pass), sampled) < bound
+        assert_rounds_alike(model, rollouts, replay(model, rollouts, "sparse", tokens_per_pass=tokens_per_pass))
     assert farthest(replay(model, rollouts, "dense"), sampled) > 0.01  # else the replay above proves nothing
     evicted_at = rollouts[0].evicted_at
     assert len(evicted_at) == model.config.num_hidden_layers
@@ -143,7 +143,7 @@ def test_a_dense_cache_gives_the_logits_of_generate(models, name):
     model, reference = models[name], plain(models[name])
     engine = Engine(model, KV(policy="full"), slots=2)
     rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=TOKENS, stop=(), temperature=0))
-    bound = max(ROUNDING, 2 * own_gap(model, rollouts))
+    own = []
     for rollout in rollouts:
         out = reference.generate(
             torch.tensor([rollout.prompt]),
@@ -154,16 +154,16 @@ def test_a_dense_cache_gives_the_logits_of_generate(models, name):
             return_dict_in_generate=True,
         )
         assert out.sequences[0, len(rollout.prompt) :].tolist() == rollout.response
-        assert farthest([chosen(torch.cat(out.logits), rollout.response)], [rollout.logprobs]) < bound
-    for view in ("sparse", "dense"):
-        assert farthest(replay(model, rollouts, view), [rollout.logprobs for rollout in rollouts]) < bound
+        own.append(chosen(torch.cat(out.logits), rollout.response))
+    for found in (own, replay(model, rollouts, "sparse"), replay(model, rollouts, "dense")):
+        assert_rounds_alike(model, rollouts, found)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
 def test_rollouts_do_not_depend_on_slots_or_pieces(models, name, kv):
     """Slots that later prompts use again, samples that wait for a slot, and prompts in pieces, the last of a single token."""
-    model, sampling = models[name], Sampling(max_tokens=24, stop=())
+    model, sampling = models[name], Sampling(max_tokens=16, stop=())
     prompts = [SHORT, LONG, LONG[::-1] * 2]
     expected = Engine(model, kv, slots=6).generate(prompts, 2, sampling)
     engine = Engine(model, kv, slots=3)
@@ -177,9 +177,9 @@ def test_rollouts_do_not_depend_on_slots_or_pieces(models, name, kv):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
 def test_a_group_shares_the_prefill_of_its_prompt(models, name, kv):
-    model, sampling, seeds = models[name], Sampling(max_tokens=20, stop=()), [11, 12, 13, 14]
-    engine = Engine(model, kv, slots=4)
-    together = engine.generate([LONG], 4, sampling, seeds=seeds)
+    model, sampling, seeds = models[name], Sampling(max_tokens=20, stop=()), [11, 12]
+    engine = Engine(model, kv, slots=2)
+    together = engine.generate([LONG], 2, sampling, seeds=seeds)
     assert engine.stats.prompt_tokens == len(LONG)
     alone = [Engine(model, kv, slots=1).generate([LONG], 1, sampling, seeds=[seed])[0] for seed in seeds]
     assert [each.response for each in together] == [each.response for each in alone]
@@ -188,12 +188,12 @@ def test_a_group_shares_the_prefill_of_its_prompt(models, name, kv):
 
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1"])
 def test_a_paused_sequence_continues_with_its_state(models, name):
-    model, sampling, prompts = models[name], Sampling(max_tokens=270, stop=()), [SHORT, LONG]
+    model, sampling, prompts = models[name], Sampling(max_tokens=215, stop=()), [SHORT, LONG]
     expected = Engine(model, KV(policy="full"), slots=4).generate(prompts, 2, sampling)
     engine = Engine(model, KV(policy="full"), slots=4)
-    tokens = 4 * DENSE_SLOT_TOKENS + 8 * PAGE_TOKENS
+    tokens = 4 * DENSE_SLOT_TOKENS + 7 * PAGE_TOKENS
     needed = tokens * engine.cache.token_bytes + engine.cache.states.nbytes
-    engine.reserve_dense(len(LONG), 270, 2, 2, kv_bytes=needed)
+    engine.reserve_dense(len(LONG), 215, 2, 2, kv_bytes=needed)
     found = engine.generate(prompts, 2, sampling)
     assert engine.stats.preemptions > 0 and engine.stats.peak_kv_bytes <= needed
     assert [each.response for each in found] == [each.response for each in expected]
@@ -204,7 +204,7 @@ def test_a_state_has_a_fixed_size_however_long_the_rollout(models):
     engine = Engine(models["qwen3.5"], BOUNDED, slots=2)
     keys = 2 * BOUNDED.capacity * 2 * 2 * 16 * 4  # slots, tokens, keys and values, heads, dimensions, bytes: one layer
     states = 2 * 3 * (64 * 4 + 4 * 8 * 8) * 4  # slots, layers, the convolution's and the delta rule's state, bytes
-    for tokens in (TOKENS, 4 * TOKENS):
+    for tokens in (TOKENS, 2 * TOKENS):
         (rollout,) = engine.generate([SHORT], sampling=Sampling(max_tokens=tokens, stop=()))
         assert engine.stats.peak_kv_bytes == keys + states
         assert rollout.trace.codes_LHT.shape == (1, 2, len(SHORT) + tokens)  # no codes of recurrent layers
@@ -238,7 +238,7 @@ def test_bfloat16_rounds_no_more_than_transformers(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_are_those_of_transformers(models, name):
     """A dense replay of packed rollouts, padded in recurrent layers, against one plain pass per rollout."""
-    model = copy.deepcopy(models[name])
+    model = models[name]
     sampling, lengths = Sampling(max_tokens=40, stop=()), [9, 40, 25, 40]
     rollouts = Engine(model, BOUNDED, slots=4).generate([SHORT, LONG], 2, sampling, limits=lengths)
     reference = plain(model)
@@ -249,6 +249,7 @@ def test_gradients_are_those_of_transformers(models, name):
         if ours.grad is not None:
             scale = float(theirs.grad.abs().max())
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3 * scale + 1e-6, msg=path)
+    model.zero_grad()
 
 
 @pytest.fixture(scope="module")

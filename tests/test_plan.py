@@ -257,14 +257,7 @@ def test_lists_of_blocks_are_what_a_shadow_pass_holds(tokens):
 def test_activations_are_what_autograd_keeps(name, rank, compiled, monkeypatch):
     """In half precision; a layer more keeps so much more. Compiled as for a GPU up to the kernels, which need a compiler."""
     if compiled:
-        monkeypatch.setattr(compiler, "fuses", lambda device: True)
-        monkeypatch.setattr(
-            compiler,
-            "_compiled",
-            lambda plain, **how: torch.compile(plain, backend="aot_eager_decomp_partition", dynamic=True),
-        )
-        for module in (compiler, parts):
-            monkeypatch.setattr(module, "WORTH_COMPILING", 0)
+        compile_as_on_a_gpu(monkeypatch, any_length=not rank)
     dims = from_config(MODELS[name].to_dict(), name)
     config = Config(model={"dtype": "bfloat16", "lora": {"rank": rank}})
     layers = [kept_bytes(MODELS[name], count, rank) for count in (2, 3)]
@@ -272,6 +265,15 @@ def test_activations_are_what_autograd_keeps(name, rank, compiled, monkeypatch):
 
 
 TOKENS = 64
+
+
+def compile_as_on_a_gpu(monkeypatch, *, any_length=False):
+    """Compile layers up to their kernels. Layers for any length keep the same tensors but take four times as long to trace."""
+    how = {"backend": "aot_eager_decomp_partition", "dynamic": any_length}
+    monkeypatch.setattr(compiler, "fuses", lambda device: True)
+    monkeypatch.setattr(compiler, "_compiled", lambda plain, **_: torch.compile(plain, **how))
+    for module in (compiler, parts):
+        monkeypatch.setattr(module, "WORTH_COMPILING", 0)
 
 
 def kept_bytes(config, layers, rank):
@@ -282,6 +284,7 @@ def kept_bytes(config, layers, rank):
     model = Actor(
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), LoraConfig(rank=rank, merge=False)
     ).learner
+    model.enable_input_require_grads()  # else the first layer of a model with adapters is compiled apart
     weights = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
     seen = {}
 

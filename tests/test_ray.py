@@ -3,14 +3,15 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
+from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
+from ranks import started
 from small_runs import arguments, metrics, one_package_missing, train
 from sparse_rl.cli import main
 from sparse_rl.errors import UserError
@@ -20,26 +21,37 @@ from storage import s3_bucket
 STEPS = ["--rollout.prompts-per-step", "4", "--checkpoint.every", "1", "--optimizer.lr", "3e-4", "--steps", "5"]
 
 
-def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(world, tmp_path):
-    one, run = tmp_path / "one", tmp_path / "run"
+@pytest.fixture(scope="module")
+def cluster():
+    """(address of an empty bucket, its file system, address of a Ray cluster whose workers have access to it)."""
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}), s3_bucket() as (bucket, fs):
+        head = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        yield bucket, fs, head.address
+        head.shutdown()
+
+
+def driver(output, command, **variables):
+    """The command in a process that has this one's environment."""
+    return started(output, dict(os.environ) | variables, main, [*command, "--ray.workers", "2"])
+
+
+def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(world, cluster, tmp_path):
+    one, run, output = tmp_path / "one", tmp_path / "run", tmp_path / "output.txt"
     train(world, one, *STEPS)
-    output = tmp_path / "output.txt"
-    with s3_bucket() as (address, fs):
-        command = [sys.executable, "-m", "sparse_rl", *arguments(world, f"{address}/run", *STEPS), "--ray.workers", "2"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-        with output.open("w") as file:
-            process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            ends = time.monotonic() + 300
-            while not fs.exists("shared/run/checkpoints/step-2/state.json"):
-                assert time.monotonic() < ends and process.poll() is None, output.read_text()
-                time.sleep(0.05)
-            log = fs.cat_file("shared/run/logs/rank-1.log").decode()
-            os.kill(int(re.search(r"rank 1 of 2, process (\d+)", log)[1]), signal.SIGKILL)
-            assert process.wait(400) == 0, output.read_text()
-        finally:
-            process.kill()
-        fs.get("shared/run", str(run), recursive=True)
+    bucket, fs, address = cluster
+    process = driver(output, arguments(world, f"{bucket}/run", *STEPS), RAY_ADDRESS=address)
+    try:
+        ends = time.monotonic() + 300
+        while not fs.exists("shared/run/checkpoints/step-2/state.json"):
+            assert time.monotonic() < ends and process.is_alive(), output.read_text()
+            time.sleep(0.05)
+        log = fs.cat_file("shared/run/logs/rank-1.log").decode()
+        os.kill(int(re.search(r"rank 1 of 2, process (\d+)", log)[1]), signal.SIGKILL)
+        process.join(400)
+        assert process.exitcode == 0, output.read_text()
+    finally:
+        process.kill()
+    fs.get("shared/run", str(run), recursive=True)
     assert (run / "logs/rank-1.log").read_text().count("rank 1 of 2") == 2
     assert "Continuing after step" in output.read_text()
     assert [row["step"] for row in metrics(run)] == list(range(6))
@@ -48,18 +60,19 @@ def test_ray_workers_learn_what_one_process_learns_and_survive_the_loss_of_one(w
     assert any(not torch.equal(load_file(world / "model/model.safetensors")[name], theirs[name]) for name in theirs)
 
 
-def test_what_one_worker_is_refused_with_ends_all_of_them_and_keeps_the_run_that_was_to_be_replaced(world, tmp_path):
-    run = tmp_path / "run"
+def test_what_one_worker_is_refused_with_ends_all_of_them_and_keeps_the_run_that_was_to_be_replaced(world, cluster, tmp_path):
+    run, output = tmp_path / "run", tmp_path / "output.txt"
     train(world, run, "--steps", "1")
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     command = arguments(one_package_missing(world, tmp_path), run, *STEPS, "--overwrite")
-    command = [sys.executable, "-m", "sparse_rl", *command, "--ray.workers", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 2, ended.stderr
-    assert (ended.stdout + ended.stderr).count("Started training worker group") == 1, "started again"
-    assert ended.stderr.splitlines()[-1].startswith("sparse-rl, rank 1: ")
-    assert "there_is_no_such_package" in ended.stderr.splitlines()[-1]
+    process = driver(output, [*command, "--ray.address", cluster[2]])
+    process.join(400)
+    process.kill()
+    said = output.read_text()
+    assert process.exitcode == 2, said
+    assert said.count("Started training worker group") == 1, "started again"
+    assert said.splitlines()[-1].startswith("sparse-rl, rank 1: ")
+    assert "there_is_no_such_package" in said.splitlines()[-1]
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 

@@ -104,7 +104,7 @@ def test_the_recorded_experts_are_those_of_a_plain_forward_pass(models, family):
     plain = plain_model(model, FAMILIES[family])
     for router in routers_of(plain):
         router.register_forward_hook(lambda _, args, out: seen.append(out[2]))
-    for rollout in [*sampled(model), *sampled(model, samples=3, slots=2, prefill_tokens=16)]:
+    for rollout in [*sampled(model), *sampled(model, slots=3, prefill_tokens=16)]:
         fed = rollout.prompt + rollout.response[:-1]
         seen.clear()
         with torch.no_grad():

@@ -164,7 +164,7 @@ def test_protected_prompts_train_beyond_the_budget(world, tmp_path):
     rows = [{"prompt": "1" * number, "answer": "2"} for number in (40, 70, 9, 130)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--data.train", str(problems), "--data.test", str(problems), "--eval.problems", "4", "--eval.cache", "sparse"]
-    flags += ["--kv.protect-prompt", "true", "--method", "smd", "--rollout.slots", "3", "--rollout.max-tokens", "40"]
+    flags += ["--kv.protect-prompt", "true", "--method", "smd", "--rollout.slots", "3", "--rollout.max-tokens", "28"]
     train(world, run, *flags)
     first, last = metrics(run)[1:]
     assert first["kv/peak_tokens"] > 41 and first["kv/evictions"] > 0 and first["kv/budget"] == 20

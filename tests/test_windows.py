@@ -87,7 +87,7 @@ def farthest(left, right):
 def test_replay_reproduces_the_sampler_beyond_the_window(models, name, protect_prompt):
     model = models[name]
     engine = Engine(model, BOUNDED.model_copy(update={"protect_prompt": protect_prompt}), slots=4)
-    rollouts = engine.generate([SHORT, LONG], samples=3, sampling=Sampling(max_tokens=TOKENS, stop=()))
+    rollouts = engine.generate([SHORT, LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=()))
     sampled = [rollout.logprobs for rollout in rollouts]
     for tokens_per_pass in (1, 4096):  # unpacked and packed
         assert farthest(replay(model, rollouts, "sparse", tokens_per_pass=tokens_per_pass), sampled) < ROUNDING * 5
@@ -116,10 +116,9 @@ def test_a_dense_cache_gives_the_logits_of_generate(models, name):
             return_dict_in_generate=True,
         )
         assert out.sequences[0, len(rollout.prompt) :].tolist() == rollout.response
-        theirs = chosen(torch.cat(out.logits), rollout.response)
-        steps, parallel = own_logprobs(reference, rollout)
-        gap = farthest([steps], [parallel])  # what transformers itself differs by
-        assert farthest([theirs], [rollout.logprobs]) < max(ROUNDING, 2 * gap)
+        gap = farthest([chosen(torch.cat(out.logits), rollout.response)], [rollout.logprobs])
+        if gap >= ROUNDING:
+            assert gap < 2 * farthest(*zip(own_logprobs(reference, rollout)))  # what transformers itself differs by
     for view in ("sparse", "dense"):
         assert farthest(replay(model, rollouts, view), [rollout.logprobs for rollout in rollouts]) < 5 * ROUNDING
 
@@ -127,22 +126,22 @@ def test_a_dense_cache_gives_the_logits_of_generate(models, name):
 @pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
 def test_rollouts_do_not_depend_on_slots_or_pieces(models, kv):
     """Samples that wait for a slot, and prompts in pieces shorter or longer than the window."""
-    model, sampling = models["gemma3"], Sampling(max_tokens=40, stop=())
+    model, sampling = models["gemma3"], Sampling(max_tokens=24, stop=())
     prompts = [SHORT, LONG, LONG[::-1] * 2]
-    expected = Engine(model, kv, slots=9).generate(prompts, 3, sampling)
-    for slots, prefill_tokens in ((2, 8192), (9, 9), (4, 40)):
-        found = Engine(model, kv, slots=slots, prefill_tokens=prefill_tokens).generate(prompts, 3, sampling)
+    expected = Engine(model, kv, slots=6).generate(prompts, 2, sampling)
+    for slots, prefill_tokens in ((2, 8192), (6, 9), (4, 40)):
+        found = Engine(model, kv, slots=slots, prefill_tokens=prefill_tokens).generate(prompts, 2, sampling)
         assert [each.response for each in found] == [each.response for each in expected]
         assert farthest([each.logprobs for each in found], [each.logprobs for each in expected]) < ROUNDING
 
 
 def test_a_paused_sequence_continues_with_its_windows(models):
-    model, sampling, prompts = models["gemma3"], Sampling(max_tokens=270, stop=()), [SHORT, LONG]
+    model, sampling, prompts = models["gemma3"], Sampling(max_tokens=215, stop=()), [SHORT, LONG]
     expected = Engine(model, KV(policy="full"), slots=4).generate(prompts, 2, sampling)
     engine = Engine(model, KV(policy="full"), slots=4)
-    tokens = 4 * DENSE_SLOT_TOKENS + 8 * PAGE_TOKENS
+    tokens = 4 * DENSE_SLOT_TOKENS + 7 * PAGE_TOKENS
     needed = tokens * engine.cache.token_bytes + WindowStore(engine.limits.shape, 4, WINDOW).kv_bytes
-    engine.reserve_dense(len(LONG), 270, 2, 2, kv_bytes=needed)
+    engine.reserve_dense(len(LONG), 215, 2, 2, kv_bytes=needed)
     found = engine.generate(prompts, 2, sampling)
     assert engine.stats.preemptions > 0 and engine.stats.peak_kv_bytes <= needed
     assert [each.response for each in found] == [each.response for each in expected]
@@ -155,7 +154,7 @@ def test_windowed_layers_hold_their_window_and_no_more(models, policy):
     model = models["olmo3"]
     engine = Engine(model, BOUNDED if policy == "rkv" else KV(policy="full"), slots=2)
     layer_bytes = 2 * 2 * 8 * 4  # of a token: keys and values, 2 heads, 8 dimensions, float32
-    for tokens in (TOKENS, 4 * TOKENS):
+    for tokens in (TOKENS, 2 * TOKENS):
         (rollout,) = engine.generate([SHORT], sampling=Sampling(max_tokens=tokens, stop=()))
         pages = 0 if policy == "rkv" else engine.cache.prompts.pages * PAGE_TOKENS
         capacity = BOUNDED.capacity if policy == "rkv" else DENSE_SLOT_TOKENS
@@ -169,7 +168,7 @@ def test_bfloat16_rounds_no_more_than_transformers(name):
     """Sampler against replay, in half precision: the bound is how far transformers' cached and parallel passes differ."""
     model = family(name, torch.bfloat16)
     reference = plain(model)
-    rollouts = Engine(model, BOUNDED, slots=4).generate([SHORT, LONG], 2, Sampling(max_tokens=TOKENS, stop=()))
+    rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], 1, Sampling(max_tokens=TOKENS, stop=()))
     gaps = torch.cat([left - right for left, right in (own_logprobs(reference, rollout) for rollout in rollouts)]).abs()
     ours = replay(model, rollouts, "sparse")
     noise = torch.cat([each.detach() - rollout.logprobs for each, rollout in zip(ours, rollouts, strict=True)]).abs()

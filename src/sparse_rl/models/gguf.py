@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
@@ -142,7 +143,9 @@ def _need_packages() -> None:
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+    with _parsed_once():
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.save_pretrained(folder)
 
 
 def _write_model(source: Path, folder: Path) -> None:
@@ -162,8 +165,14 @@ def _parsed_once() -> Iterator[None]:
     table for every module."""
     import gguf
 
+    class Reader(gguf.GGUFReader):
+        """Reads through a plain array. Every slice of a `numpy.memmap` is several times slower, and a vocabulary takes millions."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(names)
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(names)
     try:
         yield
     finally:
