@@ -81,8 +81,6 @@ def test_two_steps_of_training_are_those_of_transformers(name, tmp_path):
             assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
             assert metrics["sparse/engine_noise"] < ROUNDING < metrics["sparse/mismatch_k3"]  # evictions weigh the tokens
     ours = AutoModelForCausalLM.from_pretrained(run.model)
-    for (path, mine), reference, start in zip(
-        ours.named_parameters(), theirs.parameters(), model.parameters(), strict=True
-    ):
+    for (path, mine), reference, start in zip(ours.named_parameters(), theirs.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, reference, rtol=0, atol=ROUNDING, msg=path)
         assert float((reference - start).detach().abs().max()) > LR, path
