@@ -4,9 +4,9 @@
 
 Both models have four layers and the embedded tokenizer. They start from the weights of the embedded model, as far as the
 families share them, and learn the rest from worked solutions of the embedded task; the first model also learns the embedded
-model's hidden states. Gated DeltaNet layers, the norms of queries
-and keys and the gates of attention are new in the first model; windows, learned sinks and routed experts in the second. Worked
-solutions are wrong now and then on purpose, as for the embedded model: training removes these mistakes.
+model's hidden states. Gated DeltaNet layers, the norms of queries and keys and the gates of attention are new in the first
+model; windows, learned sinks and routed experts in the second. Worked solutions are wrong now and then on purpose, as for the
+embedded model: training removes these mistakes.
 """
 
 import argparse
