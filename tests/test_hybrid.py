@@ -270,11 +270,10 @@ def hybrid_world(world, tmp_path_factory):
     ("method", "options"),
     [
         ("dense", ["--optimizer.gradient-checkpointing", "true"]),
-        ("sparse_rl", []),
         ("smd", ["--optimizer.tokens-per-microbatch", "30"]),
         ("sparse_rl", ["--model.lora.rank", "4"]),
     ],
-    ids=["dense-checkpointing", "sparse_rl", "smd-microbatches", "sparse_rl-lora"],
+    ids=["dense-checkpointing", "smd-microbatches", "sparse_rl-lora"],
 )
 def test_a_run_trains_a_hybrid_model(hybrid_world, tmp_path, method, options):
     run = tmp_path / "run"
