@@ -150,7 +150,7 @@ def test_the_documented_lengths_are_those_of_the_plan():
     assert len(lines) == 4
     for shape, trained, *cells in lines:
         for size, text in zip(("24GB", "80GB", "141GB"), cells, strict=True):
-            thousands, state = re.fullmatch(r"(\d+|none)(?: \((.*)\))?", text.replace("**", "")).groups()
+            thousands, state = re.fullmatch(r"(\d+|none)(?: \((.*)\))?", text.replace("*", "")).groups()
             lora = {"rank": 16, "merge": False} if trained == "LoRA" else {}
             values = {"model": {"path": shape, **BF16, "lora": lora}, "optimizer": {"state": state or "fp32"}}
             values |= {"rollout": {"prompts_per_step": 1, "samples_per_prompt": 2}, "eval": {"problems": 0}}
