@@ -1,5 +1,6 @@
 """Small real transformers models with random weights, and the embedded one."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -124,7 +125,16 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def looked_at(tmp_path_factory):
-    """A small real comparison of a dense and a tight sparse run, to be looked at and not changed."""
+    """A small real comparison of a dense and a tight sparse run, to be looked at and not changed. All workers share it."""
     from report_runs import real_runs
 
-    return real_runs(tmp_path_factory.mktemp("looked-at") / "both")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder, complete = shared / "looked-at" / "both", shared / "looked-at.complete"
+    with (shared / "looked-at.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            real_runs(folder)
+            complete.touch()
+    return folder
