@@ -52,7 +52,7 @@ def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def compute_in_float32(model: nn.Module) -> None:
-    """Round neither inputs nor products of the model's 4-bit layers."""
+    """Let the model's 4-bit layers compute in float32."""
     for module in model.modules():
         if "compute_dtype" in vars(module):
             vars(module)["compute_dtype"] = torch.float32

@@ -40,7 +40,7 @@ def load_model(
     """Load a causal language model from a hub id, a folder, a GGUF file or `tiny`.
 
     `dtype` defaults to bfloat16 on a GPU and float32 on a CPU. Only safetensors weights are read. With `base` 4bit, the linear
-    layers are quantized on their way to the device; auto does so for an adapter that was trained like that.
+    layers are quantized on their way to the device. With auto, this is done for an adapter that was trained on 4-bit weights.
     """
     dtype, device = place(dtype, device)
     if dtype not in DTYPES:

@@ -165,7 +165,7 @@ def _products_of(hidden: Tensor) -> AbstractContextManager[None]:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Compile Triton kernels whose float32 products are not rounded to TF32. Needs Triton."""
+    """Compile Triton kernels with float32 products in IEEE precision instead of TF32. Needs Triton."""
     from triton import knobs
 
     with knobs.language.scope():
