@@ -106,7 +106,7 @@ def arms_of(plan: dict[str, Any], task: dict[str, Any]) -> dict[str, KV]:
     found = {DENSE: KV(policy="full")}
     for name, fields in plan["arms"].items():
         fields = dict(fields)
-        shares = fields.pop("budgets", None)
+        shares, recent = fields.pop("budgets", None), fields.pop("recent", None)
         if shares is None:
             found[name] = KV(**fields)
             continue
@@ -114,7 +114,8 @@ def arms_of(plan: dict[str, Any], task: dict[str, Any]) -> dict[str, KV]:
         for share in shares:
             budget = max(32, 16 * round(share * whole / 16))
             interval = fields.get("interval", max(16, 16 * round(budget / 64)))
-            found[f"{name} {share:g}"] = KV(**fields | {"budget": budget, "interval": interval})
+            window = {} if recent is None else {"window": round(recent * budget)}
+            found[f"{name} {share:g}"] = KV(**fields | window | {"budget": budget, "interval": interval})
     return found
 
 
@@ -129,6 +130,7 @@ class Work:
         self.prompts = [encode(tokenizer, example) for example in self.examples]
         self.reward = find(RewardConfig(function=task.get("reward")).function_for(source))
         self.sampling = Sampling(max_tokens=task["max_tokens"], temperature=1.0, seed=seed)
+        self._texts: list[list[int]] = []
 
     def measure(self, kv: KV) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return (summary, one row per answer)."""
@@ -137,6 +139,8 @@ class Work:
         longest = max(map(len, self.prompts))
         engine.reserve_dense(longest, self.sampling.max_tokens, len(self.prompts), samples)
         engine.reserve_prompts(longest, len(self.prompts), samples)
+        if engine.needed_statistics:
+            engine.calibrate(self.texts(), longest + self.sampling.max_tokens)
         rollouts = engine.generate(self.prompts, samples, self.sampling, record=False)
         stats = engine.stats
         del engine
@@ -176,6 +180,14 @@ class Work:
             "slots": slots,
             "token_savings": stats.token_savings,
         }, raw
+
+    def texts(self) -> list[list[int]]:
+        """Return an answer per prompt, of all keys: a run, too, gathers its statistics from answers."""
+        if not self._texts:
+            sampling = self.sampling.model_copy(update={"seed": self.sampling.seed + 1})
+            rollouts = Engine(self.model, KV(policy=DENSE), slots=len(self.prompts)).generate(self.prompts, sampling=sampling)
+            self._texts = [rollout.prompt + rollout.response for rollout in rollouts]
+        return self._texts
 
     @property
     def _shape(self) -> Any:
