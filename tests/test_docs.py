@@ -195,6 +195,14 @@ def test_the_tables_of_evidence_are_those_of_the_raw_metrics(monkeypatch):
         assert page.read_text() == tables.rebuilt(page), f"{page.name}: run make evidence"
 
 
+def test_the_tables_of_the_shootout_are_those_of_the_raw_data(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "experiments/shootout")
+    page = importlib.import_module("page")
+    text = page.PAGE.read_text()
+    assert set(re.findall(r"^<!-- (\S+) -->$", text, re.MULTILINE)) == {*page.tables(page.RESULTS), "end"}
+    assert text == page.rebuilt(), "run make evidence"
+
+
 def test_every_decimal_of_the_summary_of_evidence_stands_in_its_results():
     """The page is written by hand, the tables of RESULTS.md are made: a number of the first is one of the second."""
     summary, results = (set(re.findall(r"\d[\d,]*\.\d+", path.read_text())) for path in (DOCS / "evidence.md", ROOT / RESULTS))

@@ -1,7 +1,7 @@
 """Which cache keeps a model's answers at how many bytes? Every arm answers the same problems with the same seeds:
 
     python experiments/shootout/run.py long --model FOLDER --data DATA --out out/shootout [--arms rkv] [--seconds 1500]
-    python experiments/shootout/run.py --table out/shootout [--figure out/shootout.svg]
+    python experiments/shootout/page.py    # the tables and the figure of README.md
 
 `arms.toml` lists the tasks and the arms. Each answer is replayed with a dense cache, which gives xi = pi_dense / pi_sampler of
 every token: the mismatch k3, the share of answers that the paper's rule rejects (a xi below 1e-4), and both by position.
@@ -17,7 +17,6 @@ import json
 import statistics
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,11 @@ DENSE = "full"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", nargs="?", help="a task of arms.toml")
-    parser.add_argument("--model", help="folder or hub id")
+    parser.add_argument("task", help="a task of arms.toml")
+    parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--name", help="name of the model in the results [the folder's]")
     parser.add_argument("--data", help="folder with the files of the tasks [the hub]")
-    parser.add_argument("--out", type=Path, help="folder of the results; continued if it exists")
-    parser.add_argument("--table", type=Path, metavar="OUT", help="print the results in this folder and do nothing else")
-    parser.add_argument("--figure", type=Path, help="with --table: also draw bytes saved against answers rejected")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; continued if it exists")
     parser.add_argument(
         "--arms", default="", help="only arms whose name contains one of these, with commas between; dense always runs"
     )
@@ -63,13 +60,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.table:
-        print(table(args.table))
-        if args.figure:
-            draw(args.table, args.figure)
-        return
-    if not (args.task and args.model and args.out):
-        parser.error("a task, --model and --out are needed")
     plan = tomllib.loads((HERE / "arms.toml").read_text())
     task = plan["tasks"][args.task] | ({"prompts": args.prompts} if args.prompts else {})
     model, tokenizer = load_model(args.model, dtype=args.dtype), load_tokenizer(args.model)
@@ -231,58 +221,6 @@ def line(name: str, row: dict[str, Any]) -> str:
         f"{name:32} right {row['accuracy']:.1%} rejected {row['rejected']:.1%} k3 {row['k3']:.4f} xi p05 {row['xi_p05']:.2f} "
         f"tokens {row['tokens']:,.0f} saved {saved:.0%} {row['tokens_per_s']:,.0f} tok/s"
     )
-
-
-def results_of(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield (task, results of its arms, those with the fewest bytes first). `saved` is relative to the dense arm's live tokens."""
-    for task in sorted(path for path in folder.iterdir() if path.is_dir()):
-        rows = [json.loads(path.read_text()) for path in task.glob("*.json") if path.name != "task.json"]
-        dense = [row["live_bytes_16bit"] for row in rows if row["arm"] == DENSE]
-        if dense:
-            found = [row | {"saved": 1 - row["bytes_per_sequence"] / dense[0]} for row in rows]
-            yield task.name, sorted(found, key=lambda row: (-row["saved"], row["arm"]))
-
-
-def table(folder: Path) -> str:
-    """Return the results as Markdown, one table per task."""
-    parts = []
-    for task, rows in results_of(folder):
-        lines = [
-            f"### {task}",
-            "",
-            "| arm | KV bytes saved, % | right, % | rejected, % | k3 | xi, 5th percentile | tokens | tok/s |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in rows:
-            half = 50 * (row["accuracy_95"][1] - row["accuracy_95"][0])
-            lines.append(
-                f"| {row['arm']} | {100 * row['saved']:.0f} | {100 * row['accuracy']:.1f} ± {half:.1f} | "
-                f"{100 * row['rejected']:.1f} | {row['k3']:.4f} | {row['xi_p05']:.2f} | {row['tokens']:,.0f} | "
-                f"{row['tokens_per_s']:,.0f} |"
-            )
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
-def draw(folder: Path, file: Path) -> None:
-    """Draw a panel per task: bytes saved against answers rejected, one line per cache over its budgets."""
-    import matplotlib.pyplot as plt
-
-    plt.switch_backend("svg")
-    plt.rcParams["svg.hashsalt"] = "sparse-rl"
-    results = list(results_of(folder))
-    figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 4), squeeze=False)
-    for axis, (task, rows) in zip(axes[0], results, strict=True):
-        caches: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            name = row["arm"].rsplit(" ", 1)[0] if row["kv"]["policy"] != DENSE else row["arm"]
-            caches.setdefault(name, []).append((100 * row["saved"], 100 * row["rejected"]))
-        for name, points in caches.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set(title=task, xlabel="KV bytes saved, %", ylabel="rejected, %")
-        axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
 
 
 if __name__ == "__main__":
