@@ -13,6 +13,7 @@ from sparse_rl.plan import dimensions, make_plan
 from sparse_rl.plan.budgets import (
     FASTER,
     MEASURED,
+    MEASURED_BITS,
     MEASURED_DENSE,
     evidence,
     fewer_prompts,
@@ -47,7 +48,7 @@ def alone(plan, **kv):
 
 def test_a_row_is_the_plan_of_a_run_with_that_budget():
     plan = planned(rollout=LONG)
-    *sparse, dense = sweep(plan, CARD)
+    *sparse, bits, dense = sweep(plan, CARD)
     assert [row.share for row in sparse] == sorted(row.share for row in sparse)
     assert any(row.plan.config.kv == plan.config.kv for row in sparse)
     for row in sparse:
@@ -55,13 +56,16 @@ def test_a_row_is_the_plan_of_a_run_with_that_budget():
         assert (row.plan.slots, row.step_s) == (made.slots, step_time(made, CARD).total_s)
         assert row.share == row.plan.config.kv.budget / (256 + 8192)
     assert dense.name == "dense" and dense.step_s == step_time(alone(plan), CARD).total_s
+    quantised = alone(plan, policy="full", dtype="4bit")
+    assert (bits.name, bits.share, bits.step_s) == ("full 4bit", 1.0, step_time(quantised, CARD).total_s)
+    assert bits.plan.pages > dense.plan.pages
     times = [row.step_s for row in sparse]
     assert times == sorted(times)  # a larger budget leaves fewer slots
 
 
 def test_a_protected_prompt_counts_in_the_share():
     plan = planned(rollout=LONG, kv={"protect_prompt": True})
-    for row in sweep(plan, CARD)[:-1]:
+    for row in sweep(plan, CARD)[:-2]:
         assert row.share == (256 + row.plan.config.kv.budget) / (256 + 8192)
 
 
@@ -86,6 +90,9 @@ def test_the_evidence_is_that_of_the_page():
     rows = re.findall(r"^\| R-KV \d+(?: \(three seeds\))? \| ([\d.]+) \| (\d+) % \| ([\d.]+) % \|", PAGE, flags=re.MULTILINE)
     assert {float(share): (int(rejected), float(passed)) for share, rejected, passed in rows} == MEASURED
     assert re.search(r"mean of ([\d.]+) %", PAGE)[1] == str(MEASURED_DENSE)
+    rejected, trained, dense = MEASURED_BITS
+    assert f"`full` in 4 bits with `paper` ends at {trained} %" in PAGE and f"dense at {dense} %" in PAGE
+    assert f"In 4 bits, {rejected} % of the rollouts were\nrejected at first" in PAGE
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.9, "at 65%"), (0.45, "at 42%"), (0.25, "at 25%"), (0.1, "at 25%")])
@@ -106,10 +113,12 @@ def test_the_table_of_the_page_is_computed():
 
 def test_the_sweep_of_the_page_is_computed():
     page = (Path(__file__).parents[1] / "docs/plan.md").read_text()
-    shown = re.findall(r"^\| ([\d,]+|dense) \| (\d+) % \| (\d+) \| (\d+) s \| (\S+ h) \| (\S+)x \|$", page, flags=re.MULTILINE)
+    shown = re.findall(
+        r"^\| ([\d,]+|dense|full 4bit) \| (\d+) % \| (\d+) \| (\d+) s \| (\S+ h) \| (\S+)x \|$", page, flags=re.MULTILINE
+    )
     rows = sweep(planned(rollout=LONG), CARD)
     computed = {
-        "dense" if row.share == 1 else f"{row.plan.config.kv.budget:,}": (
+        row.name if row.share == 1 else f"{row.plan.config.kv.budget:,}": (
             f"{100 * row.share:.0f}",
             str(row.plan.slots),
             f"{row.step_s:.0f}",
@@ -118,7 +127,7 @@ def test_the_sweep_of_the_page_is_computed():
         )
         for row in rows
     }
-    assert len(shown) == 5
+    assert len(shown) == 6
     for budget, *cells in shown:
         assert computed[budget] == tuple(cells)
 

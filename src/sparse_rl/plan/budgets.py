@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from ..config import Config
+from ..config import KV, Config
 from ..format import duration
 from .evaluation import without_evaluation
 from .memory import Plan, largest, make_plan
@@ -16,6 +16,9 @@ MEASURED = {0.25: (52, 23.3), 0.34: (36, 29.0), 0.42: (23, 28.4), 0.49: (16, 30.
 """Rejected share at first and test Pass@1 after training, in %, by R-KV's share of a mean sequence (docs/choosing-a-budget.md)."""
 MEASURED_DENSE = 31.3
 """Test Pass@1 after dense training, in %."""
+FEWER_BITS = KV(policy="full", dtype="4bit")
+MEASURED_BITS = (1, 50.5, 49.8)
+"""Rejected share at first, and test score after training with FEWER_BITS and dense, in % (docs/choosing-a-budget.md)."""
 SMALLER = (0.06, 0.12)
 """Shares in the table that no training run has measured."""
 SAME_SHARE = 0.01
@@ -57,7 +60,7 @@ def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Console) -> list[B
     rows = sweep(plan, gpu) if plan.config.kv.policy != "full" else []
     if rows:
         console.print(budget_table(plan, rows, gpu, flags))
-        lines.insert(0, advice(plan, rows, gpu))
+        lines[:0] = [advice(plan, rows, gpu), bits_advice()]
     for line in filter(None, lines):
         console.print(line, soft_wrap=True, markup=False)
     return rows
@@ -68,7 +71,8 @@ def longest_sequence(plan: Plan) -> int:
 
 
 def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
-    """Return a row for each share of the table and the configured budget, smallest first, and for a dense cache."""
+    """Return a row for each share of the table and the configured budget, smallest first, one for all keys in 4 bits and one for
+    a dense cache."""
     kv = plan.config.kv
     stored = plan.prompt_tokens if kv.protect_prompt else 0
     longest = longest_sequence(plan)
@@ -77,19 +81,27 @@ def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
     budgets = {each for each in budgets if each > kv.window + kv.sinks and abs(each - kv.kept_tokens) > near} | {
         kv.kept_tokens
     }
-    return [_row(plan, gpu, budget) for budget in sorted(budgets)] + [_row(plan, gpu, None)]
+    caches = [_with_budget(plan, budget) for budget in sorted(budgets)]
+    return [_row(plan, gpu, each) for each in (*caches, FEWER_BITS, None)]
 
 
-def _row(plan: Plan, gpu: GPU, budget: int | None, max_tokens: int | None = None) -> BudgetRow:
+def _row(plan: Plan, gpu: GPU, kv: KV | None, max_tokens: int | None = None) -> BudgetRow:
+    """Return the row of a cache, or of dense training for None."""
     config = without_evaluation(plan.config)
     sparse = config.method if config.method != "dense" else "sparse_rl"
     rollout = config.rollout.model_copy(update={"slots": "auto", "max_tokens": max_tokens or config.rollout.max_tokens})
-    kv = config.kv.model_copy(update={} if budget is None else {"budget": budget})
-    changed = config.model_copy(update={"rollout": rollout, "kv": kv, "method": "dense" if budget is None else sparse})
-    made = make_plan(changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)
-    held = (budget or 0) + (plan.prompt_tokens if kv.protect_prompt else 0)
-    share = 1.0 if budget is None else held / longest_sequence(made)
-    return BudgetRow(kv.label if budget else "dense", share, made, step_time(made, gpu).total_s if made.fits else None)
+    changed = {"rollout": rollout, "method": "dense"} if kv is None else {"rollout": rollout, "method": sparse, "kv": kv}
+    made = make_plan(
+        config.model_copy(update=changed), plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens
+    )
+    share = 1.0
+    if kv is not None and kv.policy != "full":
+        share = (kv.kept_tokens + (plan.prompt_tokens if kv.protect_prompt else 0)) / longest_sequence(made)
+    return BudgetRow(kv.label if kv else "dense", share, made, step_time(made, gpu).total_s if made.fits else None)
+
+
+def _with_budget(plan: Plan, budget: int) -> KV:
+    return plan.config.kv.model_copy(update={"budget": budget})
 
 
 def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -> Table:
@@ -113,6 +125,8 @@ def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -
         measured = next((f"{MEASURED[each][0]}%, {MEASURED[each][1]}%" for each in MEASURED if _near(each, row.share)), "")
         if row.name == "dense":
             measured = f"0%, {MEASURED_DENSE}%"
+        elif row.plan.config.kv == FEWER_BITS:
+            measured = "see below"
         if row.step_s is None:
             table.add_row(name, f"{row.share:.0%}", "0", "does not fit", "", "", measured)
             continue
@@ -138,7 +152,7 @@ def winning_budget(plan: Plan, gpu: GPU, dense_s: float | None) -> int:
     least = plan.config.kv.window + plan.config.kv.sinks
 
     def wins(more: int) -> bool:
-        return _faster(_row(plan, gpu, least + more).step_s, dense_s)
+        return _faster(_row(plan, gpu, _with_budget(plan, least + more)).step_s, dense_s)
 
     found = largest(wins, plan.config.longest_kept(plan.prompt_tokens) - least)
     return least + found if found else 0
@@ -150,7 +164,7 @@ def winning_length(plan: Plan, gpu: GPU) -> int:
     limit = max(plan.config.rollout.max_tokens, (plan.dims.context or 0) - plan.prompt_tokens)
     found, tokens = 0, 64
     while tokens <= limit:
-        sparse, dense = (_row(plan, gpu, budget, tokens).step_s for budget in (plan.config.kv.kept_tokens, None))
+        sparse, dense = (_row(plan, gpu, kv, tokens).step_s for kv in (plan.config.kv, None))
         if sparse is None:
             break
         found = (found or tokens) if _faster(sparse, dense) else 0
@@ -171,7 +185,7 @@ def advice(plan: Plan, rows: list[BudgetRow], gpu: GPU) -> str:
     )
     if not budget:
         return f"No budget makes a step {1 - FASTER:.0%} faster than dense; {from_length}. Train dense at this length."
-    share = _row(plan, gpu, budget).share
+    share = _row(plan, gpu, _with_budget(plan, budget)).share
     than = f"is {1 - FASTER:.0%} faster than dense" if dense_s else "fits, and dense does not,"
     return (
         f"A sparse step {than} up to a budget of {budget:,} ({share:.0%} of the longest sequence); {from_length}. "
@@ -189,6 +203,16 @@ def evidence(share: float) -> str:
     return (
         f"{less}Measured at {at:.0%}: {rejected}% of rollouts rejected at first, Pass@1 {accuracy}% after training, "
         f"{MEASURED_DENSE}% dense {where}."
+    )
+
+
+def bits_advice() -> str:
+    """Return a sentence with the training run that kept all keys in 4 bits."""
+    rejected, trained, dense = MEASURED_BITS
+    return (
+        f"All keys in 4 bits (--kv.policy full --kv.dtype 4bit): {rejected}% of rollouts rejected at first, {trained}% right after "
+        f"training, {dense}% dense (1.5B, 16 problems in a prompt, answers of 2,500 tokens, one seed each; "
+        "docs/choosing-a-budget.md). Its bytes grow with the answers."
     )
 
 
