@@ -34,14 +34,16 @@ KINDS = {
     "sparse_rl": ["--loss.kl-coef", "0.01", *TESTED],
     "two updates": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],
     "smd, little memory": ["--method", "smd", "--optimizer.tokens-per-microbatch", "64", "--ranks.hold-gradients", "false"],
-    "on_policy_sparse": ["--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"],
+    "on_policy_sparse, statistics": [
+        *("--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"),
+        *("--kv.policy", "expected", "--kv.dtype", "8bit"),
+    ],
     "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01", *TESTED],
     "refill rejected": ["--rollout.refill-rejected", "true", "--correction.veto", "0.6", "--rollout.slots", "3"],
     "auto": [
         *("--kv.budget", "auto", "--kv.target-rejected", "0.3", "--correction.veto", "0.4"),
         *("--rollout.samples-per-prompt", "16"),  # so many slots that the 128 rollouts of a probe take few steps
     ],
-    "statistics": ["--kv.policy", "expected", "--kv.dtype", "8bit"],
     "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo", *TESTED],
     "few slots again": [
         "--rollout.slots",
@@ -272,7 +274,7 @@ def test_a_run_that_one_rank_refuses_ends_with_its_sentence_and_leaves_nothing(w
     assert launcher.exitcode == 1, output
     lines = [line for line in output.splitlines() if line.startswith("sparse-rl")]
     assert lines and {line.split(": ")[0] for line in lines} == {"sparse-rl, rank 1"}, output
-    assert all("there_is_no_such_package" in line for line in lines)
+    assert all("there_is_no_such_package" in line for line in lines), output
     assert (
         "exitcode  : 2" in output
         and "Stopping after this step. Press Ctrl-C again to stop now and discard the step." not in output
