@@ -1,6 +1,7 @@
 """Ranks of one run, each in a process of its own, forked from one that has imported torch. No launcher watches over them."""
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -75,7 +76,15 @@ def torchrun(options: list[str], command: list[str]) -> None:
     """A command of sparse-rl under torchrun with these options. Its ranks are forked from this process."""
     config, _, _ = config_from_args(get_args_parser().parse_args([*options, "sparse-rl"]))
     config.start_method = "fork"
-    elastic_launch(config, main)(command)
+    elastic_launch(config, forked)(command)
+
+
+def forked(command: list[str]) -> None:
+    """A command with the signal handlers of a new program: a fork has those of torchrun, which raise an error of their own."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(command)
 
 
 def launched(launch: str, command: list[str]) -> None:

@@ -6,8 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,14 +34,16 @@ KINDS = {
     "sparse_rl": ["--loss.kl-coef", "0.01", *TESTED],
     "two updates": ["--optimizer.updates-per-step", "2", "--optimizer.tokens-per-microbatch", "64"],
     "smd, little memory": ["--method", "smd", "--optimizer.tokens-per-microbatch", "64", "--ranks.hold-gradients", "false"],
-    "on_policy_sparse": ["--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"],
+    "on_policy_sparse, statistics": [
+        *("--method", "on_policy_sparse", "--optimizer.gradient-checkpointing"),
+        *("--kv.policy", "expected", "--kv.dtype", "8bit"),
+    ],
     "lora": ["--model.lora.rank", "2", "--loss.entropy-coef", "0.01", *TESTED],
     "refill rejected": ["--rollout.refill-rejected", "true", "--correction.veto", "0.6", "--rollout.slots", "3"],
     "auto": [
         *("--kv.budget", "auto", "--kv.target-rejected", "0.3", "--correction.veto", "0.4"),
         *("--rollout.samples-per-prompt", "16"),  # so many slots that the 128 rollouts of a probe take few steps
     ],
-    "statistics": ["--kv.policy", "expected", "--kv.dtype", "8bit"],
     "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo", *TESTED],
     "few slots again": [
         "--rollout.slots",
@@ -58,43 +58,6 @@ KINDS = {
     ],
 }
 OF_ONE_RANK = {"kv/dense_bytes", "kv/peak_bytes", "kv/pool_used", "kv/straggler_pages"}
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-class Launch:
-    """A command on two ranks, ended with all its processes whatever happens."""
-
-    def __init__(self, *command: str | Path, folder: Path):
-        self.output = folder / "output.txt"
-        with self.output.open("w") as file:
-            self.process = subprocess.Popen(
-                [*LAUNCHER, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def end(self, seconds: float = 400) -> tuple[int | None, str]:
-        """(exit code, None if it had to be killed; what was printed)."""
-        try:
-            code: int | None = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            for child in self.ranks().values():
-                os.kill(child, signal.SIGKILL)
-            self.process.kill()
-        return code, self.output.read_text()
-
-    def ranks(self) -> dict[int, int]:
-        """Process ids by rank, from their environment."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                variables = dict(each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0"))
-            except OSError:  # it has just ended
-                continue
-            if parent == self.process.pid and b"RANK" in variables:
-                found[int(variables[b"RANK"])] = int(folder.name)
-        return found
 
 
 def together(folder: Path, *each: list[str]) -> None:
@@ -301,20 +264,19 @@ def test_a_refusal_ends_ranks_that_wait_and_ranks_that_are_stuck(tmp_path):
 
 def test_a_run_that_one_rank_refuses_ends_with_its_sentence_and_leaves_nothing(world, tmp_path):
     """Also where the launcher was asked to start lost ranks again."""
-    command = [
-        "--max-restarts",
-        "1",
-        "-m",
-        "sparse_rl",
-        *arguments(one_package_missing(world, tmp_path), tmp_path / "run", *STEPS),
-    ]
-    code, output = Launch(*command, folder=tmp_path).end()
-    assert code, output
+    run, file = tmp_path / "run", tmp_path / "output.txt"
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = arguments(one_package_missing(world, tmp_path), run, *STEPS)
+    launcher = ranks.started(file, {}, ranks.torchrun, options, command)
+    launcher.join(400)
+    launcher.terminate()  # and with it its ranks
+    output = file.read_text()
+    assert launcher.exitcode == 1, output
     lines = [line for line in output.splitlines() if line.startswith("sparse-rl")]
     assert lines and {line.split(": ")[0] for line in lines} == {"sparse-rl, rank 1"}, output
-    assert all("there_is_no_such_package" in line for line in lines)
+    assert all("there_is_no_such_package" in line for line in lines), output
     assert (
         "exitcode  : 2" in output
         and "Stopping after this step. Press Ctrl-C again to stop now and discard the step." not in output
     )
-    assert not (tmp_path / "run").exists()
+    assert not run.exists()

@@ -79,7 +79,7 @@ def test_hostile_answers_do_not_hang_crash_or_count_as_right():
     random.Random(0).shuffle(answers)
     assert len(answers) >= 200
     started = time.monotonic()
-    with RewardPool("math_answer", workers=2, timeout_s=4) as pool:
+    with RewardPool("math_answer", workers=2, timeout_s=2.5) as pool:  # others take 0.4 s at most
         graded = pool.grade(["?"] * len(answers), [text for text, _ in answers], {"answer": [gold for _, gold in answers]})
     assert time.monotonic() - started < 60
     assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, len(ENDLESS), 0), graded.first_error

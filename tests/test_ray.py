@@ -24,7 +24,9 @@ STEPS = ["--rollout.prompts-per-step", "4", "--checkpoint.every", "1", "--optimi
 @pytest.fixture(scope="module")
 def cluster():
     """(address of an empty bucket, its file system, address of a Ray cluster whose workers have access to it)."""
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}), s3_bucket() as (bucket, fs):
+    settings = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process per start, for clouds that announce the end of a machine
+    with mock.patch.dict(os.environ, settings), s3_bucket() as (bucket, fs):
         head = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         yield bucket, fs, head.address
         head.shutdown()

@@ -34,7 +34,8 @@ FAMILIES = {
     ),
     "gpt-oss": GptOssConfig(**SIZE, **MIXED, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
 }
-MIXED_FAMILIES = [name for name in FAMILIES if name != "mistral"]
+KINDS = ["mistral", "gemma3", "gemma2", "gpt-oss"]
+"""Windows in all layers, in some, with soft caps, and with learned sinks. `test_model_table.py` measures every family."""
 BOUNDED = KV(budget=24, interval=8, window=4, sinks=2)
 CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
 CACHE_NAMES = ["rkv", "protected", "full"]
@@ -82,7 +83,7 @@ def farthest(left, right):
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("protect_prompt", [False, True])
 def test_replay_reproduces_the_sampler_beyond_the_window(models, name, protect_prompt):
     model = models[name]
@@ -101,7 +102,7 @@ def test_replay_reproduces_the_sampler_beyond_the_window(models, name, protect_p
         assert farthest(replay(model, rollouts, "dense"), sampled) > 0.01  # else the replay above proves nothing
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_dense_cache_gives_the_logits_of_generate(models, name):
     model, reference = models[name], plain(models[name])
     engine = Engine(model, KV(policy="full"), slots=2)
@@ -163,32 +164,16 @@ def test_windowed_layers_hold_their_window_and_no_more(models, policy):
         assert rollout.trace.codes_LHT.shape == (1, 2, len(SHORT) + tokens)  # no codes of the windowed layer
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_bfloat16_rounds_no_more_than_transformers(name):
     """Sampler against replay, in half precision: the bound is how far transformers' cached and parallel passes differ."""
     model = family(name, torch.bfloat16)
     reference = plain(model)
-    rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], 1, Sampling(max_tokens=TOKENS, stop=()))
+    rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], 1, Sampling(max_tokens=40, stop=()))
     gaps = torch.cat([left - right for left, right in (own_logprobs(reference, rollout) for rollout in rollouts)]).abs()
     ours = replay(model, rollouts, "sparse")
     noise = torch.cat([each.detach() - rollout.logprobs for each, rollout in zip(ours, rollouts, strict=True)]).abs()
     assert float(noise.mean()) < max(0.01, 1.5 * float(gaps.mean()))
-
-
-def test_gradients_are_those_of_transformers(models):
-    """A dense replay of packed rollouts beyond the windows, against one plain pass per rollout."""
-    for name, model in models.items():
-        rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=TOKENS, stop=()))
-        reference = plain(model).train(False)
-        loss = sum(own_parallel(reference, rollout).sum() for rollout in rollouts)
-        loss.backward()
-        model.zero_grad()
-        sum(each.sum() for each in replay(model, rollouts, "dense")).backward()
-        for (path, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None), (name, path)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3 * float(theirs.grad.abs().max()))
-        model.zero_grad()
 
 
 def own_parallel(model, rollout):
@@ -196,7 +181,7 @@ def own_parallel(model, rollout):
     return chosen(model(tokens, use_cache=False).logits[0, len(rollout.prompt) - 1 : -1], rollout.response)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models, name):
     """In a left-padded batch, whose padding is longer than the window."""
     model, prompts = models[name], [LONG, SHORT]
