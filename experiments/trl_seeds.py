@@ -102,11 +102,12 @@ def accuracy(model: Path, kv: KV, seed: int) -> float:
 
 
 def dense_bytes(longest: float) -> int:
-    """Return the bytes of transformers' cache at the end of a batch whose longest completion has this many tokens."""
+    """Return the bytes of transformers' cache at the end of a batch whose longest completion has this many tokens. The
+    last token is sampled but never enters the cache."""
     config = AutoConfig.from_pretrained(TINY)
     prompt = len(make_problems(1, seed=0)[0].prompt)  # a character is a token
     width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    return ROWS * (prompt + int(longest)) * config.num_hidden_layers * width * 2 * 4
+    return ROWS * (prompt + int(longest) - 1) * config.num_hidden_layers * width * 2 * 4
 
 
 def summary(record: dict[str, Any], kv: dict[str, Any]) -> str:
