@@ -4,6 +4,7 @@
 
 Every trained model answers 200 held-out problems with a dense cache, and those of the bounded script also with the bounded
 cache. The first shows what was learned, the second adds the loss of sparse inference. Runs in the JSON are not repeated.
+`pairs` in the JSON compares both models of a seed answer by answer, and is kept as it stands.
 `--kv '{"policy": "rkv", "budget": 54, "interval": 13}'` trains the bounded script with another cache.
 """
 
