@@ -4,6 +4,7 @@ import copy
 import difflib
 import json
 import math
+import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -344,6 +345,12 @@ def test_the_config_is_written_and_read_like_that_of_trl(tmp_path):
     stored = json.loads(args.to_json_string())
     assert (stored["kv"], stored["correction"]) == ({"policy": "rkv", "budget": 20}, "tis")
     assert SparseGRPOConfig(str(tmp_path), **SMALL, kv=KV(budget=20)).kv["budget"] == 20
+
+
+def test_the_example_bounds_the_cache_to_a_third_of_an_answer():
+    kv = json.loads(re.search(r"kv=(\{.*\})", (EXAMPLES / "trl_sparse_grpo.py").read_text())[1])
+    (problem,) = make_problems(1, seed=0)  # a character is a token
+    assert (kv["budget"] + kv["interval"]) / len(problem.prompt + problem.solution) < 0.34
 
 
 def test_the_example_differs_from_that_of_trl_in_two_lines(tmp_path, monkeypatch, capsys):
