@@ -260,7 +260,7 @@ def bounded_cache(model: PreTrainedModel) -> str:
     tokens, mask = torch.zeros(2, len(PROMPTS), longest, dtype=torch.long)
     for place, prompt in enumerate(PROMPTS):
         tokens[place, -len(prompt) :], mask[place, -len(prompt) :] = torch.tensor(prompt), 1
-    cache = BoundedCache("rkv", KEPT.kept_tokens, interval=KEPT.interval, window=KEPT.window, sinks=KEPT.sinks)
+    cache = BoundedCache("rkv", KEPT.kept_tokens, interval=KEPT.interval, window=KEPT.recent, sinks=KEPT.sinks)
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
     out = model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
     same = out[:, longest:].tolist() == [rollout.response for rollout in rollouts]

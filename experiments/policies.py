@@ -140,7 +140,7 @@ def main():
         "sampling": sampling.model_dump(),
         "prompt_tokens_median": percentile([len(prompt) for prompt in prompts], 0.5),
         "needed_tokens": needed,
-        "window": KV().window,
+        "window": KV(policy="rkv").recent,
         "rows": rows,
     }
     args.out.write_text(json.dumps(record, indent=1) + "\n")

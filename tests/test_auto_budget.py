@@ -90,13 +90,26 @@ def test_budgets_end_at_what_fits_in_memory_with_a_slot_for_each_sample():
     assert small.slots > largest.slots  # memory stays, slots change
 
 
+def test_the_smallest_budget_does_not_depend_on_a_window_that_follows_it():
+    """With an unknown budget, half of it is unknown as well. Every budget tried leaves keys to choose."""
+    for sinks, least in ((4, 16), (20, 80)):
+        config = Config(kv={"policy": "triattention", "budget": "auto", "sinks": sinks}, rollout={"max_tokens": 500})
+        budgets = budgets_that_fit(config, None, 50)
+        assert budgets[0] == least
+        for budget in budgets:
+            kv = KV(**config.with_budget(budget).kv.model_dump())
+            assert kv.recent == budget // 2 and kv.budget > kv.recent + kv.sinks
+    with pytest.raises(UserError, match="auto works in training only: set a number"):
+        config.kv.recent  # noqa: B018
+
+
 # The engine
 
 
 def test_a_resized_engine_is_a_new_engine(model):
     """Same rollouts, same bytes, statistics kept."""
     prompts, sampling = [list(range(3, 40)), [7, 8, 9]], Sampling(max_tokens=40, stop=())
-    options = {"policy": "triattention", "interval": 8, "window": 4, "dtype": "8bit", "protect_prompt": True}
+    options = {"policy": "triattention", "interval": 8, "dtype": "8bit", "protect_prompt": True}
     engine, fresh = (Engine(model, KV(budget=budget, **options), slots=slots) for budget, slots in ((24, 2), (40, 3)))
     engine.calibrate(prompts, 100)
     engine.generate(prompts, 2, sampling)
@@ -105,6 +118,7 @@ def test_a_resized_engine_is_a_new_engine(model):
     left, right = (each.generate(prompts, 2, sampling) for each in (engine, fresh))
     assert [each.response for each in left] == [each.response for each in right]
     assert engine.cache.kv_bytes == fresh.cache.kv_bytes and engine.kv == fresh.kv
+    assert engine.policy == fresh.policy and engine.policy.window == 20  # half of the budget
 
 
 # Runs

@@ -32,6 +32,8 @@ def parsed(*flags, base=None):
         (["--correction.preset", "null"], lambda config: config.correction.preset is None),
         (["--correction.drop", "none"], lambda config: config.correction.drop == "none"),
         (["--model.dtype", "None"], lambda config: config.model.dtype is None),
+        (["--kv.window", "auto", "--kv.policy", "expected"], lambda config: config.kv.window == "auto"),
+        (["--kv.window", "16"], lambda config: config.kv.window == config.kv.recent == 16),
         (["--kv.options", '{"mix": 0.2}'], lambda config: config.kv.options == {"mix": 0.2}),
         (["--compare", '["dense", "smd"]'], lambda config: config.compare == ("dense", "smd")),
         (["--optimizer.gradient-checkpointing"], lambda config: config.optimizer.gradient_checkpointing is True),

@@ -158,7 +158,7 @@ def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, opt
     tokens = torch.tensor([(prompt + rollout.response)[:-1]])
     with torch.no_grad():
         run(model, tokens, torch.arange(tokens.shape[1])[None], seen, keep=1)
-    chosen = get(policy, window=kv.window, sinks=kv.sinks, **options)
+    chosen = get(policy, window=kv.recent, sinks=kv.sinks, **options)
     for layer, (queries, keys) in seen.layers.items():
         alive = torch.arange(len(prompt)).expand(1, 2, -1)
         expected = torch.full((2, len(prompt) + 70), NEVER, dtype=torch.int32)
@@ -169,7 +169,7 @@ def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, opt
             if n % kv.interval == 0 and alive.shape[-1] > kv.budget:
                 cached = keys.gather(2, alive[..., None].expand(-1, -1, -1, keys.shape[-1]))
                 seeds = torch.tensor([derive(rollout.seed, layer)])
-                window = queries[:, :, now - kv.window : now]
+                window = queries[:, :, now - kv.recent : now]
                 of_model = {"layers": torch.tensor([layer]), "statistics": engine.cache.statistics}
                 kept = chosen.select(window, cached, cached, kv.budget, seeds=seeds, positions=alive, **of_model)
                 survivors = alive.gather(-1, kept)

@@ -98,7 +98,7 @@ def test_the_cache_is_what_is_allocated(policy, model, dtype, stored):
     scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
     quantiser = Quantiser(stored, scales) if kv.quantised else None
     capacity = kv.capacity if policy != "full" else sizes.DENSE_SLOT_TOKENS
-    ring = kv.window if POLICIES[policy].uses_queries else 0
+    ring = kv.recent if POLICIES[policy].uses_queries else 0
     made = cache.SlotCache(shape, 3, capacity, ring, quantiser=quantiser)
     keys, beside = sizes.slot_bytes(dims, kv, dtype.itemsize)
     assert (keys, beside) == sizes.slot_bytes(shape, kv, dtype.itemsize)

@@ -35,7 +35,7 @@ def alone(engine, prompt, seed, max_tokens):
     """A rollout whose own slot holds the prompt and prompt + budget tokens: no store, one segment of attention. Returns tokens,
     log-probs and the positions that each layer and head holds at the end."""
     model, kv, policy, sampling = engine.model, engine.kv, from_settings(engine.kv), Sampling(stop=())
-    total, ring = len(prompt) + kv.budget, kv.window if policy.uses_queries else 0
+    total, ring = len(prompt) + kv.budget, kv.recent if policy.uses_queries else 0
     cache = SlotCache(engine.limits.shape, 1, total + kv.interval, ring)
     cache.statistics = engine.cache.statistics
     logits, *_ = prefill(model, cache, policy, DENSE, [PromptInSlots(prompt, [0], [seed])])

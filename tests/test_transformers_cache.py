@@ -38,6 +38,14 @@ def test_generate_with_a_bounded_cache_is_the_engine(models, architecture, polic
     assert greedy(model, PROMPTS, cache, tokens=38) == [rollout.response for rollout in expected]
 
 
+def test_the_window_of_a_bounded_cache_follows_its_budget(model):
+    engine = Engine(model, KV(policy="triattention", budget=24, interval=6), slots=3)
+    expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=38, temperature=0, stop=()))
+    cache = BoundedCache("triattention", 24, interval=6, statistics=engine.statistics)
+    assert greedy(model, PROMPTS, cache, tokens=38) == [rollout.response for rollout in expected]
+    assert cache.layers[0].policy.window == 12
+
+
 def test_a_policy_without_its_statistics_is_refused():
     with pytest.raises(UserError, match="Policy triattention needs statistics of the model: pass statistics"):
         BoundedCache("triattention", **SETTINGS)

@@ -10,6 +10,10 @@ from .section import Section
 
 LARGE_PROMPT = 0.5
 """Share of the budget from which a typical prompt is worth a warning."""
+PREDICTS_QUERIES = ("triattention", "expected")
+"""Policies that score keys for future queries, with statistics of the model in place of recent queries."""
+SCORING_WINDOW = 8
+"""`window` of all other policies, if it is auto."""
 
 
 class KV(Section):
@@ -38,8 +42,12 @@ class KV(Section):
         description="Share of rejected rollouts that budget = auto holds; alerts.xi_p05 limits long responses.",
     )
     interval: int = Field(128, description="Response tokens between compactions; a slot holds up to budget + interval tokens.")
-    window: int = Field(
-        8, ge=0, description="Number of most recent tokens that are never evicted; their queries score the other tokens."
+    window: int | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Number of most recent tokens that are never evicted; policies that read queries score with theirs. auto: half of "
+            f"budget for {' and '.join(PREDICTS_QUERIES)}, {SCORING_WINDOW} for others."
+        ),
     )
     sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")
     protect_prompt: bool = Field(
@@ -62,7 +70,8 @@ class KV(Section):
     def _leave_something_to_score(self) -> "KV":
         if self.interval < 1:
             raise ValueError(f"kv.interval = {self.interval} is invalid: it must be at least 1. Try 128.")
-        forced = self.window + self.sinks
+        if self.window != "auto" and self.window < 0:
+            raise ValueError(f"kv.window = {self.window} is invalid: it must be at least 0, or auto.")
         if self.budget == "auto":
             if self.policy == "full":
                 raise ValueError(
@@ -72,7 +81,8 @@ class KV(Section):
             return self
         if self.budget < 1:
             raise ValueError(f"kv.budget = {self.budget} is invalid: it must be at least 1, or auto.")
-        if self.policy != "full" and self.budget <= forced:
+        if self.policy != "full" and self.budget < self.least_budget:
+            forced = self.recent + self.sinks
             raise ValueError(
                 f"kv.budget = {self.budget} is too small: it must exceed window + sinks = {forced}. Try --kv.budget "
                 f"{max(64, 4 * forced)}."
@@ -132,9 +142,25 @@ class KV(Section):
         return self.protect_prompt and self.policy != "full"
 
     @property
+    def recent(self) -> int:
+        """`window` as a number. Raise UserError if it is half of a budget that is auto."""
+        if self.window != "auto":
+            return self.window
+        return self.kept_tokens // 2 if self.window_follows_budget else SCORING_WINDOW
+
+    @property
+    def window_follows_budget(self) -> bool:
+        return self.window == "auto" and self.policy in PREDICTS_QUERIES
+
+    @property
+    def least_budget(self) -> int:
+        """Smallest valid budget: one more than window + sinks. Independent of `budget`, which may be auto."""
+        return 1 + (2 * self.sinks if self.window_follows_budget else self.recent + self.sinks)
+
+    @property
     def least_auto(self) -> int:
-        """Smallest budget that auto tries: twice the tokens that are never evicted, and at least 16."""
-        return max(16, 2 * (self.window + self.sinks))
+        """Smallest budget that auto tries: twice what the smallest valid budget never evicts, and at least 16."""
+        return max(16, 2 * (self.least_budget - 1))
 
     @property
     def kept_tokens(self) -> int:

@@ -53,7 +53,7 @@ class BoundedCache(Cache):
         budget: int = 512,
         *,
         interval: int = 128,
-        window: int = 8,
+        window: int | Literal["auto"] = "auto",
         sinks: int = 4,
         protect_prompt: bool = False,
         dtype: Literal["auto", "8bit", "4bit"] = "auto",
@@ -202,7 +202,7 @@ class BoundedLayer(CacheLayerMixin):
         if min(counts) == 0:
             raise UserError("The first prefill chunk of a prompt is all padding: omit prefill_chunk_size, or pad less.")
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
-        ring = self.kv.window if self.policy.uses_queries else 0
+        ring = self.policy.window if self.policy.uses_queries else 0
         protected = max(counts) if self.kv.protect_prompt else 0
         prompts = [
             tuple(tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))

@@ -46,7 +46,7 @@ def from_settings(kv: KV) -> Policy:
             raise UserError(
                 f"kv.options must not contain {name}, which is a separate option: set kv.{name} = {kv.options[name]}."
             )
-    forced = {} if kv.policy == "full" else {"window": kv.window, "sinks": kv.sinks}
+    forced = {} if kv.policy == "full" else {"window": kv.recent, "sinks": kv.sinks}
     policy = get(kv.policy, **forced, **kv.options)
     if kv.protect_prompt and "protected" not in signature(policy.select).parameters:
         raise UserError(
