@@ -26,7 +26,7 @@ from sparse_rl.plan.dimensions import from_config
 from sparse_rl.rollout.rollout import Rollout
 
 PAGE = Path(__file__).parent / "models.md"
-KEPT = KV(budget=BUDGET, interval=8, window=4, sinks=2)
+KEPT = KV(policy="rkv", budget=BUDGET, interval=8, window=4, sinks=2, protect_prompt=False)
 PROMPTS = [[7, 8, 9], list(range(3, 31))]
 TOKENS = 48
 """Response tokens: more than three windows, and at least three compactions."""

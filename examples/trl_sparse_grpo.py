@@ -30,7 +30,7 @@ trainer = GRPOTrainer(
     reward_funcs=right,
     args=GRPOConfig(
         "trl-grpo",
-        kv={"policy": "rkv", "budget": 54, "interval": 13},
+        kv={"policy": "rkv", "budget": 54, "interval": 13, "protect_prompt": False},
         max_steps=options.steps,
         seed=options.seed,
         learning_rate=1e-4,

@@ -121,7 +121,7 @@ def main():
     report(dense)
     for policy in args.policies:
         for sinks in (0, 4):
-            kv = KV(policy=policy, budget=budget, interval=interval, sinks=sinks)
+            kv = KV(policy=policy, budget=budget, interval=interval, sinks=sinks, protect_prompt=False)
             row, right, _ = measure(model, tokenizer, kv, prompts, graders, sampling, args.slots)
             lost = sum(was and not now for was, now in zip(dense_right, right, strict=True))
             won = sum(now and not was for was, now in zip(dense_right, right, strict=True))

@@ -64,16 +64,18 @@ def test_the_probe_stays_below_budgets_that_run_out_of_memory(needed, fits, foun
 
 
 def test_budgets_end_at_the_longest_sequence():
-    config = Config(kv={"budget": "auto", "window": 4, "sinks": 4}, rollout={"max_tokens": 100})
+    config = Config(
+        kv={"policy": "rkv", "budget": "auto", "window": 4, "sinks": 4, "protect_prompt": False}, rollout={"max_tokens": 100}
+    )
     assert budgets_that_fit(config, None, 50)[-1] == 150 and budgets_that_fit(config, None, 50)[0] == 16
-    protected = Config(kv={"budget": "auto", "protect_prompt": True}, rollout={"max_tokens": 100})
+    protected = Config(kv={"policy": "rkv", "budget": "auto", "protect_prompt": True}, rollout={"max_tokens": 100})
     assert budgets_that_fit(protected, None, 50)[-1] == 100
 
 
 def test_budgets_end_at_what_fits_in_memory_with_a_slot_for_each_sample():
     """By the plan: 7B in 32 GiB has no room for budgets up to the longest sequence."""
     config = Config(
-        kv={"budget": "auto"},
+        kv={"policy": "rkv", "budget": "auto", "protect_prompt": False},
         model={"path": "7B", "dtype": "bfloat16", "lora": {"rank": 16, "merge": False}},
         rollout={"max_tokens": 16384},
         optimizer={"tokens_per_microbatch": 16640},
@@ -249,7 +251,7 @@ def test_contradictions_are_refused_with_the_remedy(world, tmp_path, capsys):
     for flags, sentence in cases.items():
         assert refused(capsys, *arguments(world, tmp_path / "run", *AUTO, *flags)).startswith(sentence)
     with pytest.raises(UserError, match="auto works in training only: set a number"):
-        KV(budget="auto").capacity  # noqa: B018
+        KV(policy="rkv", budget="auto", protect_prompt=False).capacity  # noqa: B018
 
 
 def test_targets_that_no_budget_reaches_are_refused_with_the_remedy(world, tmp_path, capsys):

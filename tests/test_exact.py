@@ -14,7 +14,7 @@ from sparse_rl.learner.replay import ReplayView, Span
 from sparse_rl.models.attention import run
 
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
-BOUNDED = KV(budget=32, interval=8, window=4, sinks=2)
+BOUNDED = KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False)
 
 
 def farthest(replayed, rollouts):
@@ -52,7 +52,7 @@ def test_evictions_are_those_the_cache_held(model):
 
 
 def test_with_nothing_evicted_sparse_and_dense_replay_are_equal_to_the_bit(model):
-    rollouts = Engine(model, KV(budget=256, interval=8), slots=2).generate(
+    rollouts = Engine(model, KV(policy="rkv", budget=256, interval=8, protect_prompt=False), slots=2).generate(
         [SHORT, LONG], sampling=Sampling(max_tokens=40, stop=())
     )
     sparse, dense = replay(model, rollouts, "sparse"), replay(model, rollouts, "dense")
@@ -136,7 +136,7 @@ def test_replay_without_a_record_is_refused(model):
 
 
 def test_protected_prompt_is_never_evicted(model):
-    kv = KV(budget=72, interval=8, window=4, sinks=2, protect_prompt=True)
+    kv = KV(policy="rkv", budget=72, interval=8, window=4, sinks=2, protect_prompt=True)
     rollouts = Engine(model, kv, slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=150, stop=()))
     for rollout in rollouts:
         assert bool((rollout.evicted_at[:, :, : len(rollout.prompt)] == NEVER).all())

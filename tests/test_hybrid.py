@@ -91,7 +91,7 @@ FAMILIES = {
 }
 KINDS = ["qwen3.5", "lfm2", "falcon-h1", "nemotron-h"]
 """A family of each kind of recurrent layer, and one with layers that do not mix tokens."""
-BOUNDED = KV(budget=24, interval=4, window=4, sinks=2)
+BOUNDED = KV(policy="rkv", budget=24, interval=4, window=4, sinks=2, protect_prompt=False)
 CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
 CACHE_NAMES = ["rkv", "protected", "full"]
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
@@ -329,7 +329,7 @@ def test_missing_kernels_are_named_with_the_layer():
 
 def test_quantised_keys_beside_a_state_are_refused(models):
     with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support Qwen3_5ForCausalLM.*: set kv.dtype = auto\."):
-        Engine(models["qwen3.5"], KV(dtype="8bit"), slots=1)
+        Engine(models["qwen3.5"], KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1)
 
 
 @pytest.mark.parametrize("name", KINDS)

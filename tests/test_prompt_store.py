@@ -20,7 +20,7 @@ from sparse_rl.rollout.sampling import sample
 from sparse_rl.rollout.scheduler import Scheduler
 from sparse_rl.sizes import PAGE_TOKENS, pages_of, pool_pages
 
-PROTECTED = KV(budget=24, interval=8, window=4, sinks=2, protect_prompt=True)
+PROTECTED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True)
 EVICTING = [name for name in POLICIES if name != "full"]
 LENGTHS = (1, 5, 57, 64, 150)
 """Prompts shorter than the sinks, within a page, of a whole page and of several."""

@@ -35,7 +35,7 @@ FAMILIES = {
     "gpt-oss": GptOssConfig(**SIZE, **MIXED, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
 }
 MIXED_FAMILIES = [name for name in FAMILIES if name != "mistral"]
-BOUNDED = KV(budget=24, interval=8, window=4, sinks=2)
+BOUNDED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False)
 CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
 CACHE_NAMES = ["rkv", "protected", "full"]
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
@@ -216,7 +216,7 @@ def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models
 
 def test_quantised_windows_are_refused(models):
     with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support MistralForCausalLM.*: set kv.dtype = auto\."):
-        Engine(models["mistral"], KV(dtype="8bit"), slots=1)
+        Engine(models["mistral"], KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("rkv", "full")])

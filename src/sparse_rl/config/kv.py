@@ -31,8 +31,8 @@ class KV(Section):
     budget: int | Literal["auto"] = Field(
         512,
         description=(
-            "Number of tokens kept by a compaction; with protect_prompt, of response tokens. auto: the run measures it before "
-            "the first step and adjusts it."
+            "Number of response tokens kept by a compaction; without protect_prompt, of prompt and response tokens. auto: the "
+            "run measures it before the first step and adjusts it."
         ),
     )
     target_rejected: float = Field(
@@ -51,7 +51,7 @@ class KV(Section):
     )
     sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")
     protect_prompt: bool = Field(
-        False,
+        True,
         description="Never evict prompt tokens, store them once for all samples of a prompt, and let budget count the response.",
     )
     dtype: Literal["auto", "8bit", "4bit"] = Field(

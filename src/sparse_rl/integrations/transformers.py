@@ -45,7 +45,11 @@ from ..models.stored_kv import stored_kv
 
 class BoundedCache(Cache):
     """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill, in addition to
-    protected prompts."""
+    protected prompts.
+
+    `protect_prompt` is false by default, unlike in `KV`: every row would hold its own copy of the prompt, so the memory would
+    not be bounded, and a protected prompt must come in one pass.
+    """
 
     def __init__(
         self,

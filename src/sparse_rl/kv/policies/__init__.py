@@ -50,7 +50,8 @@ def from_settings(kv: KV) -> Policy:
     policy = get(kv.policy, **forced, **kv.options)
     if kv.protect_prompt and "protected" not in signature(policy.select).parameters:
         raise UserError(
-            f"Policy {kv.policy} does not support kv.protect_prompt: add the argument `protected` to its select()."
+            f"Policy {kv.policy} does not support kv.protect_prompt: add the argument `protected` to its select(), or set "
+            "kv.protect_prompt = false."
         )
     if kv.quantised and policy.full_precision:
         raise UserError(f"Policy {kv.policy} needs keys in the model's dtype, but kv.dtype = {kv.dtype}: set kv.dtype = auto.")
