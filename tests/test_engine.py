@@ -125,7 +125,10 @@ def test_the_model_keeps_its_mode_and_its_gradients(model):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"budget": 12}, r"kv.budget = 12 is too small: it must exceed window \+ sinks = 12. Try --kv.budget 64."),
+        (
+            {"policy": "rkv", "budget": 12},
+            r"kv.budget = 12 is too small: it must exceed window \+ sinks = 12. Try --kv.budget 64.",
+        ),
         ({"policy": "expected", "budget": 8}, r"must exceed window \+ sinks = 8. Try --kv.budget 64."),
         ({"window": -1}, "kv.window = -1 is invalid: it must be at least 0, or auto."),
         ({"interval": 0}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),

@@ -138,6 +138,18 @@ def test_replay_reproduces_the_sampler_over_many_compactions(models, name, prote
         assert len(times) >= 5 if layer in attention_layers(engine) else len(times) == 0
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_default_policy_needs_only_rotary_positions(models, name):
+    model, kv = models[name], KV(budget=24, interval=4)
+    assert kv.policy == "triattention"
+    if name in ("nemotron-h", "granite-4"):
+        with pytest.raises(UserError, match="has no rotary positions, .*: set kv.policy = streaming or rkv."):
+            Engine(model, kv, slots=1)
+        return
+    rollouts = Engine(model, kv, slots=2).generate([LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=()))
+    assert_rounds_alike(model, rollouts, replay(model, rollouts, "sparse"))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_dense_cache_gives_the_logits_of_generate(models, name):
     model, reference = models[name], plain(models[name])

@@ -190,7 +190,10 @@ def test_statistics_that_lack_what_is_needed_are_not_used_and_that_is_said(model
 @pytest.mark.parametrize("policy", POLICIES)
 def test_models_without_rotary_positions_are_refused(policy):
     model = build(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=1, eos_token_id=2))
-    with pytest.raises(UserError, match=f"GPT2LMHeadModel .* kv.policy = {policy} .* use another policy"):
+    with pytest.raises(
+        UserError,
+        match=f"GPT2LMHeadModel .* kv.policy = {policy} cannot predict its queries: set kv.policy = streaming or rkv.",
+    ):
         Engine(model, KV(policy=policy, **BOUNDED), slots=1)
 
 

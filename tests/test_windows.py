@@ -83,6 +83,15 @@ def farthest(left, right):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_default_cache_works_beside_windows(models, name):
+    rollouts = Engine(models[name], KV(budget=24, interval=8), slots=2).generate(
+        [LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=())
+    )
+    sampled = [rollout.logprobs for rollout in rollouts]
+    assert farthest(replay(models[name], rollouts, "sparse"), sampled) < ROUNDING * 5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("protect_prompt", [False, True])
 def test_replay_reproduces_the_sampler_beyond_the_window(models, name, protect_prompt):
     model = models[name]

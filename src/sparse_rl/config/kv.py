@@ -22,7 +22,7 @@ class KV(Section):
     section: ClassVar[str] = "kv"
 
     policy: str = Field(
-        "rkv",
+        "triattention",
         description=(
             "Eviction policy: full rkv snapkv streaming tova knorm keydiff triattention expected random, or package.module:Class "
             "of a custom policy."
@@ -75,8 +75,8 @@ class KV(Section):
         if self.budget == "auto":
             if self.policy == "full":
                 raise ValueError(
-                    "kv.budget = auto and kv.policy = full contradict each other: full evicts nothing. Set kv.policy = rkv, or "
-                    "remove kv.budget."
+                    "kv.budget = auto and kv.policy = full contradict each other: full evicts nothing. Set kv.policy = "
+                    "triattention, or remove kv.budget."
                 )
             return self
         if self.budget < 1:
@@ -132,7 +132,7 @@ class KV(Section):
 
     @property
     def label(self) -> str:
-        """Name of the cache in tables, such as rkv 512+128 or full 4bit."""
+        """Name of the cache in tables, such as triattention 512+128 or full 4bit."""
         size = "" if self.policy == "full" else f" {self.budget}+{self.interval}"
         return f"{self.policy}{size}{f' {self.dtype}' if self.quantised else ''}"
 

@@ -47,8 +47,9 @@ class BoundedCache(Cache):
     """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill, in addition to
     protected prompts.
 
-    `protect_prompt` is false by default, unlike in `KV`: every row would hold its own copy of the prompt, so the memory would
-    not be bounded, and a protected prompt must come in one pass.
+    Two defaults differ from those of `KV`. `policy` is rkv, because triattention needs statistics of the model. `protect_prompt`
+    is false: every row would hold its own copy of the prompt, so the memory would not be bounded, and a protected prompt must
+    come in one pass.
     """
 
     def __init__(
