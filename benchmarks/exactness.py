@@ -27,7 +27,7 @@ def main():
     for architecture in ARCHITECTURES:
         model = random_model(architecture)
         for policy in POLICIES:
-            kv = KV(policy=policy, budget=32, interval=8, window=4, sinks=2)
+            kv = KV(policy=policy, budget=32, interval=8, window=4, sinks=2, protect_prompt=False)
             rollouts = Engine(model, kv, slots=3).generate(
                 [[7, 8, 9, 10, 11], list(range(3, 60))], 2, Sampling(max_tokens=130, stop=())
             )

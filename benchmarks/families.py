@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     slots, tokens, prompt = (8, 160, 32) if args.small else (args.slots, args.tokens, 256)
-    kvs = [KV(policy="full"), KV(budget=64, interval=16) if args.small else KV(budget=512, interval=128)]
+    budget, interval = (64, 16) if args.small else (512, 128)
+    kvs = [KV(policy="full"), KV(policy="rkv", budget=budget, interval=interval, protect_prompt=False)]
     dtype, device = place(None, None)
     rows: list[dict[str, Any]] = []
     for family in args.families.split(","):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 RECIPES = ("0.5b-full-24gb", "1.5b-full-24gb", "3b-lora-24gb", "7b-lora-24gb")
 SHAPE = ["--rollout.prompts-per-step", "4", "--rollout.samples-per-prompt", "8", "--rollout.max-tokens", "4096"]
+RKV = ["--kv.policy", "rkv", "--kv.protect-prompt", "false"]
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def run(recipe: str, method: str, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "step.json"
         command = [sys.executable, "-m", "sparse_rl", "bench", "step", recipe, "--memory-cap", "22GiB", "--json", str(out)]
-        command += ["--method", method, "--steps", str(steps), *SHAPE]
+        command += ["--method", method, "--steps", str(steps), *SHAPE, *RKV]
         ended = subprocess.run(command, capture_output=True, text=True)
         if out.exists():
             return json.loads(out.read_text())

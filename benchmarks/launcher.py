@@ -22,6 +22,7 @@ from sparse_rl.evaluate.statistics import t_interval
 
 SETTLED = 3
 FLAGS = ["--method", "sparse_rl", "--kv.budget", "160", "--kv.interval", "40", "--rollout.max-tokens", "256"]
+FLAGS += ["--kv.policy", "rkv", "--kv.protect-prompt", "false"]
 FLAGS += ["--rollout.prompts-per-step", "32", "--rollout.samples-per-prompt", "8", "--optimizer.tokens-per-microbatch", "8192"]
 LAUNCHERS = {
     "alone": [sys.executable],

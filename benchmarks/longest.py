@@ -39,6 +39,7 @@ from sparse_rl.plan.roofline import find_gpu, step_time
 FIXED = {
     "reward": {"function": "sparse_rl.bench.reward:parity", "truncated": "grade"},  # every rollout has full length
     "data": {"train": "arithmetic"},
+    "kv": {"policy": "rkv", "protect_prompt": False},
     "eval": {"problems": 0},
     "log": {"rollouts_per_step": 0, "traces_per_step": 0},
 }

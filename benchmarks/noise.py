@@ -47,7 +47,9 @@ def noise(model, head_dtype: str, args: argparse.Namespace) -> list[dict]:
     set_head_dtype(model, head_dtype)
     vocab = model.config.get_text_config().vocab_size
     prompts = torch.randint(vocab, (args.rollouts, args.prompt_tokens), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = Engine(model, KV(budget=args.budget, interval=args.budget // 4), slots=args.rollouts)
+    engine = Engine(
+        model, KV(policy="rkv", budget=args.budget, interval=args.budget // 4, protect_prompt=False), slots=args.rollouts
+    )
     rollouts = engine.generate(prompts, sampling=Sampling(max_tokens=max(args.lengths), stop=()))
     replayed = replay(model, rollouts, "sparse", tokens_per_pass=args.prompt_tokens + max(args.lengths))
     gaps = torch.stack([(ours.cpu() - each.logprobs).abs() for ours, each in zip(replayed, rollouts, strict=True)])

@@ -56,7 +56,7 @@ def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
     from sparse_rl.models.shapes import random_model
 
     model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
-    kv = KV(policy="rkv", budget=512, interval=128)
+    kv = KV(policy="rkv", budget=512, interval=128, protect_prompt=False)
     engine = Engine(model, kv, slots=len(lengths))
     warm_up(engine, (prompts * GROUP)[: engine.slots], kv.capacity, uniform=True)
     torch.cuda.synchronize()

@@ -92,6 +92,7 @@ def planned(model: str, count: int, method: str, gpu: GPU, **rollout: int) -> Pl
     config = Config(
         method=method,
         model={"path": model, "dtype": "bfloat16"},
+        kv={"policy": "rkv", "protect_prompt": False},
         rollout=settings,
         eval={"problems": 0},
         optimizer={"gradient_checkpointing": True, "tokens_per_microbatch": 32768},

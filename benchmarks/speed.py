@@ -40,7 +40,7 @@ def main() -> None:
     if args.plot:
         plot(json.loads(args.plot.read_text()), args.out)
         return
-    kv = KV()
+    kv = KV(policy="rkv", protect_prompt=False)
     model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
     result = environment("speed", model.device) | {"model": args.model, "dtype": "bfloat16", "seed": 0, "kv": kv.model_dump()}
     result["prompt_tokens"] = PROMPT_TOKENS
@@ -141,7 +141,7 @@ def noise(model, kv: KV) -> dict:
 
 def parting(model, tokens: int = 256) -> dict[str, float]:
     """Share of 64 rollouts that differ at some token when they run in 16, 32 slots instead of 64."""
-    kv = KV(policy="rkv", budget=64, interval=16)
+    kv = KV(policy="rkv", budget=64, interval=16, protect_prompt=False)
     problem = [prompts(model, 1, 40)[0]]
     runs = {
         slots: [r.response for r in Engine(model, kv, slots=slots).generate(problem, 64, Sampling(max_tokens=tokens, stop=()))]
@@ -159,7 +159,7 @@ def float32_gap() -> dict[str, float]:
     """Largest |sampler - replay| in float32 with TF32 off."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = load_model("tiny", dtype="float32", device="cuda")
-    kv = KV(policy="rkv", budget=64, interval=16)
+    kv = KV(policy="rkv", budget=64, interval=16, protect_prompt=False)
     rollouts = Engine(model, kv, slots=32).generate(prompts(model, 4, 40), 8, Sampling(max_tokens=1024, stop=()))
     gaps = [
         (ours.cpu() - each.logprobs).abs().max()

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def decode(model, args: argparse.Namespace) -> None:
-    engine = Engine(model, KV(budget=BUDGET, interval=INTERVAL), slots=args.slots[0])
+    engine = Engine(model, KV(policy="rkv", budget=BUDGET, interval=INTERVAL, protect_prompt=False), slots=args.slots[0])
     engine.generate([[5] * PROMPT_TOKENS], 8, Sampling(max_tokens=engine.chunk, stop=()))
     graphs, clock, held = engine._graphs(), Clock(model.device), BUDGET + INTERVAL // 2
     assert graphs is not None

@@ -103,7 +103,7 @@ def chat(row: dict[str, Any]) -> list[dict[str, str]]:
 def trainer_of(args: argparse.Namespace, settings: dict[str, Any], data: Dataset, clock: Clock) -> GRPOTrainer:
     common: dict[str, Any] = {"model": args.model, "reward_funcs": reward(), "train_dataset": data, "callbacks": [clock]}
     if args.sampler == "sparse":
-        kv = {"policy": "rkv", "budget": 24, "interval": 8} if args.tiny else KV
+        kv = {"policy": "rkv", "budget": 24, "interval": 8, "protect_prompt": False} if args.tiny else KV
         return SparseGRPOTrainer(args=SparseGRPOConfig(kv=kv, **settings), **common)
     if args.sampler == "vllm":
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": args.vllm_memory}

@@ -30,7 +30,7 @@ trainer = GRPOTrainer(
     reward_funcs=right,
     args=GRPOConfig(
         "trl-grpo",
-        kv={"policy": "rkv", "budget": 46, "interval": 11, "window": 16},
+        kv={"policy": "rkv", "budget": 46, "interval": 11, "window": 16, "protect_prompt": False},
         max_steps=options.steps,
         seed=options.seed,
         learning_rate=1e-4,

@@ -29,6 +29,7 @@ OPTIONS = {
     "model.dtype": "float32",
     "kv.policy": "snapkv",
     "kv.interval": 8,
+    "kv.protect-prompt": "false",
     "kv.target-rejected": TARGET,
     "rollout.prompts-per-step": 8,
     "rollout.samples-per-prompt": 8,

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, folder: Path, policy: str, protect: bool, comp
     command += ["--compare", compare, "--mismatch", "--temperature", "1", "--top-p", "1", "--max-tokens", "1024"]
     command += ["--out", str(out), "--slots", args.problems, "--reward.workers", "2"]
     command += ["--data.dir", args.data] if args.data else []
-    command += ["--kv.protect-prompt", "true"] if protect else []
+    command += ["--kv.protect-prompt", "true" if protect else "false"]
     subprocess.run(command, check=True, stdout=sys.stderr)
     found = json.loads((out / "results.json").read_text())
     for row in found["results"]:

@@ -44,7 +44,7 @@ def main() -> None:
 @torch.no_grad()
 def measure(name: str, dtype: torch.dtype) -> dict[str, Any]:
     plain, model = build(RUNS[name]).to(dtype), build(RUNS[name]).to(dtype)
-    engine = Engine(model, KV(budget=24, interval=8, window=4, sinks=2), slots=3)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False), slots=3)
     rollouts = engine.generate(PROMPTS, 2, Sampling(max_tokens=TOKENS, stop=()))
     ours = [mine - rollout.logprobs for mine, rollout in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)]
     theirs = [cached(plain, rollout) - parallel(plain, rollout) for rollout in rollouts]

@@ -121,7 +121,7 @@ def main():
     report(dense)
     for policy in args.policies:
         for sinks in (0, 4):
-            kv = KV(policy=policy, budget=budget, interval=interval, sinks=sinks)
+            kv = KV(policy=policy, budget=budget, interval=interval, sinks=sinks, protect_prompt=False)
             row, right, _ = measure(model, tokenizer, kv, prompts, graders, sampling, args.slots)
             lost = sum(was and not now for was, now in zip(dense_right, right, strict=True))
             won = sum(now and not was for was, now in zip(dense_right, right, strict=True))
@@ -140,7 +140,7 @@ def main():
         "sampling": sampling.model_dump(),
         "prompt_tokens_median": percentile([len(prompt) for prompt in prompts], 0.5),
         "needed_tokens": needed,
-        "window": KV().window,
+        "window": KV(policy="rkv").recent,
         "rows": rows,
     }
     args.out.write_text(json.dumps(record, indent=1) + "\n")

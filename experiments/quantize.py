@@ -44,9 +44,12 @@ BUCKET = 256
 """Tokens per group of positions in the results."""
 
 EVICTIONS = {
-    "R-KV 512+128": (KV(budget=512, interval=128), None),
-    "R-KV 256+64, prompt protected": (KV(budget=256, interval=64, protect_prompt=True), None),
-    "R-KV 256+64, prompt protected, K8 pair V8 token": (KV(budget=256, interval=64, protect_prompt=True), "K8 pair V8 token"),
+    "R-KV 512+128": (KV(policy="rkv", budget=512, interval=128, protect_prompt=False), None),
+    "R-KV 256+64, prompt protected": (KV(policy="rkv", budget=256, interval=64, protect_prompt=True), None),
+    "R-KV 256+64, prompt protected, K8 pair V8 token": (
+        KV(policy="rkv", budget=256, interval=64, protect_prompt=True),
+        "K8 pair V8 token",
+    ),
 }
 """Settings of R-KV and their storage. A protected prompt is kept in addition to the budget."""
 DENSE = "dense"

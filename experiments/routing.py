@@ -43,7 +43,7 @@ MODELS = {
     "Mixtral": MixtralConfig(**SIZE, num_local_experts=32, sliding_window=None),
     "OLMoE": OlmoeConfig(**SIZE, num_experts=32),
 }
-CACHES = {"full": KV(policy="full"), "R-KV 32 + 8": KV(policy="rkv", budget=32, interval=8)}
+CACHES = {"full": KV(policy="full"), "R-KV 32 + 8": KV(policy="rkv", budget=32, interval=8, protect_prompt=False)}
 GAIN = 4
 """Factor of the fresh weights, whose attention and routers are nearly even."""
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 2, 8, 24, 96

@@ -9,6 +9,7 @@ cache. The first shows what was learned, the second adds the loss of sparse infe
 """
 
 import argparse
+import ast
 import json
 import re
 import statistics
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--kv", type=json.loads, help="cache of the bounded script, as JSON [that of the example]")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    kv = args.kv or json.loads(CACHE.search((EXAMPLES / BOUNDED).read_text())[1])
+    kv = args.kv or ast.literal_eval(CACHE.search((EXAMPLES / BOUNDED).read_text())[1])
     record = json.loads(args.json.read_text()) if args.json.exists() else {"before": [], "runs": []}
 
     def keep(part: str, entry: dict[str, Any]) -> None:

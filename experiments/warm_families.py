@@ -67,7 +67,7 @@ WARM_LR = {"Qwen3.5": 1e-3, "gpt-oss": 2e-4}
 WARM_BATCH = 8
 RUN: dict[str, Any] = {
     "extends": "quickstart",
-    "kv": {"policy": "rkv", "budget": 54, "interval": 13},
+    "kv": {"policy": "rkv", "budget": 54, "interval": 13, "protect_prompt": False},
     "steps": 30,
     "eval": {"problems": 240, "slots": 240, "cache": "dense"},
 }

@@ -1,6 +1,6 @@
 """How much of a batch does each correction leave to learn from, before any training? From the log ξ that evaluations wrote down:
 
-    AS_TRAINED="--mismatch --temperature 1 --top-p 1"
+    AS_TRAINED="--mismatch --temperature 1 --top-p 1 --kv.protect-prompt false"
     sparse-rl eval tiny --benchmarks arithmetic --problems 96 --compare rkv@32+8 $AS_TRAINED --out out/small
     sparse-rl eval MODEL --benchmarks gsm8k --problems 48 --compare rkv@160 $AS_TRAINED --max-tokens 768 --dtype float32 --out out/real
     python experiments/weights.py tiny=out/small Qwen2.5-Coder-0.5B-Instruct=out/real --json benchmarks/results/weights.json

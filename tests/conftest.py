@@ -58,7 +58,7 @@ def noise_early_and_late(model, *, samples, tokens):
 
     The log-probs of a random model are alike at every length, so the two differ only where noise gathers. Over the first
     hundred tokens the noise rises by up to a third, as the kept positions spread; from there it must stay level."""
-    engine = Engine(model, KV(budget=32, interval=8, window=4, sinks=2), slots=samples)
+    engine = Engine(model, KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False), slots=samples)
     rollouts = engine.generate([[7, 8, 9]], samples, Sampling(max_tokens=tokens, stop=()))
     with torch.no_grad():
         replayed = replay(model, rollouts, "sparse")

@@ -15,7 +15,7 @@ from sparse_rl.train.rollout_log import SCHEMA
 NEVER = 2**31 - 1
 TIGHT = [
     *("--compare", '["dense", "sparse_rl"]', "--steps", "2", "--model.path", "tiny", "--data.train", "arithmetic"),
-    *("--kv.budget", "14", "--kv.window", "4", "--kv.interval", "6"),
+    *("--kv.policy", "rkv", "--kv.budget", "14", "--kv.window", "4", "--kv.interval", "6", "--kv.protect-prompt", "false"),
     *("--rollout.prompts-per-step", "2", "--rollout.samples-per-prompt", "4"),
     *(
         "--rollout.max-tokens",

@@ -145,9 +145,11 @@ def arguments(world: Path, run: Path, *flags: str, reward: str = "sums") -> list
         "reward.function": f"{world / 'rewards.py'}:{reward}",
         "reward.workers": 1,
         "reward.truncated": "grade",  # the model is random, and nearly all of its answers are cut off
+        "kv.policy": "rkv",
         "kv.budget": 20,
         "kv.interval": 4,
         "kv.window": 4,
+        "kv.protect-prompt": "false",
         "rollout.prompts-per-step": 2,
         "rollout.samples-per-prompt": 2,
         "rollout.max-tokens": 24,

@@ -62,16 +62,18 @@ def test_the_probe_stays_below_budgets_that_run_out_of_memory(needed, fits, foun
 
 
 def test_budgets_end_at_the_longest_sequence():
-    config = Config(kv={"budget": "auto", "window": 4, "sinks": 4}, rollout={"max_tokens": 100})
+    config = Config(
+        kv={"policy": "rkv", "budget": "auto", "window": 4, "sinks": 4, "protect_prompt": False}, rollout={"max_tokens": 100}
+    )
     assert budgets_that_fit(config, None, 50)[-1] == 150 and budgets_that_fit(config, None, 50)[0] == 16
-    protected = Config(kv={"budget": "auto", "protect_prompt": True}, rollout={"max_tokens": 100})
+    protected = Config(kv={"policy": "rkv", "budget": "auto", "protect_prompt": True}, rollout={"max_tokens": 100})
     assert budgets_that_fit(protected, None, 50)[-1] == 100
 
 
 def test_budgets_end_at_what_fits_in_memory_with_a_slot_for_each_sample():
     """By the plan: 7B in 32 GiB has no room for budgets up to the longest sequence."""
     config = Config(
-        kv={"budget": "auto"},
+        kv={"policy": "rkv", "budget": "auto", "protect_prompt": False},
         model={"path": "7B", "dtype": "bfloat16", "lora": {"rank": 16, "merge": False}},
         rollout={"max_tokens": 16384},
         optimizer={"tokens_per_microbatch": 16640},
@@ -88,13 +90,26 @@ def test_budgets_end_at_what_fits_in_memory_with_a_slot_for_each_sample():
     assert small.slots > largest.slots  # memory stays, slots change
 
 
+def test_the_smallest_budget_does_not_depend_on_a_window_that_follows_it():
+    """With an unknown budget, half of it is unknown as well. Every budget tried leaves keys to choose."""
+    for sinks, least in ((4, 16), (20, 80)):
+        config = Config(kv={"policy": "triattention", "budget": "auto", "sinks": sinks}, rollout={"max_tokens": 500})
+        budgets = budgets_that_fit(config, None, 50)
+        assert budgets[0] == least
+        for budget in budgets:
+            kv = KV(**config.with_budget(budget).kv.model_dump())
+            assert kv.recent == budget // 2 and kv.budget > kv.recent + kv.sinks
+    with pytest.raises(UserError, match="auto works in training only: set a number"):
+        config.kv.recent  # noqa: B018
+
+
 # The engine
 
 
 def test_a_resized_engine_is_a_new_engine(model):
     """Same rollouts, same bytes, statistics kept."""
     prompts, sampling = [list(range(3, 40)), [7, 8, 9]], Sampling(max_tokens=40, stop=())
-    options = {"policy": "triattention", "interval": 8, "window": 4, "dtype": "8bit", "protect_prompt": True}
+    options = {"policy": "triattention", "interval": 8, "dtype": "8bit", "protect_prompt": True}
     engine, fresh = (Engine(model, KV(budget=budget, **options), slots=slots) for budget, slots in ((24, 2), (40, 3)))
     engine.calibrate(prompts, 100)
     engine.generate(prompts, 2, sampling)
@@ -103,6 +118,7 @@ def test_a_resized_engine_is_a_new_engine(model):
     left, right = (each.generate(prompts, 2, sampling) for each in (engine, fresh))
     assert [each.response for each in left] == [each.response for each in right]
     assert engine.cache.kv_bytes == fresh.cache.kv_bytes and engine.kv == fresh.kv
+    assert engine.policy == fresh.policy and engine.policy.window == 20  # half of the budget
 
 
 # Runs
@@ -234,7 +250,7 @@ def test_contradictions_are_refused_with_the_remedy(world, tmp_path, capsys):
     for flags, sentence in cases.items():
         assert refused(capsys, *arguments(world, tmp_path / "run", *AUTO, *flags)).startswith(sentence)
     with pytest.raises(UserError, match="auto works in training only: set a number"):
-        KV(budget="auto").capacity  # noqa: B018
+        KV(policy="rkv", budget="auto", protect_prompt=False).capacity  # noqa: B018
 
 
 def test_targets_that_no_budget_reaches_are_refused_with_the_remedy(world, tmp_path, capsys):

@@ -16,7 +16,7 @@ LIMITS = [32, 19, 32, 11, 26]
 
 
 def rollouts_with(model, policy, *, slots, order, prefill_tokens=8192):
-    kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2)
+    kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2, protect_prompt=False)
     engine = Engine(model, kv, slots=slots, prefill_tokens=prefill_tokens)
     engine.calibrate(PROMPTS, 128)  # by default with the prompts of the call
     seeds, limits = [SEEDS[i] for i in order], [LIMITS[i] for i in order]
@@ -46,7 +46,7 @@ def test_rollouts_do_not_depend_on_batch_order_or_slots(model, policy):
 @pytest.mark.parametrize("policy", ["rkv", "random", "full"])
 def test_samples_of_a_group_are_those_of_single_requests(model, policy):
     """More samples than slots: some wait for the prefilled prompt, and still nothing changes."""
-    kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2)
+    kv = KV(policy=policy, budget=24, interval=6, window=4, sinks=2, protect_prompt=False)
     grouped = Engine(model, kv, slots=3).generate(PROMPTS[:2], samples=4, sampling=SAMPLING)
     for index, rollout in enumerate(grouped):
         (single,) = Engine(model, kv, slots=1).generate([PROMPTS[index // 4]], sampling=SAMPLING, seeds=[rollout.seed])
@@ -55,13 +55,13 @@ def test_samples_of_a_group_are_those_of_single_requests(model, policy):
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(model):
-    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2), slots=3)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=6, window=4, sinks=2, protect_prompt=False), slots=3)
     engine.generate(PROMPTS, samples=7, sampling=SAMPLING)
     assert engine.stats.prompt_tokens == sum(map(len, PROMPTS))
 
 
 def test_the_same_call_gives_the_same_rollouts_and_another_seed_others(model):
-    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2), slots=3)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=6, window=4, sinks=2, protect_prompt=False), slots=3)
     first, again = (engine.generate(PROMPTS, sampling=SAMPLING) for _ in range(2))
     assert [rollout.response for rollout in first] == [rollout.response for rollout in again]
     other = engine.generate(PROMPTS, sampling=SAMPLING.model_copy(update={"seed": 1}))
@@ -69,7 +69,7 @@ def test_the_same_call_gives_the_same_rollouts_and_another_seed_others(model):
 
 
 def test_weight_updates_between_calls_take_effect(model):
-    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2), slots=3)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=6, window=4, sinks=2, protect_prompt=False), slots=3)
     before = engine.generate(PROMPTS, sampling=SAMPLING)
     weight = model.lm_head.weight
     kept = weight.detach().clone()
@@ -86,7 +86,7 @@ def test_weight_updates_between_calls_take_effect(model):
 @pytest.mark.parametrize(("slots", "stop"), [(2, ()), (3, (1, 7, 20, 33))])
 def test_steps_launched_ahead_change_nothing(model, policy, slots, stop, monkeypatch):
     """As on a GPU, where a chunk runs before the host has looked at the one before it."""
-    kv = KV(policy=policy, budget=24, interval=12, window=4, sinks=2)
+    kv = KV(policy=policy, budget=24, interval=12, window=4, sinks=2, protect_prompt=False)
     sampling = Sampling(max_tokens=70, stop=stop, repetition=(4, 16))
     limits = [70, 3, 41, 70, 25]
     runs = []
@@ -104,7 +104,7 @@ def test_a_prime_interval_runs_in_whole_chunks(model, monkeypatch):
     launched = []
     launch = EagerRunner.launch
     monkeypatch.setattr(EagerRunner, "launch", lambda self, steps, clock: launched.append(steps) or launch(self, steps, clock))
-    kv = KV(budget=24, interval=13, window=4, sinks=2)
+    kv = KV(policy="rkv", budget=24, interval=13, window=4, sinks=2, protect_prompt=False)
     limits = [70, 3, 41, 70, 25] * 2
     few = Engine(model, kv, slots=2).generate(PROMPTS, 2, Sampling(max_tokens=70, stop=()), limits=limits)
     assert set(launched[:8]) == {8, 5}
@@ -123,7 +123,7 @@ def test_new_sequences_wait_for_each_other_and_change_nothing(model, monkeypatch
     runs, prefills = [], []
     for refill in (64, 128):  # one, and two of four slots
         monkeypatch.setattr(generation, "REFILL", refill)
-        engine = Engine(model, KV(budget=24, interval=12, window=4, sinks=2), slots=4)
+        engine = Engine(model, KV(policy="rkv", budget=24, interval=12, window=4, sinks=2, protect_prompt=False), slots=4)
         calls = []
         monkeypatch.setattr(generation, "prefill", lambda *args, calls=calls: calls.append(1) or prefill(*args))
         runs.append(engine.generate(PROMPTS * 3, sampling=Sampling(max_tokens=70, stop=()), limits=limits))

@@ -37,7 +37,7 @@ def test_a_shared_prompt_is_charged_once_per_group():
 
 
 def test_dense_gets_the_bytes_of_the_sparse_cache_and_of_its_side_tables():
-    model, kv = load_model("tiny", device="cpu"), KV(policy="rkv", budget=48, interval=16)
+    model, kv = load_model("tiny", device="cpu"), KV(policy="rkv", budget=48, interval=16, protect_prompt=False)
     args = Namespace(batch=64, prompt_tokens=40, max_tokens=1024, lengths="full")
     engine = Engine(model, kv, slots=64)
     token_bytes = engine.cache.kv_bytes / (64 * kv.capacity)
@@ -52,7 +52,7 @@ def test_dense_gets_the_bytes_of_the_sparse_cache_and_of_its_side_tables():
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])
 def test_the_roofline_charges_what_slots_hold_on_average(policy):
-    kv, prompt, tokens = KV(policy=policy, budget=48, interval=16), [5] * 40, 400
+    kv, prompt, tokens = KV(policy=policy, budget=48, interval=16, protect_prompt=False), [5] * 40, 400
     engine = Engine(load_model("tiny", device="cpu"), kv, slots=2)
     engine.generate([prompt], 2, Sampling(max_tokens=tokens, stop=()), allow_beyond_context=True)
     stats = engine.stats

@@ -26,7 +26,7 @@ def live_bytes():
 
 def test_memory_is_bounded_however_long_the_rollout(tiny):
     """Two 1,000-token rollouts: K and V are exactly the capacity's bytes, and nothing else grows beside them."""
-    engine = Engine(tiny, KV(policy="rkv", budget=BUDGET, interval=INTERVAL), slots=2)
+    engine = Engine(tiny, KV(policy="rkv", budget=BUDGET, interval=INTERVAL, protect_prompt=False), slots=2)
     cache, shape = engine.cache, engine.limits.shape
     expected = shape.layers * 2 * shape.kv_heads * (BUDGET + INTERVAL) * shape.head_dim * 4
     assert cache.keys_LSHCD.untyped_storage().nbytes() == expected
@@ -53,7 +53,7 @@ def test_memory_is_bounded_however_long_the_rollout(tiny):
 
 def test_no_layer_or_head_ever_sees_more_than_the_capacity(tiny):
     """From the trace alone: at every position, count the keys each layer and head could attend to."""
-    engine = Engine(tiny, KV(policy="snapkv", budget=BUDGET, interval=INTERVAL), slots=1)
+    engine = Engine(tiny, KV(policy="snapkv", budget=BUDGET, interval=INTERVAL, protect_prompt=False), slots=1)
     (rollout,) = engine.generate([list(range(10, 110))], sampling=Sampling(max_tokens=300, stop=()))
     evicted_at = rollout.evicted_at.long()
     times = torch.arange(rollout.evicted_at.shape[-1])
@@ -64,7 +64,7 @@ def test_no_layer_or_head_ever_sees_more_than_the_capacity(tiny):
 
 
 def test_record_takes_one_byte_a_key_and_two_when_long(tiny):
-    engine = Engine(tiny, KV(policy="streaming", budget=16, interval=1, window=4, sinks=2), slots=1)
+    engine = Engine(tiny, KV(policy="streaming", budget=16, interval=1, window=4, sinks=2, protect_prompt=False), slots=1)
     for tokens, dtype in ((200, torch.uint8), (300, torch.int16)):
         rollouts = engine.generate([[5, 6, 7]], sampling=Sampling(max_tokens=tokens, stop=()))
         assert rollouts[0].trace.codes_LHT.dtype == dtype

@@ -34,7 +34,7 @@ def test_a_reader_that_has_enough_is_no_error():
 
 def test_generate_streams_text_then_kv_use_and_speed(capsys):
     main(["generate", "tiny", PROMPT, PROMPT, "--samples-per-prompt", "2", "--temperature", "0", "--kv.budget", "48",
-          "--kv.interval", "16", "--max-tokens", "60"])  # fmt: skip
+          "--kv.interval", "16", "--max-tokens", "60", "--kv.policy", "rkv", "--kv.protect-prompt", "false"])  # fmt: skip
     out = capsys.readouterr().out
     for header in ("prompt 1, sample 1", "prompt 1, sample 2", "prompt 2, sample 1", "prompt 2, sample 2"):
         assert out.count(f"--- {header} ---\n32 14:85+32=17 13:32+17=49 12:") == 1
@@ -42,7 +42,7 @@ def test_generate_streams_text_then_kv_use_and_speed(capsys):
 
 
 def test_flags_take_dashes_and_underscores_and_json(capsys):
-    main(["generate", "tiny", PROMPT, "--kv.protect_prompt", "--kv.options", '{"mix": 0.2}', "--kv.budget", "64",
+    main(["generate", "tiny", PROMPT, "--kv.policy", "rkv", "--kv.protect_prompt", "--kv.options", '{"mix": 0.2}', "--kv.budget", "64",
           "--max_tokens", "3", "--stop", "[1]", "--seed", "5"])  # fmt: skip
     assert "tokens/s" in capsys.readouterr().out
 
@@ -150,7 +150,7 @@ def test_bench_compares_three_ways_and_writes_its_figures(tmp_path, capsys):
 
     target = tmp_path / "rollout.json"
     main(["bench", "rollout", "--model", "tiny", "--batch", "2", "--max-tokens", "40", "--kv.budget", "16", "--kv.interval", "8",
-          "--kv.window", "4", "--json", str(target)])  # fmt: skip
+          "--kv.window", "4", "--kv.policy", "rkv", "--kv.protect-prompt", "false", "--json", str(target)])  # fmt: skip
     out = capsys.readouterr().out
     assert "transformers generate" in out and "sparse-rl, dense" in out and "sparse-rl, rkv 16+8" in out
     record = json.loads(target.read_text())

@@ -32,6 +32,8 @@ def parsed(*flags, base=None):
         (["--correction.preset", "null"], lambda config: config.correction.preset is None),
         (["--correction.drop", "none"], lambda config: config.correction.drop == "none"),
         (["--model.dtype", "None"], lambda config: config.model.dtype is None),
+        (["--kv.window", "auto", "--kv.policy", "expected"], lambda config: config.kv.window == "auto"),
+        (["--kv.window", "16"], lambda config: config.kv.window == config.kv.recent == 16),
         (["--kv.options", '{"mix": 0.2}'], lambda config: config.kv.options == {"mix": 0.2}),
         (["--compare", '["dense", "smd"]'], lambda config: config.compare == ("dense", "smd")),
         (["--optimizer.gradient-checkpointing"], lambda config: config.optimizer.gradient_checkpointing is True),
@@ -84,7 +86,10 @@ def test_options_of_earlier_versions_are_read(tmp_path):
 )
 def test_a_stored_budget_that_counts_the_prompt_is_refused(tmp_path, most, sentence):
     """Files of runs hold every option, and `format` since the budget of a protected prompt counts response tokens."""
-    path, config = tmp_path / "config.toml", Config(kv=KV(budget=1920, protect_prompt=True), data={"max_prompt_tokens": most})
+    path, config = (
+        tmp_path / "config.toml",
+        Config(kv=KV(policy="rkv", budget=1920, protect_prompt=True), data={"max_prompt_tokens": most}),
+    )
     path.write_text(to_toml(config))
     with pytest.raises(UserError, match=sentence):
         recipe(str(path))
@@ -97,14 +102,28 @@ def test_a_stored_budget_that_counts_the_prompt_is_refused(tmp_path, most, sente
 
 
 def test_a_checkpoint_whose_budget_counts_the_prompt_is_refused():
-    config = Config(kv=KV(budget=1920, protect_prompt=True), data={"max_prompt_tokens": 1112})
+    config = Config(kv=KV(policy="rkv", budget=1920, protect_prompt=True), data={"max_prompt_tokens": 1112})
     now = kept_options(config)
     assert changes_since("run", now, now) == []
     old = {key: value for key, value in now.items() if key != "format"}
     with pytest.raises(UserError, match="start a new run with another --run-dir and --kv.budget 808, which is 1920 less"):
         changes_since("run", old, now)
-    free = kept_options(Config())
+    free = kept_options(Config(kv={"protect_prompt": False}))
     assert changes_since("run", {key: value for key, value in free.items() if key != "format"}, free) == []
+
+
+def test_a_run_of_an_earlier_version_keeps_its_cache(tmp_path):
+    """Its config.toml and its checkpoints have always held the options of the cache, so new defaults do not change it."""
+    cache = {"policy": "rkv", "budget": 512, "interval": 128, "window": 8, "sinks": 4, "protect_prompt": False}
+    written = to_toml(Config(kv=cache))
+    assert all(f"{key} = " in written for key in cache)
+    (tmp_path / "config.toml").write_text(written)  # without `format`, which earlier versions did not write
+    config = Config(**recipe(str(tmp_path / "config.toml")))
+    assert config.kv == KV(**cache) != KV()
+    stored = {key: value for key, value in kept_options(config).items() if key != "format"}
+    assert changes_since("run", stored, kept_options(config)) == []
+    with pytest.raises(UserError, match="kv.protect_prompt is True now but was False in run: resume with the same value"):
+        changes_since("run", stored, kept_options(Config(kv=cache | {"protect_prompt": True})))
 
 
 def test_the_config_of_a_run_is_the_config_it_ran(world, tmp_path):

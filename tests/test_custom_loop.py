@@ -11,7 +11,7 @@ from conftest import random_model
 from sparse_rl import KV, Engine, Sampling, UserError, replay
 
 EXAMPLE = Path(__file__).parents[1] / "examples/custom_loop.py"
-SMALL = KV(budget=16, interval=4, window=4, sinks=2)
+SMALL = KV(policy="rkv", budget=16, interval=4, window=4, sinks=2, protect_prompt=False)
 PROMPTS = [[5, 6], [7, 8, 9]]
 FREE = Sampling(max_tokens=40, stop=())
 

@@ -13,7 +13,7 @@ from sparse_rl.rollout.packed import pack, unpack
 from sparse_rl.rollout.repetition import RepetitionGuard, first_repetitions
 from sparse_rl.rollout.stats import Stats
 
-SMALL = KV(budget=24, interval=6, window=4, sinks=2)
+SMALL = KV(policy="rkv", budget=24, interval=6, window=4, sinks=2, protect_prompt=False)
 
 
 def test_rollouts_are_prompt_major_with_the_fields_of_the_contract(model):
@@ -125,7 +125,12 @@ def test_the_model_keeps_its_mode_and_its_gradients(model):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"budget": 12}, r"kv.budget = 12 is too small: it must exceed window \+ sinks = 12. Try --kv.budget 64."),
+        (
+            {"policy": "rkv", "budget": 12},
+            r"kv.budget = 12 is too small: it must exceed window \+ sinks = 12. Try --kv.budget 64.",
+        ),
+        ({"policy": "expected", "budget": 8}, r"must exceed window \+ sinks = 8. Try --kv.budget 64."),
+        ({"window": -1}, "kv.window = -1 is invalid: it must be at least 0, or auto."),
         ({"interval": 0}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),
         ({"budgte": 64}, "Unknown option kv.budgte: did you mean budget?"),
         ({"budget": "many"}, "kv.budget = 'many' is invalid: input should be a valid integer"),
@@ -153,7 +158,7 @@ def test_wrong_kv_options_are_refused_in_one_sentence(options, sentence):
 )
 def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
     with pytest.raises(UserError, match=sentence):
-        Engine(model, KV(**{"budget": 64, **kv}))
+        Engine(model, KV(**{"policy": "rkv", "budget": 64, **kv}))
 
 
 @pytest.mark.parametrize(
@@ -192,13 +197,13 @@ def test_beyond_the_context_is_allowed_when_asked_for(model):
 
 
 def test_a_protected_prompt_may_be_longer_than_the_budget(model):
-    engine = Engine(model, KV(budget=24, interval=6, window=4, sinks=2, protect_prompt=True), slots=1)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=6, window=4, sinks=2, protect_prompt=True), slots=1)
     (rollout,) = engine.generate([[5] * 100], sampling=Sampling(max_tokens=2))
     assert rollout.kv_peak == 101 and engine.cache.capacity == 30
 
 
 @pytest.mark.parametrize(
-    "kv", [SMALL, KV(budget=24, interval=6, window=4, sinks=2, protect_prompt=True)], ids=["free", "protected"]
+    "kv", [SMALL, KV(policy="rkv", budget=24, interval=6, window=4, sinks=2, protect_prompt=True)], ids=["free", "protected"]
 )
 def test_the_longest_prompt_is_the_one_before_the_first_that_is_refused(model, kv):
     engine, sampling = Engine(model, kv, slots=1, prefill_tokens=16), Sampling(max_tokens=100)

@@ -177,7 +177,7 @@ def test_caches_are_named_by_policy_and_budget():
 
 
 def test_without_names_the_cache_is_the_models_own():
-    stored = KV(policy="snapkv", budget=96, interval=32, window=4).model_dump()
+    stored = KV(policy="snapkv", budget=96, interval=32, window=4, protect_prompt=False).model_dump()
     assert settings(None, {}, {}) == settings("full", {}, {})
     full, own = settings(None, {}, stored)
     assert (full.name, own.name, own.kv) == ("full", "snapkv@96+32", KV(**stored))
@@ -230,6 +230,7 @@ def arguments(world, out, *flags, reward="parity"):
         "benchmarks": world / "problems.jsonl",
         "compare": "full,random@20+4",
         "kv.window": 4,
+        "kv.protect-prompt": "false",
         "max-tokens": 24,
         "reward.function": f"{world / 'eval_rewards.py'}:{reward}",
         "reward.workers": 1,
@@ -439,7 +440,7 @@ def test_rewards_that_are_no_shares_and_missing_verdicts(eval_world, tmp_path, c
 
 
 def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp_path):
-    kv = KV(policy="streaming", budget=20, interval=4, window=4)
+    kv = KV(policy="streaming", budget=20, interval=4, window=4, protect_prompt=False)
     file = eval_world / "model/sparse_rl.json"
     file.write_text(json.dumps({"kv": kv.model_dump()}))
     try:

@@ -14,7 +14,7 @@ from sparse_rl.learner.replay import ReplayView, Span
 from sparse_rl.models.attention import run
 
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
-BOUNDED = KV(budget=32, interval=8, window=4, sinks=2)
+BOUNDED = KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False)
 
 
 def farthest(replayed, rollouts):
@@ -52,7 +52,7 @@ def test_evictions_are_those_the_cache_held(model):
 
 
 def test_with_nothing_evicted_sparse_and_dense_replay_are_equal_to_the_bit(model):
-    rollouts = Engine(model, KV(budget=256, interval=8), slots=2).generate(
+    rollouts = Engine(model, KV(policy="rkv", budget=256, interval=8, protect_prompt=False), slots=2).generate(
         [SHORT, LONG], sampling=Sampling(max_tokens=40, stop=())
     )
     sparse, dense = replay(model, rollouts, "sparse"), replay(model, rollouts, "dense")
@@ -136,7 +136,7 @@ def test_replay_without_a_record_is_refused(model):
 
 
 def test_protected_prompt_is_never_evicted(model):
-    kv = KV(budget=72, interval=8, window=4, sinks=2, protect_prompt=True)
+    kv = KV(policy="rkv", budget=72, interval=8, window=4, sinks=2, protect_prompt=True)
     rollouts = Engine(model, kv, slots=2).generate([SHORT, LONG], sampling=Sampling(max_tokens=150, stop=()))
     for rollout in rollouts:
         assert bool((rollout.evicted_at[:, :, : len(rollout.prompt)] == NEVER).all())
@@ -158,7 +158,7 @@ def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, opt
     tokens = torch.tensor([(prompt + rollout.response)[:-1]])
     with torch.no_grad():
         run(model, tokens, torch.arange(tokens.shape[1])[None], seen, keep=1)
-    chosen = get(policy, window=kv.window, sinks=kv.sinks, **options)
+    chosen = get(policy, window=kv.recent, sinks=kv.sinks, **options)
     for layer, (queries, keys) in seen.layers.items():
         alive = torch.arange(len(prompt)).expand(1, 2, -1)
         expected = torch.full((2, len(prompt) + 70), NEVER, dtype=torch.int32)
@@ -169,7 +169,7 @@ def test_evictions_are_the_policys_own_choice_on_the_schedule(model, policy, opt
             if n % kv.interval == 0 and alive.shape[-1] > kv.budget:
                 cached = keys.gather(2, alive[..., None].expand(-1, -1, -1, keys.shape[-1]))
                 seeds = torch.tensor([derive(rollout.seed, layer)])
-                window = queries[:, :, now - kv.window : now]
+                window = queries[:, :, now - kv.recent : now]
                 of_model = {"layers": torch.tensor([layer]), "statistics": engine.cache.statistics}
                 kept = chosen.select(window, cached, cached, kv.budget, seeds=seeds, positions=alive, **of_model)
                 survivors = alive.gather(-1, kept)

@@ -98,7 +98,9 @@ def test_an_earlier_step_can_be_exported(runs, tmp_path, capsys):
 def test_the_layout_is_the_one_others_read(world, runs, tmp_path, run, flags, files):
     out = export(runs[0] / run, tmp_path / "out", *flags)
     assert {path.name for path in out.iterdir()} - {"README.md"} == files
-    stored = KV(budget=20, interval=4, window=4).model_dump(mode="json", exclude={"target_rejected"})
+    stored = KV(policy="rkv", budget=20, interval=4, window=4, protect_prompt=False).model_dump(
+        mode="json", exclude={"target_rejected"}
+    )
     assert json.loads((out / "sparse_rl.json").read_text())["kv"] == stored
     assert AutoTokenizer.from_pretrained(out)("4+8").input_ids == load_tokenizer("tiny")("4+8").input_ids
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -143,12 +145,12 @@ def test_a_cache_from_the_folder_has_the_settings_of_training(runs, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(out)
     model.set_attn_implementation("sparse_rl")
     cache = BoundedCache.from_pretrained(out)
-    assert cache.kv == KV(budget=20, interval=4, window=4)
+    assert cache.kv == KV(policy="rkv", budget=20, interval=4, window=4, protect_prompt=False)
     ids = torch.tensor([PROMPT])
     ours = model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=30, do_sample=False, eos_token_id=-1
     )
-    engine = Engine(model, KV(budget=20, interval=4, window=4), slots=1)
+    engine = Engine(model, KV(policy="rkv", budget=20, interval=4, window=4, protect_prompt=False), slots=1)
     (rollout,) = engine.generate([PROMPT], sampling=Sampling(max_tokens=30, temperature=0, stop=()))
     assert ours[0, len(PROMPT) :].tolist() == rollout.response
 
@@ -160,7 +162,10 @@ def test_a_cache_from_the_folder_has_the_settings_of_training(runs, tmp_path):
             {"policy": "full"},
             "trained with a dense cache: use transformers' DynamicCache, or pass KV settings explicitly",
         ),
-        (KV(budget=1920, protect_prompt=True).model_dump(), "counts the prompt.* set kv.budget to 1920 less the tokens of"),
+        (
+            KV(policy="rkv", budget=1920, protect_prompt=True).model_dump(),
+            "counts the prompt.* set kv.budget to 1920 less the tokens of",
+        ),
         ({"bugdet": 3}, "did you mean budget?"),
         (None, r"no sparse_rl.json\): pass KV settings explicitly, as in BoundedCache\('rkv', budget=512\)"),
     ],

@@ -45,7 +45,7 @@ def codes(model):
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])
 def test_replay_gives_the_log_probs_of_the_sampler(actor, policy):
-    kv = KV(policy="full") if policy == "full" else KV(policy=policy, budget=32, interval=8)
+    kv = KV(policy="full") if policy == "full" else KV(policy=policy, budget=32, interval=8, protect_prompt=False)
     rollouts = Engine(actor.sampler, kv, slots=3).generate(PROMPTS, 2, Sampling(max_tokens=80, seed=1, stop=()))
     assert policy == "full" or all(len(rollout.evicted_at.unique()) > 5 for rollout in rollouts)
     with torch.no_grad():

@@ -37,7 +37,9 @@ def no_tf32():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replay_reproduces_the_sampler_in_float32(policy, architecture):
     model = random_model(architecture).cuda()
-    rollouts = Engine(model, KV(policy=policy, **SMALL), slots=3).generate(PROMPTS, 2, Sampling(max_tokens=130, stop=()))
+    rollouts = Engine(model, KV(policy=policy, protect_prompt=False, **SMALL), slots=3).generate(
+        PROMPTS, 2, Sampling(max_tokens=130, stop=())
+    )
     for ours, rollout in zip(replay(model, rollouts, "sparse"), rollouts, strict=True):
         torch.testing.assert_close(ours.detach().cpu(), rollout.logprobs, atol=1e-3, rtol=0)
 
@@ -71,7 +73,7 @@ def test_bfloat16_noise_of_a_quantised_cache(stored):
 
 def test_a_quantised_cache_takes_its_bytes_alone():
     model = load_model("tiny", dtype="bfloat16", device="cuda")
-    kv = KV(policy="rkv", budget=512, interval=128)
+    kv = KV(policy="rkv", budget=512, interval=128, protect_prompt=False)
     whole, half, quarter = (
         Engine(model, kv.model_copy(update={"dtype": each}), slots=64) for each in ("auto", "8bit", "4bit")
     )
@@ -82,8 +84,10 @@ def test_cpu_and_gpu_sample_the_same_tokens():
     """The counter-based numbers are the same everywhere, so only a near tie could part them."""
     model = load_model("tiny", dtype="float32", device="cpu")
     sampling = Sampling(max_tokens=200, stop=())
-    on_cpu = Engine(model, KV(policy="rkv", **SMALL), slots=2).generate(PROMPTS, sampling=sampling)
-    on_gpu = Engine(model.cuda(), KV(policy="rkv", **SMALL), slots=2).generate(PROMPTS, sampling=sampling)
+    on_cpu = Engine(model, KV(policy="rkv", protect_prompt=False, **SMALL), slots=2).generate(PROMPTS, sampling=sampling)
+    on_gpu = Engine(model.cuda(), KV(policy="rkv", protect_prompt=False, **SMALL), slots=2).generate(
+        PROMPTS, sampling=sampling
+    )
     for left, right in zip(on_cpu, on_gpu, strict=True):
         assert left.response[:50] == right.response[:50]
 
@@ -95,10 +99,12 @@ def test_bfloat16_noise_does_not_grow_with_length():
 
 def test_allocated_memory_is_the_capacity():
     model = load_model("tiny", dtype="bfloat16", device="cuda")
-    Engine(model, KV(policy="rkv", budget=32, interval=8), slots=1)  # a process's first pass takes cuBLAS's workspace
+    Engine(
+        model, KV(policy="rkv", budget=32, interval=8, protect_prompt=False), slots=1
+    )  # a process's first pass takes cuBLAS's workspace
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    engine = Engine(model, KV(policy="rkv", budget=512, interval=128), slots=64)
+    engine = Engine(model, KV(policy="rkv", budget=512, interval=128, protect_prompt=False), slots=64)
     shape = engine.limits.shape
     expected = 2 * shape.layers * 64 * shape.kv_heads * 640 * shape.head_dim * 2
     assert engine.stats.peak_kv_bytes == 0 and engine.cache.kv_bytes == expected
@@ -169,7 +175,9 @@ def test_memory_that_does_not_suffice_shows_before_the_first_step(tmp_path, caps
 
 def test_an_update_is_the_same_on_cpu_and_gpu():
     model = random_model("qwen2")
-    rollouts = Engine(model, KV(policy="rkv", **SMALL), slots=4).generate(PROMPTS, 2, Sampling(max_tokens=60, stop=()))
+    rollouts = Engine(model, KV(policy="rkv", protect_prompt=False, **SMALL), slots=4).generate(
+        PROMPTS, 2, Sampling(max_tokens=60, stop=())
+    )
     grads = []
     for device in ("cpu", "cuda"):
         model = model.to(device)
@@ -260,7 +268,9 @@ def test_a_piece_of_a_prompt_attends_as_on_a_cpu(dtype):
 
 
 @pytest.mark.parametrize(
-    "kv", [KV(**SMALL), KV(policy="full"), KV(protect_prompt=True, **SMALL)], ids=["compressed", "full", "protected"]
+    "kv",
+    [KV(policy="rkv", protect_prompt=False, **SMALL), KV(policy="full"), KV(policy="rkv", protect_prompt=True, **SMALL)],
+    ids=["compressed", "full", "protected"],
 )
 def test_replay_reproduces_a_long_prompt_in_pieces(kv):
     model = random_model("qwen2").cuda()
@@ -318,7 +328,10 @@ def gap(model, rollouts):
 def test_a_graph_samples_what_single_steps_sample():
     model = random_model("qwen2").cuda()
     sampling = Sampling(max_tokens=100, stop=())
-    engines = [Engine(model, KV(policy="rkv", **SMALL), slots=3, compile=compile) for compile in (False, True, False)]
+    engines = [
+        Engine(model, KV(policy="rkv", protect_prompt=False, **SMALL), slots=3, compile=compile)
+        for compile in (False, True, False)
+    ]
     engines[0].use_graphs = False
     alone, compiled, plain = (engine.generate(PROMPTS, 2, sampling) for engine in engines)
     assert [engine.use_graphs for engine in engines] == [False, True, True]
@@ -367,7 +380,7 @@ def test_dense_pages_are_read_by_graphs_and_by_single_steps(dtype):
 
 def test_an_evaluation_uses_another_store_and_keeps_the_graphs():
     model, sampling = random_model("qwen2").cuda(), Sampling(max_tokens=40, stop=())
-    engine = Engine(model, KV(protect_prompt=True, **SMALL), slots=8, compile=False)
+    engine = Engine(model, KV(policy="rkv", protect_prompt=True, **SMALL), slots=8, compile=False)
     engine.reserve_prompts(64, prompts=1, samples=8)
     engine.generate([[9] * 60], 8, sampling)
     graphs, store, problems = engine.graphs, engine.cache.prompts, [[9 + number] * 60 for number in range(8)]
@@ -379,7 +392,7 @@ def test_an_evaluation_uses_another_store_and_keeps_the_graphs():
 
 def test_one_engine_serves_every_kind_of_sampling():
     model = random_model("llama").cuda()
-    engine = Engine(model, KV(policy="rkv", **SMALL), slots=4)
+    engine = Engine(model, KV(policy="rkv", protect_prompt=False, **SMALL), slots=4)
     for options in ({"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 0.0}):
         for cut in ({}, {"top_p": 0.9}, {"top_k": 5}):
             rollouts = engine.generate(PROMPTS, 2, Sampling(max_tokens=50, stop=(), **options, **cut))
@@ -391,7 +404,7 @@ def test_truncated_draws_of_a_graph_are_those_of_single_steps(cut):
     """Single steps draw by the torch reference, so only a near tie could part them."""
     model = random_model("qwen2").cuda()
     sampling = Sampling(max_tokens=100, stop=(), temperature=0.8, **cut)
-    engines = [Engine(model, KV(policy="rkv", **SMALL), slots=4) for _ in range(2)]
+    engines = [Engine(model, KV(policy="rkv", protect_prompt=False, **SMALL), slots=4) for _ in range(2)]
     engines[0].use_graphs = False
     alone, graphed = (engine.generate(PROMPTS, 2, sampling) for engine in engines)
     assert [engine.use_graphs for engine in engines] == [False, True]
@@ -399,7 +412,7 @@ def test_truncated_draws_of_a_graph_are_those_of_single_steps(cut):
 
 
 def test_one_graph_truncates_by_any_numbers():
-    engine = Engine(random_model("llama").cuda(), KV(policy="rkv", **SMALL), slots=4)
+    engine = Engine(random_model("llama").cuda(), KV(policy="rkv", protect_prompt=False, **SMALL), slots=4)
     likeliest = engine.generate(PROMPTS, 2, Sampling(max_tokens=30, stop=(), temperature=0))
     for cut, narrow in (({"top_p": 0.9}, False), ({"top_k": 1}, True), ({"top_p": 1e-6, "temperature": 0.5}, True)):
         rollouts = engine.generate(PROMPTS, 2, Sampling(max_tokens=30, stop=(), **cut))
@@ -409,7 +422,7 @@ def test_one_graph_truncates_by_any_numbers():
 
 def test_graphs_see_weights_that_were_updated_in_place_and_notice_those_that_moved():
     model = random_model("qwen3").cuda()
-    engine = Engine(model, KV(policy="rkv", **SMALL), slots=4)
+    engine = Engine(model, KV(policy="rkv", protect_prompt=False, **SMALL), slots=4)
     engine.generate(PROMPTS, 2, Sampling(max_tokens=40, stop=()))
     graphs = engine.graphs
     with torch.no_grad():
@@ -425,11 +438,11 @@ def test_graphs_see_weights_that_were_updated_in_place_and_notice_those_that_mov
 
 def test_a_long_window_and_a_model_that_asks_the_host(capsys):
     model = random_model("mistral").cuda()
-    kv = KV(policy="snapkv", budget=128, interval=16, window=64, sinks=2)
+    kv = KV(policy="snapkv", budget=128, interval=16, window=64, sinks=2, protect_prompt=False)
     assert gap(model, Engine(model, kv, slots=4).generate(PROMPTS, 2, Sampling(max_tokens=150, stop=()))) < 1e-3
     layer = model.model.layers[0]
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: (float(args[0].sum()), forward(*args, **kwargs))[1]
-    engine = Engine(model, KV(policy="rkv", **SMALL), slots=4)
+    engine = Engine(model, KV(policy="rkv", protect_prompt=False, **SMALL), slots=4)
     assert gap(model, engine.generate(PROMPTS, 2, Sampling(max_tokens=60, stop=()))) < 1e-3
     assert not engine.use_graphs and "cannot be captured in a CUDA graph" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def noise(dtype):
     set_head_dtype(model, dtype)
     vocab = model.config.vocab_size
     prompts = torch.randint(vocab, (4, 8), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = Engine(model, KV(budget=16, interval=8, window=4, sinks=2), slots=4)
+    engine = Engine(model, KV(policy="rkv", budget=16, interval=8, window=4, sinks=2, protect_prompt=False), slots=4)
     rollouts = engine.generate(prompts, sampling=Sampling(max_tokens=32, stop=()))
     with torch.no_grad():
         pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)

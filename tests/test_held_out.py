@@ -199,7 +199,8 @@ def test_figures_of_sets_with_similar_names_are_different_files(tmp_path):
 
 def planned(*flags, model="1.5B", memory_gib=140.0, **options):
     args = build_parser().parse_args(["plan", model, *flags])
-    config = from_flags(args, Config, {"model": {"path": model, "dtype": "bfloat16"}})
+    base = {"model": {"path": model, "dtype": "bfloat16"}, "kv": {"policy": "rkv", "protect_prompt": False}}
+    config = from_flags(args, Config, base)
     return make_plan(config, dimensions(model), memory_bytes=int(memory_gib * GIB), **options)
 
 
@@ -323,7 +324,7 @@ def test_an_evaluation_of_protected_prompts_fills_the_slots():
     """The sampler's store holds a prompt once for eight samples. An evaluation has one sample per prompt, and as many prompts
     as slots. Afterwards the sampler's store is back."""
     model, prompts = load_model("tiny", device="cpu"), [[5 + number] * 70 for number in range(16)]
-    engine = Engine(model, KV(budget=24, interval=8, protect_prompt=True), slots=16)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=8, protect_prompt=True), slots=16)
     engine.reserve_prompts(70, prompts=2, samples=8)
     store, sampling = engine.cache.prompts, Sampling(max_tokens=20, stop=())
     alone = engine.generate(prompts, 1, sampling)

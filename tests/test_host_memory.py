@@ -40,7 +40,7 @@ SHAPE = Qwen2Config(
     eos_token_id=None,
 )
 DIMS = from_config(SHAPE.to_dict(), "small")
-SMALL = {"budget": 24, "interval": 6, "window": 4, "sinks": 2}
+SMALL = {"policy": "rkv", "budget": 24, "interval": 6, "window": 4, "sinks": 2, "protect_prompt": False}
 PROMPT, TOKENS = 5, 90
 
 

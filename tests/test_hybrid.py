@@ -93,7 +93,7 @@ KINDS = ["qwen3.5", "lfm2", "falcon-h1", "nemotron-h"]
 """A family of each kind of recurrent layer, and one with layers that do not mix tokens."""
 NOT_IN_TABLE = ["qwen3.5-moe", "lfm2-moe"]
 """Families that `test_model_table.py` does not measure."""
-BOUNDED = KV(budget=24, interval=4, window=4, sinks=2)
+BOUNDED = KV(policy="rkv", budget=24, interval=4, window=4, sinks=2, protect_prompt=False)
 CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
 CACHE_NAMES = ["rkv", "protected", "full"]
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
@@ -138,6 +138,18 @@ def test_replay_reproduces_the_sampler_over_many_compactions(models, name, prote
     for layer in range(len(evicted_at)):
         times = evicted_at[layer][evicted_at[layer] != NEVER].unique()
         assert len(times) >= 5 if layer in attention_layers(engine) else len(times) == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_default_policy_needs_only_rotary_positions(models, name):
+    model, kv = models[name], KV(budget=24, interval=4)
+    assert kv.policy == "triattention"
+    if name in ("nemotron-h", "granite-4"):
+        with pytest.raises(UserError, match="has no rotary positions, .*: set kv.policy = streaming or rkv."):
+            Engine(model, kv, slots=1)
+        return
+    rollouts = Engine(model, kv, slots=2).generate([LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=()))
+    assert_rounds_alike(model, rollouts, replay(model, rollouts, "sparse"))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -330,7 +342,7 @@ def test_missing_kernels_are_named_with_the_layer():
 
 def test_quantised_keys_beside_a_state_are_refused(models):
     with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support Qwen3_5ForCausalLM.*: set kv.dtype = auto\."):
-        Engine(models["qwen3.5"], KV(dtype="8bit"), slots=1)
+        Engine(models["qwen3.5"], KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -58,7 +58,7 @@ def test_pieces_give_the_rollouts_of_one_pass(model, policy, protect):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_may_be_shorter_than_the_window_and_end_anywhere(models, architecture):
-    kv, model, prompts = KV(**SMALL), models[architecture], PROMPTS[:2]
+    kv, model, prompts = KV(policy="rkv", protect_prompt=False, **SMALL), models[architecture], PROMPTS[:2]
     whole, _ = generate(model, kv, prompts=prompts)
     for piece in (1, 3, 99):
         pieces, _ = generate(model, kv, prefill_tokens=piece, prompts=prompts)
@@ -81,7 +81,7 @@ def test_samples_share_a_long_prompt(model, policy, protect):
 
 
 def test_a_long_prompt_within_the_budget_is_kept_whole(model):
-    kv = KV(budget=128, interval=8, window=4, sinks=2)
+    kv = KV(policy="rkv", budget=128, interval=8, window=4, sinks=2, protect_prompt=False)
     whole, _ = generate(model, kv, samples=2)
     pieces, _ = generate(model, kv, prefill_tokens=32, samples=2)
     for left, right in zip(pieces, whole, strict=True):
@@ -93,10 +93,10 @@ def test_a_long_prompt_within_the_budget_is_kept_whole(model):
 @pytest.mark.parametrize(
     ("kv", "layers"),
     [
-        (KV(**SMALL), 2),
-        (KV(budget=128, interval=8, window=4, sinks=2), 0),
+        (KV(policy="rkv", protect_prompt=False, **SMALL), 2),
+        (KV(policy="rkv", budget=128, interval=8, window=4, sinks=2, protect_prompt=False), 0),
         (KV(policy="full"), 1),
-        (KV(protect_prompt=True, **SMALL), 1),
+        (KV(policy="rkv", protect_prompt=True, **SMALL), 1),
     ],
     ids=["compressed", "fits", "full", "protected"],
 )
@@ -110,7 +110,7 @@ def test_the_scratch_of_a_long_prompt_is_reported(model, kv, layers):
 
 def test_the_plan_counts_the_scratch_of_a_long_prompt():
     config, dims = Config(), dimensions("1.5B")
-    for kv, layers in ((KV(), 28), (KV(protect_prompt=True), 1)):
+    for kv, layers in ((KV(policy="rkv", protect_prompt=False), 28), (KV(policy="rkv", protect_prompt=True), 1)):
         for tokens in (PREFILL_TOKENS, PREFILL_TOKENS + 1, 100_000):
             parts = prefill_parts(config, dims, kv, 8, 4, tokens)
             expected = tokens * layers * token_bytes(dims, 2) // 28 if tokens > PREFILL_TOKENS else 0
@@ -122,7 +122,7 @@ def test_the_plan_counts_the_scratch_of_a_long_prompt():
 
 def test_a_prompt_beyond_the_context_is_refused(model):
     with pytest.raises(UserError, match=" exceeds the model's context of 8192: shorten the prompt"):
-        generate(model, KV(**SMALL), prefill_tokens=32, prompts=[[5] * 8192])
+        generate(model, KV(policy="rkv", protect_prompt=False, **SMALL), prefill_tokens=32, prompts=[[5] * 8192])
 
 
 @pytest.mark.parametrize("tile", [512, 7])

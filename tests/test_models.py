@@ -45,7 +45,7 @@ SIZE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SMALL = KV(budget=24, interval=6, window=4, sinks=2)
+SMALL = KV(policy="rkv", budget=24, interval=6, window=4, sinks=2, protect_prompt=False)
 
 
 def build(config):

@@ -31,7 +31,7 @@ SETTINGS = OptimizerConfig(lr=1e-3, tokens_per_microbatch=64, clip_norm=1e-3)
 def sampled():
     """A float32 model, and rollouts that lost keys: log xi differs from 0."""
     model = random_model("qwen2")
-    kv = KV(policy="random", budget=8, interval=4, window=2, sinks=1)
+    kv = KV(policy="random", budget=8, interval=4, window=2, sinks=1, protect_prompt=False)
     prompts = [[2, 5, 9, 4, 7], [2, 8, 3], [2, 30, 31, 32]]
     sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.8, stop=(1,), seed=3)
     return model, Engine(model, kv, slots=4).generate(prompts, samples=4, sampling=sampling)

@@ -75,7 +75,7 @@ def test_a_shared_prompt_changes_neither_log_probs_nor_gradients(architecture):
 def test_groups_share_prompts_in_a_dense_pass_and_not_in_a_sparse_one():
     """Both reproduce the rollouts passed one by one."""
     model = random_model("qwen2")
-    kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2)
+    kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False)
     rollouts = Engine(model, kv, slots=4).generate([ONE * 4, TWO * 7], 4, Sampling(max_tokens=40, stop=()))
     fed = []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(args[0].numel()))

@@ -142,7 +142,7 @@ def test_short_sequences_take_few_pages_beside_their_slots():
 
 def test_dense_tokens_count_a_prompt_once_per_group(model):
     """A sparse rollout is compared with a dense cache that shares prompts, too."""
-    engine = Engine(model, KV(budget=24, interval=8, window=4, sinks=2), slots=8)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False), slots=8)
     engine.generate([prompt_of(40), prompt_of(50, 1)], 4, Sampling(max_tokens=33, stop=()))
     assert engine.stats.dense_peak_tokens == 40 + 50 + 8 * 32
 

@@ -60,7 +60,8 @@ def on_meta(config, dtype=torch.bfloat16):
 
 def planned(*flags, model="1.5B", memory_gib=24.0, **options):
     args = build_parser().parse_args(["plan", model, *flags])
-    config = from_flags(args, Config, {"model": {"path": model, "dtype": "bfloat16"}})
+    base = {"model": {"path": model, "dtype": "bfloat16"}, "kv": {"policy": "rkv", "protect_prompt": False}}
+    config = from_flags(args, Config, base)
     return make_plan(config, dimensions(model), memory_bytes=int(memory_gib * GIB), **options)
 
 
@@ -94,11 +95,11 @@ def test_the_cache_is_what_is_allocated(policy, model, dtype, stored):
     """The same function gives the bytes of a slot to the plan, by dimensions, and to an evaluation, by the cache's shape."""
     dims = from_config(MODELS[model].to_dict(), model)
     shape = CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, dtype, torch.device("cpu"))
-    kv = KV(policy=policy, budget=40, interval=8, dtype=stored)
+    kv = KV(policy=policy, budget=40, interval=8, dtype=stored, protect_prompt=False)
     scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
     quantiser = Quantiser(stored, scales) if kv.quantised else None
     capacity = kv.capacity if policy != "full" else sizes.DENSE_SLOT_TOKENS
-    ring = kv.window if POLICIES[policy].uses_queries else 0
+    ring = kv.recent if POLICIES[policy].uses_queries else 0
     made = cache.SlotCache(shape, 3, capacity, ring, quantiser=quantiser)
     keys, beside = sizes.slot_bytes(dims, kv, dtype.itemsize)
     assert (keys, beside) == sizes.slot_bytes(shape, kv, dtype.itemsize)
@@ -200,7 +201,7 @@ def limits_of(name, device="cuda:0", **windows):
 
 def test_an_evaluation_leaves_room_for_its_prompts(monkeypatch):
     shape, vocab, probe = limits_of("1.5B")
-    kv, prompts = KV(protect_prompt=True), [1000] * 300
+    kv, prompts = KV(policy="rkv", protect_prompt=True), [1000] * 300
 
     def needed(slots, samples):
         keys, _ = sizes.slot_bytes(shape, kv, 2)
@@ -215,7 +216,7 @@ def test_an_evaluation_leaves_room_for_its_prompts(monkeypatch):
 @pytest.mark.parametrize(("policy", "slots"), [("rkv", 123), ("full", 37)])
 def test_an_evaluation_takes_the_slots_that_fit_the_free_memory(policy, slots, monkeypatch):
     shape, vocab, probe = limits_of("1.5B")
-    kv, tokens = KV(policy=policy), 4096
+    kv, tokens = KV(policy=policy, protect_prompt=False), 4096
     keys, _ = sizes.slot_bytes(shape, kv, 2)
     if policy == "full":  # the prompt, a third of the longest response, and the newest tokens
         keys += (4 + 22) * 64 * sizes.token_bytes(shape, 2)
@@ -230,9 +231,9 @@ def test_an_evaluation_leaves_room_for_windows(monkeypatch):
     shape, vocab, probe = limits_of("1.5B", window=1024, windowed=tuple(range(21)))
     of_layer = sizes.token_bytes(shape, 2) // 28
     for tokens, held in ((4096, 1024), (500, 768)):  # 256 + 500 tokens take whole pages
-        of_slot = (7 * KV().capacity + 21 * held) * of_layer + 4 * vocab
+        of_slot = (7 * KV(policy="rkv", protect_prompt=False).capacity + 21 * held) * of_layer + 4 * vocab
         monkeypatch.setattr(evaluate_slots, "free_bytes", lambda device, size=of_slot: int(30.5 * size / evaluate_slots.SHARE))
-        assert evaluate_slots.auto_slots(probe, KV(), tokens, [256] * 500, 1) == 30
+        assert evaluate_slots.auto_slots(probe, KV(policy="rkv", protect_prompt=False), tokens, [256] * 500, 1) == 30
 
 
 @pytest.mark.parametrize("tokens", [100, 300])
@@ -389,7 +390,7 @@ def test_an_evaluation_takes_nothing_from_a_run(memory_gib):
 
 
 def test_slots_of_an_evaluation():
-    sampler = SimpleNamespace(slots=64, kv=KV(budget=512, interval=128))
+    sampler = SimpleNamespace(slots=64, kv=KV(policy="rkv", budget=512, interval=128, protect_prompt=False))
     assert dense_slots(None, sampler, 4096) == 10 and dense_slots(None, sampler, 10**6) == 1  # as many bytes as the sampler's
     plan = planned(*FITS_24, prompt_tokens=256)
     assert dense_slots(plan, sampler, 256 + 4096) == plan.evaluation_slots

@@ -115,7 +115,7 @@ def test_planned_keys_and_values_are_those_in_storage(name, policy, window):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_quantised_windows_are_refused_as_in_a_run(name, tmp_path, capsys):
-    model, kv = family(name), KV(dtype="8bit")
+    model, kv = family(name), KV(policy="rkv", dtype="8bit", protect_prompt=False)
     with pytest.raises(UserError) as error:
         Engine(model, kv, slots=1)
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict() | {"architectures": [type(model).__name__]}))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_rl import UserError
+from sparse_rl import KV, UserError
 from sparse_rl.kernels.redundancy import redundancy
-from sparse_rl.kv.policies import POLICIES, Policy, get
+from sparse_rl.kv.policies import POLICIES, Policy, from_settings, get
 from sparse_rl.kv.policies.rkv import RKV
 from sparse_rl.testing import check_policy, random_statistics
 
@@ -25,6 +25,20 @@ def test_every_policy_passes_its_own_check(name, sinks):
 
 def test_snapkv_prefill_form_passes_the_check():
     check_policy("snapkv", form="prefill", pool="avg", kernel=5)
+
+
+@pytest.mark.parametrize("name", [*(name for name in POLICIES if name != "full"), f"{__name__}:KeepsLast"])
+def test_the_window_is_half_of_the_budget_for_policies_that_predict_queries(name):
+    """And 8 tokens for all others. A number overrides both."""
+    for budget in (100, 65):
+        expected = budget // 2 if name in ("triattention", "expected") else 8
+        assert from_settings(KV(policy=name, budget=budget)).window == expected
+        assert from_settings(KV(policy=name, budget=budget, window=5)).window == 5
+
+
+class KeepsLast(Policy):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return torch.arange(keys.shape[2]).expand(keys.shape[:3]).float()
 
 
 def test_ties_go_to_the_lower_position():

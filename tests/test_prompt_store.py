@@ -20,7 +20,7 @@ from sparse_rl.rollout.sampling import sample
 from sparse_rl.rollout.scheduler import Scheduler
 from sparse_rl.sizes import PAGE_TOKENS, pages_of, pool_pages
 
-PROTECTED = KV(budget=24, interval=8, window=4, sinks=2, protect_prompt=True)
+PROTECTED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True)
 EVICTING = [name for name in POLICIES if name != "full"]
 LENGTHS = (1, 5, 57, 64, 150)
 """Prompts shorter than the sinks, within a page, of a whole page and of several."""
@@ -35,7 +35,7 @@ def alone(engine, prompt, seed, max_tokens):
     """A rollout whose own slot holds the prompt and prompt + budget tokens: no store, one segment of attention. Returns tokens,
     log-probs and the positions that each layer and head holds at the end."""
     model, kv, policy, sampling = engine.model, engine.kv, from_settings(engine.kv), Sampling(stop=())
-    total, ring = len(prompt) + kv.budget, kv.window if policy.uses_queries else 0
+    total, ring = len(prompt) + kv.budget, kv.recent if policy.uses_queries else 0
     cache = SlotCache(engine.limits.shape, 1, total + kv.interval, ring)
     cache.statistics = engine.cache.statistics
     logits, *_ = prefill(model, cache, policy, DENSE, [PromptInSlots(prompt, [0], [seed])])

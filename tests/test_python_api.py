@@ -19,7 +19,7 @@ def settings(world, run, **more):
     """A run of two steps with four rollouts each."""
     return {
         "model": {"path": str(world / "model")},
-        "kv": {"policy": "rkv", "budget": 16, "interval": 4, "window": 4, "sinks": 2},
+        "kv": {"policy": "rkv", "budget": 16, "interval": 4, "window": 4, "sinks": 2, "protect_prompt": False},
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 12, "slots": 4},
         "optimizer": {"lr": 1e-3},
         "reward": {"truncated": "grade"},

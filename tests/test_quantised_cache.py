@@ -12,7 +12,7 @@ from sparse_rl.kv.policies import POLICIES, Policy
 from sparse_rl.kv.shape import CacheShape
 
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
-BOUNDED = KV(budget=32, interval=8, window=4, sinks=2)
+BOUNDED = KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False)
 DTYPES = ["8bit", "4bit"]
 FLIPS = 1e-3
 """Largest share of codes and steps that may differ between sampler and replay, in float32 on a CPU."""
@@ -75,7 +75,7 @@ def test_replay_reproduces_the_sampler_up_to_flips(models, policy, architecture,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stored_prompt_is_read_as_a_slot_is(model, dtype):
     """Prompts in pages, of one token and of several pages; groups that wait for slots; a prompt prefilled in pieces."""
-    kv = KV(budget=24, interval=8, window=4, sinks=2, protect_prompt=True, dtype=dtype)
+    kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True, dtype=dtype)
     prompts = [[5], LONG, [3 + number % 50 for number in range(150)]]
     for prefill_tokens in (8192, 40):
         engine = Engine(model, kv, slots=4, prefill_tokens=prefill_tokens)
@@ -144,11 +144,13 @@ class Precise(Policy):
 
 def test_what_cannot_be_quantised_is_refused(model):
     with pytest.raises(UserError, match=r"needs keys in the model's dtype, but kv.dtype = 4bit: set kv.dtype = auto\."):
-        Engine(model, KV(policy="test_quantised_cache:Precise", dtype="4bit"), slots=1)
+        Engine(model, KV(policy="test_quantised_cache:Precise", dtype="4bit", protect_prompt=False), slots=1)
     with pytest.raises(ValueError, match="8bit"):
         KV(dtype="3bit")
     rollouts = [
-        Engine(model, KV(dtype="8bit"), slots=1).generate([prompt], sampling=Sampling(max_tokens=2))[0]
+        Engine(model, KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1).generate(
+            [prompt], sampling=Sampling(max_tokens=2)
+        )[0]
         for prompt in (SHORT, SHORT, LONG)
     ]
     assert len(replay(model, rollouts[:2], "sparse")) == 2  # equal statistics of two engines

@@ -22,7 +22,7 @@ from sparse_rl.rollout import calibrate
 from test_models import build
 
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
-BOUNDED = {"budget": 32, "interval": 8, "window": 4, "sinks": 2}
+BOUNDED = {"budget": 32, "interval": 8, "window": 4, "sinks": 2, "protect_prompt": False}
 POLICIES = ["triattention", "expected"]
 
 
@@ -174,7 +174,7 @@ def test_statistics_serve_a_quantised_cache_as_well(model, policy):
 
 
 def test_statistics_that_lack_what_is_needed_are_not_used_and_that_is_said(model, capsys):
-    quantised = Engine(model, KV(dtype="8bit", **BOUNDED), slots=1)
+    quantised = Engine(model, KV(policy="rkv", dtype="8bit", **BOUNDED), slots=1)
     quantised.calibrate([LONG], 100)
     engine = Engine(model, KV(policy="triattention", **BOUNDED), slots=1)
     engine.load_statistics(quantised.statistics)
@@ -190,7 +190,10 @@ def test_statistics_that_lack_what_is_needed_are_not_used_and_that_is_said(model
 @pytest.mark.parametrize("policy", POLICIES)
 def test_models_without_rotary_positions_are_refused(policy):
     model = build(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=1, eos_token_id=2))
-    with pytest.raises(UserError, match=f"GPT2LMHeadModel .* kv.policy = {policy} .* use another policy"):
+    with pytest.raises(
+        UserError,
+        match=f"GPT2LMHeadModel .* kv.policy = {policy} cannot predict its queries: set kv.policy = streaming or rkv.",
+    ):
         Engine(model, KV(policy=policy, **BOUNDED), slots=1)
 
 

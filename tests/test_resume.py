@@ -21,7 +21,7 @@ KINDS = {
     "lora": ["--loss.kl-coef", "0.01", *SCORED, "--model.lora.rank", "2"],
     "bfloat16": ["--method", "dense", "--optimizer.state", "offload", "--model.dtype", "bfloat16"],
     "8bit": ["--method", "dense", "--optimizer.state", "8bit"],
-    "triattention": ["--kv.policy", "triattention", "--eval.cache", "sparse", *SCORED],
+    "triattention": ["--kv.policy", "triattention", "--kv.window", "auto", "--eval.cache", "sparse", *SCORED],
     "quantised": ["--kv.dtype", "8bit", "--eval.cache", "sparse", *SCORED],
     "quantised, full": ["--method", "on_policy_sparse", "--kv.policy", "full", "--kv.dtype", "4bit"],
 }

@@ -43,7 +43,7 @@ FAMILIES = {
     "flex-olmo": FlexOlmoConfig(**SIZE, **EIGHT),
     "gpt-oss": GptOssConfig(**SIZE, **LOCAL, head_dim=8, layer_types=["full_attention"] * 2),
 }
-FULL, BOUNDED = KV(policy="full"), KV(budget=24, interval=8, window=4, sinks=2)
+FULL, BOUNDED = KV(policy="full"), KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False)
 CACHES = {"full": FULL, "rkv": BOUNDED, "protected": BOUNDED.model_copy(update={"protect_prompt": True})}
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
 SAMPLING = Sampling(max_tokens=40, stop=())

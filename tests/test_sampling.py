@@ -21,7 +21,7 @@ def test_draws_follow_the_sparse_policy(temperature):
     vocab = 7
     model = random_model("qwen2", vocab=vocab, seed=3)
     prompt = [2, 3, 4, 5, 6, 0, 1] * 5
-    engine = Engine(model, KV(policy="streaming", budget=8, interval=4, window=4, sinks=1), slots=500)
+    engine = Engine(model, KV(policy="streaming", budget=8, interval=4, window=4, sinks=1, protect_prompt=False), slots=500)
     sampling = Sampling(max_tokens=2, stop=(), temperature=temperature, seed=11)
     rollouts = engine.generate([prompt], samples=DRAWS, sampling=sampling)
     counts = torch.zeros(vocab, vocab)

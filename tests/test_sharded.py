@@ -30,6 +30,7 @@ FLAGS = [
         "--rollout.max-tokens",
         "40",
     ),
+    *("--kv.policy", "rkv", "--kv.protect-prompt", "false"),
     *("--kv.budget", "20", "--kv.interval", "4", "--checkpoint.every", "1", "--optimizer.lr", str(LR)),
 ]
 KINDS = {

@@ -344,7 +344,7 @@ def test_with_adapters_the_sampler_stays_the_learner(world, merge):
     model = load_model(str(world / "model"), dtype="float32", device="cpu")
     torch.manual_seed(0)
     actor = Actor(model, LoraConfig(rank=4, merge=merge))
-    engine = Engine(actor.sampler, KV(budget=20, interval=4, window=4), slots=4)
+    engine = Engine(actor.sampler, KV(policy="rkv", budget=20, interval=4, window=4, protect_prompt=False), slots=4)
     optimizer = Optimizer(actor.learner, OptimizerConfig(lr=0.2), steps=3)
     first = None
     with one_thread():
@@ -468,7 +468,7 @@ def test_the_rehearsal_is_the_fullest_micro_batch():
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])
 def test_a_rehearsal_of_the_sampler_takes_all_slots_and_changes_nothing(tiny, policy):
-    kv, prompt = KV(policy=policy, budget=24, interval=8, window=4), [3, 4, 5, 6, 7]
+    kv, prompt = KV(policy=policy, budget=24, interval=8, window=4, protect_prompt=False), [3, 4, 5, 6, 7]
     config = Config(rollout={"max_tokens": 40})
     sampling = config.rollout.sampling(1)
     tried, fresh = (Engine(tiny, kv, slots=3) for _ in range(2))
@@ -638,13 +638,13 @@ def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, 
 
 
 def test_prompts_that_fill_the_budget_are_told_what_protects_them():
-    kv, half = KV(budget=100), [[0] * 40, [0] * 60, [0] * 90]
+    kv, half = KV(policy="rkv", budget=100, protect_prompt=False), [[0] * 40, [0] * 60, [0] * 90]
     told = kv.remark(half, 500)
     assert "A typical prompt fills 60% of kv.budget = 100" in told
     assert "set kv.protect_prompt = true, with which kv.budget counts response tokens alone" in told
     assert "1 of 2 prompts are longer" in kv.remark([[0], [0] * 101], 500)
     assert kv.remark([[0] * 40, [0] * 50, [0] * 90], 500) is kv.remark([], 500) is None
-    protected = KV(budget=100, protect_prompt=True)
+    protected = KV(policy="rkv", budget=100, protect_prompt=True)
     assert protected.remark(half, 101) is None
     assert "kv.budget = 100 never evicts: a response has at most 100 tokens." in protected.remark(half, 100)
 

@@ -32,10 +32,18 @@ def our_attention(models):
 def test_generate_with_a_bounded_cache_is_the_engine(models, architecture, policy):
     """Left-padded, three lengths in a batch: the tokens are those the engine samples greedily."""
     model = models[architecture]
-    engine = Engine(model, KV(policy=policy, **SETTINGS), slots=3)
+    engine = Engine(model, KV(policy=policy, protect_prompt=False, **SETTINGS), slots=3)
     expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=38, temperature=0, stop=()))
     cache = BoundedCache(policy, **SETTINGS, statistics=engine.statistics)
     assert greedy(model, PROMPTS, cache, tokens=38) == [rollout.response for rollout in expected]
+
+
+def test_the_window_of_a_bounded_cache_follows_its_budget(model):
+    engine = Engine(model, KV(policy="triattention", budget=24, interval=6, protect_prompt=False), slots=3)
+    expected = engine.generate(PROMPTS, sampling=Sampling(max_tokens=38, temperature=0, stop=()))
+    cache = BoundedCache("triattention", 24, interval=6, statistics=engine.statistics)
+    assert greedy(model, PROMPTS, cache, tokens=38) == [rollout.response for rollout in expected]
+    assert cache.layers[0].policy.window == 12
 
 
 def test_a_policy_without_its_statistics_is_refused():

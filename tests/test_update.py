@@ -28,7 +28,7 @@ VETO = 0.2  # high enough to reject some of these rollouts and not all
 def sampled():
     """A float64 model, rollouts that lost keys, old log-probs of slightly other weights, and a reference."""
     model = random_model("qwen2").double()
-    kv = KV(policy="random", budget=8, interval=4, window=2, sinks=1)
+    kv = KV(policy="random", budget=8, interval=4, window=2, sinks=1, protect_prompt=False)
     prompts = [[2, 5, 9, 4, 7], [2, 8, 3], [2, 30, 31, 32]]
     sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.8, stop=(1,), seed=3)
     rollouts = Engine(model, kv, slots=4).generate(prompts, samples=4, sampling=sampling)
@@ -166,7 +166,7 @@ def test_paper_with_a_ratio_of_one_is_plain_grpo(sampled):
 
 def test_smd_with_nothing_evicted_is_on_policy_grpo_and_no_divergence(sampled):
     model, _ = sampled
-    rollouts = Engine(model, KV(policy="random", budget=64, interval=8), slots=4).generate(
+    rollouts = Engine(model, KV(policy="random", budget=64, interval=8, protect_prompt=False), slots=4).generate(
         [[2, 5, 9]], samples=4, sampling=Sampling(max_tokens=12)
     )
     learner, loss = moved(model, 1), LossConfig()

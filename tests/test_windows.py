@@ -36,7 +36,7 @@ FAMILIES = {
 }
 KINDS = ["mistral", "gemma3", "gemma2", "gpt-oss"]
 """Windows in all layers, in some, with soft caps, and with learned sinks. `test_model_table.py` measures every family."""
-BOUNDED = KV(budget=24, interval=8, window=4, sinks=2)
+BOUNDED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False)
 CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
 CACHE_NAMES = ["rkv", "protected", "full"]
 SHORT, LONG = [7, 8, 9], list(range(3, 60))
@@ -81,6 +81,15 @@ def own_logprobs(model, rollout):
 
 def farthest(left, right):
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_default_cache_works_beside_windows(models, name):
+    rollouts = Engine(models[name], KV(budget=24, interval=8), slots=2).generate(
+        [LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=())
+    )
+    sampled = [rollout.logprobs for rollout in rollouts]
+    assert farthest(replay(models[name], rollouts, "sparse"), sampled) < ROUNDING * 5
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -201,7 +210,7 @@ def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models
 
 def test_quantised_windows_are_refused(models):
     with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support MistralForCausalLM.*: set kv.dtype = auto\."):
-        Engine(models["mistral"], KV(dtype="8bit"), slots=1)
+        Engine(models["mistral"], KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("rkv", "full")])

@@ -143,7 +143,19 @@ class Running:
         self.commands = [train]
         if run.evaluate:
             evaluation = ["eval", str(self.folder / "model"), "--benchmarks", "gsm8k", "--compare", run.evaluate, "--mismatch"]
-            evaluation += ["--temperature", "1", "--top-p", "1", "--max-tokens", "768", "--slots", "512", *data]
+            evaluation += [
+                "--temperature",
+                "1",
+                "--top-p",
+                "1",
+                "--max-tokens",
+                "768",
+                "--slots",
+                "512",
+                "--kv.protect-prompt",
+                "false",
+                *data,
+            ]
             self.commands += [[*evaluation, "--out", str(self.folder / "eval")]]
         self.next()
 

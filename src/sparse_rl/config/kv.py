@@ -10,6 +10,10 @@ from .section import Section
 
 LARGE_PROMPT = 0.5
 """Share of the budget from which a typical prompt is worth a warning."""
+PREDICTS_QUERIES = ("triattention", "expected")
+"""Policies that score keys for future queries, with statistics of the model in place of recent queries."""
+SCORING_WINDOW = 8
+"""`window` of all other policies, if it is auto."""
 
 
 class KV(Section):
@@ -18,7 +22,7 @@ class KV(Section):
     section: ClassVar[str] = "kv"
 
     policy: str = Field(
-        "rkv",
+        "triattention",
         description=(
             "Eviction policy: full rkv snapkv streaming tova knorm keydiff triattention expected random, or package.module:Class "
             "of a custom policy."
@@ -27,8 +31,8 @@ class KV(Section):
     budget: int | Literal["auto"] = Field(
         512,
         description=(
-            "Number of tokens kept by a compaction; with protect_prompt, of response tokens. auto: the run measures it before "
-            "the first step and adjusts it."
+            "Number of response tokens kept by a compaction; without protect_prompt, of prompt and response tokens. auto: the "
+            "run measures it before the first step and adjusts it."
         ),
     )
     target_rejected: float = Field(
@@ -38,12 +42,16 @@ class KV(Section):
         description="Share of rejected rollouts that budget = auto holds; alerts.xi_p05 limits long responses.",
     )
     interval: int = Field(128, description="Response tokens between compactions; a slot holds up to budget + interval tokens.")
-    window: int = Field(
-        8, ge=0, description="Number of most recent tokens that are never evicted; their queries score the other tokens."
+    window: int | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Number of most recent tokens that are never evicted; policies that read queries score with theirs. auto: half of "
+            f"budget for {' and '.join(PREDICTS_QUERIES)}, {SCORING_WINDOW} for others."
+        ),
     )
     sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")
     protect_prompt: bool = Field(
-        False,
+        True,
         description="Never evict prompt tokens, store them once for all samples of a prompt, and let budget count the response.",
     )
     dtype: Literal["auto", "8bit", "4bit"] = Field(
@@ -62,17 +70,19 @@ class KV(Section):
     def _leave_something_to_score(self) -> "KV":
         if self.interval < 1:
             raise ValueError(f"kv.interval = {self.interval} is invalid: it must be at least 1. Try 128.")
-        forced = self.window + self.sinks
+        if self.window != "auto" and self.window < 0:
+            raise ValueError(f"kv.window = {self.window} is invalid: it must be at least 0, or auto.")
         if self.budget == "auto":
             if self.policy == "full":
                 raise ValueError(
-                    "kv.budget = auto and kv.policy = full contradict each other: full evicts nothing. Set kv.policy = rkv, or "
-                    "remove kv.budget."
+                    "kv.budget = auto and kv.policy = full contradict each other: full evicts nothing. Set kv.policy = "
+                    "triattention, or remove kv.budget."
                 )
             return self
         if self.budget < 1:
             raise ValueError(f"kv.budget = {self.budget} is invalid: it must be at least 1, or auto.")
-        if self.policy != "full" and self.budget <= forced:
+        if self.policy != "full" and self.budget < self.least_budget:
+            forced = self.recent + self.sinks
             raise ValueError(
                 f"kv.budget = {self.budget} is too small: it must exceed window + sinks = {forced}. Try --kv.budget "
                 f"{max(64, 4 * forced)}."
@@ -122,7 +132,7 @@ class KV(Section):
 
     @property
     def label(self) -> str:
-        """Name of the cache in tables, such as rkv 512+128 or full 4bit."""
+        """Name of the cache in tables, such as triattention 512+128 or full 4bit."""
         size = "" if self.policy == "full" else f" {self.budget}+{self.interval}"
         return f"{self.policy}{size}{f' {self.dtype}' if self.quantised else ''}"
 
@@ -132,9 +142,25 @@ class KV(Section):
         return self.protect_prompt and self.policy != "full"
 
     @property
+    def recent(self) -> int:
+        """`window` as a number. Raise UserError if it is half of a budget that is auto."""
+        if self.window != "auto":
+            return self.window
+        return self.kept_tokens // 2 if self.window_follows_budget else SCORING_WINDOW
+
+    @property
+    def window_follows_budget(self) -> bool:
+        return self.window == "auto" and self.policy in PREDICTS_QUERIES
+
+    @property
+    def least_budget(self) -> int:
+        """Smallest valid budget: one more than window + sinks. Independent of `budget`, which may be auto."""
+        return 1 + (2 * self.sinks if self.window_follows_budget else self.recent + self.sinks)
+
+    @property
     def least_auto(self) -> int:
-        """Smallest budget that auto tries: twice the tokens that are never evicted, and at least 16."""
-        return max(16, 2 * (self.window + self.sinks))
+        """Smallest budget that auto tries: twice what the smallest valid budget never evicts, and at least 16."""
+        return max(16, 2 * (self.least_budget - 1))
 
     @property
     def kept_tokens(self) -> int:

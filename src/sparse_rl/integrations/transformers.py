@@ -45,7 +45,12 @@ from ..models.stored_kv import stored_kv
 
 class BoundedCache(Cache):
     """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill, in addition to
-    protected prompts."""
+    protected prompts.
+
+    Two defaults differ from those of `KV`. `policy` is rkv, because triattention needs statistics of the model. `protect_prompt`
+    is false: every row would hold its own copy of the prompt, so the memory would not be bounded, and a protected prompt must
+    come in one pass.
+    """
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class BoundedCache(Cache):
         budget: int = 512,
         *,
         interval: int = 128,
-        window: int = 8,
+        window: int | Literal["auto"] = "auto",
         sinks: int = 4,
         protect_prompt: bool = False,
         dtype: Literal["auto", "8bit", "4bit"] = "auto",
@@ -202,7 +207,7 @@ class BoundedLayer(CacheLayerMixin):
         if min(counts) == 0:
             raise UserError("The first prefill chunk of a prompt is all padding: omit prefill_chunk_size, or pad less.")
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
-        ring = self.kv.window if self.policy.uses_queries else 0
+        ring = self.policy.window if self.policy.uses_queries else 0
         protected = max(counts) if self.kv.protect_prompt else 0
         prompts = [
             tuple(tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))

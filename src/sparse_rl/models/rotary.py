@@ -40,7 +40,7 @@ def rotary_of(model: PreTrainedModel, policy: str) -> Rotary:
     """Return the rotation of the model's queries and keys. Raise a UserError that names the policy if it has none, or if it
     cannot be read."""
     if model not in _known:
-        remedy = f"so kv.policy = {policy} cannot predict its queries: use another policy, such as rkv, or another model"
+        remedy = f"so kv.policy = {policy} cannot predict its queries: set kv.policy = streaming or rkv"
         try:
             of_kind = {layer: _read(vectors_PMD, places) for layer, (vectors_PMD, places) in _probe(model).items()}
         except torch.OutOfMemoryError:

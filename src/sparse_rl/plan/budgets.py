@@ -78,9 +78,7 @@ def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
     longest = longest_sequence(plan)
     budgets = {round(share * longest) - stored for share in (*SMALLER, *MEASURED)}
     near = SAME_SHARE * longest
-    budgets = {each for each in budgets if each > kv.window + kv.sinks and abs(each - kv.kept_tokens) > near} | {
-        kv.kept_tokens
-    }
+    budgets = {each for each in budgets if each >= kv.least_budget and abs(each - kv.kept_tokens) > near} | {kv.kept_tokens}
     caches = [_with_budget(plan, budget) for budget in sorted(budgets)]
     return [_row(plan, gpu, each) for each in (*caches, FEWER_BITS, None)]
 
@@ -149,7 +147,7 @@ def winning_budget(plan: Plan, gpu: GPU, dense_s: float | None) -> int:
 
     If dense does not fit, return the largest budget that fits.
     """
-    least = plan.config.kv.window + plan.config.kv.sinks
+    least = plan.config.kv.least_budget - 1
 
     def wins(more: int) -> bool:
         return _faster(_row(plan, gpu, _with_budget(plan, least + more)).step_s, dense_s)

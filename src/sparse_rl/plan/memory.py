@@ -315,14 +315,14 @@ def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slot
 
 def largest_budget(plan: Plan) -> int:
     """Return the largest `kv.budget` that fits with the plan's slots; 0 if none fits."""
-    config, window = plan.config, plan.config.kv.window + plan.config.kv.sinks + 1
+    config, least = plan.config, plan.config.kv.least_budget
 
     def fit(budget: int) -> bool:
-        kv = config.kv.model_copy(update={"budget": window + budget})
+        kv = config.kv.model_copy(update={"budget": least + budget})
         changed = config.model_copy(update={"kv": kv})
         return make_plan(
             changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens, slots=plan.slots
         ).fits
 
     found = largest(fit, plan.prompt_tokens + config.rollout.max_tokens)
-    return window + found if found else 0
+    return least + found if found else 0

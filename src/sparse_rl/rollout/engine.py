@@ -312,6 +312,7 @@ class Engine:
         The present cache, its prompt store and its graphs are freed first. Reserve the prompt store again if it was reserved.
         """
         self.kv = KV(**self.kv.model_dump() | {"budget": budget})
+        self.policy = from_settings(self.kv)
         self.slots, self.schedule = slots, Schedule.of(self.kv, self.policy.evicts)
         self.graphs, self.pool_reserved = None, False
         if hasattr(self, "cache"):  # else an earlier call ran out of memory

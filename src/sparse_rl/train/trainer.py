@@ -175,10 +175,10 @@ class TrainingRun:
     def _possible_budgets(self, prompt_tokens: int) -> tuple[list[int], int]:
         """Return (the budgets that fit on all ranks, the one to start with: at most half of the longest sequence)."""
         kv, longest = self.config.kv, self.config.longest_kept(prompt_tokens)
-        if longest <= kv.window + kv.sinks:
+        if longest < kv.least_budget:
             raise UserError(
                 f"kv.budget = auto has no choice: sequences hold at most {longest} tokens to choose from, and window + sinks keep "
-                f"{kv.window + kv.sinks}. Train dense, or lower kv.window."
+                f"{kv.least_budget - 1}. Train dense, or lower kv.window or kv.sinks."
             )
         budgets = min(self.world.gather(budgets_that_fit(self.config, self.plan, prompt_tokens)), key=len)
         half = self.config.with_known_budget(prompt_tokens).kv.kept_tokens

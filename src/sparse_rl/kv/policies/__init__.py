@@ -46,11 +46,12 @@ def from_settings(kv: KV) -> Policy:
             raise UserError(
                 f"kv.options must not contain {name}, which is a separate option: set kv.{name} = {kv.options[name]}."
             )
-    forced = {} if kv.policy == "full" else {"window": kv.window, "sinks": kv.sinks}
+    forced = {} if kv.policy == "full" else {"window": kv.recent, "sinks": kv.sinks}
     policy = get(kv.policy, **forced, **kv.options)
     if kv.protect_prompt and "protected" not in signature(policy.select).parameters:
         raise UserError(
-            f"Policy {kv.policy} does not support kv.protect_prompt: add the argument `protected` to its select()."
+            f"Policy {kv.policy} does not support kv.protect_prompt: add the argument `protected` to its select(), or set "
+            "kv.protect_prompt = false."
         )
     if kv.quantised and policy.full_precision:
         raise UserError(f"Policy {kv.policy} needs keys in the model's dtype, but kv.dtype = {kv.dtype}: set kv.dtype = auto.")
