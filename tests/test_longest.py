@@ -119,7 +119,7 @@ def test_the_table_of_a_model(capsys, tmp_path):
     assert len(rows) == 10 and len(record["rows"]) == 20
     memory = (parse_size("24GB") - CONTEXT_BYTES) / GIB
     lora = found({"model": {"path": "1.5B", **BF16, "lora": {"rank": 16, "merge": False}}}, memory)
-    row = rows["LoRA rank 16", "fp32", "rkv 512+128"]
+    row = rows["LoRA rank 16", "fp32", "triattention 512+128"]
     assert (row["tokens"], row["tokens_by_memory"], row["bound"]) == (lora.tokens, lora.by_memory, lora.bound)
     assert row["slots"] == lora.plan.slots and row["peak_bytes"] == lora.plan.peak_bytes
     assert rows["all weights", "fp32", "dense"]["tokens"] == 0 and "none" in out
