@@ -19,7 +19,7 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from sparse_rl import KV, UserError, load_model, load_tokenizer, replay
+from sparse_rl import KV, Engine, UserError, load_model, load_tokenizer, replay
 from sparse_rl.config import PRESETS, LossConfig
 from sparse_rl.data.arithmetic import make_problems
 from sparse_rl.integrations import trl as integration
@@ -216,6 +216,18 @@ def test_equal_seeds_sample_equal_tokens_and_a_resumed_step_its_own(tmp_path):
     assert again.shape != tokens[first].shape or not torch.equal(again, tokens[first])
     first.state.global_step = second.state.global_step = 5
     assert torch.equal(generated(first)["completion_ids"], generated(second)["completion_ids"])
+
+
+def test_statistics_are_gathered_again_from_the_rollouts_of_new_weights(tmp_path):
+    kv = KV(policy="triattention", budget=28, interval=4)
+    trainer = trainer_of(tmp_path, kv=kv)
+    for _ in range(2):
+        generated(trainer)
+        engine, rollouts = trainer.rollouts.engine, trainer.rollouts.rollouts
+        alone = Engine(engine.model, kv, slots=1)
+        alone.calibrate([rollout.prompt + rollout.response for rollout in rollouts], MAX_TOKENS)
+        assert torch.equal(engine.statistics["query_mean"], alone.statistics["query_mean"])
+        move(trainer.model, 0.1)
 
 
 @pytest.mark.parametrize("kind", ["full", "merged", "unmerged"])

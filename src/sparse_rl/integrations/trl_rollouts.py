@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ..config import KV, Sampling
 from ..errors import UserError
 from ..kernels.counter_rng import derive
+from ..rollout.calibrate import is_due
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 
@@ -37,6 +38,9 @@ class SparseRollouts:
     The engine is built at the first call. `slots` sequences run concurrently; the default is the generation batch of this
     process, at most 64. `merge_lora` is explained at `SamplerWeights`. Reward functions receive the column `finish` (`stop` or
     `length`).
+
+    A policy or a `kv.dtype` that needs statistics of the model gathers them from the first prompts, and again from the rollouts of
+    training calls 1, 2, 4, 8, … of this process. TRL's checkpoints do not store them, so a resumed run samples other tokens.
     """
 
     def __init__(self, kv: KV | None = None, *, slots: int | None = None, merge_lora: bool = True):
@@ -47,6 +51,7 @@ class SparseRollouts:
         self.rollouts: list[Rollout] = []
         """Rollouts of the last call, in the order of its prompts."""
         self._place, self._calls = (-1, -1), 0
+        self._training_calls = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         engine = self.prepare(trainer)
@@ -61,6 +66,11 @@ class SparseRollouts:
         self.weights.sync()
         with unchanged_attention(engine.model):
             self.rollouts = engine.generate(unique, samples, sampling, seeds=self._seeds(trainer, len(ids)), record=False)
+            if trainer.model.training:
+                self._training_calls += 1
+                if is_due(self._training_calls):
+                    texts = [rollout.prompt + rollout.response for rollout in self.rollouts]
+                    engine.calibrate(texts, max(map(len, unique)) + sampling.max_tokens)
         return {
             "prompt_ids": [list(rollout.prompt) for rollout in self.rollouts],
             "completion_ids": [rollout.response for rollout in self.rollouts],
