@@ -238,6 +238,14 @@ def test_long_tail_weighs_rows_and_ignores_short_ones():
     assert math.isnan(long_tail([])) and long_tail([torch.tensor([math.nan])]) < 1e-8
 
 
+def test_the_default_cache_follows_a_budget_that_the_run_sets(world, tmp_path):
+    flags = [*AUTO, "--kv.policy", "triattention", "--kv.window", "auto", "--kv.protect-prompt", "true", "--steps", "1"]
+    train(world, tmp_path / "run", *flags)
+    budget = metrics(tmp_path / "run")[-1]["kv/budget"]
+    stored = json.loads((tmp_path / "run/model/sparse_rl.json").read_text())["kv"]
+    assert (stored["budget"], stored["window"]) == (budget, "auto") and KV(**stored).recent == budget // 2
+
+
 # What is refused
 
 

@@ -112,6 +112,9 @@ def test_a_checkpoint_whose_budget_counts_the_prompt_is_refused():
     assert changes_since("run", {key: value for key, value in free.items() if key != "format"}, free) == []
 
 
+FOLLOWING = {"policy": "expected", "window": "auto"}
+
+
 def test_a_run_of_an_earlier_version_keeps_its_cache(tmp_path):
     """Its config.toml and its checkpoints have always held the options of the cache, so new defaults do not change it."""
     cache = {"policy": "rkv", "budget": 512, "interval": 128, "window": 8, "sinks": 4, "protect_prompt": False}
@@ -122,6 +125,9 @@ def test_a_run_of_an_earlier_version_keeps_its_cache(tmp_path):
     assert config.kv == KV(**cache) != KV()
     stored = {key: value for key, value in kept_options(config).items() if key != "format"}
     assert changes_since("run", stored, kept_options(config)) == []
+    assert changes_since("run", stored, kept_options(Config(kv=cache | {"window": "auto"}))) == []  # 8 for R-KV
+    with pytest.raises(UserError, match="kv.window is auto now but was 8 in run"):
+        changes_since("run", stored | {"kv.policy": "expected"}, kept_options(Config(kv=cache | FOLLOWING)))
     with pytest.raises(UserError, match="kv.protect_prompt is True now but was False in run: resume with the same value"):
         changes_since("run", stored, kept_options(Config(kv=cache | {"protect_prompt": True})))
 

@@ -176,6 +176,17 @@ def test_caches_are_named_by_policy_and_budget():
     assert settings("rkv@100", {"interval": "7"}, {})[0].name == "rkv@100+7"
 
 
+def test_a_named_cache_of_the_trained_policy_has_the_stored_options():
+    stored = KV(policy="rkv", budget=96, interval=32, window=4, protect_prompt=False).model_dump()
+    own, other, protected = (
+        settings(name, given, stored)[0].kv
+        for name, given in (("rkv@64", {}), ("tova@64", {}), ("rkv@64", {"protect_prompt": "true"}))
+    )
+    assert own == KV(**stored | {"budget": 64, "interval": 16})
+    assert other == KV(policy="tova", budget=64, interval=16)
+    assert protected == KV(**stored | {"budget": 64, "interval": 16, "protect_prompt": True})
+
+
 def test_without_names_the_cache_is_the_models_own():
     stored = KV(policy="snapkv", budget=96, interval=32, window=4, protect_prompt=False).model_dump()
     assert settings(None, {}, {}) == settings("full", {}, {})

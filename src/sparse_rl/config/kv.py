@@ -143,10 +143,12 @@ class KV(Section):
 
     @property
     def recent(self) -> int:
-        """`window` as a number. Raise UserError if it is half of a budget that is auto."""
+        """`window` as a number. If it follows a budget that is auto, half of the smallest budget that is tried."""
         if self.window != "auto":
             return self.window
-        return self.kept_tokens // 2 if self.window_follows_budget else SCORING_WINDOW
+        if not self.window_follows_budget:
+            return SCORING_WINDOW
+        return (self.least_auto if self.budget == "auto" else self.budget) // 2
 
     @property
     def window_follows_budget(self) -> bool:
@@ -159,7 +161,7 @@ class KV(Section):
 
     @property
     def least_auto(self) -> int:
-        """Smallest budget that auto tries: twice what the smallest valid budget never evicts, and at least 16."""
+        """Smallest budget that auto tries: twice the window + sinks of the smallest valid budget, and at least 16."""
         return max(16, 2 * (self.least_budget - 1))
 
     @property

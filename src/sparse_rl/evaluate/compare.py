@@ -10,6 +10,9 @@ from ..errors import UserError
 
 FORM = "full or POLICY@BUDGET[+INTERVAL], each with :8bit or :4bit if wanted, as in full,full:4bit,rkv@512,snapkv@512+64:8bit"
 
+TRAINED = ("window", "sinks", "protect_prompt", "options")
+"""Options that a cache takes from the settings stored with the model, if it has the same policy."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -35,7 +38,7 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
         return found
     if twice := sorted({"policy", "budget"} & given.keys()):
         raise UserError(f"kv.{twice[0]} and --compare both set a cache: use only --compare, in the form {FORM}.")
-    found = [_setting(part.strip(), given) for part in compare.split(",")]
+    found = [_setting(part.strip(), given, stored) for part in compare.split(",")]
     names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1:
@@ -59,7 +62,8 @@ def quarter(budget: int) -> int:
     return max(1, budget // 4)
 
 
-def _setting(text: str, given: Mapping[str, Any]) -> Setting:
+def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> Setting:
+    """Return the cache that `text` names. A cache of the policy with which the model was trained has the stored options, too."""
     text, _, dtype = text.partition(":") if text.endswith((":8bit", ":4bit")) else (text, "", "")
     given = {**given, "dtype": dtype} if dtype else given
     if text == "full":
@@ -67,7 +71,8 @@ def _setting(text: str, given: Mapping[str, Any]) -> Setting:
     match = re.fullmatch(r"(.+)@(\d+)(?:\+(\d+))?", text)
     if not match or match[1] == "full":
         raise UserError(f"--compare {text} is not a valid cache: use {FORM}.")
-    values = {"interval": quarter(int(match[2])), **given, "policy": match[1], "budget": int(match[2])}
+    trained = {name: stored[name] for name in TRAINED if name in stored} if stored.get("policy") == match[1] else {}
+    values = {"interval": quarter(int(match[2])), **trained, **given, "policy": match[1], "budget": int(match[2])}
     if match[3]:
         values["interval"] = int(match[3])
     kv = KV(**values)

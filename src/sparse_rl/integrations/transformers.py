@@ -36,11 +36,12 @@ from ..kv.prompt_layout import nth_samples
 from ..kv.quantize import Range, channel_range
 from ..kv.schedule import Schedule, by_length
 from ..kv.shape import CacheShape
+from ..kv.statistics import FILE as STATISTICS
 from ..kv.statistics import KEY_SCALES, Statistics, key_scales, load
 from ..kv.storage import KeyScales, Quantiser
 from ..kv.windows import WindowStore
 from ..models.attention import BoundKeys
-from ..models.stored_kv import stored_kv
+from ..models.stored_kv import stored_file, stored_kv
 
 
 class BoundedCache(Cache):
@@ -96,6 +97,7 @@ class BoundedCache(Cache):
         kv = KV(**stored)
         if kv.policy == "full":
             raise UserError(f"{path} was trained with a dense cache: use transformers' DynamicCache, or {remedy}.")
+        statistics = stored_file(str(path), STATISTICS)
         return cls(
             kv.policy,
             kv.kept_tokens,
@@ -106,7 +108,7 @@ class BoundedCache(Cache):
             dtype=kv.dtype,
             options=kv.options,
             seed=seed,
-            statistics=load(Path(path)),
+            statistics=load(statistics.parent) if statistics else {},
         )
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):

@@ -21,7 +21,7 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
     the user has set a policy. A downloaded model therefore runs no code. A budget of an earlier version that counts a
     protected prompt raises UserError, unless the user has set a budget.
     """
-    file = _stored(path)
+    file = stored_file(path, FILE)
     if file is None:
         return {}
     try:
@@ -44,27 +44,28 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
 
 def stored_base(path: str) -> str:
     """Return `4bit` for an adapter that was trained on base weights in 4 bits, else `auto`."""
-    file = _stored(path)
+    file = stored_file(path, FILE)
     try:
         return "auto" if file is None else str(json.loads(file.read_text()).get("base", "auto"))
     except (OSError, ValueError, AttributeError):
         return "auto"  # `stored_kv` reports the damage
 
 
-def _stored(path: str) -> Path | None:
-    file = Path(path) / FILE
+def stored_file(path: str, name: str) -> Path | None:
+    """Return a file that sparse-rl writes next to a model's weights, in a folder or on the hub; None if there is none."""
+    file = Path(path) / name
     if file.is_file():
         return file
-    return _from_hub(path) if is_hub_id(path) else None
+    return _from_hub(path, name) if is_hub_id(path) else None
 
 
-def _from_hub(path: str) -> Path | None:
+def _from_hub(path: str, name: str) -> Path | None:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         # otherwise the library would retry the hub for half a minute
         only_here = why_unreachable(HfApi().model_info, path) is not None
-        return Path(hf_hub_download(path, FILE, local_files_only=only_here))
+        return Path(hf_hub_download(path, name, local_files_only=only_here))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
         return None  # the model was not trained with sparse-rl, or the hub is unreachable

@@ -60,7 +60,7 @@ def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Console) -> list[B
     rows = sweep(plan, gpu) if plan.config.kv.policy != "full" else []
     if rows:
         console.print(budget_table(plan, rows, gpu, flags))
-        lines[:0] = [advice(plan, rows, gpu), bits_advice()]
+        lines[:0] = [advice(plan, rows, gpu), bits_advice() if plan.dims.takes_codes else None]
     for line in filter(None, lines):
         console.print(line, soft_wrap=True, markup=False)
     return rows
@@ -71,8 +71,8 @@ def longest_sequence(plan: Plan) -> int:
 
 
 def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
-    """Return a row for each share of the table and the configured budget, smallest first, one for all keys in 4 bits and one for
-    a dense cache."""
+    """Return a row for each share of the table and the configured budget, smallest first, one for all keys in 4 bits, if the model
+    supports that, and one for a dense cache."""
     kv = plan.config.kv
     stored = plan.prompt_tokens if kv.protect_prompt else 0
     longest = longest_sequence(plan)
@@ -80,7 +80,8 @@ def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
     near = SAME_SHARE * longest
     budgets = {each for each in budgets if each >= kv.least_budget and abs(each - kv.kept_tokens) > near} | {kv.kept_tokens}
     caches = [_with_budget(plan, budget) for budget in sorted(budgets)]
-    return [_row(plan, gpu, each) for each in (*caches, FEWER_BITS, None)]
+    bits = (FEWER_BITS,) if plan.dims.takes_codes else ()
+    return [_row(plan, gpu, each) for each in (*caches, *bits, None)]
 
 
 def _row(plan: Plan, gpu: GPU, kv: KV | None, max_tokens: int | None = None) -> BudgetRow:
@@ -113,7 +114,7 @@ def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -
         "step s",
         f"{steps} steps",
         "speed-up",
-        "measured: rejected, Pass@1",
+        "measured with R-KV: rejected, Pass@1",
     )
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "sampler" else "right")

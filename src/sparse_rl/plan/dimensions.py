@@ -69,6 +69,11 @@ class Dimensions:
         """True if attention has no soft caps and no learned sinks."""
         return not self.softcap and not self.family.sinks
 
+    @property
+    def takes_codes(self) -> bool:
+        """True if a cache in 8 or 4 bits supports the model."""
+        return self.plain and not self.windowed
+
     @cached_property
     def full(self) -> "Dimensions":
         """Dimensions of the layers without a window alone: those whose cache a policy bounds."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import FORMAT, TASK_REWARDS, Config, flat, migrated, refuse_total_budget, to_toml
+from ..config.kv import PREDICTS_QUERIES, SCORING_WINDOW
 from ..data.examples import Example, name_of
 from ..errors import UserError
 
@@ -51,6 +52,7 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
 
     `before` and `now` map dotted keys, such as `kv.budget`, to values.
     """
+    before, now = _with_window(before), _with_window(now)
     differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     for key in differ:
         if key not in NOTED_OPTIONS and not key.startswith(FREE_OPTIONS):
@@ -59,6 +61,14 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
                 "same value, or start a new run with another --run-dir."
             )
     return [Change(key, before.get(key), now.get(key)) for key in differ if key in NOTED_OPTIONS]
+
+
+def _with_window(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the number that `kv.window = auto` stands for, if it does not follow the budget: older versions
+    stored that number."""
+    if options.get("kv.window") != "auto" or options.get("kv.policy") in PREDICTS_QUERIES:
+        return options
+    return options | {"kv.window": SCORING_WINDOW}
 
 
 def options_of(config: Config) -> dict[str, Any]:

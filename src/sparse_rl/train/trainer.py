@@ -177,8 +177,8 @@ class TrainingRun:
         kv, longest = self.config.kv, self.config.longest_kept(prompt_tokens)
         if longest < kv.least_budget:
             raise UserError(
-                f"kv.budget = auto has no choice: sequences hold at most {longest} tokens to choose from, and window + sinks keep "
-                f"{kv.least_budget - 1}. Train dense, or lower kv.window or kv.sinks."
+                f"kv.budget = auto has no choice: sequences hold at most {longest} tokens to choose from, and the smallest budget is "
+                f"{kv.least_budget}. Train dense, or lower kv.window or kv.sinks."
             )
         budgets = min(self.world.gather(budgets_that_fit(self.config, self.plan, prompt_tokens)), key=len)
         half = self.config.with_known_budget(prompt_tokens).kv.kept_tokens
