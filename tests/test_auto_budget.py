@@ -241,9 +241,9 @@ def test_long_tail_weighs_rows_and_ignores_short_ones():
 def test_the_default_cache_follows_a_budget_that_the_run_sets(world, tmp_path):
     flags = [*AUTO, "--kv.policy", "triattention", "--kv.window", "auto", "--kv.protect-prompt", "true", "--steps", "1"]
     train(world, tmp_path / "run", *flags)
-    budget = metrics(tmp_path / "run")[-1]["kv/budget"]
+    assert metrics(tmp_path / "run")[-1]["kv/budget"] == 16  # the smallest that is tried
     stored = json.loads((tmp_path / "run/model/sparse_rl.json").read_text())["kv"]
-    assert (stored["budget"], stored["window"]) == (budget, "auto") and KV(**stored).recent == budget // 2
+    assert stored["window"] == "auto" and stored["budget"] > 16 and KV(**stored).recent == stored["budget"] // 2
 
 
 # What is refused

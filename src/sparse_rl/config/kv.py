@@ -31,8 +31,8 @@ class KV(Section):
     budget: int | Literal["auto"] = Field(
         512,
         description=(
-            "Number of response tokens kept by a compaction; without protect_prompt, of prompt and response tokens. auto: the "
-            "run measures it before the first step and adjusts it."
+            "Number of response tokens kept by a compaction. If protect_prompt is false, prompt tokens count too. auto: the run "
+            "measures it before the first step and adjusts it."
         ),
     )
     target_rejected: float = Field(
@@ -45,8 +45,8 @@ class KV(Section):
     window: int | Literal["auto"] = Field(
         "auto",
         description=(
-            "Number of most recent tokens that are never evicted; policies that read queries score with theirs. auto: half of "
-            f"budget for {' and '.join(PREDICTS_QUERIES)}, {SCORING_WINDOW} for others."
+            "Number of most recent tokens that are never evicted. Policies that read queries read those of these tokens. auto: half "
+            f"of budget for {' and '.join(PREDICTS_QUERIES)}, {SCORING_WINDOW} for others."
         ),
     )
     sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")

@@ -1,6 +1,6 @@
 """`SparseGRPOTrainer`: TRL's GRPOTrainer with rollouts on a bounded KV cache, corrected as Sparse-RL does.
 
-    trainer = SparseGRPOTrainer(model, reward_funcs, args, train_dataset, kv=KV(policy="rkv", budget=512))
+    trainer = SparseGRPOTrainer(model, reward_funcs, args, train_dataset, kv=KV(budget=512))
 
 TRL computes the loss. It applies an importance ratio of its own only in vLLM mode, so this trainer runs the dense pass, corrects
 xi = pi_old / pi_sampler, and hands TRL one advantage per token: weight * A, 0 for dropped tokens and rejected sequences. The

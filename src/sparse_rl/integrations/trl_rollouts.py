@@ -1,6 +1,6 @@
 """Rollouts for TRL: a `rollout_func` that samples from the trainer's own model on a bounded KV cache.
 
-    trainer = GRPOTrainer(..., rollout_func=SparseRollouts(KV(policy="rkv", budget=512)))
+    trainer = GRPOTrainer(..., rollout_func=SparseRollouts(KV(budget=512)))
 
 `SparseRollouts` samples and records log-probs. TRL corrects for another sampler only in vLLM mode, so a plain `GRPOTrainer`
 trains on these rollouts uncorrected. `SparseGRPOTrainer` in `trl.py` adds the correction.
@@ -40,7 +40,7 @@ class SparseRollouts:
     `length`).
 
     A policy or a `kv.dtype` that needs statistics of the model gathers them from the first prompts, and again from the rollouts of
-    training calls 1, 2, 4, 8, … of this process. TRL's checkpoints do not store them, so a resumed run samples other tokens.
+    training calls 1, 2, 4, 8, 16 and every 32nd of this process. TRL's checkpoints do not store them, so a resumed run samples other tokens.
     """
 
     def __init__(self, kv: KV | None = None, *, slots: int | None = None, merge_lora: bool = True):
