@@ -26,7 +26,7 @@ def trainer_of(world):
     def open_trainer(**sections):
         values = {
             "model": {"path": str(world / "model")},
-            "kv": {"budget": 20, "interval": 4, "window": 4},
+            "kv": {"policy": "rkv", "budget": 20, "interval": 4, "window": 4, "protect_prompt": False},
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 24, "refill_rejected": True},
             "correction": {"veto": VETO},
             "optimizer": {"lr": 1e-3},
