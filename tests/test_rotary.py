@@ -145,7 +145,9 @@ def test_layers_may_rotate_differently_or_not_at_all():
 def test_a_table_of_positions_is_refused():
     small = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32}
     model = build(OPTConfig(**small, word_embed_proj_dim=32, max_position_embeddings=256))
-    with pytest.raises(UserError, match=r"OPTForCausalLM cannot be read .* not by a rotation.* set kv.policy = streaming or rkv"):
+    with pytest.raises(
+        UserError, match=r"OPTForCausalLM cannot be read .* not by a rotation.* set kv.policy = streaming or rkv"
+    ):
         rotary_of(model, "triattention")
 
 
