@@ -45,8 +45,8 @@ class KV(Section):
     window: int | Literal["auto"] = Field(
         "auto",
         description=(
-            "Number of most recent tokens that are never evicted. Policies that read queries read those of these tokens. auto: half "
-            f"of budget for {' and '.join(PREDICTS_QUERIES)}, {SCORING_WINDOW} for others."
+            "Number of most recent tokens that are never evicted. Policies such as rkv score with the queries of these tokens. auto: "
+            f"half of budget for {' and '.join(PREDICTS_QUERIES)}, {SCORING_WINDOW} for others."
         ),
     )
     sinks: int = Field(4, ge=0, description="Number of first tokens of the sequence that are never evicted.")

@@ -63,7 +63,7 @@ def quarter(budget: int) -> int:
 
 
 def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> Setting:
-    """Return the cache that `text` names. A cache of the policy with which the model was trained has the stored options, too."""
+    """Return the cache that `text` names. If the model was trained with the same policy, the stored options apply."""
     text, _, dtype = text.partition(":") if text.endswith((":8bit", ":4bit")) else (text, "", "")
     given = {**given, "dtype": dtype} if dtype else given
     if text == "full":

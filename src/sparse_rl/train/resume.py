@@ -64,8 +64,7 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
 
 
 def _with_window(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the number that `kv.window = auto` stands for, if it does not follow the budget: older versions
-    stored that number."""
+    """Replace `kv.window = auto` by its number, unless it follows the budget. Older versions stored that number."""
     if options.get("kv.window") != "auto" or options.get("kv.policy") in PREDICTS_QUERIES:
         return options
     return options | {"kv.window": SCORING_WINDOW}
