@@ -20,11 +20,13 @@ from sparse_rl.kernels.gather import fused_keep, keep_in_place
 from sparse_rl.kernels.importance import decode_importance, fused_importance, window_logits
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
+from sparse_rl.kernels.predicted import fused_logits
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
 from sparse_rl.kernels.rows import Rows, StoredPrompts
 from sparse_rl.kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
 from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
+from sparse_rl.kv.policies.triattention import predicted_logits
 from sparse_rl.rollout.sampling import sample, truncate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -417,6 +419,22 @@ def test_importance_of_large_logits_is_finite():
     queries, keys = torch.randn(1, 2, 4, 16, device=DEVICE) * 100, torch.randn(1, 2, 60, 16, device=DEVICE) * 100
     expected = window_logits(queries, keys[:, :, :56]).amax(dim=2).softmax(dim=-1).mean(dim=-2)
     torch.testing.assert_close(fused_importance(queries, Rows.of(keys)), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "tokens", "dim"), [(6, 2, 100, 32), (2, 2, 64, 24), (7, 1, 3, 16)])
+def test_products_with_a_virtual_query(q_heads, kv_heads, tokens, dim, dtype):
+    """Other pairs in every row, and rows of a cache in another order."""
+    keys = torch.randn(3, kv_heads, tokens, dim).to(dtype)
+    rows = torch.tensor([2, 0])
+    virtual = torch.randn(2, q_heads, dim // 2, dtype=torch.complex64)
+    spread = torch.rand(2, q_heads, dim // 2)
+    pairs = torch.stack([torch.randperm(dim).view(-1, 2) for _ in range(2)])
+    expected = predicted_logits(virtual, spread, keys[rows], pairs)
+    there = (virtual.to(DEVICE), spread.to(DEVICE), Rows(keys.to(DEVICE), rows.to(DEVICE), tokens), pairs.to(DEVICE))
+    torch.testing.assert_close(fused_logits(*there).cpu(), expected, atol=2e-5, rtol=1e-5)
+    held = predicted_logits(virtual, spread, Rows(keys, rows, 2), pairs)
+    torch.testing.assert_close(held, expected[..., :2], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.int8, 1), (torch.uint8, 6)])

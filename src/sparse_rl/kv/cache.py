@@ -11,6 +11,7 @@ so this module never synchronizes with the device.
 # a tile ((layer, slot) pairs that are compacted together), P prompts, m prompts with an n-th sample
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -277,19 +278,22 @@ class SlotCache:
 
         `ends` are the positions of the slots' next tokens, which give the start of each ring buffer. `seeds` has one entry per
         slot. `protected` is the number of leading tokens of the sequences that are always kept. With a prompt store these are
-        the stored prompts. They are not among `held` and `budget`, but the policy sees them before the slot's own tokens. Rows
-        are compacted in tiles, so that scratch memory does not grow with the number of slots.
+        the stored prompts. They are not among `held` and `budget`, but a policy that compares keys sees them before the slot's own
+        tokens. Rows are compacted in tiles, so that scratch memory does not grow with the number of slots.
         """
         device = self.shape.device
         slots_n = torch.tensor(slots, device=device)
         ends_n = torch.tensor(ends, device=device)
         seeds_n = torch.tensor(seeds, device=device)
-        protected_n = torch.full((len(slots),), protected, device=device)
+        if self.prompts is not None and not policy.compares_keys:  # it scores the slot's own tokens alone
+            policy = replace(policy, sinks=max(0, policy.sinks - protected))
+            protected = 0
         stored = 0 if self.prompts is None else protected
+        protected_n = torch.full((len(slots),), protected, device=device)
         dropped = []
         in_place = policy.reads_rows and usable(device) and not stored and self.quantiser is None
         copies = (not in_place) + policy.uses_values + (stored > 0)
-        if policy.uses_statistics:
+        if policy.uses_statistics and not (policy.reads_rows and usable(device)):
             copies += STATISTICS_FORMS * torch.float32.itemsize // self.shape.dtype.itemsize
         for layer_R, which_R in self._tiles(len(slots), stored + held, copies=copies):
             slot_R = slots_n[which_R]
@@ -349,8 +353,8 @@ class SlotCache:
     def _row_scratch_bytes(self, held: int, copies: int) -> int:
         """Return the scratch bytes that compacting one row needs.
 
-        With kernels, these are copies of keys and values if the policy needs them, and about ten numbers per token for
-        ranking. Without kernels, these are copies of the kept tokens, three float32 forms of the keys, and a tile of R-KV's
+        With kernels, these are copies of keys and values if the policy needs them, about ten numbers per token for ranking, and
+        the logits of every query head. Without kernels, these are copies of the kept tokens, three float32 forms of the keys, and a tile of R-KV's
         similarities with its comparisons. R-KV needs the most memory of all policies.
         """
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
@@ -358,7 +362,7 @@ class SlotCache:
             key_bytes += held * self.shape.head_dim * (1 if usable(self.shape.device) else 14)
         ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
-            return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held)
+            return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held) + 8 * self.shape.q_heads * held
         float_bytes = held * self.shape.head_dim * 4
         similarity_bytes = min(held, TILE_ROWS) * held * 10
         return ring_bytes + self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)

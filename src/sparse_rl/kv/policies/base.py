@@ -39,6 +39,9 @@ class Policy:
     """True if `scores` reads the values. If False, compaction does not copy them and passes None."""
     reads_rows: ClassVar[bool] = False
     """True if `scores` also accepts keys as `kernels.rows.Rows`. Compaction on a GPU then does not copy keys."""
+    compares_keys: ClassVar[bool] = True
+    """False if the score of a key does not depend on other keys. Compaction then does not read prompts of the prompt store,
+    which are kept in any case."""
     uses_seeds: ClassVar[bool] = False
     """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
     uses_statistics: ClassVar[tuple[str, ...]] = ()
@@ -50,11 +53,11 @@ class Policy:
     """True for all policies except `full`, whose cache grows with the sequence."""
 
     def __init_subclass__(cls) -> None:
-        """Reset `reads_rows` and `uses_values` to their defaults for a class that defines `scores` without setting them."""
+        """Reset what depends on `scores` to its default, for a class that defines `scores` without setting it."""
         super().__init_subclass__()
         if "scores" in cls.__dict__:
-            cls.reads_rows = cls.__dict__.get("reads_rows", False)
-            cls.uses_values = cls.__dict__.get("uses_values", True)
+            for name, default in (("reads_rows", False), ("uses_values", True), ("compares_keys", True)):
+                setattr(cls, name, cls.__dict__.get(name, default))
 
     def __post_init__(self) -> None:
         if self.window < 0 or self.sinks < 0:

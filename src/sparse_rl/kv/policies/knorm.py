@@ -9,6 +9,7 @@ from .base import Policy
 @dataclass(frozen=True)
 class KNorm(Policy):
     uses_values: ClassVar[bool] = False
+    compares_keys: ClassVar[bool] = False
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         return -keys.float().norm(dim=-1)

@@ -17,6 +17,8 @@ from .base import Policy
 class Random(Policy):
     uses_seeds: ClassVar[bool] = True
     uses_values: ClassVar[bool] = False
+    reads_rows: ClassVar[bool] = True
+    compares_keys: ClassVar[bool] = False
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         rows, heads, total, _ = keys.shape

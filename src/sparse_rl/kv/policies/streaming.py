@@ -11,6 +11,8 @@ from .base import Policy
 @dataclass(frozen=True)
 class Streaming(Policy):
     uses_values: ClassVar[bool] = False
+    reads_rows: ClassVar[bool] = True
+    compares_keys: ClassVar[bool] = False
 
     def scores(self, queries, keys, values, *, seeds=None, positions=None):
         rows, heads, total, _ = keys.shape
