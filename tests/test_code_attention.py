@@ -75,9 +75,10 @@ def test_a_group_may_have_16_or_32_channels(channels, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["8bit", "4bit"])
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "splits"), [(6, 2, 64, 1), (2, 2, 24, 7)])
-def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, name, splits):
-    """Prompts in scattered pages, two of them shared, of one token, of full pages and of many."""
+def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, name, splits, once):
+    """Prompts in scattered pages, two of them shared, of one token, of full pages and of many; read by each slot, or once."""
     torch.manual_seed(0)
     slots, capacity, pages, page = 5, 200, 12, 64
     lengths = torch.tensor([0, 1, 130, 199, 64], device=DEVICE)
@@ -96,7 +97,7 @@ def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, nam
         *(query, key, value, cached, places, ring, lengths, prompts + lengths, *(each[0] for each in quantiser.scales)),
         scale=0.05,
         splits=splits,
-        prompts=StoredCodes(stored, table.int(), prompts),
+        prompts=StoredCodes(stored, table.int(), prompts, table[:, 0].argsort() if once else None),
     )
 
     def read(pages_1P, tokens):

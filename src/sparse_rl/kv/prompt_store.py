@@ -18,6 +18,9 @@ from ..sizes import PAGE_TOKENS, least_dense_pages, page_table_width, pages_of, 
 from .shape import CacheShape, refuse_too_large
 from .storage import Quantiser, allocated, encoded
 
+ONCE_FROM = 1024
+"""Tokens of the longest prompt from which a step reads prompts once."""
+
 
 class PromptStore:
     def __init__(
@@ -58,6 +61,11 @@ class PromptStore:
     def longest(self) -> int:
         """Tokens of the longest prompt, or sequence, that the store can hold."""
         return min(self.pages, self.pages_SP.shape[1]) * PAGE_TOKENS
+
+    @property
+    def reads_once(self) -> bool:
+        """True if a decode step reads a prompt once for all its slots, which is faster for long prompts."""
+        return not self.responses and self.pages_SP.shape[1] * PAGE_TOKENS >= ONCE_FROM
 
     def longest_prompt(self, max_tokens: int) -> int:
         """Return the tokens of the longest prompt that the store can hold. In a dense cache, a response of `max_tokens` tokens

@@ -30,7 +30,8 @@ class DecodeView:
 
     If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
-    lengths on the device. With `kernels=False` no kernel is compiled.
+    lengths on the device. `order` are the slots in the order of their prompts: a kernel then reads a prompt once for its slots.
+    With `kernels=False` no kernel is compiled.
     """
 
     routing: RecordedRouting | None = None
@@ -41,6 +42,7 @@ class DecodeView:
         positions_S: Tensor,
         lengths_S: Tensor,
         prompts_S: Tensor | None = None,
+        order_S: Tensor | None = None,
         *,
         longest: int = 0,
         even: bool = False,
@@ -48,6 +50,7 @@ class DecodeView:
     ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
         self.prompts_S = None if cache.prompts is None else prompts_S
+        self.order_S = order_S
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
@@ -113,10 +116,10 @@ class DecodeView:
         own = cache.stored.map(lambda tensor: tensor[layer])
         prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
         if cache.quantiser is not None:
-            codes = None if prompt is None else StoredCodes(prompt, *self._pages())
+            codes = None if prompt is None else StoredCodes(prompt, *self._pages(), self.order_S)
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(*new, own, *beside, *scales, prompts=codes, scale=scale, splits=self.splits)
-        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages())
+        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.order_S)
         return attend_and_append(
             *new, own.keys, own.values, *beside, prompts=prompts, scale=scale, form=form, splits=self.splits
         )
