@@ -49,8 +49,8 @@ def main() -> None:
 def rebuilt() -> str:
     """Return the text of the page with every table made from the raw data."""
     page = PAGE.read_text()
-    for task, made in {**tables(RESULTS), "ratios": ratios(RESULTS)}.items():
-        block = re.compile(rf"(<!-- {task} -->\n).*?(<!-- end -->)", re.DOTALL)
+    for name, made in tables(RESULTS).items():
+        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = block.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", page)
     return page
 
@@ -76,8 +76,8 @@ def raw_of(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """Return the results as Markdown, one table per task."""
-    found = {}
+    """Return the results as Markdown: a table per task, and one of ratios to R-KV."""
+    found = {"ratios": ratios(folder)}
     for task, rows in results_of(folder):
         baselines = {share_of(row): row for row in rows if row["arm"].startswith(BASELINE + " 0")}
         lines = [
