@@ -182,7 +182,7 @@ def test_bad_input(world, tmp_path, capsys):
     config = Config(model={"path": "tiny", "lora": {"rank": 4, "base": "4bit"}})
     with pytest.raises(UserError, match="cannot store the experts of"):
         make_plan(config, gpt_oss)
-    assert not any("4bit" in flags for kind in _edits(Config(), 256, has_experts=True) for flags, _ in kind)
+    assert not any("4bit" in flags for kind in _edits(Config(), 256, has_experts=True, takes_codes=True) for flags, _ in kind)
 
 
 def test_without_bitsandbytes_the_remedy_is_named(monkeypatch):

@@ -250,7 +250,7 @@ def test_a_config_of_trl_trains_a_step_in_both(tmp_path, monkeypatch, capsys):
     main(["from-trl", "--config", "grpo.yaml", "--model_name_or_path", "tiny", "--output_dir", "ours", *short])
     recipe, notes = capsys.readouterr()
     assert "sparse-rl: --logging_steps 1.0: not carried over, every step goes to metrics.jsonl" in notes
-    guide = (EXAMPLE.parents[1] / "docs/coming-from.md").read_text()
+    guide = (EXAMPLE.parents[1] / "docs/coming-from-trl.md").read_text()
     assert all(note in guide for note in notes.splitlines() if "kv.budget" not in note and "disable_tqdm" not in note)
     Path("sums.toml").write_text(recipe)
     main(["train", "sums.toml", "--data.raw", "true"])

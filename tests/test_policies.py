@@ -12,6 +12,7 @@ from sparse_rl import KV, UserError
 from sparse_rl.kernels.redundancy import redundancy
 from sparse_rl.kv.policies import POLICIES, Policy, from_settings, get
 from sparse_rl.kv.policies.rkv import RKV
+from sparse_rl.kv.policies.streaming import Streaming
 from sparse_rl.testing import check_policy, random_statistics
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
@@ -193,3 +194,24 @@ def test_scores_of_ones_own_see_tensors_and_values():
 
     assert not RKV.uses_values and RKV.reads_rows
     assert Louder.uses_values and not Louder.reads_rows
+
+
+def test_a_subclass_that_selects_by_itself_sees_the_prompt():
+    class Far(Streaming):
+        def select(self, *args, **options):
+            return super().select(*args, **options)
+
+    assert not Streaming.compares_keys and Streaming.reads_rows
+    assert Far.compares_keys and not Far.reads_rows
+
+
+def test_a_policy_after_its_prompt_keeps_its_own_attributes():
+    """A policy need not have an `__init__` of its fields alone."""
+
+    class Signed(Streaming):
+        def __init__(self, *, sign):
+            super().__init__(window=2, sinks=4)
+            object.__setattr__(self, "sign", sign)
+
+    policy = Signed(sign=-1.0)
+    assert (policy.after(3).sinks, policy.after(9).sinks, policy.after(3).sign, policy.sinks) == (1, 0, -1.0, 4)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from figures import WINDOW, budgets, plot, smooth, summary
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
+from stability import HEADS, lines, plot_stability
 
 from sparse_rl.config import AlertsConfig
 from sparse_rl.evaluate.statistics import t_interval
@@ -459,7 +460,10 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "d-memory": lambda: memory(("a-collapse", "a-corrections", "b-budget", "d-samples")),
         "d-costs": lambda: costs("d-savings"),
         "d-times": lambda: times(("a-collapse", "d-samples"), "d-savings"),
+        "h-stability": lambda: table(HEADS, lines()),
         "l-course": lambda: course("l-long", 10, 30),
+        "l-health": lambda: health("l-long"),
+        "l-alerts": lambda: warned("l-long"),
         "d-scores": lambda: scores("d-samples"),
         "g-scores": lambda: scores("g-graded", one_cache=False),
         "g-health": lambda: health("g-graded"),
@@ -508,6 +512,7 @@ def main() -> None:
             plot(question, path)
     summary(DOCS / "evidence-summary.svg")
     budgets(DOCS / "evidence-b.svg")
+    plot_stability(DOCS / "evidence-h.svg")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from run import DENSE, SPAN
 
 from sparse_rl.evaluate.statistics import Estimate, mean_interval, paired_difference
 
 HERE = Path(__file__).parent
 RESULTS, PAGE, FIGURE = HERE / "results", HERE / "README.md", HERE.parents[1] / "docs/shootout.svg"
-BASELINE = "rkv protected"
+BASELINE, SHARE = "rkv protected", "0.2"
+COMPARED = (
+    "triattention protected recent",
+    "expected protected recent",
+    "streaming protected",
+    "snapkv protected",
+    "random protected",
+)
 SHOWN = (
     "full 8bit",
     "full 4bit",
@@ -41,8 +49,8 @@ def main() -> None:
 def rebuilt() -> str:
     """Return the text of the page with every table made from the raw data."""
     page = PAGE.read_text()
-    for task, made in tables(RESULTS).items():
-        block = re.compile(rf"(<!-- {task} -->\n).*?(<!-- end -->)", re.DOTALL)
+    for name, made in tables(RESULTS).items():
+        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         page = block.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", page)
     return page
 
@@ -68,8 +76,8 @@ def raw_of(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """Return the results as Markdown, one table per task."""
-    found = {}
+    """Return the results as Markdown: a table per task, and one of ratios to R-KV."""
+    found = {"ratios": ratios(folder)}
     for task, rows in results_of(folder):
         baselines = {share_of(row): row for row in rows if row["arm"].startswith(BASELINE + " 0")}
         lines = [
@@ -87,6 +95,25 @@ def tables(folder: Path) -> dict[str, str]:
             )
         found[task] = "\n".join(lines)
     return found
+
+
+def ratios(folder: Path) -> str:
+    """Return a table of the rejected share of policies as a multiple of R-KV's, with bootstrap intervals over prompts."""
+    found = {task: {row["arm"]: row for row in rows} for task, rows in results_of(folder)}
+    lines = [f"| arm, against {BASELINE} {SHARE} | {' | '.join(found)} |", "|---|" + "---|" * len(found)]
+    for arm in COMPARED:
+        cells = []
+        for arms in found.values():
+            pair = (arms.get(f"{arm} {SHARE}"), arms.get(f"{BASELINE} {SHARE}"))
+            cells.append("" if None in pair else ratio(*(np.array(by_prompt(row, "rejected")) for row in pair if row)))
+        lines.append(f"| {arm} {SHARE} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ratio(mine: np.ndarray, theirs: np.ndarray) -> str:
+    draws = np.random.default_rng(0).integers(len(mine), size=(10_000, len(mine)))
+    low, high = np.quantile(mine[draws].mean(axis=1) / theirs[draws].mean(axis=1), (0.025, 0.975))
+    return f"{mine.mean() / theirs.mean():.2f} [{low:.2f}, {high:.2f}]"
 
 
 def by_prompt(row: dict[str, Any], name: str) -> list[float]:

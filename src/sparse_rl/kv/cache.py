@@ -11,7 +11,6 @@ so this module never synchronizes with the device.
 # a tile ((layer, slot) pairs that are compacted together), P prompts, m prompts with an n-th sample
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -278,15 +277,15 @@ class SlotCache:
 
         `ends` are the positions of the slots' next tokens, which give the start of each ring buffer. `seeds` has one entry per
         slot. `protected` is the number of leading tokens of the sequences that are always kept. With a prompt store these are
-        the stored prompts. They are not among `held` and `budget`, but a policy that compares keys sees them before the slot's own
-        tokens. Rows are compacted in tiles, so that scratch memory does not grow with the number of slots.
+        the stored prompts. They are not among `held` and `budget`, but a policy that compares keys sees them before the slot's
+        own tokens. Rows are compacted in tiles, so that scratch memory does not grow with the number of slots.
         """
         device = self.shape.device
         slots_n = torch.tensor(slots, device=device)
         ends_n = torch.tensor(ends, device=device)
         seeds_n = torch.tensor(seeds, device=device)
         if self.prompts is not None and not policy.compares_keys:  # it scores the slot's own tokens alone
-            policy = replace(policy, sinks=max(0, policy.sinks - protected))
+            policy = policy.after(protected)
             protected = 0
         stored = 0 if self.prompts is None else protected
         protected_n = torch.full((len(slots),), protected, device=device)
@@ -354,8 +353,8 @@ class SlotCache:
         """Return the scratch bytes that compacting one row needs.
 
         With kernels, these are copies of keys and values if the policy needs them, about ten numbers per token for ranking, and
-        the logits of every query head. Without kernels, these are copies of the kept tokens, three float32 forms of the keys, and a tile of R-KV's
-        similarities with its comparisons. R-KV needs the most memory of all policies.
+        the logits of every query head. Without kernels, these are copies of the kept tokens, three float32 forms of the keys, and
+        a tile of R-KV's similarities with its comparisons. R-KV needs the most memory of all policies.
         """
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
         if self.quantiser is not None:  # the codes, and without kernels three float32 forms from which the copy is made

@@ -55,7 +55,7 @@ def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | N
     assert limit is not None
     if ran_out:
         limit = min(limit, int(SAFETY_SHARE * plan.needed_bytes))
-    kinds = _edits(plan.config, plan.prompt_tokens, has_experts=bool(plan.dims.experts))
+    kinds = _edits(plan.config, plan.prompt_tokens, has_experts=bool(plan.dims.experts), takes_codes=plan.dims.takes_codes)
     for more in ([], _shorter(plan.config)):
         found = []
         for strengths in product(*(range(len(kind) + 1) for kind in [*kinds, *more])):
@@ -128,11 +128,13 @@ def _fitted(plan: Plan, edits: list[Edit], limit: int, *, ran_out: bool) -> tupl
     return (" ".join(flags), made) if made.fits and flags else None
 
 
-def _edits(config: Config, prompt_tokens: int, *, has_experts: bool) -> list[list[Edit]]:
+def _edits(config: Config, prompt_tokens: int, *, has_experts: bool, takes_codes: bool) -> list[list[Edit]]:
     """Return the possible edits by kind. Each kind lists its edits mildest first. Adapters are the last kind. Experts cannot be
     stored in 4 bits."""
-    optimizer, lora = config.optimizer, config.model.lora
+    optimizer, lora, kv = config.optimizer, config.model.lora, config.sampler_kv
     found: list[list[Edit]] = []
+    if takes_codes and kv.is_sparse and kv.dtype == "auto" and ":" not in kv.policy:  # a custom policy may refuse codes
+        found.append([("--kv.dtype 8bit", {"kv": {"dtype": "8bit"}})])
     if not optimizer.gradient_checkpointing:
         found.append([("--optimizer.gradient-checkpointing auto", {"optimizer": {"gradient_checkpointing": "auto"}})])
     longest, tokens, smaller = prompt_tokens + config.rollout.max_tokens, optimizer.tokens_per_microbatch, []

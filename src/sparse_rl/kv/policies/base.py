@@ -8,6 +8,7 @@ does not depend on a model, on slots or on the schedule. A policy that needs to 
 # queries [B, Q, W, D], keys and values [B, H, T, D], already rotated: B rows, Q query heads, H kv heads, W window,
 # T cached tokens, D head dimension; n scored tokens
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,8 +41,8 @@ class Policy:
     reads_rows: ClassVar[bool] = False
     """True if `scores` also accepts keys as `kernels.rows.Rows`. Compaction on a GPU then does not copy keys."""
     compares_keys: ClassVar[bool] = True
-    """False if the score of a key does not depend on other keys. Compaction then does not read prompts of the prompt store,
-    which are kept in any case."""
+    """False if the order of two keys depends on neither other keys nor their number. Compaction then does not read prompts of
+    the prompt store, which are kept in any case."""
     uses_seeds: ClassVar[bool] = False
     """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
     uses_statistics: ClassVar[tuple[str, ...]] = ()
@@ -53,9 +54,9 @@ class Policy:
     """True for all policies except `full`, whose cache grows with the sequence."""
 
     def __init_subclass__(cls) -> None:
-        """Reset what depends on `scores` to its default, for a class that defines `scores` without setting it."""
+        """Reset what depends on `scores` and `select` to its default, for a class that defines one of them without setting it."""
         super().__init_subclass__()
-        if "scores" in cls.__dict__:
+        if "scores" in cls.__dict__ or "select" in cls.__dict__:
             for name, default in (("reads_rows", False), ("uses_values", True), ("compares_keys", True)):
                 setattr(cls, name, cls.__dict__.get(name, default))
 
@@ -68,6 +69,14 @@ class Policy:
     def collector(self, rotary: Rotary) -> Collector:
         """Return a collector of the statistics that `scores` reads. `rotary` is the rotation of the model's queries and keys."""
         raise TypeError(f"{type(self).__name__} sets uses_statistics, so it must define collector().")
+
+    def after(self, prompt: int) -> "Policy":
+        """Return the policy for keys that follow `prompt` tokens, which are kept: the sinks among these are no longer needed."""
+        if not self.sinks:
+            return self
+        policy = copy.copy(self)
+        object.__setattr__(policy, "sinks", max(0, self.sinks - prompt))
+        return policy
 
     def scores(
         self,

@@ -1,0 +1,112 @@
+"""H: the lowest 5th percentile of xi of every run, and how far its model ended from dense training."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from figures import save
+from raw import DENSE, Rows, read
+
+LAW = 0.86
+"""Runs were stable above this 5th percentile elsewhere (Sparrow, arXiv 2606.08446)."""
+BOUNDS = (LAW, 0.7, 0.5, 0.0)
+IN_A_ROW = 10
+DENSE_ARMS = {
+    "a-collapse": {"": ("dense", "dense-again"), "-4": ("dense-4",)},
+    "a-corrections": {"": ("dense-4",)},
+    "b-budget": {"": ("full", "full-again")},
+    "l-long": {"": ("dense",)},
+}
+"""Dense arms that an arm is compared with, by the end of its name."""
+NAIVE, PAPER, OTHER = "none", "`paper`", "others"
+
+
+@dataclass(frozen=True)
+class Ended:
+    question: str
+    arm: str
+    seed: int
+    correction: str
+    lowest: float
+    """Lowest mean of xi p05 over ten steps in a row."""
+    away: float
+    """Difference from dense training, in points of the test score with a dense cache."""
+
+
+def ended_runs() -> Iterator[Ended]:
+    for question, dense_arms in DENSE_ARMS.items():
+        found = read(question)
+        skipped = {arm for arms in dense_arms.values() for arm in arms}
+        if question == "a-corrections":
+            skipped |= {"dense-4", "naive-4", "paper-4"}  # A's
+        if question == "b-budget":
+            skipped |= {"rkv-160"}  # A's
+        for arm, runs in found.items():
+            if arm in skipped:
+                continue
+            base = dense_arms.get("-4" if arm.endswith("-4") else "", dense_arms[""])
+            for seed, rows in runs.items():
+                step, score = last_score(rows)
+                dense = [score_at(found[each][seed], step) for each in base if seed in found.get(each, {})]
+                yield Ended(question, arm, seed, correction(arm), lowest_p05(rows), 100 * (score - statistics.mean(dense)))
+
+
+def correction(arm: str) -> str:
+    if arm.startswith("naive"):
+        return NAIVE
+    papers = ("paper", "rkv-", "snapkv-", "dense-4bit", "streaming")
+    return PAPER if arm.startswith(papers) and arm != "paper-guard" else OTHER
+
+
+def lowest_p05(rows: Rows) -> float:
+    values = [row["sparse/xi_p05"] for row in rows if "sparse/xi_p05" in row]
+    return min(statistics.mean(values[at : at + IN_A_ROW]) for at in range(len(values) - IN_A_ROW + 1))
+
+
+def last_score(rows: Rows) -> tuple[float, float]:
+    return max((row["step"], row[DENSE]) for row in rows if DENSE in row)
+
+
+def score_at(rows: Rows, step: float) -> float:
+    return next(row[DENSE] for row in rows if row["step"] == step and DENSE in row)
+
+
+def lines() -> list[list[str]]:
+    """Rows of the table: correction, range of the lowest percentile, runs, and differences from dense."""
+    runs, made = list(ended_runs()), []
+    for kind in (NAIVE, PAPER, OTHER):
+        for high, low in zip((1.0, *BOUNDS), BOUNDS, strict=False):
+            away = sorted(run.away for run in runs if run.correction == kind and low <= run.lowest < high)
+            if away:
+                worst = f"{away[0]:+.1f} to {away[-1]:+.1f}"
+                made.append([kind, f"{low:g} to {high:g}", str(len(away)), f"{statistics.mean(away):+.1f}", worst])
+    return made
+
+
+HEADS = ("correction", "lowest 5th percentile of ξ", "runs", "from dense, points", "range")
+
+
+def plot_stability(out: Path) -> None:
+    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    runs = list(ended_runs())
+    for number, kind in enumerate((NAIVE, PAPER, OTHER)):
+        for long, marker in ((False, "o"), (True, "D")):
+            mine = [run for run in runs if run.correction == kind and (run.question == "l-long") == long]
+            label = f"{kind.strip('`')}{', long answers' if long else ''}"
+            if mine:
+                axis.scatter(
+                    [run.lowest for run in mine],
+                    [run.away for run in mine],
+                    40,
+                    marker=marker,
+                    color=f"C{number}",
+                    label=label,
+                )
+    axis.axvline(LAW, color="grey", linestyle=":")
+    axis.axhline(0, color="grey", linewidth=0.8)
+    axis.set(xlabel="lowest 5th percentile of ξ (mean of ten steps)", ylabel="from dense training, points")
+    axis.grid(alpha=0.3)
+    axis.legend(title="correction", fontsize="small", frameon=False)
+    save(figure, out)
