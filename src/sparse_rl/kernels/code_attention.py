@@ -1,5 +1,5 @@
-"""One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch: encode and store the new key and value, store
-the query, and attend over the stored prompt and the slot.
+"""One decode step of one layer over a cache of 8-bit or 4-bit codes: encode and store the new key and value, store the query, and
+attend over the stored prompt and the slot.
 
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
 `attention_part` with a prompt store. A program works as in `slot_attention.py`, but reads codes. The query is multiplied by the
@@ -55,7 +55,8 @@ def attend_and_append_codes(
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
     shared = prompts is not None and prompts.order_S is not None
-    prompt_splits = prompt_splits_for(slots, kv_heads, out.device) if shared else 0
+    group_pad, members = members_of(group)
+    prompt_splits = prompt_splits_for(slots, members, kv_heads, out.device) if shared else 0
     parts_of_row = splits + prompt_splits
     sums = out
     marks = out
@@ -69,7 +70,6 @@ def attend_and_append_codes(
         pages_slot, page = prompts.pages_SP.stride(0), prompts.stored[0].shape[2]
     words_pad = max(16, next_power_of_2(words))
     if prompts is not None and shared:
-        group_pad, members = members_of(group)
         _attend_prompts[(-(-slots // members), kv_heads, prompt_splits)](
             *(queries, *_in_words(stored), *table, prompts.order_S, pages_slot, step_HD, sums, marks, scale),
             *(queries.stride(0), queries.stride(1), slots),
@@ -91,7 +91,7 @@ def attend_and_append_codes(
             PRECISION=precision(queries),
             FLOAT32=queries.dtype == torch.float32,
             num_warps=4,
-            num_stages=2,
+            num_stages=1 if queries.dtype == torch.float32 else 2,
         )
     _attend[(slots, kv_heads, splits)](
         *(queries, keys, values, *_in_words(cached), positions_SHC, ring_SQWD, *_in_words(stored), *table, pages_slot),
@@ -362,7 +362,8 @@ def _attend_prompts(
     last = tl.max(tl.where(length > 0, prompt, -1), axis=0)
     while last >= 0:
         same = (prompt == last) & (length > 0)
-        tokens = tl.max(tl.where(same, length, 0), axis=0)
+        own = tl.where(same, length, 0)
+        tokens = tl.max(own, axis=0)
         table = pages_ptr + tl.max(tl.where(same, slot, 0), axis=0) * pages_slot
         blocks = tl.cdiv(tokens, BLOCK)
         share = tl.cdiv(blocks, SPLITS - OWN)
@@ -372,7 +373,7 @@ def _attend_prompts(
             page = tl.load(table + start // PAGE).to(tl.int64)
             top, weight, totals = _attend_block(
                 scaled, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
-                (page * HEADS + head) * PAGE + start % PAGE + n, held, held[None, :] & same[:, None], w, scales,
+                (page * HEADS + head) * PAGE + start % PAGE + n, held, (start + n)[None, :] < own[:, None], w, scales,
                 top, weight, totals, BITS, PARTS, rows, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, True, PRECISION,
             )  # fmt: skip
         last = tl.max(tl.where((length > 0) & (prompt < last), prompt, -1), axis=0)

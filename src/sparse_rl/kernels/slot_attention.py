@@ -1,9 +1,10 @@
-"""One decode step of one layer in one launch: store the new key, value and query in their slot, and attend over the slot.
+"""One decode step of one layer: store the new key, value and query in their slot, and attend over the slot.
 
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
 one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
-the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If there
-are few slots, several programs share a row and a second launch combines their results. `attend_in_ring` runs the same kernel
+the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If the
+slots are given in the order of their prompts, another launch reads each prompt once for several slots. If a row has several
+parts, because programs share it, a last launch combines them. `attend_in_ring` runs the same kernel
 over the ring buffers of a sliding-window layer; the reference is `WindowStore.append` and `attention.decode_attention`.
 """
 
@@ -21,7 +22,9 @@ from .rows import StoredPrompts
 
 MEMBERS = 8
 """Slots of one program over stored prompts, which reads each of their prompts once."""
-PROMPT_SPLITS = 8
+PROMPT_ROWS = 64
+"""Most queries of such a program, whose sums are held in registers."""
+PROMPT_SPLITS = 64
 """Most programs that share the prompts of these slots."""
 BLOCK = 64
 """Number of keys that a program reads at a time, if several programs share a row. Otherwise half of it, with half of the
@@ -98,7 +101,8 @@ def _launch(
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
     shared = prompts is not None and prompts.order_S is not None
-    prompt_splits = prompt_splits_for(slots, kv_heads, out.device) if shared else 0
+    group_pad, members = members_of(group)
+    prompt_splits = prompt_splits_for(slots, members, kv_heads, out.device) if shared else 0
     parts_of_row = splits + prompt_splits
     parts = out
     marks = out
@@ -112,7 +116,6 @@ def _launch(
         width, page = prompts.pages_SP.stride(0), prompts.keys_NHTD.shape[2]
     softcap = 1.0 if form.softcap is None else form.softcap
     if prompts is not None and shared:
-        group_pad, members = members_of(group)
         _attend_prompts[(-(-slots // members), kv_heads, prompt_splits)](
             *(queries, *stored, prompts.order_S, width, parts, marks, scale, softcap),
             *(queries.stride(0), queries.stride(1), slots),
@@ -129,7 +132,7 @@ def _launch(
             BLOCK=min(page, BLOCK if dim <= 128 else BLOCK // 2),
             PRECISION=precision(queries),
             num_warps=4,
-            num_stages=2,
+            num_stages=1 if queries.dtype == torch.float32 else 2,
         )
     _attend[(slots, kv_heads, splits)](
         *(queries, keys, values, cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD, *stored, width),
@@ -174,16 +177,16 @@ def combine(parts_SQnD: Tensor, marks_SQn2: Tensor, out_SQD: Tensor) -> None:
     )
 
 
-def prompt_splits_for(slots: int, kv_heads: int, device: torch.device) -> int:
-    """Return the number of programs that share the prompts of `MEMBERS` slots."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROMPT_SPLITS
-    return max(1, min(PROMPT_SPLITS, 2 * processors // (-(-slots // MEMBERS) * kv_heads)))
+def prompt_splits_for(slots: int, members: int, kv_heads: int, device: torch.device) -> int:
+    """Return the number of programs that share the prompts of `members` slots."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return max(1, min(PROMPT_SPLITS, 2 * processors // (-(-slots // members) * kv_heads)))
 
 
 def members_of(group: int) -> tuple[int, int]:
     """Return the padded number of query heads per kv head, and the slots of a program. A matrix product has 16 rows or more."""
     group_pad = next_power_of_2(group)
-    return group_pad, max(MEMBERS, 16 // group_pad)
+    return group_pad, max(1, 16 // group_pad, min(MEMBERS, PROMPT_ROWS // group_pad))
 
 
 def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int:
@@ -344,7 +347,8 @@ def _attend_prompts(
     last = tl.max(tl.where(length > 0, prompt, -1), axis=0)
     while last >= 0:
         same = (prompt == last) & (length > 0)
-        tokens = tl.max(tl.where(same, length, 0), axis=0)
+        own = tl.where(same, length, 0)
+        tokens = tl.max(own, axis=0)
         table = pages_ptr + tl.max(tl.where(same, slot, 0), axis=0) * pages_slot
         blocks = tl.cdiv(tokens, BLOCK)
         share = tl.cdiv(blocks, PARTS - OWN)
@@ -354,7 +358,7 @@ def _attend_prompts(
             page = tl.load(table + start // PAGE).to(tl.int64)
             places = ((page * HEADS + head) * PAGE + start % PAGE + n)[:, None] * DIM + d[None, :]
             top, weight, total = _attend_block(
-                query, keys_ptr + places, values_ptr + places, held[:, None] & in_dim[None, :], held[None, :] & same[:, None],
+                query, keys_ptr + places, values_ptr + places, held[:, None] & in_dim[None, :], (start + n)[None, :] < own[:, None],
                 scale, softcap, top, weight, total, CAPPED, True, PRECISION,
             )  # fmt: skip
         last = tl.max(tl.where((length > 0) & (prompt < last), prompt, -1), axis=0)

@@ -19,7 +19,8 @@ from .shape import CacheShape, refuse_too_large
 from .storage import Quantiser, allocated, encoded
 
 ONCE_FROM = 1024
-"""Tokens of the longest prompt from which a step reads prompts once."""
+"""Longest prompt of a store, in tokens, from which a step reads prompts once. A call that reuses a store for shorter prompts
+rounds as the store does."""
 
 
 class PromptStore:
@@ -37,6 +38,8 @@ class PromptStore:
         has pages for a whole sequence, not only for the prompt."""
         self.shape, self.slots, self.pages, self.responses = shape, slots, pages, responses
         self.quantiser = quantiser
+        self.reads_once = not responses and longest >= ONCE_FROM
+        """True if a decode step reads a prompt once for all its slots, which is faster for long prompts."""
         dtype = "auto" if quantiser is None else quantiser.dtype
         needed = pages * PAGE_TOKENS * token_bytes(shape, shape.dtype.itemsize, dtype)
         refuse_too_large(
@@ -61,11 +64,6 @@ class PromptStore:
     def longest(self) -> int:
         """Tokens of the longest prompt, or sequence, that the store can hold."""
         return min(self.pages, self.pages_SP.shape[1]) * PAGE_TOKENS
-
-    @property
-    def reads_once(self) -> bool:
-        """True if a decode step reads a prompt once for all its slots, which is faster for long prompts."""
-        return not self.responses and self.pages_SP.shape[1] * PAGE_TOKENS >= ONCE_FROM
 
     def longest_prompt(self, max_tokens: int) -> int:
         """Return the tokens of the longest prompt that the store can hold. In a dense cache, a response of `max_tokens` tokens

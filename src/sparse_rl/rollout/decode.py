@@ -56,7 +56,7 @@ class DecodeView:
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
             row_tokens = cache.capacity
-            if cache.prompts is not None:
+            if cache.prompts is not None and order_S is None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
             window_tokens = 0 if cache.windows is None else cache.windows.capacity

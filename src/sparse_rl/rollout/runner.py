@@ -198,6 +198,8 @@ class GraphRunner:
         uploaded = (slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last, slots.prompts)
         for row, values in enumerate(uploaded):
             host[row, : self.active] = values
+        if self.order_S is not None and self.cache.prompts is not None:  # before a capture, whose first steps run with it
+            self.order_S[:size] = self.cache.prompts.pages_SP[:size, 0].argsort()
         key = (size, sampling.temperature == 0, truncates(sampling), self.records)
         if key not in self.graphs:
             try:
@@ -207,8 +209,6 @@ class GraphRunner:
             except Exception as error:
                 raise NotCapturable(first_line(error)) from error
         self._upload()
-        if self.order_S is not None and self.cache.prompts is not None:
-            self.order_S[:size] = self.cache.prompts.pages_SP[:size, 0].argsort()
         self.graph = self.graphs[key]
 
     def launch(self, steps: int, clock: Clock) -> "PendingSteps":
