@@ -27,6 +27,8 @@ AUTO = ["--kv.budget", "auto", "--kv.target-rejected", "0.2", "--correction.veto
 AUTO += ["--rollout.samples-per-prompt", "8", "--checkpoint.every", "1", "--checkpoint.keep", "20", "--optimizer.lr", "0.02"]
 AUTO += ["--rollout.max-tokens", "32"]
 """A veto that rejects answers of the random model, and targets that it meets below the longest sequence."""
+SHRINKS = [*AUTO, "--kv.policy", "triattention"]
+"""Of a run whose answers shrink, with a policy that needs statistics of its rollouts."""
 STEPS = 11
 
 
@@ -128,7 +130,7 @@ def test_a_resized_engine_is_a_new_engine(model):
 def whole(world, tmp_path_factory):
     """(A run whose answers shrink, its output): nothing interrupts it."""
     run = tmp_path_factory.mktemp("auto") / "run"
-    code, out = Command(arguments(world, run, *AUTO, "--steps", str(STEPS), reward="short")).end()
+    code, out = Command(arguments(world, run, *SHRINKS, "--steps", str(STEPS), reward="short")).end()
     assert code == 0, out
     return run, out
 
@@ -160,15 +162,15 @@ def test_a_lower_budget_is_used_reported_and_exported(whole, tmp_path):
         main(["export", str(run), str(tmp_path / "early"), "--step", "2"])
     exported = [json.loads((tmp_path / name / "sparse_rl.json").read_text())["kv"]["budget"] for name in ("last", "early")]
     assert exported == [24, 32]
-    assert "rkv 24+" in (tmp_path / "last" / "README.md").read_text()
+    assert "triattention 24+" in (tmp_path / "last" / "README.md").read_text()
 
 
 def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_path):
-    """Killed in the window before the budget changes, and once more after the change. All runs are in processes of their own, so
-    that sums have the same order."""
+    """Killed while the policy evicts by statistics of an earlier step, and once more after the budget has changed. All runs are
+    in processes of their own, so that sums have the same order."""
     killed, again = tmp_path / "killed", whole[0]
-    for number, resume in ((5, []), (9, ["--resume"])):
-        command = Command(arguments(world, killed, *AUTO, "--steps", "500", *resume, reward="short"))
+    for number, resume in ((3, []), (9, ["--resume"])):
+        command = Command(arguments(world, killed, *SHRINKS, "--steps", "500", *resume, reward="short"))
         command.read_to(f"step {number}/500")
         command.signal(signal.SIGKILL)
         assert command.end()[0] == -signal.SIGKILL
@@ -177,7 +179,7 @@ def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_pa
         again = shutil.copytree(again, tmp_path / "again")
         runs.append(again)
     for run in runs:
-        command = Command(arguments(world, run, *AUTO, "--steps", str(steps), "--resume", reward="short"))
+        command = Command(arguments(world, run, *SHRINKS, "--steps", str(steps), "--resume", reward="short"))
         assert command.end()[0] == 0
     assert_same_run(again, killed, steps)
     assert changes(again) == changes(killed)
@@ -187,7 +189,7 @@ def test_rows_of_budgets_after_the_checkpoint_are_dropped(world, whole, tmp_path
     run = shutil.copytree(whole[0], tmp_path / "run")
     with (run / "budget.jsonl").open("a") as file:
         file.write('{"step": 99, "before": 24, "after": 32, "reason": "of a lost step"}\n{"step": 100, "bef')
-    train(world, run, *AUTO, "--steps", str(STEPS), "--resume", reward="short")
+    train(world, run, *SHRINKS, "--steps", str(STEPS), "--resume", reward="short")
     assert changes(run) == changes(whole[0])
 
 
@@ -249,7 +251,7 @@ def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole,
     """Another target asks for a larger budget, which does not fit. The run says so, says once that it misses the target, and
     learns what it learns without the target."""
     easy, hard = (at_step_2(whole[0], tmp_path / name) for name in ("easy", "hard"))
-    flags = [*AUTO, "--steps", "5", "--resume"]
+    flags = [*SHRINKS, "--steps", "5", "--resume"]
     train(world, easy, *flags, reward="short")
     memory_for(32)
     capsys.readouterr()
@@ -272,7 +274,7 @@ def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole,
 def test_a_run_resumes_with_the_largest_budget_for_which_there_is_memory(world, whole, tmp_path, capsys, memory_for):
     run = at_step_2(whole[0], tmp_path / "run")
     memory_for(24)
-    train(world, run, *AUTO, "--steps", "3", "--resume", reward="short")
+    train(world, run, *SHRINKS, "--steps", "3", "--resume", reward="short")
     reason, said = "only 24 tokens fit in the memory of this machine", " ".join(capsys.readouterr().out.split())
     assert f"kv.budget is 24 from step 3 on, was 32: {reason} (" in said
     assert [row["kv/budget"] for row in metrics(run)[1:]] == [32, 32, 24]
