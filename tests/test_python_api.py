@@ -126,6 +126,11 @@ def test_a_config_is_an_object_a_recipe_or_a_dict(tmp_path):
         ({"config": 7}, "config is a int: pass a Config"),
         ({"config": {"stepss": 2}}, "stepss"),
         ({"config": {}, "reward": 3}, "reward is a int, which is not callable"),
+        (
+            {"config": {"reward": {"function": lambda completions, **columns: [1.0]}}},
+            r"^reward.function = <lambda> is a Python object, and a configuration holds names: pass it as "
+            r"Trainer\(config, reward=f\)\.$",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(arguments, sentence, tmp_path, monkeypatch):
@@ -147,6 +152,14 @@ def test_rows_that_cannot_be_stored_are_refused(world, tmp_path, rows, sentence)
     with pytest.raises(UserError, match=sentence):
         Trainer(settings(world, tmp_path / "run"), reward=len, dataset=rows).train()
     assert not (tmp_path / "run").exists()
+
+
+def test_ray_is_left_to_the_command_line_with_a_reward_that_it_can_name(tmp_path):
+    values, command = {"run_dir": str(tmp_path / "run"), "ray": {"workers": 2}}, "use sparse-rl train --ray.workers N"
+    for reward, rest in (("exact", r"\."), (len, r", and name the reward, such as --reward\.function my_rewards\.py:f\.")):
+        with pytest.raises(UserError, match=f"{command}{rest}$"):
+            Trainer(values, reward=reward, dataset=ROWS).train()
+    assert not list(tmp_path.iterdir())
 
 
 # Threads
