@@ -83,6 +83,7 @@ LONGEST = [
     "models",
     "longest",
     "trl",
+    "trl_ranks",
     "four_bit",
     "wheel",
     "resume",

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from small_runs import Command, arguments, metrics, one_thread, refused, train
+from small_runs import Command, arguments, metrics, one_thread, refused, train, without_clock
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
 from sparse_rl.config import Config
+from sparse_rl.kv import cache
 from sparse_rl.learner.correction import long_tail
 from sparse_rl.monitor.budget import Figures, Targets
 from sparse_rl.plan import dimensions, make_plan
@@ -26,6 +27,8 @@ AUTO = ["--kv.budget", "auto", "--kv.target-rejected", "0.2", "--correction.veto
 AUTO += ["--rollout.samples-per-prompt", "8", "--checkpoint.every", "1", "--checkpoint.keep", "20", "--optimizer.lr", "0.02"]
 AUTO += ["--rollout.max-tokens", "32"]
 """A veto that rejects answers of the random model, and targets that it meets below the longest sequence."""
+SHRINKS = [*AUTO, "--kv.policy", "triattention"]
+"""Of a run whose answers shrink, with a policy that needs statistics of its rollouts."""
 STEPS = 11
 
 
@@ -127,7 +130,7 @@ def test_a_resized_engine_is_a_new_engine(model):
 def whole(world, tmp_path_factory):
     """(A run whose answers shrink, its output): nothing interrupts it."""
     run = tmp_path_factory.mktemp("auto") / "run"
-    code, out = Command(arguments(world, run, *AUTO, "--steps", str(STEPS), reward="short")).end()
+    code, out = Command(arguments(world, run, *SHRINKS, "--steps", str(STEPS), reward="short")).end()
     assert code == 0, out
     return run, out
 
@@ -159,15 +162,15 @@ def test_a_lower_budget_is_used_reported_and_exported(whole, tmp_path):
         main(["export", str(run), str(tmp_path / "early"), "--step", "2"])
     exported = [json.loads((tmp_path / name / "sparse_rl.json").read_text())["kv"]["budget"] for name in ("last", "early")]
     assert exported == [24, 32]
-    assert "rkv 24+" in (tmp_path / "last" / "README.md").read_text()
+    assert "triattention 24+" in (tmp_path / "last" / "README.md").read_text()
 
 
 def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_path):
-    """Killed in the window before the budget changes, and once more after the change. All runs are in processes of their own, so
-    that sums have the same order."""
+    """Killed while the policy evicts by statistics of an earlier step, and once more after the budget has changed. All runs are
+    in processes of their own, so that sums have the same order."""
     killed, again = tmp_path / "killed", whole[0]
-    for number, resume in ((5, []), (9, ["--resume"])):
-        command = Command(arguments(world, killed, *AUTO, "--steps", "500", *resume, reward="short"))
+    for number, resume in ((3, []), (9, ["--resume"])):
+        command = Command(arguments(world, killed, *SHRINKS, "--steps", "500", *resume, reward="short"))
         command.read_to(f"step {number}/500")
         command.signal(signal.SIGKILL)
         assert command.end()[0] == -signal.SIGKILL
@@ -176,7 +179,7 @@ def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_pa
         again = shutil.copytree(again, tmp_path / "again")
         runs.append(again)
     for run in runs:
-        command = Command(arguments(world, run, *AUTO, "--steps", str(steps), "--resume", reward="short"))
+        command = Command(arguments(world, run, *SHRINKS, "--steps", str(steps), "--resume", reward="short"))
         assert command.end()[0] == 0
     assert_same_run(again, killed, steps)
     assert changes(again) == changes(killed)
@@ -186,7 +189,7 @@ def test_rows_of_budgets_after_the_checkpoint_are_dropped(world, whole, tmp_path
     run = shutil.copytree(whole[0], tmp_path / "run")
     with (run / "budget.jsonl").open("a") as file:
         file.write('{"step": 99, "before": 24, "after": 32, "reason": "of a lost step"}\n{"step": 100, "bef')
-    train(world, run, *AUTO, "--steps", str(STEPS), "--resume", reward="short")
+    train(world, run, *SHRINKS, "--steps", str(STEPS), "--resume", reward="short")
     assert changes(run) == changes(whole[0])
 
 
@@ -206,6 +209,76 @@ def test_the_report_has_every_change_and_the_target(whole, tmp_path):
     assert shown["columns"]["kv/budget"][1:] == [row["kv/budget"] for row in metrics(run)[1:]]
     assert "Budget: set by the run, went from 32 to 24 tokens in 1 change, to hold 20.0% rejected." in shown["sentences"]
     assert "budget.jsonl: 1 line(s) cannot be read and are skipped." in shown["notes"]
+
+
+# Too little memory
+
+
+@pytest.fixture
+def memory_for(monkeypatch):
+    """Function that sets the largest budget for which there is memory. A larger cache ends as on a GPU that has no more."""
+
+    def limit(budget):
+        def allocated(rows, *given):
+            if math.prod(rows[:2]) * rows[-1] > 2 * 16 * (budget + 4):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return allocate(rows, *given)
+
+        monkeypatch.setattr(cache, "allocated", allocated)
+
+    allocate = cache.allocated
+    return limit
+
+
+def test_targets_that_no_budget_in_memory_reaches_are_refused(world, tmp_path, capsys, memory_for):
+    memory_for(24)
+    sentence = refused(capsys, *arguments(world, tmp_path / "run", *AUTO))
+    assert sentence.startswith("No budget up to 24 tokens, the most that fits in memory, has at most 20.0% rejected (found: ")
+    assert "lower rollout.max_tokens, use another kv.policy, set kv.protect_prompt = true, raise kv.target" in sentence
+
+
+def at_step_2(run, copy):
+    """A copy of a run that ended after two steps."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "model")
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > 2:
+            shutil.rmtree(path)
+    return copy
+
+
+def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole, tmp_path, capsys, memory_for):
+    """Another target asks for a larger budget, which does not fit. The run says so, says once that it misses the target, and
+    learns what it learns without the target."""
+    easy, hard = (at_step_2(whole[0], tmp_path / name) for name in ("easy", "hard"))
+    flags = [*SHRINKS, "--steps", "5", "--resume"]
+    train(world, easy, *flags, reward="short")
+    memory_for(32)
+    capsys.readouterr()
+    train(world, hard, *flags, "--alerts.xi-p05", "0.999", reward="short")
+    said = " ".join(capsys.readouterr().out.split())
+    failed, unmet = (
+        "kv.budget = 40 ran out of memory: the budget stays at 32.",
+        "misses its targets: xi p05 of long responses ",
+    )
+    assert said.index(failed) < said.index("step 3/5") < said.index(unmet) < said.index("step 4/5")
+    assert said.count(failed) == said.count("kv.budget = 32 is the largest that fits, and " + unmet) == 1
+    assert "To hold them, lower rollout.max_tokens, use another kv.policy, " in said
+    _, last = changes(hard)
+    assert (last["step"], last["before"], last["after"]) == (4, 32, 32)
+    assert last["reason"].startswith("the largest budget misses the targets: xi p05 of long responses ")
+    assert without_clock(metrics(easy)) == without_clock(metrics(hard))
+    assert (easy / "model/model.safetensors").read_bytes() == (hard / "model/model.safetensors").read_bytes()
+
+
+def test_a_run_resumes_with_the_largest_budget_for_which_there_is_memory(world, whole, tmp_path, capsys, memory_for):
+    run = at_step_2(whole[0], tmp_path / "run")
+    memory_for(24)
+    train(world, run, *SHRINKS, "--steps", "3", "--resume", reward="short")
+    reason, said = "only 24 tokens fit in the memory of this machine", " ".join(capsys.readouterr().out.split())
+    assert f"kv.budget is 24 from step 3 on, was 32: {reason} (" in said
+    assert [row["kv/budget"] for row in metrics(run)[1:]] == [32, 32, 24]
+    assert changes(run)[1:] == [{"step": 2, "before": 32, "after": 24, "reason": reason}]
 
 
 # Evaluation

@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import shutil
 import threading
 
 import pytest
 from datasets import Dataset
 
 import sparse_rl
-from sparse_rl import Config, Trainer, UserError
+from sparse_rl import Config, Trainer, UserError, load_tokenizer
 from sparse_rl.cli import main
+from sparse_rl.models.load import TINY
 from sparse_rl.rewards.pool import RewardPool
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "kind": "sum"} for a in range(1, 4) for b in range(2, 5)]
@@ -86,6 +88,39 @@ def test_a_run_that_a_callback_stops_continues_from_its_checkpoint(world, tmp_pa
     assert whole.finished and max(row["step"] for row in whole.metrics) == 3
 
 
+def test_prompts_may_be_messages_of_a_chat(tmp_path):
+    """The model reads them as its chat template writes them. The reward gets them as they are, and answers as messages."""
+    model, seen = shutil.copytree(TINY, tmp_path / "chat"), []
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    rows = [
+        {
+            "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": row["prompt"]}],
+            "answer": row["answer"],
+        }
+        for row in ROWS[:4]
+    ]
+
+    def reward(prompts, completions, answer, **columns):
+        seen.append((prompts[0], completions[0], answer[0]))
+        return [float(sum(map(ord, completions[0][-1]["content"])) % 1009)]
+
+    values = settings(
+        model, tmp_path / "run", model={"path": str(model)}, kv={"policy": "rkv", "budget": 16, "interval": 4}, steps=1
+    )
+    run = Trainer(values, reward=reward, dataset=rows).train()
+    assert run.finished and run.metrics[-1]["policy/skipped_updates"] == 0
+    asked = [(row["prompt"], row["answer"]) for row in rows]
+    assert len(seen) == 1 + 4 and all((prompt, answer) in asked for prompt, _, answer in seen)
+    assert {(len(answer), answer[0]["role"]) for _, answer, _ in seen} == {(1, "assistant")}
+    stored, decode = run.rollouts(1), load_tokenizer("tiny").decode
+    for row in stored:
+        system, user = json.loads(row["prompt"])
+        assert decode(row["prompt_tokens"]) == f"system:{system['content']};user:{user['content']};assistant:"
+    assert sorted(row["text"] for row in stored) == sorted(answer[0]["content"] for _, answer, _ in seen[1:])
+
+
 def test_the_rows_of_an_earlier_run_are_not_replaced_by_a_refused_one(trained, world):
     run, _, _ = trained
     stored = run.path.with_name("closure.train.jsonl")
@@ -126,6 +161,11 @@ def test_a_config_is_an_object_a_recipe_or_a_dict(tmp_path):
         ({"config": 7}, "config is a int: pass a Config"),
         ({"config": {"stepss": 2}}, "stepss"),
         ({"config": {}, "reward": 3}, "reward is a int, which is not callable"),
+        (
+            {"config": {"reward": {"function": lambda completions, **columns: [1.0]}}},
+            r"^reward.function = <lambda> is a Python object, and a configuration holds names: pass it as "
+            r"Trainer\(config, reward=f\)\.$",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(arguments, sentence, tmp_path, monkeypatch):
@@ -147,6 +187,14 @@ def test_rows_that_cannot_be_stored_are_refused(world, tmp_path, rows, sentence)
     with pytest.raises(UserError, match=sentence):
         Trainer(settings(world, tmp_path / "run"), reward=len, dataset=rows).train()
     assert not (tmp_path / "run").exists()
+
+
+def test_ray_is_left_to_the_command_line_with_a_reward_that_it_can_name(tmp_path):
+    values, command = {"run_dir": str(tmp_path / "run"), "ray": {"workers": 2}}, "use sparse-rl train --ray.workers N"
+    for reward, rest in (("exact", r"\."), (len, r", and name the reward, such as --reward\.function my_rewards\.py:f\.")):
+        with pytest.raises(UserError, match=f"{command}{rest}$"):
+            Trainer(values, reward=reward, dataset=ROWS).train()
+    assert not list(tmp_path.iterdir())
 
 
 # Threads

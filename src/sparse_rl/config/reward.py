@@ -1,8 +1,8 @@
 """`reward`: the function that grades responses, and its time limit."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ..errors import UserError
 from .section import Section
@@ -36,6 +36,17 @@ class RewardConfig(Section):
         ge=0,
         description="Grading processes, one sample per call; 0: one call per step in the trainer, without time limit.",
     )
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _is_a_name(cls, function: Any) -> Any:
+        if callable(function):
+            name = getattr(function, "__name__", type(function).__name__)
+            raise ValueError(
+                f"reward.function = {name} is a Python object, and a configuration holds names: pass it as "
+                "Trainer(config, reward=f)."
+            )
+        return function
 
     def function_for(self, source: str) -> str:
         """Return the function that grades problems from `source`: the configured one, or else the task's default."""

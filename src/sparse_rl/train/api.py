@@ -74,6 +74,11 @@ class Trainer:
         """
         if resume and overwrite:
             raise UserError("resume continues a run and overwrite deletes it: choose one.")
+        if self.config.ray.workers:
+            named = ", and name the reward, such as --reward.function my_rewards.py:f" if self.objects.reward else ""
+            raise UserError(
+                f"ray.workers starts processes, which only the command line does: use sparse-rl train --ray.workers N{named}."
+            )
         given = {"train": self.dataset, "test": self.test}
         from .run import refuse_folders, train
 
@@ -82,10 +87,6 @@ class Trainer:
             refuse_folders([self.config], run_dir, resume=resume, overwrite=overwrite)
         files = {split: _stored(rows, split, run_dir, resume) for split, rows in given.items() if rows is not None}
         config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
-        if config.ray.workers:
-            raise UserError(
-                "ray.workers starts processes, which only the command line does: use sparse-rl train --ray.workers N."
-            )
         (run,) = train(config, resume=resume, overwrite=overwrite, objects=self.objects)
         return run
 

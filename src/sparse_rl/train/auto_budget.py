@@ -66,14 +66,15 @@ class AutoBudget:
             raise UserError(
                 f"The checkpoint of step {step} has no valid budget for kv.budget = auto: set kv.budget to a number in a new run."
             ) from error
-        self.state, most = state, self.budgets[-1]
-        if state.budget > most:
-            self.state = BudgetState(most, state.tokens)
-        seconds = self._resize(self.state.budget)
-        if seconds is None:  # the plan was too optimistic
-            most = self.engine.kv.kept_tokens
-            self.budgets, self.state = [each for each in self.budgets if each <= most], BudgetState(most, state.tokens)
-        if state.budget > most:
+        wanted = min(state.budget, self.budgets[-1])
+        smaller = [budget for budget in reversed(self.budgets) if budget < wanted]
+        for most in (wanted, *smaller, self.engine.kv.kept_tokens):  # the last one is that of the present cache
+            if (seconds := self._resize(most)) is not None:
+                break
+        if most != wanted:  # the plan was too optimistic
+            self.budgets = [budget for budget in self.budgets if budget <= most]
+        self.state = state if most == state.budget else BudgetState(most, state.tokens)
+        if most < state.budget:
             self._note(step, state.budget, f"only {most:,} tokens fit in the memory of this machine", seconds or 0.0)
 
     # Before the first step
