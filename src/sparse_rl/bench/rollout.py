@@ -210,9 +210,9 @@ def engine_arm(
     engine = Engine(model, kv, slots=slots)
     engine.reserve_dense(args.prompt_tokens, args.max_tokens, len(prompts), samples, kv_bytes=kv_bytes)
     engine.reserve_prompts(args.prompt_tokens, len(prompts), samples)
-    warm_up(
-        engine, (prompts * slots)[:slots], min(args.max_tokens, kv.capacity + kv.interval), uniform=args.lengths == "uniform"
-    )
+    # A slot with a stored prompt is compacted when its response exceeds the capacity.
+    tokens = min(args.max_tokens, kv.capacity + kv.interval)
+    warm_up(engine, (prompts * slots)[:slots], tokens, uniform=args.lengths == "uniform")
     meter = Meter(engine, slots)
     sampling = Sampling(max_tokens=args.max_tokens, stop=(), seed=args.seed)
     started = device_time(model.device)

@@ -71,7 +71,7 @@ class Dimensions:
 
     @property
     def takes_codes(self) -> bool:
-        """True if a cache in 8 or 4 bits supports the model."""
+        """True if the model supports a cache in 8 or 4 bits."""
         return self.plain and not self.windowed
 
     @cached_property

@@ -71,7 +71,7 @@ class Policy:
         raise TypeError(f"{type(self).__name__} sets uses_statistics, so it must define collector().")
 
     def after(self, prompt: int) -> "Policy":
-        """Return the policy for keys that follow `prompt` tokens, which are kept: the sinks among these are no longer needed."""
+        """Return this policy for keys that follow `prompt` tokens. These are kept anyway, and the sinks among them are not counted."""
         if not self.sinks:
             return self
         policy = copy.copy(self)
