@@ -13,13 +13,13 @@ from small_runs import Command, arguments, metrics, one_thread, refused, train, 
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
 from sparse_rl.config import Config
+from sparse_rl.evaluate import evaluation
 from sparse_rl.kv import cache
 from sparse_rl.learner.correction import long_tail
-from sparse_rl.monitor.budget import Figures, Targets
+from sparse_rl.monitor.budget import ladder, smallest
 from sparse_rl.plan import dimensions, make_plan
 from sparse_rl.report.document import ReportSource
 from sparse_rl.train.auto_budget import AutoBudget
-from sparse_rl.train.budget_probe import ProbeRow, find_budget
 from sparse_rl.train.memory import budgets_that_fit, plan_budget
 from test_resume import assert_same_run, state_of
 
@@ -36,32 +36,24 @@ def changes(run):
     return [json.loads(line) for line in (run / "budget.jsonl").read_text().splitlines()]
 
 
-def row(budget, rejected):
-    return ProbeRow(budget, Figures(rejected, 128, 0.9, 100), 0.0, 0, 1, 0.0)
-
-
 # The probe
 
 
 @pytest.mark.parametrize("needed", range(1, 8))
 def test_the_probe_finds_the_smallest_budget_with_few_measurements(needed):
     budgets = [10, 20, 30, 40, 50, 60]
-    found, rows = find_budget(budgets, Targets(0.02), lambda budget: row(budget, 0.5 if budget < 10 * needed else 0.0))
-    assert (found.budget if found else None) == (10 * needed if needed < 7 else None)
-    assert len(rows) <= 3 and [each.budget for each in rows] == sorted({each.budget for each in rows})
-    assert found is not None or rows[-1].budget == 60
+    tried = []
+    found = smallest(budgets, lambda budget: tried.append(budget) or budget >= 10 * needed)
+    assert found == (10 * needed if needed < 7 else None)
+    assert len(tried) <= 3 and len(tried) == len(set(tried))
+    assert found is not None or 60 in tried
 
 
 @pytest.mark.parametrize(
     ("needed", "fits", "found"), [(30, 40, 30), (30, 30, 30), (30, 20, None), (10, 10, 10), (10, 0, None)]
 )
 def test_the_probe_stays_below_budgets_that_run_out_of_memory(needed, fits, found):
-    def measured(budget):
-        return row(budget, 0.5 if budget < needed else 0.0) if budget <= fits else None
-
-    smallest, rows = find_budget([10, 20, 30, 40, 50, 60], Targets(0.02), measured)
-    assert (smallest and smallest.budget) == found
-    assert all(each.budget <= fits for each in rows)
+    assert smallest([10, 20, 30, 40, 50, 60], lambda budget: budget >= needed if budget <= fits else None) == found
 
 
 def test_budgets_end_at_the_longest_sequence():
@@ -303,6 +295,39 @@ def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, caps
     assert found["rkv@16"]["xi_p05_long"] == pytest.approx(float(late[math.ceil(0.05 * len(late)) - 1]), rel=1e-5)
 
 
+def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(world, tmp_path, capsys, monkeypatch):
+    """By the probe's bisection over the probe's budgets. A search that was cut off repeats nothing."""
+    out = tmp_path / "eval"
+    flags = ["--mismatch", "--max-tokens", "30", "--temperature", "1", "--top-p", "1", "--reward.workers", "0"]
+    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--out", str(out)]
+    command = ["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags]
+
+    def interrupt(*figures):
+        raise KeyboardInterrupt
+
+    with one_thread(), monkeypatch.context() as patch:
+        patch.setattr(evaluation, "summary", interrupt)  # after the first budget
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            main([*command, "--compare", "full,rkv@auto+8"])
+    assert "run the same command again to continue" in capsys.readouterr().out
+    before = (out / "samples.jsonl").read_text()
+    with one_thread():
+        main([*command, "--compare", "full,rkv@auto+8"])
+    text = capsys.readouterr().out
+    assert (out / "samples.jsonl").read_text().startswith(before)
+    found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
+    budgets = [int(name.removeprefix("rkv@").removesuffix("+8")) for name in found if name != "full"]
+    assert budgets == sorted(budgets) and set(budgets) <= set(ladder(16, 30)) and len(budgets) > 1
+    met = [name for name, each in found.items() if each["rejection_rate"] <= 0.02 and each["xi_p05_long"] >= 0.6]
+    assert f"Smallest budget with at most 2.0% rejected and xi p05 of long responses at least 0.6: {met[1]}." in text
+    with one_thread():
+        main([*command, "--compare", "full,rkv@auto+8"])
+    assert "is already complete" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["eval", "tiny", "--benchmarks", "arithmetic", "--compare", "rkv@auto"])
+    assert "rkv@auto needs the mismatch of each budget that it tries: add --mismatch" in capsys.readouterr().err
+
+
 def test_long_tail_weighs_rows_and_ignores_short_ones():
     long, short = torch.tensor([0.0] * 10 + [-1.0] * 10), torch.full((4,), -9.0)
     assert long_tail([short, long, short, short]) == pytest.approx(math.exp(-1))
@@ -329,7 +354,7 @@ def test_contradictions_are_refused_with_the_remedy(world, tmp_path, capsys):
     }
     for flags, sentence in cases.items():
         assert refused(capsys, *arguments(world, tmp_path / "run", *AUTO, *flags)).startswith(sentence)
-    with pytest.raises(UserError, match="auto works in training only: set a number"):
+    with pytest.raises(UserError, match="auto works only in train and in eval --mismatch: set a number"):
         KV(policy="rkv", budget="auto", protect_prompt=False).capacity  # noqa: B018
 
 

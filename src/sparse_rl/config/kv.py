@@ -166,9 +166,11 @@ class KV(Section):
 
     @property
     def kept_tokens(self) -> int:
-        """`budget` as a number. Raise UserError if it is auto, which only a training run can set."""
+        """`budget` as a number. Raise UserError if it is auto and nothing has set it."""
         if self.budget == "auto":
-            raise UserError("kv.budget = auto works in training only: set a number of tokens, such as --kv.budget 512.")
+            raise UserError(
+                "kv.budget = auto works only in train and in eval --mismatch: set a number of tokens, such as --kv.budget 512."
+            )
         return self.budget
 
     @property

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..config import KV
 from ..errors import UserError
 
-FORM = "full or POLICY@BUDGET[+INTERVAL], each with :8bit or :4bit if wanted, as in full,full:4bit,rkv@512,snapkv@512+64:8bit"
+FORM = "full or POLICY@BUDGET[+INTERVAL], each with :8bit or :4bit if wanted, as in full,full:4bit,rkv@512,snapkv@512+64:8bit,rkv@auto"
 
 TRAINED = ("window", "sinks", "protect_prompt", "options")
 """Options that a cache takes from the settings stored with the model, if it has the same policy."""
@@ -32,7 +32,7 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
         if {"policy", "budget", "dtype"} & given.keys() or KV(**{"policy": "full", **stored}).is_sparse:
             values = {**stored, **given}
             if "budget" in given and "interval" not in given:  # the stored interval belongs to the stored budget
-                values["interval"] = quarter(KV(budget=given["budget"], window=0, sinks=0).kept_tokens)
+                values["interval"] = default_interval(KV(budget=given["budget"], window=0, sinks=0).budget)
             kv = KV(**values)
             found += [Setting(name_of(kv), kv)] if kv.is_sparse else []
         return found
@@ -46,6 +46,11 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
     return found
 
 
+def with_budget(setting: Setting, budget: int) -> Setting:
+    kv = setting.kv.model_copy(update={"budget": budget})
+    return Setting(name_of(kv), kv)
+
+
 def full() -> Setting:
     return Setting("full", KV(policy="full"))
 
@@ -53,13 +58,13 @@ def full() -> Setting:
 def name_of(kv: KV) -> str:
     name = kv.policy
     if kv.policy != "full":
-        name += f"@{kv.budget}" if kv.interval == quarter(kv.kept_tokens) else f"@{kv.budget}+{kv.interval}"
+        name += f"@{kv.budget}" if kv.interval == default_interval(kv.budget) else f"@{kv.budget}+{kv.interval}"
     return f"{name}:{kv.dtype}" if kv.quantised else name
 
 
-def quarter(budget: int) -> int:
-    """Return the default interval for a budget: a quarter of it, at least 1."""
-    return max(1, budget // 4)
+def default_interval(budget: int | Literal["auto"]) -> int:
+    """Return the default interval for a budget: a quarter of it, at least 1. For auto, the interval of a training run."""
+    return KV().interval if budget == "auto" else max(1, budget // 4)
 
 
 def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> Setting:
@@ -68,11 +73,12 @@ def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> 
     given = {**given, "dtype": dtype} if dtype else given
     if text == "full":
         return Setting(f"full:{dtype}", KV(policy="full", dtype=dtype)) if dtype else full()
-    match = re.fullmatch(r"(.+)@(\d+)(?:\+(\d+))?", text)
+    match = re.fullmatch(r"(.+)@(\d+|auto)(?:\+(\d+))?", text)
     if not match or match[1] == "full":
         raise UserError(f"--compare {text} is not a valid cache: use {FORM}.")
     trained = {name: stored[name] for name in TRAINED if name in stored} if stored.get("policy") == match[1] else {}
-    values = {"interval": quarter(int(match[2])), **trained, **given, "policy": match[1], "budget": int(match[2])}
+    budget: int | Literal["auto"] = "auto" if match[2] == "auto" else int(match[2])
+    values = {"interval": default_interval(budget), **trained, **given, "policy": match[1], "budget": budget}
     if match[3]:
         values["interval"] = int(match[3])
     kv = KV(**values)

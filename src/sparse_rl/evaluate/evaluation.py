@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,18 +25,28 @@ from ..errors import PromptError, UserError
 from ..kv import statistics
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_progress_bar, place
+from ..monitor.budget import ladder, smallest
 from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import RewardPool, pool_for
 from ..rewards.weighted_sum import refuse_without_answers, terms
 from ..rollout.engine import Engine
 from ..terminal import Terminal
 from .benchmark import Benchmark, run
-from .compare import Setting
-from .mismatch import measure
+from .compare import Setting, with_budget
+from .mismatch import Mismatch, measure, summary
 from .result import Result, as_json, results
 from .slots import auto_slots, dense_cache_bytes
 from .sources import evaluated_as, loaded
-from .table import are_shares, benchmark_tables, latex_rows, score_name, smallest_budget, summary_table
+from .table import (
+    are_shares,
+    benchmark_tables,
+    figures,
+    latex_rows,
+    score_name,
+    smallest_budget,
+    summary_table,
+    targets_of,
+)
 from .watch import EvalProgress
 from .work import Work
 
@@ -70,6 +81,10 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
         raise UserError(f"The folder of {args.json} does not exist: create it first.")
     for setting in settings:  # report a misspelt policy before anything is loaded
         from_settings(setting.kv)
+        if setting.kv.budget == "auto" and not args.mismatch:
+            raise UserError(
+                f"{setting.name} needs the mismatch of each budget that it tries: add --mismatch, or set a number of tokens."
+            )
     sources = asked_sources(args, data, reward)
     for note in filter(None, (source.note for source in sources)):
         console.print(Text(note), soft_wrap=True)
@@ -77,10 +92,10 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
     asked = identity(args, settings, sources, data, reward, dtype)
     work = Work(args.out or default_folder(args.model, asked))
     with work.opened(asked, overwrite=args.overwrite):
-        runner = Runner(args, settings, sources, data, reward, work, console)
-        if runner.left:
-            runner.go()
-        else:
+        runner = Runner(args, settings, sources, data, reward, work, asked, console)
+        before = work.written
+        settings = runner.go()
+        if work.written == before:
             console.print(
                 Text(f"The evaluation in {work.path} is already complete. --overwrite runs it again."), soft_wrap=True
             )
@@ -197,36 +212,77 @@ def default_folder(model: str, asked: dict[str, Any]) -> Path:
 class Runner:
     """Runs the unfinished problems, one setting after the other, so that only one cache is allocated at a time."""
 
-    def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, console: Console):
+    def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, asked, console: Console):
         self.args, self.settings, self.sources, self.data = args, settings, sources, data
-        self.reward, self.work, self.console = reward, work, console
-        self.left = [
-            (setting, source, missing)
-            for setting in settings
-            for source in sources
-            if (missing := sorted(set(range(len(source.examples))) - work.of(source.name, setting.name).problems))
-        ]
+        self.reward, self.work, self.asked, self.console = reward, work, asked, console
+        self.left = self._missing([setting for setting in settings if setting.kv.budget != "auto"])
         self.engine: Engine | None = None
         self.engine_key: tuple[str, int] | None = None
 
-    def go(self) -> None:
-        rollouts = sum(len(missing) * source.samples for _, source, missing in self.left)
+    def _missing(self, settings: Sequence[Setting]) -> list[tuple[Setting, BenchmarkSource, list[int]]]:
+        """Return the problems of these settings that have no samples yet."""
+        return [
+            (setting, source, missing)
+            for setting in settings
+            for source in self.sources
+            if (missing := sorted(set(range(len(source.examples))) - self.work.of(source.name, setting.name).problems))
+        ]
+
+    def go(self) -> list[Setting]:
+        """Run all settings. Return them, with the budgets that were tried in place of `auto`."""
+        if all(setting.kv.budget != "auto" for setting in self.settings) and not self.left:
+            return list(self.settings)
         with ExitStack() as opened:
-            pools = {}
-            for function in dict.fromkeys(source.reward for _, source, _ in self.left):
-                log = self.work.path / "reward.log"
-                pools[function] = opened.enter_context(pool_for(self.reward, function, log=log))
-            watch = opened.enter_context(EvalProgress(self.console, rollouts))
+            log = self.work.path / "reward.log"
+            functions = dict.fromkeys(source.reward for source in self.sources)
+            self.pools = {each: opened.enter_context(pool_for(self.reward, each, log=log)) for each in functions}
+            self.watch = opened.enter_context(EvalProgress(self.console, 0))
             opened.enter_context(no_progress_bar())
             self._load()
-            watch.restart()
+            self.watch.restart()
             try:
-                for setting, source, missing in self.left:
-                    self._benchmark(setting, source, missing, pools[source.reward], watch)
+                self._run()
+                return [each for setting in self.settings for each in self._with_budgets(setting)]
             except KeyboardInterrupt:
                 note = f"Finished samples are in {self.work.path}: run the same command again to continue."
                 self.console.print(Text(note), soft_wrap=True)
                 raise
+
+    def _run(self) -> None:
+        """Run the problems that are left."""
+        for setting, source, _ in self.left:
+            self._check(setting, source)
+        self.watch.more(sum(len(missing) * source.samples for _, source, missing in self.left))
+        for setting, source, missing in self.left:
+            self._benchmark(setting, source, missing, self.pools[source.reward], self.watch)
+
+    def _with_budgets(self, setting: Setting) -> list[Setting]:
+        """Return the setting, or for `auto` those with the budgets that the search for the smallest one tried.
+
+        This is the probe of a training run with `kv.budget = "auto"`, on all problems.
+        """
+        if setting.kv.budget != "auto":
+            return [setting]
+        kv, targets = setting.kv, targets_of(setting.kv)
+        longest_prompt = max(len(prompt) for benchmark in self.benchmarks.values() for prompt in benchmark.prompts)
+        longest = max(source.sampling.max_tokens for source in self.sources) + (0 if kv.protect_prompt else longest_prompt)
+        tried: dict[int, Setting] = {}
+
+        def meets(budget: int) -> bool:
+            tried[budget] = each = with_budget(setting, budget)
+            with self.work.writing():
+                self.work.ask(self.asked | {"settings": {each.name: stored_settings(each.kv)}})
+            self.left = self._missing([each])
+            self._run()
+            return all(targets.met_by(figures(found)) for found in self._mismatches(each))
+
+        smallest(ladder(kv.least_auto, longest), meets)
+        return [tried[budget] for budget in sorted(tried)]
+
+    def _mismatches(self, setting: Setting) -> list[Mismatch]:
+        """Return the mismatch of a setting on each benchmark."""
+        parts = [self.work.of(source.name, setting.name) for source in self.sources]
+        return [summary([np.load(path) for path in part.log_xi], part.samples) for part in parts]
 
     def _load(self) -> None:
         args = self.args
@@ -239,13 +295,11 @@ class Runner:
                 source.sampling,
                 source.samples,
             )
-            for _, source, _ in self.left
+            for source in self.sources
         }
         self.model: PreTrainedModel = load_model(
             args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code
         )
-        for setting, source, _ in self.left:
-            self._check(setting, source)
 
     def _check(self, setting: Setting, source: BenchmarkSource) -> None:
         """Raise PromptError if the longest prompt does not fit the engine, before any sampling."""

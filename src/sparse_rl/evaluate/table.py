@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from ..config import KV
 from ..format import size
 from ..monitor.budget import Figures, Targets
 from ..monitor.limits import limit
@@ -99,11 +100,16 @@ def smallest_budget(results: Sequence[Result], settings: Sequence[Setting]) -> s
     sparse = [(setting.kv, each) for setting, each in zip(settings, results, strict=True) if setting.kv.policy != "full"]
     if not sparse or any(each.mismatch is None for _, each in sparse):
         return None
-    targets = Targets(sparse[0][0].target_rejected, limit(None, "xi_p05"))
+    targets = targets_of(sparse[0][0])
     met = [(kv.kept_tokens, each.setting) for kv, each in sparse if each.mismatch and targets.met_by(figures(each.mismatch))]
     if met:
         return f"Smallest budget with {targets}: {min(met)[1]}."
     return f"No compared budget has {targets}. Compare larger ones, or another policy."
+
+
+def targets_of(kv: KV) -> Targets:
+    """Return the targets of `kv.budget = "auto"`."""
+    return Targets(kv.target_rejected, limit(None, "xi_p05"))
 
 
 def figures(mismatch: Mismatch) -> Figures:

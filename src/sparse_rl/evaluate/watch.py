@@ -31,6 +31,11 @@ class EvalProgress:
         """Restart the clock, so that the estimate of the time left excludes loading."""
         self.started = time.monotonic()
 
+    def more(self, rollouts: int) -> None:
+        """Add rollouts that turned out to be needed."""
+        self.total += rollouts
+        self.bar.update(self.task, total=self.total)
+
     def doing(self, what: str) -> None:
         self.bar.update(self.task, description=what)
 

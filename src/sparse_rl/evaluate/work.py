@@ -68,7 +68,7 @@ class Work:
                     backup.move_out(self.path, FILES)
             try:
                 with self.writing():
-                    self._refuse_another(asked)
+                    self.ask(asked)
                     self._read()
                 yield
             finally:
@@ -134,7 +134,8 @@ class Work:
     def _is_evaluation(self) -> bool:
         return backup.current(self.path, self.asked.name).is_file()
 
-    def _refuse_another(self, asked: dict[str, Any]) -> None:
+    def ask(self, asked: dict[str, Any]) -> None:
+        """Add these settings to asked.json. Raise UserError if they contradict it."""
         before = json.loads(self.asked.read_text()) if self.asked.exists() else {}
         asked = json.loads(json.dumps(asked))  # convert to the types that JSON returns, for the comparison
         for key in (asked.keys() | before.keys()) - set(GROWS) if before else ():

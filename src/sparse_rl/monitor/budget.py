@@ -6,7 +6,7 @@ a budget that failed at such lengths. Budgets are rungs of a coarse ladder, so t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -141,6 +141,21 @@ def ladder(least: int, most: int) -> list[int]:
         found += [rung] if rung not in found else []
         size *= RUNG
     return [*found, most]
+
+
+def smallest(budgets: Sequence[int], meets: Callable[[int], bool | None]) -> int | None:
+    """Return the smallest budget that meets the targets, by bisection, or None if none does.
+
+    `meets` returns None for a budget that does not fit in memory. Larger ones are then not tried.
+    """
+    found, low, high = None, 0, len(budgets)
+    while low < high:
+        middle = (low + high) // 2
+        met = meets(budgets[middle])
+        if met:
+            found = budgets[middle]
+        low, high = (middle + 1, high) if met is False else (low, middle)
+    return found
 
 
 def long_length(lengths: Sequence[int]) -> int:

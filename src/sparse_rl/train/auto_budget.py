@@ -10,12 +10,12 @@ from ..errors import UserError
 from ..format import size
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
-from ..monitor.budget import MOST_CHANGES, BudgetState, Failed, Figures, Targets, decide
+from ..monitor.budget import MOST_CHANGES, BudgetState, Failed, Figures, Targets, decide, smallest
 from ..plan import Plan
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..world import World
-from .budget_probe import ProbeRow, find_budget, measure, probe_table, rejected_key, remedy, unreachable
+from .budget_probe import ProbeRow, measure, probe_table, rejected_key, remedy, unreachable
 from .memory import checkpointed_layers, out_of_memory, plan_budget, slots_of
 from .preflight import try_sampler
 from .run_folder import RunFolder
@@ -82,7 +82,17 @@ class AutoBudget:
     def probe(self, prompts: Sequence[Sequence[int]]) -> None:
         """Use the smallest budget that meets the targets, and print what was measured. Raise UserError if none does."""
         self.actor.merge()
-        found, rows = find_budget(self.budgets, self.targets, lambda budget: self._measured(prompts, budget))
+        measured: dict[int, ProbeRow] = {}
+
+        def meets(budget: int) -> bool | None:
+            row = self._measured(prompts, budget)
+            if row is None:
+                return None
+            measured[budget] = row
+            return self.targets.met_by(row.figures)
+
+        best = smallest(self.budgets, meets)
+        found, rows = measured.get(best or 0), [measured[budget] for budget in sorted(measured)]
         if not rows:
             raise out_of_memory(self.config, self.plan)
         self.terminal.table(probe_table(rows, self.targets, found.budget if found else None))

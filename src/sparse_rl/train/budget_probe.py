@@ -1,6 +1,6 @@
 """Measure before the first step which budget a run needs: sample with budgets of a ladder and compare with the dense model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,26 +78,6 @@ def measure(
     kept = engine.kv.kept_tokens
     seconds = device_time(model.device) - started
     return ProbeRow(kept, figures, metrics["sparse/mismatch_k3"], engine.cache.kv_bytes, engine.slots, seconds)
-
-
-def find_budget(
-    budgets: Sequence[int], targets: Targets, measured: Callable[[int], ProbeRow | None]
-) -> tuple[ProbeRow | None, list[ProbeRow]]:
-    """Return (the row of the smallest budget that meets the targets or None, all measured rows by budget), by bisection.
-
-    `measured` returns None for a budget that does not fit in memory. Larger ones are then not tried.
-    """
-    rows: dict[int, ProbeRow] = {}
-    low, high = 0, len(budgets)
-    while low < high:
-        middle = (low + high) // 2
-        row = measured(budgets[middle])
-        if row is None:
-            high = middle
-            continue
-        rows[middle] = row
-        low, high = (low, middle) if targets.met_by(row.figures) else (middle + 1, high)
-    return rows.get(low), [rows[place] for place in sorted(rows)]
 
 
 def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -> Table:
