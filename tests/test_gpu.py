@@ -355,6 +355,7 @@ def test_stored_prompts_are_read_by_graphs_and_by_single_steps(policy, once_from
     engines[0].use_graphs = False
     sampling = Sampling(max_tokens=100, stop=())
     alone, graphed, wide = (engine.generate(prompts, 3, sampling) for engine in engines)
+    assert [engine.cache.prompts.reads_once for engine in engines] == [once_from == 1] * 3
     for others in (graphed, wide):
         assert [each.response[:40] for each in others] == [each.response[:40] for each in alone]
     for rollouts in (alone, graphed, wide):

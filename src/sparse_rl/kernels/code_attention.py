@@ -1,5 +1,5 @@
-"""One decode step of one layer over a cache of 8-bit or 4-bit codes: encode and store the new key and value, store the query, and
-attend over the stored prompt and the slot.
+"""One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch: encode and store the new key and value, store
+the query, and attend over the stored prompt and the slot.
 
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
 `attention_part` with a prompt store. A program works as in `slot_attention.py`, but reads codes. The query is multiplied by the
@@ -23,7 +23,7 @@ from torch import Tensor
 from .codes import WEIGHT_FACTOR, _channel, _encode, _parts, _spread
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredCodes
-from .slot_attention import BLOCK, _rows, combine, members_of, prompt_splits_for
+from .slot_attention import BLOCK, _rows, combine
 
 
 def attend_and_append_codes(
@@ -54,45 +54,17 @@ def attend_and_append_codes(
     group, window, words = q_heads // kv_heads, ring_SQWD.shape[2], width // 2
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
-    shared = prompts is not None and prompts.order_S is not None
-    group_pad, members = members_of(group)
-    prompt_splits = prompt_splits_for(slots, members, kv_heads, out.device) if shared else 0
-    parts_of_row = splits + prompt_splits
     sums = out
     marks = out
-    if parts_of_row > 1:
-        sums = torch.empty(slots, q_heads, parts_of_row, dim, dtype=torch.float32, device=out.device)
-        marks = torch.empty(slots, q_heads, parts_of_row, 2, dtype=torch.float32, device=out.device)
-    block, warps, stages = _launch_shape(bits, dim, alone=splits == 1 and (shared or prompts is None))
+    if splits > 1:
+        sums = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
+        marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
+    block, warps, stages = _launch_shape(bits, dim, alone=splits == 1 and prompts is None)
     stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, block
     if prompts is not None:
         stored, table = prompts.stored, (prompts.pages_SP, prompts.lengths_S)
         pages_slot, page = prompts.pages_SP.stride(0), prompts.stored[0].shape[2]
     words_pad = max(16, next_power_of_2(words))
-    if prompts is not None and shared:
-        _attend_prompts[(-(-slots // members), kv_heads, prompt_splits)](
-            *(queries, *_in_words(stored), *table, prompts.order_S, pages_slot, step_HD, sums, marks, scale),
-            *(queries.stride(0), queries.stride(1), slots),
-            BITS=bits,
-            PARTS=16 // bits,
-            MEMBERS=members,
-            GROUP=group,
-            GROUP_PAD=group_pad,
-            HEADS=kv_heads,
-            DIM=dim,
-            WORDS=words,
-            WORDS_PAD=words_pad,
-            STEPS=steps,
-            STEPS_PAD=1 if bits == 8 else words_pad * steps // (2 * words),
-            OWN=splits,
-            SPLITS=parts_of_row,
-            PAGE=page,
-            BLOCK=BLOCK // 2,
-            PRECISION=precision(queries),
-            FLOAT32=queries.dtype == torch.float32,
-            num_warps=4,
-            num_stages=1 if queries.dtype == torch.float32 else 2,
-        )
     _attend[(slots, kv_heads, splits)](
         *(queries, keys, values, *_in_words(cached), positions_SHC, ring_SQWD, *_in_words(stored), *table, pages_slot),
         *(lengths_S, next_positions_S, centre_HD, step_HD, out, sums, marks, scale),
@@ -108,9 +80,8 @@ def attend_and_append_codes(
         STEPS=steps,
         STEPS_PAD=1 if bits == 8 else words_pad * steps // (2 * words),
         WINDOW=window,
-        OWN=splits,
-        SPLITS=parts_of_row,
-        STORED=prompts is not None and not shared,
+        SPLITS=splits,
+        STORED=prompts is not None,
         PAGE=page,
         BLOCK=block,
         PRECISION=precision(queries),
@@ -118,7 +89,7 @@ def attend_and_append_codes(
         num_warps=warps,
         num_stages=stages,
     )
-    if parts_of_row > 1:
+    if splits > 1:
         combine(sums, marks, out)
     return out
 
@@ -172,24 +143,21 @@ def _load(
 
 @jit
 def _attend_block(
-    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, seen, w, scale, top, weight, totals,
-    BITS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
-    STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr, GUARDED: tl.constexpr, PRECISION: tl.constexpr,
+    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, w, scale, top, weight, totals,
+    BITS: tl.constexpr, PARTS: tl.constexpr, GROUP_PAD: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
+    STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of each part of values."""
     keys, step = _load(
         keys_ptr, key_steps_ptr, tokens, held, w, query[0].dtype, PRECISION, BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK
     )
-    logits = tl.zeros([ROWS, BLOCK], tl.float32)
+    logits = tl.zeros([GROUP_PAD, BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         logits += product(query[part], tl.trans(keys[part]), PRECISION)
-    logits = tl.where(seen, logits * scale[:, None] * step[None, :], float("-inf"))
+    logits = tl.where(held[None, :], logits * scale[:, None] * step[None, :], float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, axis=1))
-    base = new_top
-    if GUARDED:  # a row may have seen no key yet
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    shrink = tl.exp(top - base)
-    probs = tl.exp(logits - base[:, None])
+    shrink = tl.exp(top - new_top)
+    probs = tl.exp(logits - new_top[:, None])
     weight = weight * shrink + tl.sum(probs, axis=1)
     values, step = _load(
         values_ptr,
@@ -222,7 +190,7 @@ def _attend(
     q_slot, q_head, k_slot, k_head, v_slot, v_head, capacity,
     BITS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, OWN: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -288,7 +256,7 @@ def _attend(
         prompt = tl.load(prompts_ptr + slot).to(tl.int32)
         prompt_blocks = tl.cdiv(prompt, BLOCK)
         blocks += prompt_blocks
-    share = tl.cdiv(blocks, OWN)
+    share = tl.cdiv(blocks, SPLITS)
     first, last = split * share, (split + 1) * share
     if STORED:
         for block in range(first, tl.minimum(last, prompt_blocks)):
@@ -296,15 +264,15 @@ def _attend(
             page = tl.load(pages_ptr + slot * pages_slot + start // PAGE).to(tl.int64)
             top, weight, totals = _attend_block(
                 query, prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr,
-                (page * HEADS + head) * PAGE + start % PAGE + n, start + n < prompt, (start + n < prompt)[None, :], w, scales,
-                top, weight, totals, BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, False, PRECISION,
+                (page * HEADS + head) * PAGE + start % PAGE + n, start + n < prompt, w, scales, top, weight, totals,
+                BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION,
             )  # fmt: skip
         first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
     for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
         top, weight, totals = _attend_block(
             query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
-            row + start + n, start + n < length, (start + n < length)[None, :], w, scales, top, weight, totals,
-            BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, False, PRECISION,
+            row + start + n, start + n < length, w, scales, top, weight, totals,
+            BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION,
         )  # fmt: skip
 
     weight *= factor
@@ -320,68 +288,3 @@ def _attend(
     if SPLITS > 1:
         tl.store(marks_ptr + (out_row * SPLITS + split) * 2, top, mask=in_group)
         tl.store(marks_ptr + (out_row * SPLITS + split) * 2 + 1, weight, mask=in_group)
-
-
-@jit
-def _attend_prompts(
-    q_ptr, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, pages_ptr, prompts_ptr, order_ptr, pages_slot,
-    step_ptr, sums_ptr, marks_ptr, scale, q_slot, q_head, slots,
-    BITS: tl.constexpr, PARTS: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr,
-    STEPS_PAD: tl.constexpr, OWN: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, FLOAT32: tl.constexpr,
-):  # fmt: skip
-    """Attend from several slots to their prompts, as `slot_attention._attend_prompts` does."""
-    head, split = tl.program_id(1), tl.program_id(2)
-    rows: tl.constexpr = MEMBERS * GROUP_PAD
-    r, w, n = tl.arange(0, rows), tl.arange(0, WORDS_PAD), tl.arange(0, BLOCK)
-    member, g = tl.program_id(0) * MEMBERS + r // GROUP_PAD, r % GROUP_PAD
-    real = (member < slots) & (g < GROUP)
-    slot = tl.load(order_ptr + member, mask=real, other=0).to(tl.int64)
-    length = tl.load(prompts_ptr + slot, mask=real, other=0).to(tl.int32)
-    prompt = tl.load(pages_ptr + slot * pages_slot, mask=real, other=-1).to(tl.int32)
-    mask = real[:, None] & (w < WORDS)[None, :]
-    query, scaled, totals = (), (), ()
-    largest = tl.zeros([rows], tl.float32) + 1e-30
-    for part in tl.static_range(PARTS):
-        c = _channel(w, part, DIM)
-        q = tl.load(q_ptr + slot[:, None] * q_slot + (head * GROUP + g)[:, None] * q_head + c[None, :], mask=mask, other=0.0)
-        step = tl.load(step_ptr + head * DIM + c, mask=w < WORDS, other=1.0).to(tl.float32)
-        q = q.to(tl.float32) * step[None, :]
-        largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
-        query, totals = query + (q,), totals + (tl.zeros([rows, WORDS_PAD], tl.float32),)
-    scales = tl.zeros([rows], tl.float32) + scale
-    for part in tl.static_range(PARTS):
-        if FLOAT32:
-            scaled = scaled + (query[part],)
-        else:
-            scaled = scaled + ((query[part] / largest[:, None]).to(tl.float16),)
-    if not FLOAT32:
-        scales *= largest
-    top, weight = tl.full([rows], float("-inf"), tl.float32), tl.zeros([rows], tl.float32)
-    last = tl.max(tl.where(length > 0, prompt, -1), axis=0)
-    while last >= 0:
-        same = (prompt == last) & (length > 0)
-        own = tl.where(same, length, 0)
-        tokens = tl.max(own, axis=0)
-        table = pages_ptr + tl.max(tl.where(same, slot, 0), axis=0) * pages_slot
-        blocks = tl.cdiv(tokens, BLOCK)
-        share = tl.cdiv(blocks, SPLITS - OWN)
-        for block in range(split * share, tl.minimum((split + 1) * share, blocks)):
-            start = block * BLOCK
-            held = start + n < tokens
-            page = tl.load(table + start // PAGE).to(tl.int64)
-            top, weight, totals = _attend_block(
-                scaled, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
-                (page * HEADS + head) * PAGE + start % PAGE + n, held, (start + n)[None, :] < own[:, None], w, scales,
-                top, weight, totals, BITS, PARTS, rows, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, True, PRECISION,
-            )  # fmt: skip
-        last = tl.max(tl.where((length > 0) & (prompt < last), prompt, -1), axis=0)
-    out_part = (slot * HEADS * GROUP + head * GROUP + g) * SPLITS + OWN + split
-    for part in tl.static_range(PARTS):
-        c = _channel(w, part, DIM)
-        tl.store(sums_ptr + out_part[:, None] * DIM + c[None, :], totals[part], mask=mask)
-    if BITS == 8:
-        weight *= WEIGHT_FACTOR
-    tl.store(marks_ptr + out_part * 2, top, mask=real)
-    tl.store(marks_ptr + out_part * 2 + 1, weight, mask=real)

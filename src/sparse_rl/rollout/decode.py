@@ -116,7 +116,7 @@ class DecodeView:
         own = cache.stored.map(lambda tensor: tensor[layer])
         prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
         if cache.quantiser is not None:
-            codes = None if prompt is None else StoredCodes(prompt, *self._pages(), self.order_S)
+            codes = None if prompt is None else StoredCodes(prompt, *self._pages())
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(*new, own, *beside, *scales, prompts=codes, scale=scale, splits=self.splits)
         prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.order_S)
