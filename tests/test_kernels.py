@@ -97,6 +97,32 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
 
 
 @pytest.mark.parametrize(("splits", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (2, 2, 24)])
+def test_a_prompt_is_read_once_for_the_slots_that_share_it(q_heads, kv_heads, dim, splits, dtype):
+    """The result is that of slots that read alone. There are groups within a program and across two, a slot with its own prompt,
+    one that has ended, whose page belongs to another group by now, soft caps and learned sinks."""
+    slots, capacity, page = 19, 70, 64
+    prompts = torch.tensor([130] * 9 + [64] + [7] * 8 + [0], device=DEVICE)
+    table = torch.tensor([[3, 11, 1]] * 9 + [[5, 0, 0]] + [[2, 0, 0]] * 8 + [[2, 8, 0]], device=DEVICE).int()
+    mixed = torch.randperm(slots, device=DEVICE)
+    prompts, table = prompts[mixed], table[mixed]
+    stored = torch.randn(2, 12, kv_heads, page, dim, device=DEVICE).to(dtype)
+    keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE).to(dtype)
+    query = torch.randn(slots, q_heads, dim, device=DEVICE).to(dtype)
+    new = torch.randn(2, slots, kv_heads, dim, device=DEVICE).to(dtype)
+    places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
+    ring = torch.zeros(slots, q_heads, 0, dim, dtype=dtype, device=DEVICE)
+    lengths = torch.randint(capacity, (slots,), device=DEVICE)
+    state = (query, *new, keys, values, places, ring, lengths, prompts + lengths)
+    tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
+    alone, shared = (StoredPrompts(*stored, table, prompts, order) for order in (None, table[:, 0].argsort()))
+    for form in (AttentionForm(), AttentionForm(softcap=2.0, sinks_Q=torch.randn(q_heads, device=DEVICE))):
+        expected = attend_and_append(*state, scale=0.2, prompts=alone, form=form)
+        ours = attend_and_append(*state, scale=0.2, splits=splits, prompts=shared, form=form)
+        torch.testing.assert_close(ours, expected, **tolerance)
+
+
+@pytest.mark.parametrize(("splits", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (2, 2, 24), (40, 2, 32)])
 def test_a_step_of_attention_appends_and_attends(q_heads, kv_heads, dim, splits, dtype):
     slots, capacity, window = 4, 135, 5

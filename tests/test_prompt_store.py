@@ -10,7 +10,7 @@ from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kv.cache import SlotCache
 from sparse_rl.kv.policies import POLICIES, Policy, from_settings
-from sparse_rl.kv.prompt_store import PagePool
+from sparse_rl.kv.prompt_store import PagePool, PromptStore
 from sparse_rl.kv.schedule import DENSE
 from sparse_rl.models.support import next_logits
 from sparse_rl.rollout.decode import DecodeView
@@ -222,3 +222,15 @@ def test_a_failed_call_leaves_no_page_behind(kv, tokens):
         weights.copy_(before)
     again = engine.generate([prompt_of(70)], 2, sampling)
     assert [rollout.response for rollout in again] == [rollout.response for rollout in expected]
+
+
+@pytest.mark.parametrize(
+    ("slots", "tokens", "samples", "once"),
+    [(256, 1100, 8, True), (64, 2100, 8, True), (64, 1100, 8, False), (256, 1100, 1, False), (256, 1100, 2, False)],
+)
+def test_long_prompts_with_many_samples_are_read_once(slots, tokens, samples, once):
+    """Measured on an H200: with few prompt tokens or few samples it is slower."""
+    shape = Engine(random_model("qwen2"), PROTECTED, slots=1).limits.shape.full
+    pages = pool_pages([tokens] * slots, slots, samples)
+    assert PromptStore(shape, slots, pages, tokens).reads_once is once
+    assert not PromptStore(shape, slots, pages, tokens, responses=True).reads_once

@@ -23,7 +23,7 @@ from torch import Tensor
 from .codes import WEIGHT_FACTOR, _channel, _encode, _parts, _spread
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredCodes
-from .slot_attention import BLOCK, _combine, _rows
+from .slot_attention import BLOCK, _rows, combine
 
 
 def attend_and_append_codes(
@@ -90,15 +90,7 @@ def attend_and_append_codes(
         num_stages=stages,
     )
     if splits > 1:
-        _combine[(slots, q_heads)](
-            *(sums, marks, out),
-            HEADS=q_heads,
-            DIM=dim,
-            DIM_PAD=next_power_of_2(dim),
-            SPLITS=splits,
-            SPLITS_PAD=next_power_of_2(splits),
-            num_warps=1,
-        )
+        combine(sums, marks, out)
     return out
 
 

@@ -55,6 +55,8 @@ class StoredPrompts:
     """Pages of each slot, int32."""
     lengths_S: Tensor
     """Tokens in the pages of each slot."""
+    order_S: Tensor | None = None
+    """Slots in the order of their first pages, if pages are shared: a program then reads a prompt once for several slots."""
 
 
 @dataclass(frozen=True)

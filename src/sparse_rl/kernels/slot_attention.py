@@ -1,9 +1,10 @@
-"""One decode step of one layer in one launch: store the new key, value and query in their slot, and attend over the slot.
+"""One decode step of one layer: store the new key, value and query in their slot, and attend over the slot.
 
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
 one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
-the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If there
-are few slots, several programs share a row and a second launch combines their results. `attend_in_ring` runs the same kernel
+the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If the
+slots are given in the order of their prompts, another launch reads each prompt once for several slots. If a row has several
+parts, because programs share it, a last launch combines them. `attend_in_ring` runs the same kernel
 over the ring buffers of a sliding-window layer; the reference is `WindowStore.append` and `attention.decode_attention`.
 """
 
@@ -19,6 +20,12 @@ from .form import PLAIN, AttentionForm
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredPrompts
 
+MEMBERS = 8
+"""Slots of one program over stored prompts, which reads each of their prompts once."""
+PROMPT_ROWS = 64
+"""Most queries of such a program, whose sums are held in registers."""
+PROMPT_SPLITS = 64
+"""Most programs that share the prompts of these slots."""
 BLOCK = 64
 """Number of keys that a program reads at a time, if several programs share a row. Otherwise half of it, with half of the
 warps, is faster."""
@@ -93,20 +100,44 @@ def _launch(
     group, window = q_heads // kv_heads, 0 if wraps else ring_SQWD.shape[2]
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
+    shared = prompts is not None and prompts.order_S is not None
+    group_pad, members = members_of(group)
+    prompt_splits = prompt_splits_for(slots, members, kv_heads, out.device) if shared else 0
+    parts_of_row = splits + prompt_splits
     parts = out
     marks = out
-    if splits > 1:
-        parts = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
-        marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
+    if parts_of_row > 1:
+        parts = torch.empty(slots, q_heads, parts_of_row, dim, dtype=torch.float32, device=out.device)
+        marks = torch.empty(slots, q_heads, parts_of_row, 2, dtype=torch.float32, device=out.device)
     block = BLOCK if dim <= 128 and splits > 1 else BLOCK // 2
     stored, width, page = (keys, values, lengths_S, lengths_S), 0, block
     if prompts is not None:
         stored = (prompts.keys_NHTD, prompts.values_NHTD, prompts.pages_SP, prompts.lengths_S)
         width, page = prompts.pages_SP.stride(0), prompts.keys_NHTD.shape[2]
+    softcap = 1.0 if form.softcap is None else form.softcap
+    if prompts is not None and shared:
+        _attend_prompts[(-(-slots // members), kv_heads, prompt_splits)](
+            *(queries, *stored, prompts.order_S, width, parts, marks, scale, softcap),
+            *(queries.stride(0), queries.stride(1), slots),
+            MEMBERS=members,
+            GROUP=group,
+            GROUP_PAD=group_pad,
+            HEADS=kv_heads,
+            DIM=dim,
+            DIM_PAD=max(16, next_power_of_2(dim)),
+            OWN=splits,
+            PARTS=parts_of_row,
+            CAPPED=form.softcap is not None,
+            PAGE=page,
+            BLOCK=min(page, BLOCK if dim <= 128 else BLOCK // 2),
+            PRECISION=precision(queries),
+            num_warps=4,
+            num_stages=1 if queries.dtype == torch.float32 else 2,
+        )
     _attend[(slots, kv_heads, splits)](
         *(queries, keys, values, cached_keys_SHCD, cached_values_SHCD, positions_SHC, ring_SQWD, *stored, width),
         *(lengths_S, next_positions_S, out, parts, marks, scale),
-        *(1.0 if form.softcap is None else form.softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
+        *(softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
         *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
         *(cached_keys_SHCD.stride(0), cached_keys_SHCD.stride(1), capacity),
         GROUP=group,
@@ -116,7 +147,8 @@ def _launch(
         DIM_PAD=max(16, next_power_of_2(dim)),
         WINDOW=window,
         SPLITS=splits,
-        STORED=prompts is not None,
+        PARTS=parts_of_row,
+        STORED=prompts is not None and not shared,
         WRAPS=wraps,
         CAPPED=form.softcap is not None,
         SINKS=form.sinks_Q is not None,
@@ -126,17 +158,35 @@ def _launch(
         num_warps=4 if splits > 1 else 2,
         num_stages=3 if splits == 1 and dim * queries.element_size() <= 512 else 2,  # shared memory of a 24 GB GPU
     )
-    if splits > 1:
-        _combine[(slots, q_heads)](
-            *(parts, marks, out),
-            HEADS=q_heads,
-            DIM=dim,
-            DIM_PAD=next_power_of_2(dim),
-            SPLITS=splits,
-            SPLITS_PAD=next_power_of_2(splits),
-            num_warps=1,
-        )
+    if parts_of_row > 1:
+        combine(parts, marks, out)
     return out
+
+
+def combine(parts_SQnD: Tensor, marks_SQn2: Tensor, out_SQD: Tensor) -> None:
+    """Write the attention output of rows whose n parts are unnormalized sums of values, with their maximum and weight."""
+    slots, q_heads, splits, dim = parts_SQnD.shape
+    _combine[(slots, q_heads)](
+        *(parts_SQnD, marks_SQn2, out_SQD),
+        HEADS=q_heads,
+        DIM=dim,
+        DIM_PAD=next_power_of_2(dim),
+        SPLITS=splits,
+        SPLITS_PAD=next_power_of_2(splits),
+        num_warps=1,
+    )
+
+
+def prompt_splits_for(slots: int, members: int, kv_heads: int, device: torch.device) -> int:
+    """Return the number of programs that share the prompts of `members` slots."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return max(1, min(PROMPT_SPLITS, 2 * processors // (-(-slots // members) * kv_heads)))
+
+
+def members_of(group: int) -> tuple[int, int]:
+    """Return the padded number of query heads per kv head, and the slots of a program. A matrix product has 16 rows or more."""
+    group_pad = next_power_of_2(group)
+    return group_pad, max(1, 16 // group_pad, min(MEMBERS, PROMPT_ROWS // group_pad))
 
 
 def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int:
@@ -160,16 +210,16 @@ def _cap(logits, softcap, CAPPED: tl.constexpr):
 
 @jit
 def _attend_block(
-    query, keys_ptr, values_ptr, mask, held, scale, softcap, top, weight, total,
-    CAPPED: tl.constexpr, WRAPS: tl.constexpr, PRECISION: tl.constexpr,
+    query, keys_ptr, values_ptr, mask, seen, scale, softcap, top, weight, total,
+    CAPPED: tl.constexpr, GUARDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of values."""
     keys = tl.load(keys_ptr, mask=mask, other=0.0)
     logits = _cap(product(query, tl.trans(keys), PRECISION) * scale, softcap, CAPPED)
-    logits = tl.where(held[None, :], logits, float("-inf"))
+    logits = tl.where(seen, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, axis=1))
     base = new_top
-    if WRAPS:  # the only key of the block may be the one that is replaced
+    if GUARDED:  # a row may have seen no key yet
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
     shrink = tl.exp(top - base)
     probs = tl.exp(logits - base[:, None])
@@ -185,7 +235,7 @@ def _attend(
     lengths_ptr, next_positions_ptr, out_ptr, parts_ptr, marks_ptr, scale, softcap, sinks_ptr,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, row_slot, row_head, capacity,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, STORED: tl.constexpr,
     WRAPS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +294,7 @@ def _attend(
             held = start + n < prompt
             places = ((page * HEADS + head) * PAGE + start % PAGE + n)[:, None] * DIM + d[None, :]
             top, weight, total = _attend_block(
-                query, prompt_keys_ptr + places, prompt_values_ptr + places, held[:, None] & in_dim[None, :], held,
+                query, prompt_keys_ptr + places, prompt_values_ptr + places, held[:, None] & in_dim[None, :], held[None, :],
                 scale, softcap, top, weight, total, CAPPED, WRAPS, PRECISION,
             )  # fmt: skip
         first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
@@ -254,12 +304,12 @@ def _attend(
             held = held & (start + n != index)
         places = (start + n)[:, None] * DIM + d[None, :]
         top, weight, total = _attend_block(
-            query, key_row + places, value_row + places, held[:, None] & in_dim[None, :], held,
+            query, key_row + places, value_row + places, held[:, None] & in_dim[None, :], held[None, :],
             scale, softcap, top, weight, total, CAPPED, WRAPS, PRECISION,
         )  # fmt: skip
 
     row = slot * HEADS * GROUP + q_head_of
-    if SPLITS == 1:
+    if PARTS == 1:
         out = total / weight[:, None]
         tl.store(
             out_ptr + row[:, None] * DIM + d[None, :],
@@ -267,10 +317,55 @@ def _attend(
             mask=in_group[:, None] & in_dim[None, :],
         )
     else:
-        part = row * SPLITS + split
+        part = row * PARTS + split
         tl.store(parts_ptr + part[:, None] * DIM + d[None, :], total, mask=in_group[:, None] & in_dim[None, :])
         tl.store(marks_ptr + part * 2, top, mask=in_group)
         tl.store(marks_ptr + part * 2 + 1, weight, mask=in_group)
+
+
+@jit
+def _attend_prompts(
+    q_ptr, keys_ptr, values_ptr, pages_ptr, prompts_ptr, order_ptr, pages_slot, parts_ptr, marks_ptr, scale, softcap,
+    q_slot, q_head, slots,
+    MEMBERS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from several slots to their prompts. Slots are in the order of their prompts, so most of them have the same one."""
+    head, split = tl.program_id(1), tl.program_id(2)
+    r, d, n = tl.arange(0, MEMBERS * GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, BLOCK)
+    member, g = tl.program_id(0) * MEMBERS + r // GROUP_PAD, r % GROUP_PAD
+    real, in_dim = (member < slots) & (g < GROUP), d < DIM
+    slot = tl.load(order_ptr + member, mask=real, other=0).to(tl.int64)
+    length = tl.load(prompts_ptr + slot, mask=real, other=0).to(tl.int32)
+    prompt = tl.load(pages_ptr + slot * pages_slot, mask=real, other=-1).to(tl.int32)  # a prompt is known by its first page
+    mask = real[:, None] & in_dim[None, :]
+    query = tl.load(q_ptr + slot[:, None] * q_slot + (head * GROUP + g)[:, None] * q_head + d[None, :], mask=mask, other=0.0)
+    top = tl.full([MEMBERS * GROUP_PAD], float("-inf"), tl.float32)
+    weight = tl.zeros([MEMBERS * GROUP_PAD], tl.float32)
+    total = tl.zeros([MEMBERS * GROUP_PAD, DIM_PAD], tl.float32)
+    last = tl.max(tl.where(length > 0, prompt, -1), axis=0)
+    while last >= 0:
+        same = (prompt == last) & (length > 0)
+        own = tl.where(same, length, 0)
+        tokens = tl.max(own, axis=0)
+        table = pages_ptr + tl.max(tl.where(same, slot, 0), axis=0) * pages_slot
+        blocks = tl.cdiv(tokens, BLOCK)
+        share = tl.cdiv(blocks, PARTS - OWN)
+        for block in range(split * share, tl.minimum((split + 1) * share, blocks)):
+            start = block * BLOCK
+            held = start + n < tokens
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            places = ((page * HEADS + head) * PAGE + start % PAGE + n)[:, None] * DIM + d[None, :]
+            top, weight, total = _attend_block(
+                query, keys_ptr + places, values_ptr + places, held[:, None] & in_dim[None, :], (start + n)[None, :] < own[:, None],
+                scale, softcap, top, weight, total, CAPPED, True, PRECISION,
+            )  # fmt: skip
+        last = tl.max(tl.where((length > 0) & (prompt < last), prompt, -1), axis=0)
+    part = (slot * HEADS * GROUP + head * GROUP + g) * PARTS + OWN + split
+    tl.store(parts_ptr + part[:, None] * DIM + d[None, :], total, mask=mask)
+    tl.store(marks_ptr + part * 2, top, mask=real)
+    tl.store(marks_ptr + part * 2 + 1, weight, mask=real)
 
 
 @jit

@@ -30,7 +30,8 @@ class DecodeView:
 
     If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
-    lengths on the device. With `kernels=False` no kernel is compiled.
+    lengths on the device. `order` are the slots in the order of their prompts: a kernel then reads a prompt once for its slots.
+    With `kernels=False` no kernel is compiled.
     """
 
     routing: RecordedRouting | None = None
@@ -41,6 +42,7 @@ class DecodeView:
         positions_S: Tensor,
         lengths_S: Tensor,
         prompts_S: Tensor | None = None,
+        order_S: Tensor | None = None,
         *,
         longest: int = 0,
         even: bool = False,
@@ -48,12 +50,13 @@ class DecodeView:
     ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
         self.prompts_S = None if cache.prompts is None else prompts_S
+        self.order_S = order_S
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
             row_tokens = cache.capacity
-            if cache.prompts is not None:
+            if cache.prompts is not None and order_S is None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
             window_tokens = 0 if cache.windows is None else cache.windows.capacity
@@ -116,7 +119,7 @@ class DecodeView:
             codes = None if prompt is None else StoredCodes(prompt, *self._pages())
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(*new, own, *beside, *scales, prompts=codes, scale=scale, splits=self.splits)
-        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages())
+        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.order_S)
         return attend_and_append(
             *new, own.keys, own.values, *beside, prompts=prompts, scale=scale, form=form, splits=self.splits
         )
