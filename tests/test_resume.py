@@ -193,6 +193,12 @@ def test_the_learning_rate_may_change_and_that_is_written_down(world, tmp_path, 
     (run / "config.toml").write_text(stored.replace("weight_decay = 0.1", "weight_decay = 0.5"))
     sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), "--steps", "4")
     assert "weight_decay is 0.5 now but was 0.1 in the checkpoint of step 3" in sentence
+    two = ["--seed", "7", "--optimizer.weight-decay", "0.2"]
+    sentence = refused(capsys, "train", "--resume", "--run-dir", str(run), *two)
+    assert (
+        f"optimizer.weight_decay is 0.2 now but was 0.5, seed is 7 now but was 0 in {run}: resume with the same values"
+        in sentence
+    )
 
 
 def test_a_schedule_that_is_stretched_is_told(world, tmp_path, capsys):

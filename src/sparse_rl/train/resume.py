@@ -54,12 +54,13 @@ def changes(name: Any, before: dict[str, Any], now: dict[str, Any]) -> list[Chan
     """
     before, now = _with_window(before), _with_window(now)
     differ = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    for key in differ:
-        if key not in NOTED_OPTIONS and not key.startswith(FREE_OPTIONS):
-            raise UserError(
-                f"{key} is {now.get(key, 'not set')} now but was {before.get(key, 'not set')} in {name}: resume with the "
-                "same value, or start a new run with another --run-dir."
-            )
+    fixed = [key for key in differ if key not in NOTED_OPTIONS and not key.startswith(FREE_OPTIONS)]
+    if fixed:
+        found = ", ".join(f"{key} is {now.get(key, 'not set')} now but was {before.get(key, 'not set')}" for key in fixed)
+        raise UserError(
+            f"{found} in {name}: resume with the same {'value' if len(fixed) == 1 else 'values'}, or start a new run with another "
+            "--run-dir."
+        )
     return [Change(key, before.get(key), now.get(key)) for key in differ if key in NOTED_OPTIONS]
 
 
