@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -82,7 +83,9 @@ def main() -> None:
     logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
     record = {
         "seed": settings.get("seed", 42),
+        "trl": trl.__version__,
         "sampler": args.sampler,
+        "kv": KV if args.sampler == "sparse" else None,
         "model": Path(args.model).name,
         "answers": batch,
         "tokens": tokens,

@@ -93,18 +93,18 @@ def page() -> str:
 
 
 SPEED = """\
-Random weights, 28 layers of Qwen2.5-1.5B's width, 256 slots, prompts of 256 tokens, 2,048 sampled tokens, bfloat16, one H200
+Random weights, 28 layers of Qwen2.5-1.5B's width, 256 slots, prompts of 256 tokens, 2,048 sampled tokens, bfloat16, H200
 (`python benchmarks/families.py`, [JSON](../benchmarks/results/families.json)):
 
-| layers | dense cache, tok/s | R-KV 512 + 128, tok/s | KV cache and states, GB |
+| layers | dense cache, whole call, tok/s | R-KV 512 + 128, whole call, tok/s | KV cache and states, GB |
 |---|---|---|---|
 | full attention (Qwen2.5) | 48,528 | 72,972 | 16.2 dense, 4.7 R-KV |
 | five of six with a window of 1,024 tokens (Gemma 3) | 58,522 | 62,286 | 8.8, 7.1 |
 | three of four Gated DeltaNets (Qwen3.5; 1.8 billion weights) | 18,581 | 20,067 | 10.0, 7.1 |
 
 A bounded cache gains little where few layers attend to all tokens. The hybrid is slower than the attention model. Each of its slots holds
-22 MB of float32 states, which every token reads and writes: at least 2.4 ms of the 12.8 ms that a step takes. The rest has not been profiled. It ran
-with flash-linear-attention and without causal-conv1d.
+22 MB of float32 states, which every token reads and writes: at least 2.4 ms of the 12.6 ms that a decode step takes with R-KV. The rest has not been profiled. It ran on
+another H200, with flash-linear-attention and without causal-conv1d.
 """
 
 NOTES = """\

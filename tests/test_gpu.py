@@ -11,8 +11,8 @@ from sparse_rl.cli import main
 from sparse_rl.kernels import long_attention, shadow
 from sparse_rl.kernels.attention import causal_attention, packed_causal_attention
 from sparse_rl.kernels.prefix_attention import PrefixAttention, Segment, last_tokens_attention
-from sparse_rl.kv import prompt_store
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.prompt_store import PromptStore
 from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner.logprobs import token_logprobs
 from sparse_rl.learner.replay import ReplayView, Span
@@ -342,12 +342,12 @@ def test_a_graph_samples_what_single_steps_sample():
 
 
 @pytest.mark.parametrize(
-    ("policy", "once_from"), [*((name, 10**6) for name in POLICIES if name != "full"), ("rkv", 1), ("triattention", 1)]
+    ("policy", "once"), [*((name, False) for name in POLICIES if name != "full"), ("rkv", True), ("triattention", True)]
 )
-def test_stored_prompts_are_read_by_graphs_and_by_single_steps(policy, once_from, monkeypatch):
+def test_stored_prompts_are_read_by_graphs_and_by_single_steps(policy, once, monkeypatch):
     """Prompts within a page, of many pages and in slots that are refilled; a longer prompt rebuilds store and graphs. Prompts
     are read by each slot, or once."""
-    monkeypatch.setattr(prompt_store, "ONCE_FROM", once_from)
+    monkeypatch.setattr(PromptStore, "choose_reads", lambda store, lengths, samples: setattr(store, "reads_once", once))
     model = random_model("qwen2").cuda()
     kv = KV(policy=policy, protect_prompt=True, **SMALL)
     prompts = [*PROMPTS, list(range(3, 60)) * 5, [9] * 64]
@@ -355,7 +355,7 @@ def test_stored_prompts_are_read_by_graphs_and_by_single_steps(policy, once_from
     engines[0].use_graphs = False
     sampling = Sampling(max_tokens=100, stop=())
     alone, graphed, wide = (engine.generate(prompts, 3, sampling) for engine in engines)
-    assert [engine.cache.prompts.reads_once for engine in engines] == [once_from == 1] * 3
+    assert [engine.cache.prompts.reads_once for engine in engines] == [once] * 3
     for others in (graphed, wide):
         assert [each.response[:40] for each in others] == [each.response[:40] for each in alone]
     for rollouts in (alone, graphed, wide):

@@ -165,8 +165,9 @@ def test_the_gradient_is_that_of_our_learner(second_update, loss_type, preset):
     counts = accumulate(learner, ours, [list(range(len(rollouts)))], loss, "dense", None, None)
     mine = gradient(learner)
     assert float((mine - theirs).abs().max()) <= 1e-6  # rounding of log-probs: 4e-8 with every preset
-    # "paper" drops most terms, and the rounding is a larger share of the rest: 1.3e-5 without mkldnn, which a test may turn off
-    assert_close(mine, theirs, {"sequence_mask": 1e-4, "paper": 2e-5}.get(preset, 1e-5))
+    # Some presets keep few terms, and the rounding is a larger share of the rest. Measured: 1e-5 for "paper" (3e-5 with TRL 1.15),
+    # 1.8e-5 for "sequence_mask". Without mkldnn, which a test may turn off, it is more.
+    assert_close(mine, theirs, {"sequence_mask": 1e-4, "paper": 5e-5}.get(preset, 1e-5))
     if loss_type != "cispo":
         assert counts["clipped_tokens"] > 0
     if spec.veto or spec.drop == "mean":

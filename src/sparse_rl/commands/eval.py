@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         metavar="CACHES",
         help="caches to compare, separated by commas: full or POLICY@BUDGET[+INTERVAL], with :8bit or :4bit if quantised, such as "
-        "full,rkv@512,snapkv@512+64. INTERVAL defaults to BUDGET/4. rkv@auto tries budgets until it finds the smallest that "
-        "training would accept (with --mismatch). Differences are relative to the first cache "
+        "full,rkv@512,snapkv@512+64. INTERVAL defaults to BUDGET/4. rkv@auto searches the smallest budget that meets "
+        "the targets of training with kv.budget = auto (with --mismatch). Differences are relative to the first cache "
         "[full, and the cache the model was trained with]",
     )
     parser.add_argument(

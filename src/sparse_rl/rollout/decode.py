@@ -30,7 +30,7 @@ class DecodeView:
 
     If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
-    lengths on the device. `order` are the slots in the order of their prompts: a kernel then reads a prompt once for its slots.
+    lengths on the device. `order` lists the slots in the order of their prompts: a kernel then reads a prompt once for its slots.
     With `kernels=False` no kernel is compiled.
     """
 

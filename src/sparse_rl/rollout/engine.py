@@ -146,8 +146,11 @@ class Engine:
             self.calibrate(prompts, max(len(request.prompt) for request in requests) + sampling.max_tokens)
             self.calibrated_tokens = tokens
         self._grow_windows(max(len(request.prompt) for request in requests) + sampling.max_tokens)
+        prompt_lengths = [len(request.prompt) for request in requests[::samples]]
         if self.schedule.stores_prompts and not self.pool_reserved:
-            self._grow_pool([len(request.prompt) for request in requests[::samples]], sampling.max_tokens, samples)
+            self._grow_pool(prompt_lengths, sampling.max_tokens, samples)
+        if self.cache.prompts is not None:
+            self.cache.prompts.choose_reads(prompt_lengths, samples)
         generation = Generation(
             self.model,
             self.cache,

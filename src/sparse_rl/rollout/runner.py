@@ -155,8 +155,7 @@ class GraphRunner:
             fuse_projections(model)
             torch.cuda.empty_cache()  # no later allocation fits the blocks that the weights freed
         self.stores = (cache.prompts, cache.windows)
-        once = cache.prompts is not None and cache.prompts.reads_once
-        self.order_S = torch.arange(cache.slots, device=device) if once else None
+        self.reads_once, self.order_S = False, torch.arange(cache.slots, device=device)
         self.state = torch.zeros(7, cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(7, cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
@@ -198,9 +197,11 @@ class GraphRunner:
         uploaded = (slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last, slots.prompts)
         for row, values in enumerate(uploaded):
             host[row, : self.active] = values
-        if self.order_S is not None and self.cache.prompts is not None:  # before a capture, whose first steps run with it
-            self.order_S[:size] = self.cache.prompts.pages_SP[:size, 0].argsort()
-        key = (size, sampling.temperature == 0, truncates(sampling), self.records)
+        prompts = self.cache.prompts
+        self.reads_once = prompts is not None and prompts.reads_once
+        if prompts is not None and self.reads_once:  # before a capture, whose first steps run with it
+            self.order_S[:size] = prompts.pages_SP[:size, 0].argsort()
+        key = (size, sampling.temperature == 0, truncates(sampling), self.records, self.reads_once)
         if key not in self.graphs:
             try:
                 self.graphs[key] = self._capture(size, sampling)
@@ -271,7 +272,7 @@ class GraphRunner:
 
     def _step(self, slots: int, sampling: Sampling) -> None:
         tokens_S, positions_S, lengths_S, seeds_S, last_S, prompts_S, steps_S = (row[:slots] for row in self.state)
-        order_S = None if self.order_S is None else self.order_S[:slots]
+        order_S = self.order_S[:slots] if self.reads_once else None
         view = DecodeView(self.cache, positions_S, lengths_S, prompts_S, order_S)
         if self.records and self.routing is not None:
             view.routing = RecordedRouting(self.routing.step_SRK[:slots])
