@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from small_runs import train
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.kv.statistics import load
 
 SETTINGS = {"budget": 24, "interval": 6, "window": 4, "sinks": 2}
 PROMPTS = [[5, 6, 7], list(range(3, 40)), [9] * 20]
@@ -15,9 +18,8 @@ def greedy(model, prompts, cache, tokens=50, **options):
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=tokens, do_sample=False, eos_token_id=-1, **options
-    )
+    options = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": -1, **options}
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     return [row.tolist() for row in out[:, width:]]
 
 
@@ -60,6 +62,67 @@ def test_protected_prompts_are_those_of_the_engine(model, policy):
     assert greedy(model, PROMPTS, cache, tokens=70) == [rollout.response for rollout in expected]
     assert cache.kv_bytes == 2 * model.config.num_hidden_layers * 3 * 2 * (37 + 24 + 6) * 16 * 4
     assert cache.layers[0].held == [len(prompt) + 24 + 3 for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", ["8bit", "4bit"])
+def test_a_dense_cache_of_codes_is_the_engine(models, architecture, dtype):
+    """Nothing is evicted. The responses outgrow the first allocation, and every sample has its own row."""
+    model = models[architecture]
+    engine = Engine(model, KV(policy="full", dtype=dtype), slots=6)
+    expected = engine.generate(PROMPTS, 2, Sampling(max_tokens=100, temperature=0, stop=()))
+    cache = BoundedCache("full", dtype=dtype, protect_prompt=True, statistics=engine.statistics)
+    twice = [prompt for prompt in PROMPTS for _ in range(2)]
+    assert greedy(model, twice, cache, tokens=100) == [rollout.response for rollout in expected]
+    assert cache.layers[0].held == [len(prompt) + 99 for prompt in twice]
+    assert cache.kv_bytes == 6 * 3 * 64 * engine.cache.token_bytes  # 37 + 99 tokens take three pages
+
+
+def test_a_dense_cache_of_codes_samples_prompts_of_whole_pages(model):
+    """`num_return_sequences` repeats prompts. A prompt that fills its pages has room for the first token."""
+    prompts = [[3 + number % 50 for number in range(tokens)] for tokens in (64, 63)]
+    engine = Engine(model, KV(policy="full", dtype="8bit"), slots=4)
+    expected = engine.generate(prompts, 2, Sampling(max_tokens=4, temperature=0, stop=()))
+    cache = BoundedCache("full", dtype="8bit", statistics=engine.statistics)
+    sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    assert greedy(model, prompts, cache, tokens=4, **sampled) == [rollout.response for rollout in expected]
+
+
+def test_a_dense_cache_of_codes_has_beams_and_turns(model):
+    """Beams carry their rows through an allocation. Without statistics the first prompts give the scales. A second turn adds
+    many tokens at once, and a reset cache starts anew."""
+    first, second = list(range(3, 40)), list(range(40, 0, -1))
+    logits = []
+    cache = BoundedCache("full", dtype="8bit")
+    for pieces in ([first, second], [first, *([token] for token in second)]):
+        cache.reset()
+        with torch.no_grad():
+            for piece in pieces:
+                out = model(torch.tensor([piece]), past_key_values=cache)
+        logits.append(out.logits[0, -1])
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
+    with torch.no_grad():
+        plain = model(torch.tensor([first + second])).logits[0, -1]
+    assert 1e-4 < float((logits[0] - plain).abs().max()) < 1
+    roomy = BoundedCache("rkv", budget=128, interval=32, dtype="8bit")
+    assert greedy(model, PROMPTS, BoundedCache("full", dtype="8bit"), num_beams=3) == greedy(
+        model, PROMPTS, roomy, num_beams=3
+    )
+
+
+def test_a_dense_cache_of_codes_has_the_settings_of_training(world, tmp_path):
+    """The scales are those of the run's statistics."""
+    train(world, tmp_path / "run", "--kv.policy", "full", "--kv.dtype", "4bit", "--steps", "1")
+    folder = tmp_path / "run/model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.set_attn_implementation("sparse_rl")
+    cache = BoundedCache.from_pretrained(folder)
+    assert (cache.kv.policy, cache.kv.dtype) == ("full", "4bit")
+    prompts = [[5, 6, 7], list(range(3, 14)), [9] * 8]
+    engine = Engine(model, cache.kv, slots=3)
+    engine.load_statistics(load(folder))
+    expected = engine.generate(prompts, sampling=Sampling(max_tokens=60, temperature=0, stop=()))
+    assert greedy(model, prompts, cache, tokens=60) == [rollout.response for rollout in expected]
 
 
 def test_padding_changes_nothing_and_never_enters_the_cache(model):
@@ -131,13 +194,13 @@ def test_padding_elsewhere_is_refused(model):
 
 
 def test_what_it_cannot_do_is_refused(model):
-    with pytest.raises(UserError, match="DynamicCache"):
+    with pytest.raises(UserError, match="policy='full' with dtype='auto': use transformers' DynamicCache"):
         BoundedCache("full")
     with pytest.raises(UserError, match="is too small: it must exceed window"):
         BoundedCache("rkv", budget=8)
     with pytest.raises(
         UserError,
-        match="BoundedCache does not support crop, because evicted tokens cannot be restored: disable assisted decoding.",
+        match="BoundedCache does not support crop: disable assisted decoding.",
     ):
         BoundedCache("rkv").crop(-1)
 

@@ -211,6 +211,9 @@ def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models
 def test_quantised_windows_are_refused(models):
     with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support MistralForCausalLM.*: set kv.dtype = auto\."):
         Engine(models["mistral"], KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1)
+    for policy, remedy in (("rkv", "use dtype = 'auto'"), ("full", "use transformers' DynamicCache")):
+        with pytest.raises(UserError, match=f"BoundedCache with dtype = 8bit does not support sliding windows.*: {remedy}"):
+            models["mistral"](torch.tensor([SHORT]), past_key_values=BoundedCache(policy, dtype="8bit"))
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("rkv", "full")])

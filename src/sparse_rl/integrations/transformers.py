@@ -8,7 +8,8 @@
 The schedule is that of the engine: a prompt is compressed to the budget, and the cache is compressed to the budget after every
 `interval` new tokens. With `protect_prompt`, prompts are never evicted and the budget counts new tokens; each row holds its own
 copy of its prompt. With `dtype` 8bit or 4bit, keys and values are stored as the engine stores them; without statistics of the
-model, the first prompts give the scales. Sliding-window layers hold their window. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
+model, the first prompts give the scales. With policy full and 8bit or 4bit, nothing is evicted, and the cache grows page by page.
+Sliding-window layers hold their window. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
@@ -34,7 +35,7 @@ from ..kv.cache import SlotCache
 from ..kv.policies import Policy, from_settings
 from ..kv.prompt_layout import nth_samples
 from ..kv.quantize import Range, channel_range
-from ..kv.schedule import Schedule, by_length
+from ..kv.schedule import DENSE, Schedule, by_length
 from ..kv.shape import CacheShape
 from ..kv.statistics import FILE as STATISTICS
 from ..kv.statistics import KEY_SCALES, Statistics, key_scales, load
@@ -42,11 +43,12 @@ from ..kv.storage import KeyScales, Quantiser
 from ..kv.windows import WindowStore
 from ..models.attention import BoundKeys
 from ..models.stored_kv import stored_file, stored_kv
+from ..sizes import PAGE_TOKENS, pages_of
 
 
 class BoundedCache(Cache):
     """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill, in addition to
-    protected prompts.
+    protected prompts. With policy full, which needs dtype 8bit or 4bit, it holds all tokens.
 
     Two defaults differ from those of `KV`. `policy` is rkv, because triattention needs statistics of the model. `protect_prompt`
     is false: every row would hold its own copy of the prompt, so the memory would not be bounded, and a protected prompt must
@@ -77,8 +79,8 @@ class BoundedCache(Cache):
             dtype=dtype,
             options=options or {},
         )
-        if policy == "full":
-            raise UserError("BoundedCache does not support policy='full': use transformers' DynamicCache.")
+        if not self.kv.is_sparse:
+            raise UserError("BoundedCache does not support policy='full' with dtype='auto': use transformers' DynamicCache.")
         chosen, statistics = from_settings(self.kv), statistics or {}
         if not statistics.keys() >= set(chosen.uses_statistics):
             raise UserError(
@@ -95,7 +97,7 @@ class BoundedCache(Cache):
         if not stored:
             raise UserError(f"{path} has no KV settings (no sparse_rl.json): {remedy}.")
         kv = KV(**stored)
-        if kv.policy == "full":
+        if not kv.is_sparse:
             raise UserError(f"{path} was trained with a dense cache: use transformers' DynamicCache, or {remedy}.")
         statistics = stored_file(str(path), STATISTICS)
         return cls(
@@ -130,9 +132,7 @@ class BoundedCache(Cache):
         return sum(store.kv_bytes for store in stores if store is not None)
 
     def crop(self, *args, **kwargs):
-        raise UserError(
-            "BoundedCache does not support crop, because evicted tokens cannot be restored: disable assisted decoding."
-        )
+        raise UserError("BoundedCache does not support crop: disable assisted decoding.")
 
     def batch_repeat_interleave(self, repeats: int):
         raise UserError(
@@ -155,7 +155,9 @@ class BoundedLayer(CacheLayerMixin):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.kv, self.policy, self.seed, self.statistics, self.layer = kv, policy, seed, statistics, layer
-        self.schedule = Schedule.of(kv, policy.evicts)
+        self.schedule = Schedule.of(kv, policy.evicts) if policy.evicts else DENSE
+        self.protects = kv.protect_prompt and policy.evicts
+        """True if prompts are protected from eviction."""
         self.cache: SlotCache | None = None
         self.windows: WindowStore | None = None
         """Cache of a sliding-window layer, in place of the other one."""
@@ -173,16 +175,17 @@ class BoundedLayer(CacheLayerMixin):
         if mask is not None:
             real_BT = mask[:, 0].diagonal(mask.shape[-1] - new, dim1=-2, dim2=-1)
         if self.kv.quantised and (form.window is not None or not form.is_plain):
+            remedy = "dtype = 'auto'" if self.policy.evicts else "transformers' DynamicCache"
             raise UserError(
                 f"BoundedCache with dtype = {self.kv.dtype} does not support sliding windows, soft-capped logits or learned "
-                "sinks: use dtype = 'auto'."
+                f"sinks: use {remedy}."
             )
         if not self.is_initialized:
             out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT, form)
         else:
             if real_BT is not None and not bool(real_BT.all()):
                 raise UserError("BoundedCache supports padding only on the left of the first prompt: remove padding after it.")
-            if self.kv.protect_prompt and new > 1:
+            if self.protects and new > 1:
                 raise UserError(
                     "BoundedCache with protect_prompt takes the whole prompt in one pass, then one token at a time: omit "
                     "prefill_chunk_size."
@@ -210,7 +213,6 @@ class BoundedLayer(CacheLayerMixin):
             raise UserError("The first prefill chunk of a prompt is all padding: omit prefill_chunk_size, or pad less.")
         shape = CacheShape(1, q_heads, keys_BHTD.shape[1], dim, keys_BHTD.dtype, keys_BHTD.device)
         ring = self.policy.window if self.policy.uses_queries else 0
-        protected = max(counts) if self.kv.protect_prompt else 0
         prompts = [
             tuple(tensor[row : row + 1, :, total - count :] for tensor in (queries_BQTD, keys_BHTD, values_BHTD))
             for row, count in enumerate(counts)
@@ -226,11 +228,11 @@ class BoundedLayer(CacheLayerMixin):
                 self.windows.extend(0, row, 0, k, v)
             return out_BQTD
         quantiser = self._quantiser([k for _, k, _ in prompts]) if self.kv.quantised else None
-        capacity = protected + self.kv.capacity
+        longest = max(counts)
+        capacity = self._protected(longest) + self.kv.capacity if self.policy.evicts else pages_of(longest + 1) * PAGE_TOKENS
         self.cache = SlotCache(shape, rows, capacity, ring, first_layer=self.layer, quantiser=quantiser)
         self.cache.statistics = self._of_layer(self.policy.uses_statistics, shape.device)
-        self.keys = self.cache.keys_LSHCD[0]
-        self.values = self.cache.values_LSHCD[0]
+        self.keys, self.values = self.cache.keys_LSHCD[0], self.cache.values_LSHCD[0]
         out_BQTD = torch.zeros_like(queries_BQTD)
         for row, (count, (q, k, v)) in enumerate(zip(counts, prompts, strict=True)):
             stored = (k, v) if quantiser is None else quantiser.restored(0, k, v)
@@ -254,7 +256,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def _protected(self, prompt_tokens: int) -> int:
         """Return the tokens of a prompt that are never evicted. The schedule does not count them."""
-        return prompt_tokens if self.kv.protect_prompt else 0
+        return prompt_tokens if self.protects else 0
 
     def _step_in_window(
         self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float, form: AttentionForm
@@ -271,7 +273,19 @@ class BoundedLayer(CacheLayerMixin):
             queries_BQD, *rings, lengths_B, longest=longest, even=longest == shortest, scale=scale, form=form
         )
 
+    def _grow(self) -> None:
+        """Add a page to each row of a dense cache. Attention reads the whole cache for every token, so a copy per page adds
+        little."""
+        full = self.cache
+        assert full is not None
+        self.cache = full.empty_like(full.slots, full.capacity + PAGE_TOKENS)
+        for row, held in enumerate(self.held):
+            self.cache.copy_slot(full, row, row, held)
+        self.keys, self.values = self.cache.keys_LSHCD[0], self.cache.values_LSHCD[0]
+
     def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float, form: AttentionForm) -> Tensor:
+        if not self.policy.evicts and self.cache is not None and max(self.held) == self.cache.capacity:
+            self._grow()
         cache = self.cache
         assert cache is not None
         rows = torch.arange(len(self.held), device=keys_BHD.device)
