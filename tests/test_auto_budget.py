@@ -284,7 +284,7 @@ def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, caps
     with one_thread():
         main(["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags])
     text = capsys.readouterr().out
-    assert "Smallest budget with at most 2.0% rejected and xi p05 of long responses at least 0.6: rkv@60." in text
+    assert "Smallest compared budget with at most 2.0% rejected and xi p05 of long responses at least 0.6: rkv@60." in text
     found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
     assert found["rkv@60"]["xi_p05_long"] > 0.99 and found["rkv@16"]["xi_p05_long"] < 0.6
     log_xi = torch.from_numpy(np.load(out / "log_xi/2.npy"))
@@ -295,12 +295,21 @@ def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, caps
     assert found["rkv@16"]["xi_p05_long"] == pytest.approx(float(late[math.ceil(0.05 * len(late)) - 1]), rel=1e-5)
 
 
-def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(world, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def search(world, tmp_path):
+    """The command of an evaluation that searches for a budget."""
+    flags = ["--mismatch", "--max-tokens", "48", "--temperature", "1", "--top-p", "1", "--reward.workers", "0"]
+    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--out", str(tmp_path / "eval"), "--kv.sinks", "2"]
+    flags += ["--kv.window", "4", "--compare", "full,rkv@auto+4"]
+    return ["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags]
+
+
+def mismatches(folder):
+    return {row["setting"]: row["mismatch"] for row in json.loads((folder / "results.json").read_text())["results"]}
+
+
+def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(search, tmp_path, capsys, monkeypatch):
     """By the probe's bisection over the probe's budgets. A search that was cut off repeats nothing."""
-    out = tmp_path / "eval"
-    flags = ["--mismatch", "--max-tokens", "30", "--temperature", "1", "--top-p", "1", "--reward.workers", "0"]
-    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--out", str(out)]
-    command = ["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags]
 
     def interrupt(*figures):
         raise KeyboardInterrupt
@@ -308,24 +317,53 @@ def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(world, tmp
     with one_thread(), monkeypatch.context() as patch:
         patch.setattr(evaluation, "summary", interrupt)  # after the first budget
         with pytest.raises((SystemExit, KeyboardInterrupt)):
-            main([*command, "--compare", "full,rkv@auto+8"])
+            main(search)
     assert "run the same command again to continue" in capsys.readouterr().out
-    before = (out / "samples.jsonl").read_text()
+    before = (tmp_path / "eval/samples.jsonl").read_text()
     with one_thread():
-        main([*command, "--compare", "full,rkv@auto+8"])
+        main(search)
     text = capsys.readouterr().out
-    assert (out / "samples.jsonl").read_text().startswith(before)
-    found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
-    budgets = [int(name.removeprefix("rkv@").removesuffix("+8")) for name in found if name != "full"]
-    assert budgets == sorted(budgets) and set(budgets) <= set(ladder(16, 30)) and len(budgets) > 1
-    met = [name for name, each in found.items() if each["rejection_rate"] <= 0.02 and each["xi_p05_long"] >= 0.6]
-    assert f"Smallest budget with at most 2.0% rejected and xi p05 of long responses at least 0.6: {met[1]}." in text
+    assert (tmp_path / "eval/samples.jsonl").read_text().startswith(before)
+    found, rungs = mismatches(tmp_path / "eval"), ladder(16, 48)
+    budgets = {int(name.removeprefix("rkv@").removesuffix("+4")): each for name, each in found.items() if name != "full"}
+    assert list(budgets) == sorted(budgets) and set(budgets) <= set(rungs)
+    met = {each for each in budgets if budgets[each]["rejection_rate"] <= 0.02 and budgets[each]["xi_p05_long"] >= 0.6}
+    missed = budgets.keys() - met
+    assert rungs.index(min(met)) == rungs.index(max(missed)) + 1  # neighbours
+    assert f"at most 2.0% rejected and xi p05 of long responses at least 0.6: rkv@{min(met)}+4." in text
+    stored = json.loads((tmp_path / "eval/results.json").read_text())["asked"]["settings"]
+    assert stored[f"rkv@{min(met)}+4"]["budget"] == min(met) and "rkv@auto+4" not in stored
     with one_thread():
-        main([*command, "--compare", "full,rkv@auto+8"])
-    assert "is already complete" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["eval", "tiny", "--benchmarks", "arithmetic", "--compare", "rkv@auto"])
-    assert "rkv@auto needs the mismatch of each budget that it tries: add --mismatch" in capsys.readouterr().err
+        main(search)
+    assert "is already complete" in capsys.readouterr().out and mismatches(tmp_path / "eval") == found
+
+
+def test_eval_goes_on_below_a_budget_that_does_not_fit(search, tmp_path, capsys, monkeypatch):
+    sample = evaluation.run
+
+    def in_little_memory(engine, *args, **options):
+        if engine.kv.policy != "full" and engine.kv.budget > 24:
+            raise torch.OutOfMemoryError
+        return sample(engine, *args, **options)
+
+    monkeypatch.setattr(evaluation, "run", in_little_memory)
+    with one_thread():
+        main([*search[:-1], "full"])
+        main([*search[:-1], "full,rkv@24+4,rkv@auto+4"])  # continues; a budget that is also named has one row
+    results = json.loads((tmp_path / "eval/results.json").read_text())["results"]
+    assert [row["setting"] for row in results] == ["full", "rkv@24+4"]
+    assert "No compared budget has at most 2.0% rejected" in capsys.readouterr().out
+
+
+def test_eval_refuses_a_search_that_cannot_end(search, capsys):
+    for flags, sentence in {
+        ("--max-tokens", "12"): "rkv@auto+4 tries budgets from 16 tokens on, and no sequence fills them: raise --max-tokens",
+        ("--compare", "rkv@auto"): "rkv@auto needs the mismatch of each budget that it tries: add --mismatch",
+    }.items():
+        command = [each for each in search if sentence.startswith("rkv@auto+4") or each != "--mismatch"]
+        with pytest.raises(SystemExit):
+            main([*command, *flags])
+        assert sentence in capsys.readouterr().err
 
 
 def test_long_tail_weighs_rows_and_ignores_short_ones():

@@ -47,7 +47,7 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
 
 
 def with_budget(setting: Setting, budget: int) -> Setting:
-    kv = setting.kv.model_copy(update={"budget": budget})
+    kv = KV(**setting.kv.model_dump() | {"budget": budget})
     return Setting(name_of(kv), kv)
 
 

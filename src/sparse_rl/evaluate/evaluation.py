@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,6 +100,7 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
             console.print(
                 Text(f"The evaluation in {work.path} is already complete. --overwrite runs it again."), soft_wrap=True
             )
+        asked["settings"] = {setting.name: stored_settings(setting.kv) for setting in settings}
         report(args, settings, sources, work, asked, console)
 
 
@@ -236,13 +238,14 @@ class Runner:
             log = self.work.path / "reward.log"
             functions = dict.fromkeys(source.reward for source in self.sources)
             self.pools = {each: opened.enter_context(pool_for(self.reward, each, log=log)) for each in functions}
-            self.watch = opened.enter_context(EvalProgress(self.console, 0))
+            self.watch = opened.enter_context(EvalProgress(self.console))
             opened.enter_context(no_progress_bar())
             self._load()
             self.watch.restart()
             try:
                 self._run()
-                return [each for setting in self.settings for each in self._with_budgets(setting)]
+                found = [each for setting in self.settings for each in self._with_budgets(setting)]
+                return list({each.name: each for each in found}.values())
             except KeyboardInterrupt:
                 note = f"Finished samples are in {self.work.path}: run the same command again to continue."
                 self.console.print(Text(note), soft_wrap=True)
@@ -266,17 +269,33 @@ class Runner:
         kv, targets = setting.kv, targets_of(setting.kv)
         longest_prompt = max(len(prompt) for benchmark in self.benchmarks.values() for prompt in benchmark.prompts)
         longest = max(source.sampling.max_tokens for source in self.sources) + (0 if kv.protect_prompt else longest_prompt)
+        if longest < kv.least_auto:
+            raise UserError(
+                f"{setting.name} tries budgets from {kv.least_auto} tokens on, and no sequence fills them: raise --max-tokens, or "
+                "compare full."
+            )
         tried: dict[int, Setting] = {}
 
-        def meets(budget: int) -> bool:
-            tried[budget] = each = with_budget(setting, budget)
+        def meets(budget: int) -> bool | None:
+            each = with_budget(setting, budget)
             with self.work.writing():
                 self.work.ask(self.asked | {"settings": {each.name: stored_settings(each.kv)}})
             self.left = self._missing([each])
-            self._run()
+            try:
+                self._run()
+            except torch.OutOfMemoryError:
+                self.engine = self.engine_key = None
+                gc.collect()
+                torch.cuda.empty_cache()
+                return None
+            tried[budget] = each
             return all(targets.met_by(figures(found)) for found in self._mismatches(each))
 
         smallest(ladder(kv.least_auto, longest), meets)
+        if not tried:
+            raise UserError(
+                f"No budget of {setting.name} fits in memory: lower --slots or --max-tokens, or use a smaller model."
+            )
         return [tried[budget] for budget in sorted(tried)]
 
     def _mismatches(self, setting: Setting) -> list[Mismatch]:
@@ -389,11 +408,11 @@ def report(args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource]
             if number:
                 console.print()
             console.print(table)
-        if sentence := smallest_budget(rows, settings):
-            console.print(Text(sentence), soft_wrap=True)
     if len(columns) > 1:
         console.print()
         console.print(summary_table(columns))
+    if sentence := smallest_budget([rows for _, rows in columns], settings):
+        console.print(Text(sentence), soft_wrap=True)
     warn_of_missing_verdicts(columns, console)
     if args.rows:
         console.print()
@@ -423,8 +442,6 @@ def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], co
 
 
 def write_json(args, work: Work, asked: dict[str, Any], rows: Sequence[Result]) -> None:
-    import torch
-
     _, device = place(args.dtype, args.device)
     values = environment("eval", torch.device(device)) | {"asked": asked, "results": [as_json(row) for row in rows]}
     for path in {work.path / "results.json", *([args.json] if args.json else [])}:

@@ -94,17 +94,22 @@ def mismatch_table(results: Sequence[Result]) -> Table:
     return found
 
 
-def smallest_budget(results: Sequence[Result], settings: Sequence[Setting]) -> str | None:
-    """Return a sentence with the smallest compared budget that meets the targets of `kv.budget = "auto"`; None if no cache
-    evicts or --mismatch is off."""
-    sparse = [(setting.kv, each) for setting, each in zip(settings, results, strict=True) if setting.kv.policy != "full"]
-    if not sparse or any(each.mismatch is None for _, each in sparse):
+def smallest_budget(results: Sequence[Sequence[Result]], settings: Sequence[Setting]) -> str | None:
+    """Return a sentence with the smallest compared budget that meets the targets of `kv.budget = "auto"` on every benchmark.
+
+    `results` holds the results of each benchmark. None if no cache evicts or --mismatch is off.
+    """
+    sparse = [number for number, setting in enumerate(settings) if setting.kv.policy != "full"]
+    found = {number: [each[number].mismatch for each in results] for number in sparse}
+    if not sparse or any(each is None for mismatches in found.values() for each in mismatches):
         return None
-    targets = targets_of(sparse[0][0])
-    met = [(kv.kept_tokens, each.setting) for kv, each in sparse if each.mismatch and targets.met_by(figures(each.mismatch))]
+    targets = targets_of(settings[sparse[0]].kv)
+    met = [number for number in sparse if all(each and targets.met_by(figures(each)) for each in found[number])]
+    where = " on every benchmark" if len(results) > 1 else ""
     if met:
-        return f"Smallest budget with {targets}: {min(met)[1]}."
-    return f"No compared budget has {targets}. Compare larger ones, or another policy."
+        best = min(met, key=lambda number: settings[number].kv.kept_tokens)
+        return f"Smallest compared budget with {targets}{where}: {settings[best].name}."
+    return f"No compared budget has {targets}{where}. Compare larger ones, or another policy."
 
 
 def targets_of(kv: KV) -> Targets:

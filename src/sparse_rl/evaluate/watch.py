@@ -10,15 +10,14 @@ from ..rollout.stats import Progress as Sampled
 
 
 class EvalProgress:
-    def __init__(self, console: Console, rollouts: int):
-        """Create the display. `rollouts` is the number of rollouts still to sample."""
-        self.console, self.total, self.done = console, rollouts, 0
+    def __init__(self, console: Console):
+        self.console, self.total, self.done = console, 0, 0
         self.started = time.monotonic()
         columns = ("{task.description}", "{task.fields[speed]}", "{task.fields[left]}")
         texts = [TextColumn(column, markup=False) for column in columns]
         shown = (texts[0], BarColumn(), MofNCompleteColumn(), *texts[1:])
         self.bar = Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
-        self.task = self.bar.add_task("loading", total=rollouts, speed="", left="")
+        self.task = self.bar.add_task("loading", total=None, speed="", left="")
 
     def __enter__(self) -> "EvalProgress":
         self.bar.start()
@@ -32,7 +31,7 @@ class EvalProgress:
         self.started = time.monotonic()
 
     def more(self, rollouts: int) -> None:
-        """Add rollouts that turned out to be needed."""
+        """Add rollouts that are still to sample."""
         self.total += rollouts
         self.bar.update(self.task, total=self.total)
 

@@ -27,6 +27,11 @@ GROWS = ("benchmarks", "settings")
 """Keys of asked.json that a later run may extend. All other keys must stay the same."""
 
 
+def stores_prompts(settings: dict[str, Any]) -> bool:
+    """Return whether a cache with these settings of asked.json stores prompts once."""
+    return bool(settings.get("protect_prompt")) and settings.get("policy") != "full"
+
+
 @dataclass
 class FinishedPart:
     """The finished problems of one benchmark with one cache."""
@@ -139,6 +144,8 @@ class Work:
         before = json.loads(self.asked.read_text()) if self.asked.exists() else {}
         asked = json.loads(json.dumps(asked))  # convert to the types that JSON returns, for the comparison
         for key in (asked.keys() | before.keys()) - set(GROWS) if before else ():
+            if key == "format" and not any(stores_prompts(values) for values in before["settings"].values()):
+                continue  # the format of stored prompts
             self._refuse_if_changed(key, before.get(key), asked.get(key))
         for group in GROWS:
             for name, values in asked[group].items():
