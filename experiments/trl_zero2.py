@@ -1,21 +1,24 @@
 """Does `SparseGRPOTrainer` train under DeepSpeed ZeRO-2 as under DDP? Four steps of the embedded model on two CPU ranks, twice:
 
     pip install deepspeed
-    DS_ACCELERATOR=cpu python experiments/trl_zero2.py
+    DS_ACCELERATOR=cpu python experiments/trl_zero2.py [benchmarks/results/trl-zero2.json]
 
 Prints the largest difference between the weights of the two runs, between their ranks, and how far the weights moved.
 """
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 
 from sparse_rl import KV, load_tokenizer
+from sparse_rl.bench.record import environment
 from sparse_rl.data.arithmetic import make_problems
 from sparse_rl.integrations.trl import SparseGRPOConfig, SparseGRPOTrainer
 from sparse_rl.models.load import TINY
@@ -67,7 +70,7 @@ def weights_of(trainer: SparseGRPOTrainer) -> torch.Tensor:
     return torch.cat([weight.detach().flatten().clone() for weight in model.parameters()])
 
 
-def main() -> None:
+def main(out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for mode in MODES:
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
@@ -77,13 +80,21 @@ def main() -> None:
             for rank in range(RANKS):
                 before, after = torch.load(Path(folder) / f"{mode}-{rank}.pt")
                 found.append(after)
-    print(f"ZeRO-2 against DDP: {float((ddp[0] - zero2[0]).abs().max()):.1e}")
-    print(f"rank 0 against rank 1: {max(float((a - b).abs().max()) for a, b in (ddp, zero2)):.1e}")
-    print(f"weights moved by at most {float((ddp[0] - before).abs().max()):.1e}")
+    measured = {
+        "ZeRO-2 against DDP": float((ddp[0] - zero2[0]).abs().max()),
+        "rank 0 against rank 1": max(float((a - b).abs().max()) for a, b in (ddp, zero2)),
+        "weights moved by at most": float((ddp[0] - before).abs().max()),
+    }
+    for name, largest in measured.items():
+        print(f"{name}: {largest:.1e}")
+    if out is not None:
+        versions = {name: version(name) for name in ("deepspeed", "trl")}
+        record = environment("trl_zero2", torch.device("cpu")) | {"packages": versions, "steps": 4, "ranks": RANKS}
+        out.write_text(json.dumps(record | measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] and sys.argv[1] in MODES:
         train(sys.argv[1], Path(sys.argv[2]))
     else:
-        main()
+        main(Path(sys.argv[1]) if sys.argv[1:] else None)

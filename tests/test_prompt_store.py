@@ -250,3 +250,11 @@ def test_long_prompts_with_many_samples_are_read_once(slots, lengths, samples, o
     for other in (float32, PromptStore(shape, slots, pages, max(lengths), responses=True)):
         other.choose_reads(lengths, samples)
         assert not other.reads_once
+
+
+def test_a_pool_that_exceeds_the_memory_is_refused_with_the_remedy():
+    engine = Engine(random_model("qwen2"), PROTECTED, slots=4)
+    with pytest.raises(
+        UserError, match=r"The pool of [\d,]+ pages of 64 tokens takes .* GiB, but this machine has .*: use shorter"
+    ):
+        engine.reserve_prompts(2**34, prompts=4, samples=1)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from conftest import ARCHITECTURES
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
@@ -164,3 +165,10 @@ def test_bytes_of_a_head_of_128_channels(monkeypatch):
     assert [sizes.token_bytes(shape, 2, dtype) for dtype in ("auto", "8bit", "4bit")] == [512, 260, 2 * (64 + 8)]
     monkeypatch.setattr(sizes, "GROUP_CHANNELS", 16)
     assert sizes.token_bytes(shape, 2, "4bit") == 2 * (64 + 16)
+
+
+def test_heads_that_codes_do_not_fill_are_refused():
+    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_key_value_heads=2))
+    with pytest.raises(UserError, match="The model's head dimension = 6 is no multiple of 4: set kv.dtype = auto"):
+        Engine(model, KV(policy="rkv", budget=24, interval=4, dtype="8bit"), slots=1)
