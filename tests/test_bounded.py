@@ -63,12 +63,12 @@ def test_no_layer_or_head_ever_sees_more_than_the_capacity(tiny):
     assert bool((rollout.evicted_at != NEVER).any())
 
 
-def test_record_takes_one_byte_a_key_and_two_when_long(tiny):
-    engine = Engine(tiny, KV(policy="streaming", budget=16, interval=1, window=4, sinks=2, protect_prompt=False), slots=1)
+def test_record_takes_one_byte_a_key_and_two_when_long(model):
+    engine = Engine(model, KV(policy="streaming", budget=16, interval=1, window=4, sinks=2, protect_prompt=False), slots=1)
     for tokens, dtype in ((200, torch.uint8), (300, torch.int16)):
         rollouts = engine.generate([[5, 6, 7]], sampling=Sampling(max_tokens=tokens, stop=()))
         assert rollouts[0].trace.codes_LHT.dtype == dtype
-        assert float((replay(tiny, rollouts, "sparse")[0].detach() - rollouts[0].logprobs).abs().max()) < 1e-4
+        assert float((replay(model, rollouts, "sparse")[0].detach() - rollouts[0].logprobs).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(("dtype", "dim", "budget", "interval"), [(torch.float32, 32, 64, 16), (torch.bfloat16, 64, 256, 64)])
