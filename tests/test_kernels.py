@@ -96,11 +96,12 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
     torch.testing.assert_close(values, expected_values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("splits", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (2, 2, 24)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim", "splits", "dtype"), [(6, 2, 64, 1, torch.bfloat16), (2, 2, 24, 3, torch.float32)]
+)
 def test_a_prompt_is_read_once_for_the_slots_that_share_it(q_heads, kv_heads, dim, splits, dtype):
-    """The result is that of slots that read alone. There are groups within a program and across two, a slot with its own prompt,
-    one that has ended, whose page belongs to another group by now, soft caps and learned sinks."""
+    """The result is that of the definition, as it is for slots that read alone. There are groups within a program and across two,
+    a slot with its own prompt, one that has ended, whose page belongs to another group by now, soft caps and learned sinks."""
     slots, capacity, page = 19, 70, 64
     prompts = torch.tensor([130] * 9 + [64] + [7] * 8 + [0], device=DEVICE)
     table = torch.tensor([[3, 11, 1]] * 9 + [[5, 0, 0]] + [[2, 0, 0]] * 8 + [[2, 8, 0]], device=DEVICE).int()
@@ -116,10 +117,21 @@ def test_a_prompt_is_read_once_for_the_slots_that_share_it(q_heads, kv_heads, di
     state = (query, *new, keys, values, places, ring, lengths, prompts + lengths)
     tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
     alone, shared = (StoredPrompts(*stored, table, prompts, order) for order in (None, table[:, 0].argsort()))
-    for form in (AttentionForm(), AttentionForm(softcap=2.0, sinks_Q=torch.randn(q_heads, device=DEVICE))):
-        expected = attend_and_append(*state, scale=0.2, prompts=alone, form=form)
-        ours = attend_and_append(*state, scale=0.2, splits=splits, prompts=shared, form=form)
-        torch.testing.assert_close(ours, expected, **tolerance)
+    plain, full = AttentionForm(), AttentionForm(softcap=2.0, sinks_Q=torch.randn(q_heads, device=DEVICE))
+    for read, form in ((shared, full), (shared, plain) if splits == 1 else (alone, full)):
+        ours = attend_and_append(*state, scale=0.2, splits=splits, prompts=read, form=form)
+        whole = []
+        for slot, (prompt, length) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
+            pages, own = stored[:, table[slot].long()].transpose(1, 2).flatten(2, 3), torch.stack([keys[slot], values[slot]])
+            whole.append(
+                weighted(
+                    query[slot],
+                    *torch.cat([pages[:, :, :prompt], own[:, :, : length + 1]], dim=2),
+                    form.softcap,
+                    form.sinks_Q,
+                )
+            )
+        torch.testing.assert_close(ours.float(), torch.stack(whole), **tolerance)
 
 
 @pytest.mark.parametrize(("splits", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])

@@ -79,8 +79,8 @@ def test_a_stored_prompt_is_read_as_a_slot_is(model, dtype):
     kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True, dtype=dtype)
     prompts = [[5], LONG, [3 + number % 50 for number in range(150)]]
     for prefill_tokens in (8192, 40):
-        engine = Engine(model, kv, slots=4, prefill_tokens=prefill_tokens)
-        rollouts = engine.generate(prompts, samples=3, sampling=Sampling(max_tokens=50, stop=()))
+        engine = Engine(model, kv, slots=3, prefill_tokens=prefill_tokens)
+        rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=50, stop=()))
         gaps = torch.stack(
             [
                 (ours.detach() - each.logprobs).abs()

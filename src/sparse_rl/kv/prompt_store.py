@@ -103,8 +103,11 @@ class PromptStore:
 
     def read(self, layer: int, pages_1P: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return keys, less the centre of quantised ones, and values [1, H, T, D] of a prompt, as attention reads them."""
+        if self.quantiser is None:  # there are no steps to gather
+            keys, values = (gathered_prompts(each[layer], pages_1P, tokens) for each in self.stored[:2])
+            return keys, values
         found = self.stored.map(lambda stored: gathered_prompts(stored[layer], pages_1P, tokens))
-        return (found.keys, found.values) if self.quantiser is None else self.quantiser.decode(layer, found, self.shape.dtype)
+        return self.quantiser.decode(layer, found, self.shape.dtype)
 
     def assign(self, pages: dict[int, list[int]]) -> None:
         """Let slots read the prompts in these pages, by slot."""

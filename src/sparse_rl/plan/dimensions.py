@@ -107,7 +107,7 @@ class Dimensions:
         """Return the weights of one expert, with the biases of its gate, up and down projections."""
         return 3 * self.hidden * self.intermediate + 2 * self.intermediate + self.hidden
 
-    @property
+    @cached_property
     def layer_params(self) -> int:
         matrices = sum(inputs * outputs for inputs, outputs in self.linears.values())
         biases = sum(self.linears[name][1] for name in self.biases)
@@ -123,7 +123,7 @@ class Dimensions:
         """Return the number of elements of the largest weight."""
         return max(self.embedding_params, self.hidden * self.intermediate * max(1, 2 * self.experts))
 
-    @property
+    @cached_property
     def params(self) -> int:
         tables = 1 if self.tied else 2
         return self.layers * self.layer_params + tables * self.embedding_params + self.hidden

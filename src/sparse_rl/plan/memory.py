@@ -139,7 +139,8 @@ def make_plan(
         caches = config.evaluation_caches(is_sparse=is_sparse, dense_slots=evaluated, problems=problems)
         stored = evaluation_pages(config, dims, phases, int(wanted), prompt_tokens) if "sparse" in caches else 0
         if evaluated and (config.eval.slots != "auto" or "dense" in caches):
-            phases = [*phases, evaluation_phase(config, dims, int(wanted), evaluated, prompt_tokens, pages)]
+            always = always_parts(config, dims, int(wanted), prompt_tokens, pages)
+            phases = [*phases, evaluation_phase(config, dims, always, evaluated, prompt_tokens)]
         slots_and_room = int(wanted), memory_bytes
         return Plan(config, dims, prompt_tokens, *slots_and_room, phases, checkpointed, evaluated, caches, pages, stored)
 
@@ -271,15 +272,16 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
         return min(wanted, problems)
     pool = step_bytes(dims, slots, itemsize(config))
     room = peak_held(phases, pool) - pool
+    always = always_parts(config, dims, slots, prompt_tokens, pages)
 
     def fit(count: int) -> bool:
-        return evaluation_phase(config, dims, slots, count, prompt_tokens, pages).total <= room
+        return evaluation_phase(config, dims, always, count, prompt_tokens).total <= room
 
     return largest(fit, problems) or 1
 
 
-def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, prompt_tokens: int, pages: int) -> Phase:
-    """Return the evaluation phase: a cache of `count` slots and its decode graphs, plus the sampler's cache with `pages`."""
+def evaluation_phase(config: Config, dims: Dimensions, always: dict[str, int], count: int, prompt_tokens: int) -> Phase:
+    """Return the evaluation phase: a cache of `count` slots and its decode graphs, beside what is `always` there."""
     size = itemsize(config)
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
     longest = prompt_tokens + config.rollout.max_tokens
@@ -291,7 +293,7 @@ def evaluation_phase(config: Config, dims: Dimensions, slots: int, count: int, p
         cache += dense_bytes(dims.full, 0, live, size, kv.dtype)
     parts = prefill_parts(config, dims, kv, count, config.eval.problems, prompt_tokens)
     parts["decode step"] += step_bytes(dims, count, size)
-    return Phase("evaluation", always_parts(config, dims, slots, prompt_tokens, pages) | parts | {"evaluation cache": cache})
+    return Phase("evaluation", always | parts | {"evaluation cache": cache})
 
 
 def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int) -> int:
