@@ -102,19 +102,19 @@ Random weights, 28 layers of Qwen2.5-1.5B's width, 256 slots, prompts of 256 tok
 | five of six with a window of 1,024 tokens (Gemma 3) | 58,522 | 62,286 | 8.8, 7.1 |
 | three of four Gated DeltaNets (Qwen3.5; 1.8 billion weights) | 18,581 | 20,067 | 10.0, 7.1 |
 
-A bounded cache gains little where few layers attend to all tokens. The hybrid is slower than the attention model. Each of its slots holds
-22 MB of float32 states, which every token reads and writes: at least 2.4 ms of the 12.6 ms that a decode step takes with R-KV. The rest has not been profiled. It ran on
-another H200, with flash-linear-attention and without causal-conv1d.
+A bounded cache gains little where few layers attend to all tokens. The hybrid, on another H200 without causal-conv1d, is slower than the attention model. Its states
+take at least 2.4 ms of the 12.6 ms of a decode step; the rest has not been profiled.
 """
 
 NOTES = """\
-- Routers, stacked experts and the output projections of Mamba layers get no adapter. In a model with experts, neither does any `gate_proj`, `up_proj` or `down_proj`.
+- Routers, stacked experts and the output projections of Mamba layers get no adapter. In a model with experts, neither does any `gate_proj`, `up_proj` or
+  `down_proj`.
 - Families with windows, soft caps, learned sinks or recurrent layers refuse `kv.dtype = 8bit` and `4bit`.
 - Nemotron-H, Granite 4, GPT-2 and OPT have no rotary positions, which the default `kv.policy`, `triattention`, needs: set `kv.policy` to `streaming` or `rkv`.
-- The first run of a Gated DeltaNet model on a machine compiles and tunes the kernels of flash-linear-attention. On an H200 this took more than three minutes (`python benchmarks/families.py --families hybrid`). The results are cached.
+- The first run of a Gated DeltaNet model compiles and tunes kernels for more than three minutes (H200). The results are cached.
 - Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.
-- Training also works over many steps. From a warm start (weights of the embedded model, then supervised steps), 30 steps of `sparse_rl` with R-KV 54 + 13 raise held-out accuracy on the embedded task from 35.4 % [29.6, 41.7] to 63.3 % [57.1, 69.2] for a Qwen3.5-like model, and from 34.6 % [28.9, 40.8] to 64.6 % [58.3, 70.4] for a gpt-oss-like model with windows of 16 tokens: 95 % intervals over 240 problems, one seed, 9 compactions per answer (`python experiments/warm_families.py`, [JSON](../benchmarks/results/warm-families.json)).
-- These are the second settings that ran to the end. With the first, learning rate 2e-4 instead of 1e-4, 18 steps and 20 instead of 40 supervised steps for gpt-oss, the gpt-oss-like model fell from 32.9 % to 26.2 % and the Qwen3.5-like one rose from 35.4 % to 57.5 % ([JSON](../benchmarks/results/warm-families-lr-2e-4.json)). Which change helped was not measured.
+- Training over [30 steps](../experiments/RESULTS.md#families-trained) raises held-out accuracy from 35 to 63 % for a small Qwen3.5-like model and from 35 to 65 % for
+  a gpt-oss-like one (one seed). With the first settings, the gpt-oss-like model fell.
 - After two steps of `sparse_rl`, the weights of both families equal those of transformers and AdamW to 1e-5 (`tests/test_two_steps.py`).
 """
 
