@@ -16,6 +16,7 @@ from ..config import Config, merged_tables, recipe
 from ..errors import UserError
 from ..rewards.find import OBJECT
 from .result import TrainResult
+from .run_folder import RunFolder
 from .storage import is_address
 
 Rows = Iterable[Mapping[str, Any]]
@@ -80,10 +81,12 @@ class Trainer:
                 f"ray.workers starts processes, which only the command line does: use sparse-rl train --ray.workers N{named}."
             )
         given = {"train": self.dataset, "test": self.test}
+        from .distributed import launch
         from .run import refuse_folders, train
 
         run_dir = self.config.run_dir
-        if not is_address(run_dir) and os.environ.get("RANK", "0") == "0":  # before the rows of an earlier run are replaced
+        resume = resume or RunFolder(run_dir, writes=False).launched_by(launch())  # a restart after a lost rank
+        if not is_address(run_dir):  # on every rank, before it replaces the rows of an earlier run
             refuse_folders([self.config], run_dir, resume=resume, overwrite=overwrite)
         files = {split: _stored(rows, split, run_dir, resume) for split, rows in given.items() if rows is not None}
         config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
