@@ -133,6 +133,18 @@ def test_the_rows_of_an_earlier_run_are_not_replaced_by_a_refused_one(trained, w
         assert stored.read_text() == before
 
 
+def test_a_run_that_could_not_be_overwritten_has_its_rows_again(world, tmp_path):
+    def reward(completions, **columns):
+        return [float(len(set(text))) for text in completions]
+
+    values = settings(world, tmp_path / "run")
+    Trainer(values, reward=reward, dataset=ROWS, callback=lambda step, metrics: step == 1).train()
+    with pytest.raises(UserError, match="missing"):
+        Trainer(values | {"model": {"path": str(tmp_path / "missing")}}, reward=reward, dataset=ROWS[:4]).train(overwrite=True)
+    run = Trainer(values, reward=reward, dataset=ROWS).train(resume=True)
+    assert run.finished and max(row["step"] for row in run.metrics) == 2
+
+
 def test_a_restart_by_the_same_launcher_continues_the_run(world, tmp_path, monkeypatch):
     """As torchrun --max-restarts does after a rank was lost, with the same arguments."""
 
