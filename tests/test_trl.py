@@ -314,6 +314,7 @@ def test_prompts_that_repeat_are_prefilled_once():
         ({"min_p": 0.1}, "min_p = 0.1 .*min_p=None"),
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1 .*=1.0"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
+        ({"max_completion_length": None}, "max_completion_length = None .*max_completion_length=512"),
         ({"temperature": 0.0}, "temperature = 0.0 .*above 0"),
         ({"loss_type": "vespo"}, "loss_type = 'vespo' .*use one of grpo"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence' .*reject_only"),
