@@ -110,7 +110,8 @@ def test_all_damage_to_a_checkpoint_is_seen_and_nothing_is_run(whole, tmp_path):
 def test_an_export_names_the_damage_and_uses_the_checkpoint_before(whole, tmp_path, capsys):
     run = copied(whole, tmp_path)
     flip(run / "checkpoints/step-3/__0_0.distcp")
-    assert "step-3 is damaged: __0_0.distcp" in refused(capsys, "export", str(run), str(tmp_path / "third"), "--step", "3")
+    sentence = refused(capsys, "export", str(run), str(tmp_path / "third"), "--step", "3")
+    assert "step-3 is damaged: __0_0.distcp" in sentence and sentence.endswith(". Choose another step, such as 2.")
     main(["export", str(run), str(tmp_path / "out")])
     out = capsys.readouterr().out
     assert "step-3 is damaged: __0_0.distcp" in out and "Exported step 2 of" in out

@@ -302,6 +302,12 @@ def test_flags_that_cannot_be_converted_end_in_one_sentence(flags, sentence):
         convert(*flags)
 
 
+def test_answers_without_a_limit_are_refused(tmp_path):
+    (tmp_path / "grpo.yaml").write_text("max_completion_length: null\n")
+    with pytest.raises(UserError, match="max_completion_length is null, and sparse-rl needs a limit: pass"):
+        convert("--config", str(tmp_path / "grpo.yaml"))
+
+
 @pytest.mark.parametrize(
     ("missing", "sentence"), [(0, "no model: add --model_name"), (2, "no dataset: add"), (4, "no reward: add")]
 )

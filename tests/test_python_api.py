@@ -121,7 +121,9 @@ def test_prompts_may_be_messages_of_a_chat(tmp_path):
     assert sorted(row["text"] for row in stored) == sorted(answer[0]["content"] for _, answer, _ in seen[1:])
 
 
-def test_the_rows_of_an_earlier_run_are_not_replaced_by_a_refused_one(trained, world):
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_rows_of_an_earlier_run_are_not_replaced_by_a_refused_one(trained, world, monkeypatch, rank):
+    monkeypatch.setenv("RANK", rank)  # every rank writes the rows
     run, _, _ = trained
     stored = run.path.with_name("closure.train.jsonl")
     before, other = stored.read_text(), ROWS[:4]
@@ -129,6 +131,41 @@ def test_the_rows_of_an_earlier_run_are_not_replaced_by_a_refused_one(trained, w
         with pytest.raises(UserError, match=sentence):
             Trainer(settings(world, run.path), reward=len, dataset=iter(other)).train(**options)
         assert stored.read_text() == before
+
+
+def test_a_run_that_could_not_be_overwritten_has_its_rows_again(world, tmp_path):
+    def reward(completions, **columns):
+        return [float(len(set(text))) for text in completions]
+
+    values = settings(world, tmp_path / "run")
+    Trainer(values, reward=reward, dataset=ROWS, callback=lambda step, metrics: step == 1).train()
+    with pytest.raises(UserError, match="missing"):
+        Trainer(values | {"model": {"path": str(tmp_path / "missing")}}, reward=reward, dataset=ROWS[:4]).train(overwrite=True)
+    run = Trainer(values, reward=reward, dataset=ROWS).train(resume=True)
+    assert run.finished and max(row["step"] for row in run.metrics) == 2
+
+
+def test_a_restart_by_the_same_launcher_continues_the_run(world, tmp_path, monkeypatch):
+    """As torchrun --max-restarts does after a rank was lost, with the same arguments."""
+
+    def reward(completions, **columns):
+        return [float(len(set(text))) for text in completions]
+
+    def callback(step, metrics):
+        steps.append(step)
+        if len(steps) == 2:
+            raise RuntimeError("this rank is lost")
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
+    steps = []
+    values = settings(world, tmp_path / "run", steps=3, checkpoint={"every": 1})
+    with pytest.raises(RuntimeError, match="this rank is lost"):
+        Trainer(values, reward=reward, dataset=ROWS, callback=callback).train()
+    run = Trainer(values, reward=reward, dataset=ROWS, callback=callback).train()
+    assert run.finished and steps == [1, 2, 2, 3]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    with pytest.raises(UserError, match="already contains a run"):
+        Trainer(values, reward=reward, dataset=ROWS).train()
 
 
 def test_python_and_the_command_line_train_the_same_run(world, tmp_path):

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tomllib
+from collections import Counter
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -32,9 +33,11 @@ from sparse_rl.rollout.stats import Progress
 from sparse_rl.scores import score_text
 from sparse_rl.train import held_out, loggers, trainer
 from sparse_rl.train import step as training_step
+from sparse_rl.train.checkpoint import State
+from sparse_rl.train.health import Health
 from sparse_rl.train.preflight import largest_microbatch, preflight, try_sampler
 from sparse_rl.train.rollout_log import SCHEMA
-from sparse_rl.train.rollouts import RolloutSampler
+from sparse_rl.train.rollouts import GradedRollout, RolloutBatch, RolloutGroup, RolloutSampler
 from sparse_rl.train.run import arm
 from sparse_rl.train.terminal import RunTerminal
 
@@ -536,6 +539,18 @@ def test_a_reward_that_falls_silent_for_a_step_does_not_end_the_run(world, tmp_p
     assert "no group had two different rewards, so nothing is learned: 4 of 4 rollouts got no verdict." in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("timeout", "why"), [("zero", "the problems are too easy or too hard"), ("none", "1 of 2 rollouts got no verdict")]
+)
+def test_a_step_without_signal_is_not_blamed_on_timeouts_that_count_as_zero(timeout, why):
+    warnings = []
+    health = Health(Config(reward={"timeout": timeout}), State(step=1), None, warnings.append)
+    rewards = [0.0, 0.0 if timeout == "zero" else None]
+    samples = [GradedRollout(row, None, None, reward) for row, reward in enumerate(rewards)]
+    health.after_step(RolloutBatch([RolloutGroup(samples, no_signal=True)], counts=Counter(timeouts=1)), [])
+    assert f"no group had two different rewards, so nothing is learned: {why}" in warnings[0]
 
 
 def test_a_reward_is_told_how_a_rollout_ended_and_which_tokens_it_has(world, tmp_path):

@@ -270,6 +270,26 @@ def test_a_trainer_that_autocasts_samples_from_a_copy_that_is_written_in_place()
     assert SamplerWeights(learner.bfloat16(), torch.bfloat16).sampler is learner
 
 
+def test_the_mismatch_is_measured_on_completions_that_trl_masks(tmp_path):
+    """Cut-off completions lost the most keys. TRL takes them out of the loss, and the metrics still describe them."""
+    problems = [make_problems(1, 0, sums=sums)[0] for sums in (2, 4)]  # only the answers to the second are cut off
+    rows = [{"prompt": each.prompt, "answer": each.answer} for each in problems for _ in range(4)]
+    advantages, seen = [], []
+    for masks, iterations in ((False, 1), (True, 1), (True, 2)):  # with two iterations, TRL computes old log-probs itself
+        settings = {"max_completion_length": 32, "mask_truncated_completions": masks, "num_iterations": iterations}
+        trainer = trainer_of(tmp_path, **settings)
+        trainer.model.train()
+        output = trainer._generate_and_score_completions([dict(row) for row in rows])
+        assert output["completion_mask"].any(dim=1).tolist() == [True] * 4 + [not masks] * 4
+        advantages.append(output["advantages"])
+        seen.append({name: value[0] for name, value in trainer._metrics["train"].items() if name.startswith("sparse/")})
+    assert seen[0]["sparse/xi_min"] < 0.9  # of the completions that are masked; the others lose no key
+    for masked in (1, 2):
+        assert seen[masked] == pytest.approx(seen[0], rel=1e-3, abs=1e-6)
+        torch.testing.assert_close(advantages[masked][:4], advantages[0][:4], rtol=1e-4, atol=1e-5)
+        assert advantages[0][4:].any() and not advantages[masked][4:].any()
+
+
 def test_the_rollouts_alone_work_in_the_trainer_of_trl(tmp_path):
     rollouts = SparseRollouts(TIGHT)
     with pytest.warns(UserWarning, match="rollout_func"):
@@ -294,6 +314,7 @@ def test_prompts_that_repeat_are_prefilled_once():
         ({"min_p": 0.1}, "min_p = 0.1 .*min_p=None"),
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1 .*=1.0"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
+        ({"max_completion_length": None}, "max_completion_length = None .*max_completion_length=512"),
         ({"temperature": 0.0}, "temperature = 0.0 .*above 0"),
         ({"loss_type": "vespo"}, "loss_type = 'vespo' .*use one of grpo"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence' .*reject_only"),

@@ -100,6 +100,8 @@ def _batch(flags: Flags) -> tuple[dict[str, Any], int]:
             "be a multiple of the other."
         )
     prompts, updates = whole // samples, whole // per_update
+    if flags["max_completion_length"] is None:
+        raise UserError("max_completion_length is null, and sparse-rl needs a limit: pass --max_completion_length 512.")
     if "num_processes" not in flags.given:
         flags.notes.append("The batch is that of one process: add --num_processes N if TRL ran on N GPUs.")
     if flags["num_iterations"] > 1:

@@ -121,9 +121,16 @@ class SparseGRPOTrainer(GRPOTrainer):
         return output | {"advantages": advantages_BT}
 
     def token_advantages(self, output: dict[str, Any]) -> tuple[Tensor, Corrected]:
-        """Return (weight * A of this process's completions [B, T], the correction of all processes' completions)."""
-        mask_BT, old_BT = output["completion_mask"].bool(), output.get("old_per_token_logps")
-        old_BT = self._dense_logprobs(output) if old_BT is None else old_BT
+        """Return (weight * A of this process's completions [B, T], the correction of all processes' completions).
+
+        The correction covers all sampled tokens. TRL hides completions that it masks from its old log-probs, so these are then
+        computed again.
+        """
+        in_loss_BT, old_BT = output["completion_mask"].bool(), output.get("old_per_token_logps")
+        lengths_B = torch.tensor([len(rollout.response) for rollout in self.rollouts.rollouts], device=in_loss_BT.device)
+        mask_BT = torch.arange(in_loss_BT.shape[1], device=in_loss_BT.device) < lengths_B[:, None]
+        if old_BT is None or not torch.equal(in_loss_BT, mask_BT):
+            old_BT = self._dense_logprobs(output | {"completion_mask": mask_BT.long()})
         log_ratio_BT = (old_BT - output["sampling_per_token_logps"]).masked_fill(~mask_BT, 0)
         log_ratio_NT, mask_NT = (
             self.accelerator.gather(self.accelerator.pad_across_processes(each, dim=1))
@@ -132,7 +139,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         corrected = correct(log_ratio_NT, mask_NT, self.correction)
         row = self.accelerator.process_index * len(mask_BT)
         weights_BT = corrected.weights[row : row + len(mask_BT), : mask_BT.shape[1]]
-        return output["advantages"][:, None] * weights_BT, corrected
+        return output["advantages"][:, None] * weights_BT.masked_fill(~in_loss_BT, 0), corrected
 
     @torch.no_grad()
     def _dense_logprobs(self, output: dict[str, Any]) -> Tensor:

@@ -228,6 +228,8 @@ def refuse_settings(args: Any) -> None:
         value = getattr(args, name, wanted)
         if value != wanted and value not in ({}, None):
             raise UserError(f"{name} = {value!r} does not work with sparse rollouts ({why}): set {name}={wanted!r}.")
+    if args.max_completion_length is None:
+        raise UserError("max_completion_length = None sets no limit, and the engine needs one: set max_completion_length=512.")
     if args.temperature <= 0:
         raise UserError(
             f"temperature = {args.temperature} gives no log-probs to train on: set a temperature above 0, such as 1.0."

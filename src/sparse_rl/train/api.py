@@ -7,15 +7,18 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import backup
 from ..config import Config, merged_tables, recipe
 from ..errors import UserError
 from ..rewards.find import OBJECT
 from .result import TrainResult
+from .run_folder import RunFolder
 from .storage import is_address
 
 Rows = Iterable[Mapping[str, Any]]
@@ -80,14 +83,17 @@ class Trainer:
                 f"ray.workers starts processes, which only the command line does: use sparse-rl train --ray.workers N{named}."
             )
         given = {"train": self.dataset, "test": self.test}
+        from .distributed import launch
         from .run import refuse_folders, train
 
         run_dir = self.config.run_dir
-        if not is_address(run_dir) and os.environ.get("RANK", "0") == "0":  # before the rows of an earlier run are replaced
+        resume = resume or RunFolder(run_dir, writes=False).launched_by(launch())  # a restart after a lost rank
+        if not is_address(run_dir):  # on every rank, before it replaces the rows of an earlier run
             refuse_folders([self.config], run_dir, resume=resume, overwrite=overwrite)
-        files = {split: _stored(rows, split, run_dir, resume) for split, rows in given.items() if rows is not None}
-        config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
-        (run,) = train(config, resume=resume, overwrite=overwrite, objects=self.objects)
+        with _rows_of_a_restored_run(run_dir, [split for split, rows in given.items() if rows is not None]):
+            files = {split: _stored(rows, split, run_dir, resume) for split, rows in given.items() if rows is not None}
+            config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
+            (run,) = train(config, resume=resume, overwrite=overwrite, objects=self.objects)
         return run
 
 
@@ -128,17 +134,40 @@ def _rows(rows: Rows | None, split: str) -> list[Mapping[str, Any]] | None:
     return None if rows is None else list(rows)
 
 
+@contextmanager
+def _rows_of_a_restored_run(run_dir: str, splits: list[str]) -> Iterator[None]:
+    """Put the rows of an earlier run back if the block fails and the run folder still holds that run."""
+    earlier = {path: path.read_bytes() for split in splits if (path := _rows_file(split, run_dir)).exists()}
+    config = _config_stamp(run_dir)
+    try:
+        yield
+    except BaseException:
+        if config is not None and config == _config_stamp(run_dir):
+            for path, content in earlier.items():
+                path.write_bytes(content)
+        raise
+
+
+def _config_stamp(run_dir: str) -> tuple[int, int] | None:
+    """Return what tells a run's config.toml from that of another run; None without a run on disk."""
+    try:
+        info = backup.current(Path(run_dir), "config.toml").stat()
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_ino
+
+
+def _rows_file(split: str, run_dir: str) -> Path:
+    if not is_address(run_dir):
+        return Path(f"{run_dir.rstrip('/')}.{split}.jsonl")
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", run_dir)
+    return Path(tempfile.gettempdir()) / f"sparse-rl-{os.getuid()}" / f"{name}.{split}.jsonl"
+
+
 def _stored(rows: list[Mapping[str, Any]], split: str, run_dir: str, resume: bool) -> str:
     """Write the rows to a JSON Lines file beside the run folder and return its path. A resumed run and `sparse-rl eval` read it
     again."""
-    path = Path(f"{run_dir.rstrip('/')}.{split}.jsonl")
-    if is_address(run_dir):
-        path = (
-            Path(tempfile.gettempdir())
-            / f"sparse-rl-{os.getuid()}"
-            / f"{re.sub(r'[^a-zA-Z0-9]+', '-', run_dir)}.{split}.jsonl"
-        )
-    lines = []
+    path, lines = _rows_file(split, run_dir), []
     for number, row in enumerate(rows, 1):
         try:
             lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False))

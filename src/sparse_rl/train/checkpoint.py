@@ -281,8 +281,8 @@ def load_last_weights(
             warn(f"warning: {UNVERIFIED.format(step=step)}")
         actor.sync()
         return step, statistics
-    others = "There is no other checkpoint checkpoint" if len(steps) == 1 else "No other checkpoint is intact"
-    raise UserError(f"{damaged[0]} {others}.")
+    others = sorted({*steps_in(folder)} - {*steps})
+    raise UserError(f"{damaged[0]} {f'Choose another step, such as {others[-1]}' if others else 'No other one is intact'}.")
 
 
 def read_state(checkpoint: Place) -> tuple[State, dict[str, Entry] | None]:

@@ -52,7 +52,8 @@ class Health:
 
     def _no_signal(self, batch: RolloutBatch) -> tuple[str, str]:
         """Return (what happened, why) of a step without any signal."""
-        if missing := batch.failures:
+        late = batch.counts["timeouts"] if self.config.reward.timeout == "zero" else 0  # their verdict is 0
+        if missing := batch.failures - late:
             why = f"{missing} of {len(batch.samples)} rollouts got no verdict"
         elif cut := batch.counts["truncated"]:
             why = f"{cut} of {len(batch.samples)} rollouts were truncated and not graded; raise rollout.max_tokens"
