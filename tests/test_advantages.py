@@ -42,7 +42,6 @@ def test_who_takes_part():
         [True, True, True, False],
         [True, True, True, False],
     ]
-    assert out.dropped.tolist() == [False, True, True, False, False]
     assert out.no_signal.tolist() == [False, False, False, True, False]
     assert out.advantages.isfinite().all()
     assert not out.advantages[1:4].any() and not out.advantages[~out.in_loss].any()

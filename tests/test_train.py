@@ -535,6 +535,7 @@ def test_a_reward_that_falls_silent_for_a_step_does_not_end_the_run(world, tmp_p
     train(world, tmp_path / "run", "--steps", "3", "--checkpoint.every", "1", reward="silent_once")
     rows = metrics(tmp_path / "run")[1:]
     assert [row["reward/errors"] for row in rows] == [0, 4, 0]
+    assert [row["reward/dropped_groups"] for row in rows] == [0, 2, 0]
     assert "reward/mean" not in rows[1] and rows[1]["policy/skipped_updates"] == 1
     assert "no group had two different rewards, so nothing is learned: 4 of 4 rollouts got no verdict." in " ".join(
         capsys.readouterr().out.split()

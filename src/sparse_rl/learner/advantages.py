@@ -21,8 +21,6 @@ class Advantages:
     """Float [P, G]: advantages. They are 0 for samples that are not in the loss and for groups without signal."""
     in_loss: Tensor
     """Bool [P, G]: True if the sample has a verdict and its group has at least two verdicts."""
-    dropped: Tensor
-    """Bool [P]: True for groups with fewer than two verdicts."""
     no_signal: Tensor
     """Bool [P]: True for groups with two or more verdicts that are all equal."""
 
@@ -47,7 +45,7 @@ def group_advantages(rewards: Tensor, std: bool = True) -> Advantages:
     if std:
         variance_P1 = (advantages_PG**2).sum(dim=1, keepdim=True) / (verdicts_P1 - 1).clamp(min=1)
         advantages_PG = advantages_PG / (variance_P1.sqrt() + EPSILON)
-    return Advantages(advantages_PG, in_loss_PG, dropped=verdicts_P1[:, 0] < 2, no_signal=no_signal_P1[:, 0])
+    return Advantages(advantages_PG, in_loss_PG, no_signal=no_signal_P1[:, 0])
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, overlong: int) -> Tensor:

@@ -67,6 +67,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "What was written, and how fast?": {
         "reward/no_verdict": "Number of rollouts for which the reward returned None.",
+        "reward/dropped_groups": "Number of groups with fewer than two verdicts. They are not in the loss.",
         "reward/timeouts": "Number of rollouts whose reward took longer than reward.timeout_s. See reward.log.",
         "reward/errors": "Number of rollouts whose reward raised, crashed or returned no finite number. See reward.log.",
         "response/mean_tokens": "Mean response length in tokens.",

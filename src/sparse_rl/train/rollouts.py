@@ -57,6 +57,11 @@ class RolloutGroup:
         """Return whether the rewards of the group differ and at least one rollout is in the loss."""
         return not self.no_signal and any(sample.in_loss for sample in self.samples)
 
+    @property
+    def is_dropped(self) -> bool:
+        """Return whether fewer than two rollouts have a verdict, so that none is in the loss."""
+        return sum(sample.reward is not None for sample in self.samples) < 2
+
 
 @dataclass
 class RolloutBatch:
