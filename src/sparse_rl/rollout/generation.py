@@ -186,9 +186,9 @@ class Generation:
         for request in requests:
             if request.index in self.scheduler.paused:
                 sequences[request.index] = self.scheduler.paused.pop(request.index)
+        self._end_aborted(list(sequences.values()))
         paged.place({slot: sequences[index] for index, slot in slots.items()})
         self.scheduler.return_last_pages(groups)
-        self._end_aborted(list(sequences.values()))
         self.scheduler.active += [sequences[index] for index in slots]
 
     def _needs_prefill(self, group: list[Request]) -> bool:
