@@ -395,8 +395,12 @@ class Generation:
     def _compact(self) -> None:
         """Compact the sequences that are due for compaction."""
         active = self.scheduler.active
+        # a policy that does not compare keys reads no stored prompt: slots with prompts of any length are compacted together
+        most = None if self.policy.compares_keys else self.policy.sinks
         due = [
-            (slot, each.stored, each.held) for slot, each in enumerate(active) if self.schedule.is_due(each.entered, each.held)
+            (slot, each.stored if most is None else min(each.stored, most), each.held)
+            for slot, each in enumerate(active)
+            if self.schedule.is_due(each.entered, each.held)
         ]
         for (stored, held), slots in by_length(due).items():
             sequences = [active[slot] for slot in slots]
