@@ -321,7 +321,9 @@ class Engine:
         if hasattr(self, "cache"):  # else an earlier call ran out of memory
             del self.cache
         self.cache = self._new_cache()
+        gathered = self.calibrated_tokens
         self.load_statistics(self.statistics)
+        self.calibrated_tokens = gathered
 
     def _new_cache(self) -> SlotCache:
         ring = self.policy.window if self.policy.uses_queries else 0
