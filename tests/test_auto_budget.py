@@ -115,6 +115,16 @@ def test_a_resized_engine_is_a_new_engine(model):
     assert engine.policy == fresh.policy and engine.policy.window == 20  # half of the budget
 
 
+def test_statistics_of_a_few_tokens_are_gathered_again_after_a_resize(model):
+    engine, long = Engine(model, KV(policy="triattention", budget=24, interval=8), slots=2), [list(range(3, 60))]
+    engine.generate([[7, 8, 9]], sampling=Sampling(max_tokens=4))
+    few = engine.statistics["query_mean"]
+    engine.resize(40, 3)
+    assert engine.statistics["query_mean"] is few
+    engine.generate(long, sampling=Sampling(max_tokens=4))
+    assert engine.calibrated_tokens == 57 and not torch.equal(engine.statistics["query_mean"], few)
+
+
 # Runs
 
 

@@ -5,9 +5,10 @@ import torch
 
 from sparse_rl import KV, NEVER, Engine, Sampling
 from sparse_rl.kv.policies import POLICIES
+from sparse_rl.rollout import engine as engine_module
 from sparse_rl.rollout import generation
 from sparse_rl.rollout.prefill import prefill
-from sparse_rl.rollout.runner import EagerRunner, graph_slots
+from sparse_rl.rollout.runner import EagerRunner, NotCapturable, graph_slots
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, [11, 12], list(range(59, 10, -1))]
 SEEDS = [101, 102, 103, 104, 105]
@@ -140,3 +141,26 @@ def test_a_graph_holds_the_active_slots_and_few_more():
         assert all(active <= size <= max(16, active + slots // 4, 2 * active - 1) for active, size in enumerate(sizes, 1))
         assert len(set(sizes)) <= 16  # each is captured once
     assert [graph_slots(active, 256) for active in (3, 17, 33, 129, 161, 225)] == [16, 32, 64, 160, 192, 256]
+
+
+def test_a_step_that_cannot_be_captured_is_tried_once(model, monkeypatch):
+    """As on a GPU, where a capture takes seconds, and captured steps read weights and caches at fixed addresses."""
+    tried = []
+
+    class Uncapturable(EagerRunner):
+        overlaps = True
+
+        def __init__(self, model, cache, chunk, *, compile):
+            super().__init__(model, cache)
+
+        def start(self, slots, sampling, routers=None):
+            tried.append(slots)
+            raise NotCapturable("the step asks the host")
+
+    monkeypatch.setattr(engine_module, "GraphRunner", Uncapturable)
+    engine = Engine(model, KV(policy="rkv", budget=24, interval=12, window=4, sinks=2), slots=2)
+    engine.use_graphs = True
+    runs = [engine.generate(PROMPTS, sampling=SAMPLING) for _ in range(2)]
+    assert len(tried) == 1 and engine.graphs is None
+    for left, right in zip(*runs, strict=True):
+        assert_same(left, right)

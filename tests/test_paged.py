@@ -83,6 +83,19 @@ def test_paused_sequences_keep_their_repetition_guard_and_limits(model):
     assert [(each.response, each.finish) for each in found] == [(each.response, each.finish) for each in expected]
 
 
+def test_a_rollout_that_is_aborted_while_it_waits_is_not_recomputed(model, prompts, expected):
+    engine = engine_with(model, 8, 11)
+
+    def abort_all(progress):
+        for index in range(8 if engine.stats.preemptions else 0):
+            progress.abort(index)
+
+    found = engine.generate(prompts, 2, Sampling(max_tokens=270, stop=(), seed=3), progress=abort_all)
+    assert engine.stats.preemptions > 0 and engine.stats.recomputed_tokens == 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.finish == "abort" and ours.response == theirs.response[: len(ours.response)]
+
+
 def test_prompts_from_a_queue_wait_for_pages(model, prompts, expected):
     order = iter([3, 1, 2, 0])
     found = engine_with(model, 4, 10).generate(

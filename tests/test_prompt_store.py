@@ -126,6 +126,28 @@ def test_a_policy_sees_the_values_and_positions_of_the_prompt(model):
         assert torch.equal(never, kept[1, 0].long())
 
 
+@pytest.mark.parametrize(("compares", "rows"), [(False, 2 * 3), (True, 2 * 1)])
+def test_slots_are_compacted_together_if_the_policy_reads_no_prompt(model, compares, rows):
+    """Prompts of three lengths: a policy that does not compare keys scores the rows of all slots and layers at once."""
+    seen = []
+
+    class Counted(POLICIES["knorm"]):
+        compares_keys = compares
+
+        def scores(self, queries, keys, values, *, seeds=None, positions=None):
+            seen.append(len(keys))
+            return super().scores(queries, keys, values)
+
+    prompts, sampling = [list(range(3, 3 + tokens)) for tokens in (5, 20, 40)], Sampling(max_tokens=40, stop=())
+    engine = Engine(model, KV(policy="knorm", budget=16, interval=8, window=4, sinks=4), slots=3)
+    expected = engine.generate(prompts, sampling=sampling)
+    engine.policy = Counted(window=4, sinks=4)
+    found = engine.generate(prompts, sampling=sampling)
+    assert set(seen) == {rows}
+    for left, right in zip(found, expected, strict=True):
+        assert left.response == right.response and torch.equal(left.evicted_at, right.evicted_at)
+
+
 def test_groups_wait_for_pages(model):
     """A pool for one long prompt at a time: everything is sampled all the same, with fewer sequences at once."""
     prompts = [prompt_of(tokens, seed) for seed, tokens in enumerate((190, 180, 20, 192, 30))]

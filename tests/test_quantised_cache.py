@@ -34,8 +34,8 @@ class Codes:
         monkeypatch.setattr(storage.Quantiser, "encode", recorded)
 
     def take(self, tokens):
-        """Return all that was stored since the last call, one row of numbers per token: prompts are encoded twice in prefill,
-        once to store them and once to attend to them."""
+        """Return all that was stored since the last call, one row of numbers per token. Prompts that are compressed are
+        encoded twice in prefill, once to attend to them and once to store them."""
         found = []
         for calls in self.layers.values():
             prompt, rest = calls[0], [call for call in calls[1:] if call.keys.shape[2] == 1]
@@ -71,6 +71,14 @@ def test_replay_reproduces_the_sampler_up_to_flips(models, policy, architecture,
     assert float((dense.detach() - rollout.logprobs).abs().max()) > 1e-4  # else the replay above proves nothing
     if policy == "full":
         assert bool((rollout.evicted_at == NEVER).all())
+
+
+@pytest.mark.parametrize("protect_prompt", [False, True])
+def test_a_prompt_is_encoded_once_for_all_its_samples(model, protect_prompt, monkeypatch):
+    codes = Codes(monkeypatch)
+    engine = Engine(model, BOUNDED.model_copy(update={"dtype": "8bit", "protect_prompt": protect_prompt}), slots=4)
+    engine.generate([SHORT], 4, Sampling(max_tokens=1))
+    assert [len(calls) for calls in codes.layers.values()] == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

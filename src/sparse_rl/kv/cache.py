@@ -29,7 +29,7 @@ from .prompt_store import PromptStore
 from .shape import CacheShape, refuse_too_large
 from .states import StateStore
 from .statistics import Statistics
-from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, allocated, encoded
+from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, Stored, allocated, encoded
 from .windows import WindowStore
 
 STATISTICS_FORMS = 5
@@ -194,9 +194,9 @@ class SlotCache:
                 self.queries_LSQWD[layer, slots_m[:, None], :, places_w % self.ring] = recent_PQwD[rows_m].transpose(1, 2)
         return dropped
 
-    def fill_packed(self, layer: int, packed: PackedPrompts, keys_1HND: Tensor, values_1HND: Tensor) -> None:
+    def fill_packed(self, layer: int, packed: PackedPrompts, new_1HNx: Stored) -> None:
         """Write prompts that need no compression into the slots of their samples, for one layer."""
-        for stored, new in zip(self.stored, encoded(self.quantiser, layer, keys_1HND, values_1HND), strict=True):
+        for stored, new in zip(self.stored, new_1HNx, strict=True):
             stored[layer, packed.slots_M, :, packed.places_M] = new[0, :, packed.source_M].transpose(0, 1)
 
     def fill_ring(self, layer: int, packed: PackedPrompts, queries_1QND: Tensor) -> None:

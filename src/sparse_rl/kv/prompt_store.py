@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.attention import gathered_prompts
 from ..sizes import PAGE_TOKENS, least_dense_pages, page_table_width, pages_of, token_bytes
 from .shape import CacheShape, refuse_too_large
-from .storage import Quantiser, allocated, encoded
+from .storage import Quantiser, Stored, allocated
 
 ONCE_TOKENS, ONCE_SAMPLES = 2**18, 8
 """Prompt tokens that the slots read in a step, and samples per prompt, at which reading each prompt once was faster than reading
@@ -96,9 +96,9 @@ class PromptStore:
         for tensor in (*self.stored, self.pages_SP):
             tensor.zero_()
 
-    def write(self, layer: int, packed: "PackedPages", keys_1HND: Tensor, values_1HND: Tensor) -> None:
+    def write(self, layer: int, packed: "PackedPages", new_1HNx: Stored) -> None:
         """Write the keys and values of packed prompts into their pages, for one layer."""
-        for stored, new in zip(self.stored, encoded(self.quantiser, layer, keys_1HND, values_1HND), strict=True):
+        for stored, new in zip(self.stored, new_1HNx, strict=True):
             stored[layer][packed.pages_M, :, packed.places_M] = new[0].transpose(0, 1)
 
     def read(self, layer: int, pages_1P: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

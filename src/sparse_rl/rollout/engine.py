@@ -321,7 +321,9 @@ class Engine:
         if hasattr(self, "cache"):  # else an earlier call ran out of memory
             del self.cache
         self.cache = self._new_cache()
+        gathered = self.calibrated_tokens
         self.load_statistics(self.statistics)
+        self.calibrated_tokens = gathered
 
     def _new_cache(self) -> SlotCache:
         ring = self.policy.window if self.policy.uses_queries else 0
@@ -356,8 +358,11 @@ class Engine:
         return self.request_limits.most_prompt_tokens(sampling)
 
     def _graphs(self) -> GraphRunner | None:
-        """Return the graph runner. It is rebuilt if the cache or the weights have moved in memory."""
-        if self.use_graphs and (self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk)):
+        """Return the graph runner, or None if steps cannot be captured. It is rebuilt if the cache or the weights have moved in
+        memory."""
+        if not self.use_graphs:
+            self.graphs = None  # free the memory of a runner whose step could not be captured
+        elif self.graphs is None or not self.graphs.fits(self.model, self.cache, self.chunk):
             self.graphs = None  # free its memory before the new graphs are captured
             unmerged = any(hasattr(module, "get_delta_weight") for module in self.model.modules())
             self.graphs = GraphRunner(self.model, self.cache, self.chunk, compile=self.compile and not unmerged)

@@ -186,9 +186,9 @@ class Generation:
         for request in requests:
             if request.index in self.scheduler.paused:
                 sequences[request.index] = self.scheduler.paused.pop(request.index)
+        self._end_aborted(list(sequences.values()))
         paged.place({slot: sequences[index] for index, slot in slots.items()})
         self.scheduler.return_last_pages(groups)
-        self._end_aborted(list(sequences.values()))
         self.scheduler.active += [sequences[index] for index in slots]
 
     def _needs_prefill(self, group: list[Request]) -> bool:
@@ -395,8 +395,12 @@ class Generation:
     def _compact(self) -> None:
         """Compact the sequences that are due for compaction."""
         active = self.scheduler.active
+        # a policy that does not compare keys reads no stored prompt: slots with prompts of any length are compacted together
+        most = None if self.policy.compares_keys else self.policy.sinks
         due = [
-            (slot, each.stored, each.held) for slot, each in enumerate(active) if self.schedule.is_due(each.entered, each.held)
+            (slot, each.stored if most is None else min(each.stored, most), each.held)
+            for slot, each in enumerate(active)
+            if self.schedule.is_due(each.entered, each.held)
         ]
         for (stored, held), slots in by_length(due).items():
             sequences = [active[slot] for slot in slots]

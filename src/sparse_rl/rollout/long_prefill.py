@@ -135,7 +135,7 @@ class PiecesInPages:
     def add(self, layer: int, start: int, stop: int, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
         """Write a piece. Return copies of the keys and values [1, H, stop, D] of all pieces so far, as attention reads them."""
         piece = PackedPages(self.packed.pages_M[start:stop], self.packed.places_M[start:stop])
-        self.store.write(layer, piece, keys_1HnD, values_1HnD)
+        self.store.write(layer, piece, encoded(self.store.quantiser, layer, keys_1HnD, values_1HnD))
         return self.store.read(layer, torch.tensor([self.pages], device=keys_1HnD.device), stop)
 
 

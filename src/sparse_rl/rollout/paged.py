@@ -53,7 +53,7 @@ class PagedSlots:
         if last_pages:
             copy_last_pages(self.cache, list(last_pages), list(last_pages.values()))
         for slot, sequence in sequences.items():
-            if sequence.pages:
+            if sequence.pages and sequence.finish is None:  # a rollout may be aborted while it waits
                 self._recompute(sequence, slot, pages_of_slots[slot])
 
     def _recompute(self, sequence: Sequence, slot: int, pages: list[int]) -> None:

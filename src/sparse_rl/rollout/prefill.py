@@ -24,6 +24,7 @@ from ..kv.policies import Policy
 from ..kv.prompt_layout import NthSamples, PackedPrompts, nth_samples
 from ..kv.prompt_store import PackedPages
 from ..kv.schedule import Schedule
+from ..kv.storage import encoded
 from ..models.recurrent import Mixer
 from ..models.routing import RecordedRouting, Routers
 from ..models.support import next_logits
@@ -212,21 +213,20 @@ class PrefillView:
 
     def _fill(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write the keys and values of a layer into slots or pages. Return the inputs of attention: what is stored."""
-        new = (queries_1QND, keys_1HND, values_1HND)
+        new, quantiser = (queries_1QND, keys_1HND, values_1HND), self.cache.quantiser
+        stored = encoded(quantiser, layer, keys_1HND, values_1HND)
         for packed in self.packed:
             self.cache.fill_ring(layer, packed, queries_1QND)
             if self.pages is None:
-                self.cache.fill_packed(layer, packed, keys_1HND, values_1HND)
+                self.cache.fill_packed(layer, packed, stored)
         if self.pages is not None:
             assert self.cache.prompts is not None
-            self.cache.prompts.write(layer, self.pages, keys_1HND, values_1HND)
+            self.cache.prompts.write(layer, self.pages, stored)
         for row in self.rows:
             if row.samples:
                 q, k, v = (unpack(tensor, row) for tensor in new)
                 row.dropped.append(self.cache.fill(layer, row.samples, q, k, v, self.schedule.budget, self.policy))
-        if self.cache.quantiser is not None:
-            new = (queries_1QND, *self.cache.quantiser.restored(layer, keys_1HND, values_1HND))
-        return new
+        return new if quantiser is None else (queries_1QND, *quantiser.decode(layer, stored, keys_1HND.dtype))
 
 
 def unpack(packed_1HND: Tensor, row: PrefillRow) -> Tensor:
