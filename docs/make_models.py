@@ -45,7 +45,7 @@ R-KV {BUDGET} + {KEPT.interval} and windows of {WINDOW} tokens, and measures wha
 - **gradient**: the gradient of packed rollouts equals that of transformers, one rollout at a time.
 - **one product**: projections that the sampler fuses into one matrix product. **LoRA**: layers that `all-linear` adapts; the merged model samples as the adapted one.
 - **FSDP**: the layers that are sharded one by one. **plan**: `sparse-rl plan` counts the model's weights exactly. Without a plan, `train` uses 64 slots.
-- **export**: the saved model loads in transformers with the same weights. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts.
+- **export**: the saved model loads in transformers with the same weights. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts, with the same log-probs.
 """
 
 
@@ -279,9 +279,14 @@ def bounded_cache(model: PreTrainedModel) -> str:
         tokens[place, -len(prompt) :], mask[place, -len(prompt) :] = torch.tensor(prompt), 1
     cache = BoundedCache("rkv", KEPT.kept_tokens, interval=KEPT.interval, window=KEPT.recent, sinks=KEPT.sinks)
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
-    out = model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
-    same = out[:, longest:].tolist() == [rollout.response for rollout in rollouts]
-    return YES if same else "the tokens differ"
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    out: Any = model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
+    responses = out.sequences[:, longest:]
+    if responses.tolist() != [rollout.response for rollout in rollouts]:
+        return "the tokens differ"
+    logprobs = torch.stack(out.logits, dim=1).log_softmax(-1).gather(-1, responses[..., None])[..., 0]
+    gap = max(gaps(list(logprobs), rollouts))
+    return YES if gap < EXACT else f"log-probs differ by {gap:.0e}"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from triton import knobs
 from small_models import SIZE, random_weights
 from small_runs import metrics, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_tokenizer, replay
-from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.kv.states import StateStore
 from sparse_rl.models.recurrent import ieee_products
@@ -343,14 +342,6 @@ def test_missing_kernels_are_named_with_the_layer():
 def test_quantised_keys_beside_a_state_are_refused(models):
     with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support Qwen3_5ForCausalLM.*: set kv.dtype = auto\."):
         Engine(models["qwen3.5"], KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_bounded_cache_of_transformers_has_no_states(models, name):
-    model = copy.deepcopy(models[name])
-    model.set_attn_implementation("sparse_rl")
-    with pytest.raises(UserError, match="BoundedCache does not support recurrent layers: sample with sparse_rl.Engine"):
-        model.generate(torch.tensor([LONG]), past_key_values=BoundedCache("rkv", 32), max_new_tokens=2)
 
 
 def test_kernels_do_not_round_float32_products(monkeypatch):

@@ -9,7 +9,8 @@ The schedule is that of the engine: a prompt is compressed to the budget, and th
 `interval` new tokens. With `protect_prompt`, prompts are never evicted and the budget counts new tokens; each row holds its own
 copy of its prompt. With `dtype` 8bit or 4bit, keys and values are stored as the engine stores them; without statistics of the
 model, the first prompts give the scales. With policy full and 8bit or 4bit, nothing is evicted, and the cache grows page by page.
-Sliding-window layers hold their window. In a left-padded batch, padding never enters the cache, so the sinks are the first real tokens.
+Sliding-window layers hold their window, and recurrent layers the states that transformers gives them. In a left-padded batch,
+padding is never attended to, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
@@ -23,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..config import KV
 from ..errors import UserError
@@ -47,8 +48,9 @@ from ..sizes import PAGE_TOKENS, pages_of
 
 
 class BoundedCache(Cache):
-    """A transformers cache that holds at most budget + interval tokens per layer, head and row after prefill, in addition to
-    protected prompts. With policy full, which needs dtype 8bit or 4bit, it holds all tokens.
+    """A transformers cache that holds at most budget + interval tokens per attention layer, head and row after prefill, in
+    addition to protected prompts. With policy full, which needs dtype 8bit or 4bit, it holds all tokens. Layers are made when the
+    model first uses them.
 
     Two defaults differ from those of `KV`. `policy` is rkv, because triattention needs statistics of the model. `protect_prompt`
     is false: every row would hold its own copy of the prompt, so the memory would not be bounded, and a protected prompt must
@@ -88,6 +90,8 @@ class BoundedCache(Cache):
                 "that has sampled, or use another policy, such as rkv."
             )
         super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed, statistics))
+        self.continues = False
+        """True if the current pass continues earlier ones."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
@@ -113,23 +117,49 @@ class BoundedCache(Cache):
             statistics=load(statistics.parent) if statistics else {},
         )
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+    def _layer(self, layer_idx: int, state_idx: int = 0) -> "BoundedLayer":
+        if state_idx > 0:
+            raise UserError("BoundedCache supports one state per recurrent layer: use transformers' DynamicCache.")
         while len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate(layer=len(self.layers)))
-        layer = self.layers[layer_idx]
+        return self.layers[layer_idx]
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        layer = self._layer(layer_idx)
+        layer.place = sum(earlier.is_initialized for earlier in self.layers[:layer_idx])
         bound = BoundKeys(layer, key_states, value_states)
         return bound, bound
 
-    def get_conv_state(self, *args, **kwargs):
-        raise UserError("BoundedCache does not support recurrent layers: sample with sparse_rl.Engine, which does.")
+    def get_conv_state(self, layer_idx, state_idx=0):
+        self._layer(layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
 
-    has_previous_state = get_conv_state
+    def update_conv_state(self, conv_states, layer_idx, state_idx=0, **kwargs):
+        self._layer(layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def has_previous_state(self, layer_idx=None, state_idx=None):
+        # OLMo-Hybrid in transformers 5.17 names no layer, and asks before all layers are made
+        return self.continues if layer_idx is None else super().has_previous_state(layer_idx, state_idx)
+
+    def get_seq_length(self, layer_idx=0):
+        """Return the number of batch columns so far in this layer, or in the next one with attention."""
+        return next((layer.seen for layer in self.layers[layer_idx:] if layer.is_initialized), 0)
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        seen = self.get_seq_length(layer_idx)
+        self.continues = seen > 0  # a pass builds its masks before it runs its layers
+        return seen + query_length, 0
+
+    def reset(self):
+        """Drop all content. The next batch may have another number of rows."""
+        self.layers.clear()
+        self.continues = False
 
     @property
     def kv_bytes(self) -> int:
-        """Allocated bytes of keys and values."""
-        stores = (store for layer in self.layers for store in (layer.cache, layer.windows))
-        return sum(store.kv_bytes for store in stores if store is not None)
+        """Allocated bytes of keys and values, and of recurrent states."""
+        return sum(layer.nbytes for layer in self.layers)
 
     def crop(self, *args, **kwargs):
         raise UserError("BoundedCache does not support crop: disable assisted decoding.")
@@ -144,17 +174,19 @@ class BoundedCache(Cache):
         raise UserError("BoundedCache does not support batch_select_indices: use greedy search, sampling or beam search.")
 
 
-class BoundedLayer(CacheLayerMixin):
-    """One layer of a `BoundedCache`. It is also the attention view of its own keys: our attention function passes them back
-    together with the queries."""
+class BoundedLayer(LinearAttentionLayer):
+    """One layer of a `BoundedCache`: the keys and values of attention, recurrent states as transformers holds them, or both. It
+    is also the attention view of its own keys: our attention function passes them back together with the queries."""
 
-    is_sliding = False
+    is_sliding = is_compileable = is_croppable = False
 
-    def __init__(self, kv: KV, policy: Policy, seed: int, statistics: Statistics, layer: int = 0):
+    def __init__(self, kv: KV, policy: Policy, seed: int, statistics: Statistics, layer: int):
         super().__init__()
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
         self.kv, self.policy, self.seed, self.statistics, self.layer = kv, policy, seed, statistics, layer
+        self.place = layer
+        """Number of the layer among those with attention, as statistics count layers."""
+        self.is_initialized = False
+        """True if the layer holds keys."""
         self.schedule = Schedule.of(kv, policy.evicts) if policy.evicts else DENSE
         self.protects = kv.protect_prompt and policy.evicts
         """True if prompts are protected from eviction."""
@@ -221,7 +253,6 @@ class BoundedLayer(CacheLayerMixin):
         self.is_initialized = True
         if form.window is not None:
             self.windows = WindowStore(replace(shape, window=form.window, windowed=(0,)), rows, form.window)
-            self.keys, self.values = self.windows.keys_lSHCD[0], self.windows.values_lSHCD[0]
             out_BQTD = torch.zeros_like(queries_BQTD)
             for row, (count, (q, k, v)) in enumerate(zip(counts, prompts, strict=True)):
                 out_BQTD[row, :, total - count :] = causal_attention(q, k, v, scale=scale, form=form)[0]
@@ -232,7 +263,6 @@ class BoundedLayer(CacheLayerMixin):
         capacity = self._protected(longest) + self.kv.capacity if self.policy.evicts else pages_of(longest + 1) * PAGE_TOKENS
         self.cache = SlotCache(shape, rows, capacity, ring, first_layer=self.layer, quantiser=quantiser)
         self.cache.statistics = self._of_layer(self.policy.uses_statistics, shape.device)
-        self.keys, self.values = self.cache.keys_LSHCD[0], self.cache.values_LSHCD[0]
         out_BQTD = torch.zeros_like(queries_BQTD)
         for row, (count, (q, k, v)) in enumerate(zip(counts, prompts, strict=True)):
             stored = (k, v) if quantiser is None else quantiser.restored(0, k, v)
@@ -252,7 +282,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def _of_layer(self, names: Iterable[str], device: torch.device) -> Statistics:
         """Return the statistics of this layer alone, with one entry."""
-        return {name: self.statistics[name][self.layer : self.layer + 1].to(device) for name in names}
+        return {name: self.statistics[name][self.place : self.place + 1].to(device) for name in names}
 
     def _protected(self, prompt_tokens: int) -> int:
         """Return the tokens of a prompt that are never evicted. The schedule does not count them."""
@@ -281,7 +311,6 @@ class BoundedLayer(CacheLayerMixin):
         self.cache = full.empty_like(full.slots, full.capacity + PAGE_TOKENS)
         for row, held in enumerate(self.held):
             self.cache.copy_slot(full, row, row, held)
-        self.keys, self.values = self.cache.keys_LSHCD[0], self.cache.values_LSHCD[0]
 
     def _step(self, queries_BQD: Tensor, keys_BHD: Tensor, values_BHD: Tensor, scale: float, form: AttentionForm) -> Tensor:
         if not self.policy.evicts and self.cache is not None and max(self.held) == self.cache.capacity:
@@ -320,32 +349,15 @@ class BoundedLayer(CacheLayerMixin):
             for row in rows:
                 self.held[row] = kept
 
-    # Interface of a transformers cache layer
-
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        """Do nothing: the cache is allocated at prefill, when the shapes are known."""
-
-    def update(self, *args, **kwargs):
-        raise UserError("BoundedLayer.update must not be called directly: call update of its BoundedCache.")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
-
-    def reset(self) -> None:
-        self.cache = self.windows = None
-        self.seen, self.entered, self.prompts, self.held = 0, 0, [], []
-        self.keys = self.values = None
-        self.is_initialized = False
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes of keys and values, and of recurrent states."""
+        stores = sum(store.kv_bytes for store in (self.cache, self.windows) if store is not None)
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return stores + sum(state.nbytes for state in states if state is not None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
         for store in (self.cache, self.windows):
             if store is not None:
                 store.reorder(beam_idx)
