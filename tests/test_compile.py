@@ -66,9 +66,10 @@ def rollouts_of(*lengths):
     return [Rollout([5, 6], each, torch.zeros(len(each)), "length", 0, 1.0, 0, None) for each in responses]
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [*((name, False) for name in (*ARCHITECTURES, "gpt2")), ("qwen3", True)])
+@pytest.mark.parametrize(("name", "checkpointing"), [("qwen2", False), ("qwen3", False), ("gpt2", False), ("qwen3", True)])
 def test_a_model_with_compiled_layers_is_the_same_model(compilations, name, checkpointing):
-    model = random_model(name) if name in ARCHITECTURES else gpt2()
+    """Qwen2 has biases, and Qwen3 all else that Llama and Mistral have."""
+    model = gpt2() if name == "gpt2" else random_model(name)
     for lengths in ((7, 5), (33,), (12, 3, 8)):
         rollouts = rollouts_of(*lengths)
         plain = logprobs_and_gradients(model, rollouts, checkpointing)
