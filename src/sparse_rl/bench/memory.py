@@ -30,7 +30,7 @@ def bench(args: argparse.Namespace, config: Config) -> None:
     cap_memory(args.memory_cap)
     console = wide_console()
     if config.model.dtype is None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+        config = config.changed(model={"dtype": "bfloat16"})
     found = measure(config, console, args.prompt_tokens)
     console.print(table(found))
     if args.json:
@@ -86,7 +86,7 @@ def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
     full = config.kv.capacity + 1 if engine.policy.evicts else config.kv.interval
     held = 0 if engine.schedule.stores_prompts else len(prompt)
     tokens = min(config.rollout.max_tokens, max(config.kv.interval, full - held + config.kv.interval))
-    sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
+    sampling = config.rollout.sampling(config.seed).changed(max_tokens=tokens, stop=())
 
     def sample() -> None:
         per_prompt = config.rollout.samples_per_prompt

@@ -32,11 +32,11 @@ def bench(args: argparse.Namespace, config: Config) -> None:
     console = wide_console()
     methods = [args.method] if args.method else ["sparse_rl", "dense"]
     dtype, device = place(config.model.dtype, config.model.device)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    config = config.changed(model={"dtype": dtype})
     steps = config.steps if args.steps else 1
     rows = []
     for method in methods:
-        arm = config.model_copy(update={"method": method})
+        arm = config.changed(method=method)
         rows.append({"method": method} | measure(arm, console, args.prompt_tokens, steps, args.lengths == "uniform"))
         gc.collect()
         if torch.cuda.is_available():

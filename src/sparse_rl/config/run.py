@@ -221,7 +221,7 @@ class Config(Section):
         return self.rollout.max_tokens + (0 if self.kv.protect_prompt else prompt_tokens)
 
     def with_budget(self, budget: int) -> "Config":
-        return self.model_copy(update={"kv": self.kv.model_copy(update={"budget": budget})})
+        return self.changed(kv={"budget": budget})
 
     def with_known_budget(self, prompt_tokens: int) -> "Config":
         """Return the configuration with half of the longest sequence as its budget, if that is auto: for plans."""

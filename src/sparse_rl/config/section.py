@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
@@ -29,6 +29,13 @@ class Section(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise UserError(self._sentence(error)) from None
+
+    def changed(self, **options: Any) -> Self:
+        """Return a copy with other values, which are not checked. A dict changes options of a nested section."""
+        for name, value in options.items():
+            if isinstance(value, dict) and isinstance(section := getattr(self, name), Section):
+                options[name] = section.changed(**value)
+        return self.model_copy(update=options)
 
     @field_validator("*")
     @classmethod

@@ -71,10 +71,8 @@ def longest_response(
 
 def with_length(config: Config, tokens: int, microbatch: int) -> Config:
     """Return the config for responses of `tokens` and micro-batches of at most `microbatch` tokens."""
-    rollout = config.rollout.model_copy(update={"max_tokens": tokens})
     microbatch = min(config.optimizer.tokens_per_microbatch, microbatch)
-    optimizer = config.optimizer.model_copy(update={"tokens_per_microbatch": microbatch})
-    return config.model_copy(update={"rollout": rollout, "optimizer": optimizer})
+    return config.changed(rollout={"max_tokens": tokens}, optimizer={"tokens_per_microbatch": microbatch})
 
 
 # Output
@@ -131,12 +129,9 @@ def arms(config: Config, *, has_experts: bool) -> list[tuple[tuple[str, str, str
     sparse = "sparse_rl" if config.method == "dense" else config.method
     made = []
     for lora_rank, state, base in trained:
-        lora = config.model.lora.model_copy(update={"rank": lora_rank, "merge": False, "base": base})
-        update = {
-            "model": config.model.model_copy(update={"lora": lora}),
-            "optimizer": config.optimizer.model_copy(update={"state": state}),
-        }
-        made += [config.model_copy(update=update | {"method": method}) for method in (sparse, "dense")]
+        lora = {"rank": lora_rank, "merge": False, "base": base}
+        arm = config.changed(model={"lora": lora}, optimizer={"state": state})
+        made += [arm.changed(method=method) for method in (sparse, "dense")]
     return [(named(each), each) for each in made]
 
 

@@ -112,6 +112,10 @@ class Plan:
     def free_bytes(self) -> int:
         return (self.memory_bytes or 0) - self.needed_bytes
 
+    def replanned(self, config: Config, slots: int | None = None) -> "Plan":
+        """Return the plan of another configuration of the same model, prompts and GPU."""
+        return make_plan(config, self.dims, memory_bytes=self.memory_bytes, prompt_tokens=self.prompt_tokens, slots=slots)
+
 
 def peak_held(phases: list[Phase], pool_bytes: int) -> int:
     """Return the maximum over phases of the allocated bytes plus the graph pool. Sampling already includes the pool."""
@@ -320,11 +324,7 @@ def largest_budget(plan: Plan) -> int:
     config, least = plan.config, plan.config.kv.least_budget
 
     def fit(budget: int) -> bool:
-        kv = config.kv.model_copy(update={"budget": least + budget})
-        changed = config.model_copy(update={"kv": kv})
-        return make_plan(
-            changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens, slots=plan.slots
-        ).fits
+        return plan.replanned(config.with_budget(least + budget), plan.slots).fits
 
     found = largest(fit, plan.prompt_tokens + config.rollout.max_tokens)
     return least + found if found else 0

@@ -95,9 +95,7 @@ def checked_inputs(config: Config, prompt_tokens: int, file: Path | None) -> Con
         raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
     if file and not file.parent.is_dir():
         raise UserError(f"The folder of {file} does not exist: create it first.")
-    if config.model.dtype is not None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    return config if config.model.dtype else config.changed(model={"dtype": "bfloat16"})
 
 
 def wide_console() -> Console:
@@ -153,14 +151,9 @@ def activations(plan: Plan) -> str:
 def arms(plan: Plan) -> list[tuple[str, Plan]]:
     """Return (name, plan) of the run with a sparse and with a dense sampler, each with `rollout.slots`."""
     config = plan.config
-    sparse = config if config.method != "dense" else config.model_copy(update={"method": "sparse_rl"})
-    dense = config.model_copy(update={"method": "dense"})
-    kv = config.kv
-    named = ((kv.label, sparse), ("dense", dense))
-    made = []
-    for name, each in named:
-        made.append((name, make_plan(each, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)))
-    return made
+    sparse = config.changed(method="sparse_rl") if config.method == "dense" else config
+    dense = config.changed(method="dense")
+    return [(config.kv.label, plan.replanned(sparse)), ("dense", plan.replanned(dense))]
 
 
 def fit_table(plan: Plan) -> Table:

@@ -134,7 +134,7 @@ def train(
     refuse_inside_a_reward()
     launch = current_launch() if launch is None else launch
     with joined(config) as world:
-        config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
+        config = config.changed(ranks={"count": world.size})
         console = wide_console() if world.is_main else Terminal(file=StringIO(), width=160, highlight=False)
         again = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # a restart after a lost rank
         if world.gather(again)[0]:
@@ -267,7 +267,7 @@ def train_one(
     from .trainer import TrainingRun
 
     dtype, _ = place(config.model.dtype, config.model.device)  # store the resolved dtype, so that an export uses it too
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    config = config.changed(model={"dtype": dtype})
     reward = config.reward
     trainer: TrainingRun | None = None
     with (
