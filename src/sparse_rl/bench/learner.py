@@ -24,7 +24,7 @@ from ..learner.update import accumulate
 from ..models.support import head_of, prepare
 from ..rollout.clock import device_time
 from ..rollout.rollout import Rollout
-from ..terminal import Terminal
+from ..terminal import titled_table, wide_console
 from .record import environment
 from .rollout import bench_model
 
@@ -64,7 +64,7 @@ def bench(args: argparse.Namespace) -> None:
         raise UserError("prompt-tokens and microbatches must be at least 1, and tokens at least 2.")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"The folder of {args.json} does not exist: create it first.")
-    console = Terminal()
+    console = wide_console()
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
     rollouts = synthetic_rollouts(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
@@ -116,11 +116,11 @@ def bench(args: argparse.Namespace) -> None:
     for name, run, flops in work:
         with console.status(f"{name}: {len(rollouts)} x {args.prompt_tokens + args.tokens} tokens"):
             arms.append(_measure(name, run, flops, rollouts, model.device))
-        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s", highlight=False)
+        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s")
     console.print(_table(arms, model.device))
     if args.json:
         args.json.write_text(json.dumps(_record(args, model, arms), indent=1) + "\n")
-        console.print(f"Written to {args.json}.", highlight=False)
+        console.print(f"Written to {args.json}.")
 
 
 def synthetic_rollouts(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:
@@ -226,12 +226,10 @@ def _parts(run: Callable[[], None]) -> dict[str, float]:
 
 def _table(arms: list[LearnerArm], device: torch.device) -> Table:
     cuda = device.type == "cuda"
-    table = Table(title="Prompt and response tokens over wall time")
     columns = ["", "seconds", "tokens/s", "of dense"]
     if cuda:
         columns += ["MFU", "peak memory", *(f"{part} %" for part in arms[0].parts)]
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+    table = titled_table("Prompt and response tokens over wall time", columns)
     for arm in arms:
         row = [arm.name, f"{arm.seconds:.3f}", f"{arm.tokens_per_s:,.1f}", f"{arm.seconds / arms[0].seconds:.2f}x"]
         if cuda:

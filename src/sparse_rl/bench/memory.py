@@ -15,7 +15,7 @@ from ..config import Config
 from ..errors import UserError, first_line
 from ..learner.replay import forward, response_logprobs
 from ..models.compile import fused_layers
-from ..plan.output import wide_console
+from ..terminal import titled_table, wide_console
 from ..train.preflight import largest_microbatch, try_learner
 from ..train.trainer import TrainingRun
 from .record import environment
@@ -110,9 +110,7 @@ def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    made = Table(title=f"GiB by phase, {found['slots']} slots", title_justify="left")
-    for heading in ("phase", "before", "peak", "predicted", "off"):
-        made.add_column(heading, justify="left" if heading == "phase" else "right")
+    made = titled_table(f"GiB by phase, {found['slots']} slots", ("phase", "before", "peak", "predicted", "off"))
     for name, row in found["rows"].items():
         if "out_of_memory" in row:
             made.add_row(name, "", "out of memory")

@@ -23,13 +23,13 @@ from ..models.load import DTYPES, load_model, place
 from ..models.shapes import SHAPES, random_model
 from ..models.support import set_head_dtype
 from ..plan.dimensions import from_config
-from ..plan.output import wide_console
 from ..plan.roofline import decode_s, find_gpu, mean_held
 from ..rollout.clock import Clock, device_time
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
 from ..rollout.stats import Progress
 from ..sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, pages_of, store_bytes
+from ..terminal import titled_table, wide_console
 from .lengths import GROUP, drawn_lengths, live_tokens, mean_response_tokens_held
 from .record import environment
 
@@ -94,11 +94,11 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
         with console.status(name):
             arms.append(run())
         arms[-1].name = name
-        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s", highlight=False)
+        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s")
     console.print(table(arms))
     if args.json:
         args.json.write_text(json.dumps(record(args, kv, model, arms), indent=1) + "\n")
-        console.print(f"Written to {args.json}.", highlight=False)
+        console.print(f"Written to {args.json}.")
 
 
 def bench_model(args: argparse.Namespace) -> PreTrainedModel:
@@ -312,9 +312,8 @@ def profile(engine: Engine, held: int, stored: int = 0) -> dict[str, float]:
 
 def table(arms: list[RolloutArm]) -> Table:
     peer = arms[0]
-    made = Table(title="Whole calls (sampled tokens over wall time), and decode steps alone", title_justify="left")
-    for column in ("", "slots", "tokens/s", "ratio", "decode tok/s", "of roofline", "KV cache", "compaction", "host"):
-        made.add_column(column, justify="left" if not column else "right")
+    headings = ("", "slots", "tokens/s", "ratio", "decode tok/s", "of roofline", "KV cache", "compaction", "host")
+    made = titled_table("Whole calls (sampled tokens over wall time), and decode steps alone", headings)
     for arm in arms:
         parts = arm.seconds_by_part
         made.add_row(

@@ -13,7 +13,7 @@ from ..config import Config
 from ..errors import UserError, first_line
 from ..kv.policies import from_settings
 from ..models.load import place
-from ..plan.output import wide_console
+from ..terminal import titled_table, wide_console
 from ..train.memory import peak_metrics
 from .record import environment
 from .rollout import warm_up
@@ -103,9 +103,8 @@ def phases(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(title="Seconds of the last step by phase; peak allocated memory against the plan", title_justify="left")
-    for heading in ("sampler", "slots", *PHASES, "step", "peak GiB", "planned"):
-        made.add_column(heading, justify="left" if heading == "sampler" else "right")
+    title = "Seconds of the last step by phase; peak allocated memory against the plan"
+    made = titled_table(title, ("sampler", "slots", *PHASES, "step", "peak GiB", "planned"))
     for row in rows:
         if not row["fits"]:
             made.add_row(row["method"], "does not fit")

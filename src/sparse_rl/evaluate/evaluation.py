@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.record import environment
@@ -31,7 +29,7 @@ from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import RewardPool, pool_for
 from ..rewards.weighted_sum import refuse_without_answers, terms
 from ..rollout.engine import Engine
-from ..terminal import Terminal
+from ..terminal import Terminal, wide_console
 from .benchmark import Benchmark, run
 from .compare import Setting, with_budget
 from .mismatch import Mismatch, measure, summary
@@ -75,9 +73,7 @@ class BenchmarkSource:
 
 def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
     refuse_inside_a_reward()
-    console = Terminal(highlight=False)
-    if not console.is_terminal:
-        console = Terminal(highlight=False, width=PLAIN_WIDTH)
+    console = wide_console(PLAIN_WIDTH)
     if args.json and not args.json.parent.is_dir():  # fail early, because the file is written at the end
         raise UserError(f"The folder of {args.json} does not exist: create it first.")
     for setting in settings:  # report a misspelt policy before anything is loaded
@@ -88,7 +84,7 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
             )
     sources = asked_sources(args, data, reward)
     for note in filter(None, (source.note for source in sources)):
-        console.print(Text(note), soft_wrap=True)
+        console.print_line(note)
     dtype, _ = place(args.dtype, args.device)
     asked = identity(args, settings, sources, data, reward, dtype)
     work = Work(args.out or default_folder(args.model, asked))
@@ -97,9 +93,7 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
         before = work.written
         settings = runner.go()
         if work.written == before:
-            console.print(
-                Text(f"The evaluation in {work.path} is already complete. --overwrite runs it again."), soft_wrap=True
-            )
+            console.print_line(f"The evaluation in {work.path} is already complete. --overwrite runs it again.")
         asked["settings"] = {setting.name: stored_settings(setting.kv) for setting in settings}
         report(args, settings, sources, work, asked, console)
 
@@ -214,7 +208,7 @@ def default_folder(model: str, asked: dict[str, Any]) -> Path:
 class Runner:
     """Runs the unfinished problems, one setting after the other, so that only one cache is allocated at a time."""
 
-    def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, asked, console: Console):
+    def __init__(self, args, settings, sources, data: DataConfig, reward: RewardConfig, work: Work, asked, console: Terminal):
         self.args, self.settings, self.sources, self.data = args, settings, sources, data
         self.reward, self.work, self.asked, self.console = reward, work, asked, console
         self.left = self._missing([setting for setting in settings if setting.kv.budget != "auto"])
@@ -247,8 +241,7 @@ class Runner:
                 found = [each for setting in self.settings for each in self._with_budgets(setting)]
                 return list({each.name: each for each in found}.values())
             except KeyboardInterrupt:
-                note = f"Finished samples are in {self.work.path}: run the same command again to continue."
-                self.console.print(Text(note), soft_wrap=True)
+                self.console.print_line(f"Finished samples are in {self.work.path}: run the same command again to continue.")
                 raise
 
     def _run(self) -> None:
@@ -396,7 +389,9 @@ def parts(numbers: Sequence[int], count: int) -> list[Sequence[int]]:
     return [numbers[start:stop] for start, stop in pairwise(edges)]
 
 
-def report(args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource], work: Work, asked, console: Console) -> None:
+def report(
+    args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource], work: Work, asked, console: Terminal
+) -> None:
     names = [setting.name for setting in settings]
     columns = [
         (source.title, results(source.name, names, [work.of(source.name, name) for name in names], source.samples, source.ks))
@@ -412,33 +407,29 @@ def report(args, settings: Sequence[Setting], sources: Sequence[BenchmarkSource]
         console.print()
         console.print(summary_table(columns))
     if sentence := smallest_budget([rows for _, rows in columns], settings):
-        console.print(Text(sentence), soft_wrap=True)
+        console.print_line(sentence)
     warn_of_missing_verdicts(columns, console)
     if args.rows:
         console.print()
-        console.print(Text("\n".join(latex_rows(columns))), soft_wrap=True)
+        console.print_line("\n".join(latex_rows(columns)))
     write_json(args, work, asked, [row for _, rows in columns for row in rows])
-    console.print(Text(f"\nEvery sample is in {work.path / 'samples.jsonl'}; the scores are in {work.path / 'results.json'}."),
-                  soft_wrap=True)  # fmt: skip
+    console.print_line(f"\nEvery sample is in {work.path / 'samples.jsonl'}; the scores are in {work.path / 'results.json'}.")
 
 
-def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], console: Console) -> None:
+def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], console: Terminal) -> None:
     for title, rows in columns:
         for row in rows:
+            cost, problem = row.score.cost, ""
             if row.score.ungraded:
-                cost = row.score.cost
-                line = (
-                    f"warning: {title}, {row.setting}: {row.score.ungraded} rollouts got no verdict and are excluded from "
+                problem = (
+                    f"{row.score.ungraded} rollouts got no verdict and are excluded from "
                     f"{score_name(row.score.samples, are_shares(rows))} ({cost.no_verdict} None, {cost.timeouts} timed "
                     f"out, {cost.errors} failed{f': {cost.first_error}' if cost.first_error else ''})."
                 )
-                console.print(Text(line, style="yellow"), soft_wrap=True)
-            elif row.score.cost.timeouts:
-                line = (
-                    f"warning: {title}, {row.setting}: {row.score.cost.timeouts} rollouts exceeded reward.timeout_s and "
-                    "count as 0."
-                )
-                console.print(Text(line, style="yellow"), soft_wrap=True)
+            elif cost.timeouts:
+                problem = f"{cost.timeouts} rollouts exceeded reward.timeout_s and count as 0."
+            if problem:
+                console.print_line(f"warning: {title}, {row.setting}: {problem}", style="yellow")
 
 
 def write_json(args, work: Work, asked: dict[str, Any], rows: Sequence[Result]) -> None:

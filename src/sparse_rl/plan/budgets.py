@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from ..config import KV, Config
 from ..format import duration
+from ..terminal import Terminal, titled_table
 from .evaluation import without_evaluation
 from .memory import Plan, largest
 from .remedies import Remedy, faster
@@ -41,7 +41,7 @@ class BudgetRow:
     """Best-case time of a step; None if the run does not fit."""
 
 
-def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Console) -> list[BudgetRow]:
+def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal) -> list[BudgetRow]:
     """Print and return the sweep of budgets, and print what makes a step shorter.
 
     If the plan does not fit, use the fastest remedy in `found`, preferably one that trains the same weights. If it fits but
@@ -62,7 +62,7 @@ def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Console) -> list[B
         console.print(budget_table(plan, rows, gpu, flags))
         lines[:0] = [advice(plan, rows, gpu), bits_advice() if plan.dims.takes_codes else None]
     for line in filter(None, lines):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print_line(line)
     return rows
 
 
@@ -99,18 +99,9 @@ def _row(plan: Plan, gpu: GPU, kv: KV | None, max_tokens: int | None = None) -> 
 def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -> Table:
     """Return the table of a sweep. `flags` are the flags with which the plan fits."""
     steps, using = plan.config.steps, f" with {flags}" if flags else ""
-    table = Table(title=f"Budgets on {gpu.name}{using}, with as many slots as fit", title_justify="left")
-    headings = (
-        "sampler",
-        "of the longest sequence",
-        "slots",
-        "step s",
-        f"{steps} steps",
-        "speed-up",
-        "measured with R-KV: rejected, Pass@1",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "sampler" else "right")
+    headings = ("sampler", "of the longest sequence", "slots", "step s", f"{steps} steps", "speed-up")
+    title = f"Budgets on {gpu.name}{using}, with as many slots as fit"
+    table = titled_table(title, [*headings, "measured with R-KV: rejected, Pass@1"])
     dense_s = rows[-1].step_s
     for row in rows:
         name = f"{row.name} (this run)" if _is_of(plan.config, row) else row.name

@@ -11,10 +11,11 @@ from ..config import Config
 from ..errors import UserError
 from ..format import GIB, gib
 from ..host_memory import machine_bytes
+from ..terminal import titled_table, wide_console
 from .dimensions import Dimensions, dimensions
 from .host import host_plan
 from .memory import CONTEXT_BYTES, Plan, largest, make_plan
-from .output import checked_inputs, parse_size, recomputing, wide_console
+from .output import checked_inputs, parse_size, recomputing
 from .remedies import sentence
 from .roofline import find_gpu
 
@@ -102,11 +103,11 @@ def show_longest(
     if is_recipe:
         for row in rows:
             for line in sentences(row[-1], row[-2]):
-                console.print(line, soft_wrap=True, markup=False)
+                console.print_line(line)
     else:
         console.print(longest_table(rows, list(sizes)))
         for line in notes(config, dims, prompt_tokens):
-            console.print(line, soft_wrap=True, markup=False)
+            console.print_line(line)
     if file:
         record = {"model": config.model.path, "prompt_tokens": prompt_tokens, "rows": [row_record(*row) for row in rows]}
         file.write_text(json.dumps(record, indent=1) + "\n")
@@ -136,11 +137,11 @@ def arms(config: Config, *, has_experts: bool) -> list[tuple[tuple[str, str, str
 
 
 def longest_table(rows: list[tuple[str, str, str, str, Longest]], sizes: list[str]) -> Table:
-    table = Table(title="Longest response that trains, in tokens; slots at that length; what limits it", title_justify="left")
-    for heading in ("trained", "optimizer state", "sampler"):
-        table.add_column(heading)
-    for size in sizes:
-        table.add_column(size, justify="right")
+    title, names = (
+        "Longest response that trains, in tokens; slots at that length; what limits it",
+        ("optimizer state", "sampler"),
+    )
+    table = titled_table(title, ["trained", *names, *sizes], left=names)
     for start in range(0, len(rows), len(sizes)):
         group = rows[start : start + len(sizes)]
         table.add_row(*group[0][:3], *(cell(row[-1]) for row in group))

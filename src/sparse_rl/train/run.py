@@ -21,13 +21,12 @@ from ..errors import MissingResource, UserError
 from ..format import duration, gib
 from ..models.folder import check_model_folder, refuse_missing
 from ..plan.dimensions import HUB_SHAPES
-from ..plan.output import wide_console
 from ..plan.recipe_table import smallest_card
 from ..plan.roofline import run_s, step_time
 from ..report.live import LiveReport
 from ..rewards.find import refuse_inside_a_reward
 from ..rewards.pool import pool_for, try_on_gold
-from ..terminal import Terminal
+from ..terminal import Terminal, wide_console
 from ..text import message
 from .api import PythonObjects
 from .result import TrainResult
