@@ -22,8 +22,8 @@ from sparse_rl import KV, UserError
 from sparse_rl.cli import main
 from sparse_rl.evaluate.benchmark import Cost, EvalChunk, EvalSample, ends_in_repetition, score
 from sparse_rl.evaluate.compare import settings
-from sparse_rl.evaluate.evaluation import parts
 from sparse_rl.evaluate.result import difference
+from sparse_rl.evaluate.runner import parts
 from sparse_rl.evaluate.statistics import Estimate, average, mean_interval, paired_difference, pass_at_k, quantile
 from sparse_rl.evaluate.table import latex_rows, shown
 from sparse_rl.evaluate.watch import EvalProgress
