@@ -474,7 +474,7 @@ def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp
         (["--benchmarks", "gsm8k", "--data.dir", "nowhere"], "data.dir = nowhere is not a folder"),
         (["--max-tokens", "300"], "Problem 1 of "),
         (["--samples-per-prompt", "0"], "argument --samples-per-prompt: 0 is not an integer of at least 1"),
-        (["--json", "nowhere/eval.json"], "The folder of nowhere/eval.json does not exist: create it first."),
+        (["--json", "nowhere/eval.json"], "argument --json: the folder of nowhere/eval.json does not exist: create it first"),
         (["--temperature", "-1"], "sampling.temperature = -1.0 is invalid"),
         (["--kv.budgett", "8"], "unknown argument --kv.budgett: did you mean --kv.budget?"),
     ],

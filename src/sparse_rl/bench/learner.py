@@ -2,13 +2,11 @@
 FLOP/s."""
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from ..config import LossConfig, OptimizerConfig
@@ -25,7 +23,8 @@ from ..models.support import head_of, prepare
 from ..rollout.clock import device_time
 from ..rollout.rollout import Rollout
 from ..terminal import titled_table, wide_console
-from .record import environment
+from .kernel_shares import kernel_shares
+from .record import environment, write_record
 from .rollout import bench_model
 
 BUDGET, INTERVAL = 512, 128
@@ -62,8 +61,6 @@ class LearnerArm:
 def bench(args: argparse.Namespace) -> None:
     if args.tokens < 2 or args.prompt_tokens < 1 or args.microbatches < 1:
         raise UserError("prompt-tokens and microbatches must be at least 1, and tokens at least 2.")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     console = wide_console()
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
@@ -118,9 +115,7 @@ def bench(args: argparse.Namespace) -> None:
             arms.append(_measure(name, run, flops, rollouts, model.device))
         console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s")
     console.print(_table(arms, model.device))
-    if args.json:
-        args.json.write_text(json.dumps(_record(args, model, arms), indent=1) + "\n")
-        console.print(f"Written to {args.json}.")
+    write_record(args.json, _record(args, model, arms), console)
 
 
 def synthetic_rollouts(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:
@@ -206,22 +201,9 @@ def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Ro
         run()
         seconds.append(device_time(device) - started)
     peak = torch.cuda.max_memory_allocated(device) if cuda else 0
-    parts = _parts(run) if cuda else {}
+    parts = kernel_shares(run, PARTS) if cuda else {}
     tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
     return LearnerArm(name, tokens, sorted(seconds)[1], flops, peak, parts)
-
-
-def _parts(run: Callable[[], None]) -> dict[str, float]:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    times = dict.fromkeys((*PARTS, "rest"), 0.0)
-    for event in profiler.key_averages():
-        kernel = event.key.lower()
-        part = next((part for part, words in PARTS.items() if any(word in kernel for word in words)), "rest")
-        times[part] += event.self_device_time_total
-    total = sum(times.values()) or 1.0
-    return {name: spent / total for name, spent in times.items()}
 
 
 def _table(arms: list[LearnerArm], device: torch.device) -> Table:

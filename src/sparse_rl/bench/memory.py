@@ -2,7 +2,6 @@
 weights."""
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,29 +17,26 @@ from ..models.compile import fused_layers
 from ..terminal import titled_table, wide_console
 from ..train.preflight import largest_microbatch, try_learner
 from ..train.trainer import TrainingRun
-from .record import environment
+from .record import environment, write_record
 from .synthetic import cap_memory, synthetic_trainer
 
 
 def bench(args: argparse.Namespace, config: Config) -> None:
     if not torch.cuda.is_available():
         raise UserError("bench memory needs a GPU: without one, use sparse-rl plan, which computes the same peaks.")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     cap_memory(args.memory_cap)
     console = wide_console()
     if config.model.dtype is None:
         config = config.changed(model={"dtype": "bfloat16"})
     found = measure(config, console, args.prompt_tokens)
     console.print(table(found))
-    if args.json:
-        record = environment("memory", torch.device("cuda")) | {
-            "memory_cap": args.memory_cap,
-            "prompt_tokens": args.prompt_tokens,
-            "config": config.model_dump(mode="json", by_alias=True),
-            **found,
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    record = environment("memory", torch.device("cuda")) | {
+        "memory_cap": args.memory_cap,
+        "prompt_tokens": args.prompt_tokens,
+        "config": config.model_dump(mode="json", by_alias=True),
+        **found,
+    }
+    write_record(args.json, record, console)
 
 
 def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..kv.policies import from_settings
 from ..models.load import place
 from ..terminal import titled_table, wide_console
 from ..train.memory import peak_metrics
-from .record import environment
+from .record import environment, write_record
 from .rollout import warm_up
 from .synthetic import cap_memory, synthetic_trainer
 
@@ -25,8 +24,6 @@ PHASES = ("prefill", "decode", "compaction", "host", "grade", "old log-probs", "
 def bench(args: argparse.Namespace, config: Config) -> None:
     if args.prompt_tokens < 1:
         raise UserError(f"prompt-tokens = {args.prompt_tokens} is invalid: it must be at least 1.")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     from_settings(config.kv)
     cap_memory(args.memory_cap)
     console = wide_console()
@@ -42,16 +39,14 @@ def bench(args: argparse.Namespace, config: Config) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     console.print(table(rows))
-    if args.json:
-        record = environment("step", torch.device(device)) | {
-            "memory_cap": args.memory_cap,
-            "prompt_tokens": args.prompt_tokens,
-            "lengths": args.lengths,
-            "config": config.model_dump(mode="json", by_alias=True),
-            "arms": rows,
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-        console.print(f"Written to {args.json}.")
+    record = environment("step", torch.device(device)) | {
+        "memory_cap": args.memory_cap,
+        "prompt_tokens": args.prompt_tokens,
+        "lengths": args.lengths,
+        "config": config.model_dump(mode="json", by_alias=True),
+        "arms": rows,
+    }
+    write_record(args.json, record, console)
 
 
 def measure(config: Config, console: Console, prompt_tokens: int, steps: int, uniform: bool) -> dict[str, Any]:

@@ -29,8 +29,6 @@ PLAIN_WIDTH = 240
 def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
     refuse_inside_a_reward()
     console = wide_console(PLAIN_WIDTH)
-    if args.json and not args.json.parent.is_dir():  # fail early, because the file is written at the end
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     for setting in settings:  # report a misspelt policy before anything is loaded
         from_settings(setting.kv)
         if setting.kv.budget == "auto" and not args.mismatch:

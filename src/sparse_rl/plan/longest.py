@@ -90,7 +90,7 @@ def show_longest(
     file: Path | None,
 ) -> None:
     """Print the longest response of a recipe, or a table for a model, for each size in `gpu_memory` (`24GB,80GB`)."""
-    config = checked_inputs(config, prompt_tokens, file)
+    config = checked_inputs(config, prompt_tokens)
     gpu = find_gpu(gpu_name or "H200")
     sizes = {size.strip(): parse_size(size) for size in gpu_memory.split(",")} if gpu_memory else {gpu.name: gpu.memory_bytes}
     dims, host_bytes = dimensions(config.model.path), parse_size(host_memory) if host_memory else None

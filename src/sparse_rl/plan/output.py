@@ -55,7 +55,7 @@ def show_plan(
     prompt_tokens: int,
     file: Path | None,
 ) -> None:
-    config = checked_inputs(config, prompt_tokens, file)
+    config = checked_inputs(config, prompt_tokens)
     named = find_gpu(gpu_name or "H200")
     total = parse_size(gpu_memory) if gpu_memory else named.memory_bytes
     gpu = named if gpu_name else nearest_gpu(total)
@@ -86,12 +86,10 @@ def show_plan(
         file.write_text(json.dumps(record(plan, gpu, total, rows) | {"host": host.record}, indent=1) + "\n")
 
 
-def checked_inputs(config: Config, prompt_tokens: int, file: Path | None) -> Config:
+def checked_inputs(config: Config, prompt_tokens: int) -> Config:
     """Check the arguments of `plan`. Return the config with the dtype that a GPU uses by default."""
     if prompt_tokens < 1:
         raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
-    if file and not file.parent.is_dir():
-        raise UserError(f"The folder of {file} does not exist: create it first.")
     return config if config.model.dtype else config.changed(model={"dtype": "bfloat16"})
 
 
