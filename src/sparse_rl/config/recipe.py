@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import UserError, first_line
 from ..reading import read_file
 from ..text import printable, quoted
-from .migrate import migrated_tables
+from .migrate import FREE_TABLES, migrated_tables
 from .section import Section
 
 LARGEST_RECIPE = 2**20
@@ -77,11 +77,9 @@ def _shipped():
 
 def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the keys of `over` replaced. Only section tables are merged; `kv.options` is replaced as a whole."""
-    merged = dict(base)
+    merged, free = dict(base), {table.rpartition(".")[2] for table in FREE_TABLES}
     for key, value in over.items():
-        both_tables = (
-            isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in ("options", "chat_template_kwargs")
-        )
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in free
         merged[key] = merged_tables(merged[key], value) if both_tables else value
     return merged
 

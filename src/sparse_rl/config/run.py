@@ -42,7 +42,7 @@ class EvalConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _slots_are_some(self) -> "EvalConfig":
+    def _check_slots(self) -> "EvalConfig":
         if self.slots != "auto" and self.slots < 1:
             raise ValueError(f"eval.slots = {self.slots} is invalid: it must be at least 1, or auto.")
         return self
@@ -117,7 +117,7 @@ class Config(Section):
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "Config":
+    def _check_combination(self) -> "Config":
         if self.optimizer.updates_per_step > self.rollout.prompts_per_step:
             raise ValueError(
                 f"optimizer.updates_per_step = {self.optimizer.updates_per_step} must not exceed rollout.prompts_per_step "

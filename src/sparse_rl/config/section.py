@@ -39,7 +39,7 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _can_be_computed_with(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
         if why := _unusable(value):
             name = info.field_name or ""
             raise ValueError(f"{cls._key(cls.model_fields[name].alias or name)} = {quoted(value)} is invalid: {why}.")
