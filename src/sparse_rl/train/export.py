@@ -13,7 +13,6 @@ from ..hub import check_push, is_hub_id, push_folder
 from ..terminal import Terminal
 from .card import model_card
 from .run_folder import RunFolder
-from .storage import within
 
 
 def export(
@@ -97,7 +96,7 @@ def _write(
             folder.remote.fetch(folder.metrics.name)
         kv = config.sampler_kv
         if config.sets_budget:
-            state, _ = checkpoint.read_state(within(folder.checkpoints, f"step-{done}"))
+            state, _ = checkpoint.read_state(checkpoint.at_step(folder.checkpoints, done))
             kv = kv.changed(budget=state.budget["state"]["budget"])
         card = model_card(config, kv, folder.read_metrics(), done, push or target.resolve().name, merge=merge)
         write_model(target, actor, tokenizer, kv, statistics, merge=merge, card=card)
