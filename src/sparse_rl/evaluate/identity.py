@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import FORMAT, KV, DataConfig, RewardConfig
-from ..data.examples import Example
 from ..rewards.weighted_sum import terms
 from .compare import Setting
 from .sources import BenchmarkSource
@@ -42,7 +41,7 @@ def identity(
             source.name: {
                 "source": source.path,
                 "problems": len(source.examples),
-                "contents": contents_hash(source.examples),
+                "contents": _hash([(each.prompt, each.columns, each.template) for each in source.examples]),
                 "samples_per_prompt": source.samples,
                 "max_tokens": source.sampling.max_tokens,
                 "reward": source.reward,
@@ -73,10 +72,6 @@ def reward_hash(function: str) -> str | None:
     """Return a hash of the Python files that the reward uses, to detect changed code. None for built-in rewards."""
     files = [Path(term.function.rpartition(":")[0]) for term in terms(function) if ".py:" in term.function]
     return _hash([file.read_text() for file in files if file.is_file()]) if files else None
-
-
-def contents_hash(examples: Sequence[Example]) -> str:
-    return _hash([(example.prompt, example.columns, example.template) for example in examples])
 
 
 def _hash(values: Any) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from ..config import KV, Config
+from ..config import KV
 from ..format import duration
 from ..terminal import Terminal, titled_table
 from .evaluation import without_evaluation
@@ -104,8 +104,9 @@ def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -
     table = titled_table(title, [*headings, "measured with R-KV: rejected, Pass@1"])
     dense_s = rows[-1].step_s
     for row in rows:
-        name = f"{row.name} (this run)" if _is_of(plan.config, row) else row.name
-        measured = next((f"{MEASURED[each][0]}%, {MEASURED[each][1]}%" for each in MEASURED if _near(each, row.share)), "")
+        name = f"{row.name} (this run)" if row.plan.config.sampler_kv == plan.config.sampler_kv else row.name
+        known = [figures for share, figures in MEASURED.items() if abs(share - row.share) <= SAME_SHARE]
+        measured = f"{known[0][0]}%, {known[0][1]}%" if known else ""
         if row.name == "dense":
             measured = f"0%, {MEASURED_DENSE}%"
         elif row.plan.config.kv == FEWER_BITS:
@@ -117,14 +118,6 @@ def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -
         times = f"{row.step_s:,.1f}", duration(run_s(row.plan, gpu))
         table.add_row(name, f"{row.share:.0%}", str(row.plan.slots), *times, speed, measured)
     return table
-
-
-def _is_of(config: Config, row: BudgetRow) -> bool:
-    return row.plan.config.sampler_kv == config.sampler_kv
-
-
-def _near(measured: float, share: float) -> bool:
-    return abs(measured - share) <= SAME_SHARE
 
 
 def winning_budget(plan: Plan, gpu: GPU, dense_s: float | None) -> int:

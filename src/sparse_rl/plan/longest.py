@@ -49,7 +49,8 @@ def longest_response(
     fewest = config.rollout.samples_per_prompt if config.rollout.slots == "auto" else config.rollout.slots
 
     def plan_at(tokens: int, slots: int | None, microbatch: int = 1) -> Plan:
-        changed = with_length(config, tokens, max(microbatch, prompt_tokens + tokens))
+        microbatch = min(config.optimizer.tokens_per_microbatch, max(microbatch, prompt_tokens + tokens))
+        changed = config.changed(rollout={"max_tokens": tokens}, optimizer={"tokens_per_microbatch": microbatch})
         return make_plan(changed, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots)
 
     by_gpu = largest(lambda tokens: plan_at(tokens, fewest).fits, LIMIT_TOKENS)
@@ -68,12 +69,6 @@ def longest_response(
     else:
         bound = plan_at(by_memory + 1, fewest).fullest.name
     return Longest(tokens, by_memory, bound, plan)
-
-
-def with_length(config: Config, tokens: int, microbatch: int) -> Config:
-    """Return the config for responses of `tokens` and micro-batches of at most `microbatch` tokens."""
-    microbatch = min(config.optimizer.tokens_per_microbatch, microbatch)
-    return config.changed(rollout={"max_tokens": tokens}, optimizer={"tokens_per_microbatch": microbatch})
 
 
 # Output
