@@ -12,9 +12,10 @@ from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
 from . import pieces
 from .glossary import placed
+from .held_out import apart, scores
 from .rollouts import BUDGET_BYTES, Packer, RolloutChunk
 from .runs import Run, find, grouped, names, read
-from .verdict import LABELS, apart, scores, verdict
+from .verdict import LABELS, verdict
 
 PHASES = [
     ("prefill", "perf/prefill_s"),
