@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Sampling
 from ..data.examples import Example
 from ..kernels.counter_rng import derive_all
-from ..rewards.pool import Graded, RewardPool
+from ..rewards.batch import Graded
+from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
 from ..rollout.graded import sample_and_grade
 from ..rollout.rollout import Finish, Rollout

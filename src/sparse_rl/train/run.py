@@ -25,7 +25,8 @@ from ..plan.recipe_table import smallest_card
 from ..plan.roofline import run_s, step_time
 from ..report.live import LiveReport
 from ..rewards.find import refuse_inside_a_reward
-from ..rewards.pool import pool_for, try_on_gold
+from ..rewards.gold import try_on_gold
+from ..rewards.pool import pool_for
 from ..terminal import Terminal, wide_console
 from ..text import message
 from .api import PythonObjects

@@ -20,7 +20,8 @@ from ..plan.host import host_plan
 from ..plan.output import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
-from ..rewards.pool import RewardPool, try_on_gold
+from ..rewards.gold import try_on_gold
+from ..rewards.pool import RewardPool
 from ..rollout import calibrate
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
