@@ -94,9 +94,7 @@ def dry_run(config: Config) -> None:
 def report_if_missing(console: Console) -> Iterator[None]:
     try:
         yield
-    except UserError as error:
-        if not isinstance(error, MissingResource):
-            raise
+    except MissingResource as error:
         console.print(f"not checked: {message(str(error))}", markup=False)
 
 
