@@ -88,7 +88,6 @@ def _run(run: Run, chunks: dict[int, RolloutChunk]) -> dict[str, Any]:
         "path": printable(str(run.path)),
         "method": printable(run.method, 40),
         "seed": run.seed if isinstance(run.seed, int) else None,
-        "planned": run.planned_steps,
         "last": run.last_step,
         "notes": run.notes,
         "state": judged.state,
