@@ -169,8 +169,9 @@ class Config(Section):
     def evaluation_caches(self, *, is_sparse: bool, dense_slots: int | None, problems: int) -> list[str]:
         """Return the caches of the held-out evaluation: dense, sparse or both. The plan and the trainer use this rule.
 
-        A sampler that neither evicts nor quantises keys has only a dense cache. `eval.cache = auto` leaves the dense cache out if it has few slots,
-        unless `eval.slots` sets them or `checkpoint.best` is a dense score. `dense_slots` is None if memory is not planned.
+        A sampler that neither evicts nor quantises keys has only a dense cache. `eval.cache = auto` leaves the dense cache out
+        if it has few slots, unless `eval.slots` sets them or `checkpoint.best` is a dense score. `dense_slots` is None if memory
+        is not planned.
         """
         if not problems or not is_sparse:
             return ["dense"] if problems else []
@@ -189,8 +190,8 @@ class Config(Section):
     def one_pass(self) -> bool:
         """Return whether the first update of a step computes old log-probs in its training pass.
 
-        `rollout.refill_rejected` needs them before. The shadow methods have no dense training pass. The mean of `normalize` scales the policy term alone, so beside
-        another term it must be known before the pass.
+        `rollout.refill_rejected` needs them before. The shadow methods have no dense training pass. The mean of `normalize`
+        scales the policy term alone, so beside another term it must be known before the pass.
         """
         other_terms = self.loss.kl_coef > 0 or self.loss.entropy_coef != 0
         normalize = self.correction.spec(self.default_preset).normalize
