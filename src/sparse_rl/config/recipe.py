@@ -1,6 +1,5 @@
 """Read and write recipes: TOML files with the keys of `Config`, selected by shipped name or path."""
 
-import difflib
 import os
 import tomllib
 from importlib.resources import files
@@ -9,7 +8,7 @@ from typing import Any
 
 from ..errors import UserError, first_line
 from ..reading import read_file
-from ..text import printable, quoted
+from ..text import did_you_mean, printable, quoted
 from .migrate import FREE_TABLES, migrated_tables
 from .section import Section
 
@@ -61,8 +60,7 @@ def _read_toml(name: str) -> dict[str, Any]:
         content = shipped.read_bytes() if name in recipe_names() else read_file(name, LARGEST_RECIPE)
         return tomllib.loads(content.decode())
     except (FileNotFoundError, IsADirectoryError) as error:
-        close = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"pass a path or one of {', '.join(recipe_names())}."
+        hint = did_you_mean(Path(name).name, recipe_names(), f"pass a path or one of {', '.join(recipe_names())}.")
         raise UserError(f"Recipe {quoted(name)} does not exist: {hint}") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"Recipe {name} is not valid TOML: {error}.") from error

@@ -1,13 +1,12 @@
 """Base class of all config sections: typed fields with bounds, and one-sentence errors. Imports no torch."""
 
-import difflib
 import math
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from ..errors import UserError
-from ..text import quoted
+from ..text import did_you_mean, quoted
 
 LARGEST_FLOAT = 3.4e38
 """Maximum absolute value of a float option. Larger values are not finite in float32, the dtype of weights and losses."""
@@ -57,8 +56,7 @@ class Section(BaseModel):
         key = cls._key(".".join(place))
         if first["type"] == "extra_forbidden":
             known = [field.alias or name for name, field in cls.model_fields.items()]
-            close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"valid options are {', '.join(known)}."
+            hint = did_you_mean(str(first["loc"][-1]), known, f"valid options are {', '.join(known)}.")
             return f"Unknown option {key}: {hint}"
         if first["type"] == "value_error":  # raised by our own validators, whose message is already complete
             return str(first["ctx"]["error"])
