@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..config import Config
 from ..errors import UserError
-from ..format import GIB, gib
+from ..format import gib
 from ..host_memory import machine_bytes
 from ..terminal import titled_table, wide_console
 from .dimensions import Dimensions, dimensions
@@ -171,14 +171,13 @@ def sentences(found: Longest, size: str) -> list[str]:
         advice = "it needs more host memory" if plan.fits else sentence(plan)
         return [f"No response trains in {size}, computed by the plan: {advice}."]
     rollout, optimizer = plan.config.rollout, plan.config.optimizer
-    parts = ", ".join(f"{name} {gib(count)}" for name, count in plan.fullest.parts.items() if count >= GIB // 100)
     alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""
     host = host_plan(plan, machine_bytes())
     lines = [
         f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
         f"{rollout.rollouts_per_step:,} rollouts per step. Computed by the plan, not measured.",
         f"Limited by: {found.bound}{alone}.",
-        f"Fullest phase: {plan.fullest.name}, {gib(plan.peak_bytes)} GiB ({parts}); "
+        f"Fullest phase: {plan.fullest.name}, {gib(plan.peak_bytes)} GiB ({plan.fullest.in_words}); "
         f"activations: {recomputing(plan.checkpointed_layers, plan.dims.layers)}.",
         f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}",
         host.line,

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from ..config import KV, Config
 from ..errors import UserError
-from ..format import GIB
+from ..format import GIB, gib
 from ..sizes import (
     MAX_AUTO_SLOTS,
     SCRATCH_FLOOR_BYTES,
@@ -54,6 +54,11 @@ class Phase:
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def in_words(self) -> str:
+        """Parts of at least 0.01 GiB, such as `weights 2.88, KV cache 1.20`."""
+        return ", ".join(f"{name} {gib(count)}" for name, count in self.parts.items() if count >= GIB // 100)
 
 
 @dataclass(frozen=True)

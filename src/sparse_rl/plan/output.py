@@ -11,7 +11,7 @@ from rich.table import Table
 from ..config import Config
 from ..data.examples import name_of
 from ..errors import UserError
-from ..format import GIB, duration, gib
+from ..format import duration, gib
 from ..host_memory import machine_bytes
 from ..sizes import dense_bytes, slot_bytes
 from ..terminal import titled_table, wide_console
@@ -237,11 +237,10 @@ def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
 
 def compact(plan: Plan) -> list[str]:
     """Return the plan as the two lines that `train` prints."""
-    parts = ", ".join(f"{name} {gib(count)}" for name, count in plan.fullest.parts.items() if count >= GIB // 100)
     slots = f"{plan.slots} slots{' (auto)' if plan.config.rollout.slots == 'auto' else ''}"
     room = f" of {gib(plan.memory_bytes)}" if plan.memory_bytes else ""
     return [
-        f"plan: {slots}, peak {gib(plan.peak_bytes)}{room} GiB in {plan.fullest.name} ({parts})",
+        f"plan: {slots}, peak {gib(plan.peak_bytes)}{room} GiB in {plan.fullest.name} ({plan.fullest.in_words})",
         "plan by phase, GiB: " + ", ".join(f"{phase.name} {gib(phase.total)}" for phase in plan.phases),
     ]
 

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,4 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def alerts(run: Run) -> list[dict[str, Any]]:
-    return [
-        {"step": each.step, "ended": each.ended, "name": each.name, "sentence": each.sentence, "remedy": each.remedy}
-        for each in check(run.rows, run.settings.alerts if run.settings else AlertsConfig())
-    ]
+    return [asdict(each) for each in check(run.rows, run.settings.alerts if run.settings else AlertsConfig())]
