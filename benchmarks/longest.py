@@ -33,8 +33,9 @@ from sparse_rl.host_memory import machine_bytes
 from sparse_rl.plan import Plan, dimensions, make_plan
 from sparse_rl.plan.longest import longest_response
 from sparse_rl.plan.memory import CONTEXT_BYTES
-from sparse_rl.plan.output import parse_size, wide_console
+from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.roofline import find_gpu, step_time
+from sparse_rl.terminal import wide_console
 
 FIXED = {
     "reward": {"function": "sparse_rl.bench.reward:parity", "truncated": "grade"},  # every rollout has full length

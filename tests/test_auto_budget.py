@@ -13,7 +13,7 @@ from small_runs import Command, arguments, metrics, one_thread, refused, train, 
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
 from sparse_rl.config import Config
-from sparse_rl.evaluate import evaluation
+from sparse_rl.evaluate import runner
 from sparse_rl.kv import cache
 from sparse_rl.learner.correction import long_tail
 from sparse_rl.monitor.budget import ladder, smallest
@@ -325,7 +325,7 @@ def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(search, tm
         raise KeyboardInterrupt
 
     with one_thread(), monkeypatch.context() as patch:
-        patch.setattr(evaluation, "summary", interrupt)  # after the first budget
+        patch.setattr(runner, "mismatch_of", interrupt)  # after the first budget
         with pytest.raises((SystemExit, KeyboardInterrupt)):
             main(search)
     assert "run the same command again to continue" in capsys.readouterr().out
@@ -349,14 +349,14 @@ def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(search, tm
 
 
 def test_eval_goes_on_below_a_budget_that_does_not_fit(search, tmp_path, capsys, monkeypatch):
-    sample = evaluation.run
+    sample = runner.run
 
     def in_little_memory(engine, *args, **options):
         if engine.kv.policy != "full" and engine.kv.budget > 24:
             raise torch.OutOfMemoryError
         return sample(engine, *args, **options)
 
-    monkeypatch.setattr(evaluation, "run", in_little_memory)
+    monkeypatch.setattr(runner, "run", in_little_memory)
     with one_thread():
         main([*search[:-1], "full"])
         main([*search[:-1], "full,rkv@24+4,rkv@auto+4"])  # continues; a budget that is also named has one row

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparse_rl import KV, Engine, Sampling, UserError, replay
-from sparse_rl.rewards.pool import Graded
+from sparse_rl.rewards.batch import Graded
 from sparse_rl.rollout.graded import GradedRollouts
 from sparse_rl.rollout.packed import pack, unpack
 from sparse_rl.rollout.repetition import RepetitionGuard, first_repetitions

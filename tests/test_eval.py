@@ -22,8 +22,8 @@ from sparse_rl import KV, UserError
 from sparse_rl.cli import main
 from sparse_rl.evaluate.benchmark import Cost, EvalChunk, EvalSample, ends_in_repetition, score
 from sparse_rl.evaluate.compare import settings
-from sparse_rl.evaluate.evaluation import parts
 from sparse_rl.evaluate.result import difference
+from sparse_rl.evaluate.runner import parts
 from sparse_rl.evaluate.statistics import Estimate, average, mean_interval, paired_difference, pass_at_k, quantile
 from sparse_rl.evaluate.table import latex_rows, shown
 from sparse_rl.evaluate.watch import EvalProgress
@@ -474,7 +474,7 @@ def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp
         (["--benchmarks", "gsm8k", "--data.dir", "nowhere"], "data.dir = nowhere is not a folder"),
         (["--max-tokens", "300"], "Problem 1 of "),
         (["--samples-per-prompt", "0"], "argument --samples-per-prompt: 0 is not an integer of at least 1"),
-        (["--json", "nowhere/eval.json"], "The folder of nowhere/eval.json does not exist: create it first."),
+        (["--json", "nowhere/eval.json"], "argument --json: the folder of nowhere/eval.json does not exist: create it first"),
         (["--temperature", "-1"], "sampling.temperature = -1.0 is invalid"),
         (["--kv.budgett", "8"], "unknown argument --kv.budgett: did you mean --kv.budget?"),
     ],

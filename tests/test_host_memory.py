@@ -21,7 +21,7 @@ from sparse_rl.models.actor import Actor
 from sparse_rl.plan import make_plan
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.host import host_phases, host_plan, rollout_bytes, trace_bytes
-from sparse_rl.rewards.pool import Graded
+from sparse_rl.rewards.batch import Graded
 from sparse_rl.rollout.graded import GradedRollouts
 from sparse_rl.rollout.packed import pack
 from sparse_rl.rollout.stats import Stats

@@ -202,7 +202,7 @@ def test_bytes_are_pages_and_slots(model):
     cache, store = engine.cache, engine.cache.prompts
     allocated = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (cache.keys_LSHCD, cache.values_LSHCD, store.keys_LNHTD, store.values_LNHTD)
+        for tensor in (cache.keys_LSHCD, cache.values_LSHCD, store.stored.keys, store.stored.values)
     }
     assert sum(allocated.values()) == (32 * 18 * PAGE_TOKENS + 256 * 640) * token == engine.stats.peak_kv_bytes
     dense = Engine(model, kv.model_copy(update={"protect_prompt": False, "budget": 1100 + 512}), slots=256)

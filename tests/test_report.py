@@ -22,6 +22,7 @@ from report_runs import HOSTILE, NEVER, big_run, curve, other_seed, rollout, wri
 from sparse_rl.cli import main
 from sparse_rl.monitor.ratios import BINS, HIGH, LOW
 from sparse_rl.report import live, page
+from sparse_rl.report.curve import Curve
 from sparse_rl.report.document import ReportSource
 from sparse_rl.report.figures import quantile
 from sparse_rl.report.glossary import OTHER, SECTIONS
@@ -29,7 +30,7 @@ from sparse_rl.report.pieces import Pieces, byte_alphabet
 from sparse_rl.report.rollouts import Packer, spread
 from sparse_rl.report.runs import read
 from sparse_rl.report.serve import make_server
-from sparse_rl.report.verdict import Curve, verdict
+from sparse_rl.report.verdict import verdict
 from sparse_rl.text import printable
 
 

@@ -9,8 +9,8 @@ from sparse_rl.config import Config, DataConfig, EvalConfig
 from sparse_rl.evaluate.benchmark import Cost, EvalSample, score
 from sparse_rl.evaluate.result import Result
 from sparse_rl.evaluate.table import benchmark_tables, latex_rows, summary_table
+from sparse_rl.report.held_out import scores
 from sparse_rl.report.runs import Run
-from sparse_rl.report.verdict import scores
 from sparse_rl.terminal import Terminal
 from sparse_rl.train.summary import print_summary
 

@@ -626,15 +626,17 @@ def test_an_evaluation_that_fails_costs_no_step(world, tmp_path, monkeypatch, ca
 
 
 def test_where_nothing_can_be_saved_the_evaluations_own_error_is_told(world, tmp_path, monkeypatch, capsys):
-    def evaluate(trainer):
-        if trainer.state.step:
-            raise UserError("The judge is down: start it.")
-        return {}
+    before_training = iter([{}])
+
+    def evaluate(evaluator):
+        for found in before_training:
+            return found
+        raise UserError("The judge is down: start it.")
 
     def save(*args):
         raise UserError("The disk is full: free some disk space.")
 
-    monkeypatch.setattr(trainer.TrainingRun, "_evaluate", evaluate)
+    monkeypatch.setattr(held_out.Evaluator, "evaluate", evaluate)
     monkeypatch.setattr(trainer.checkpoint, "save", save)
     with pytest.raises(SystemExit):
         train(world, tmp_path / "run")

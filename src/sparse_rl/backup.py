@@ -97,10 +97,7 @@ def is_own(name: str) -> bool:
 def delete_or_warn(path: Path) -> None:
     """Delete a file or folder. Print a warning if deletion fails."""
     try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        _delete(path)
     except OSError as error:
         notice(
             f"{path} is no longer needed but could not be deleted ({error.strerror or first_line(error)}): delete it manually."
@@ -109,7 +106,11 @@ def delete_or_warn(path: Path) -> None:
 
 def remove(folder: Path, names: Collection[str] | None = None) -> None:
     for entry in _entries(folder, names):
-        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        _delete(entry)
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _entries(folder: Path, names: Collection[str] | None) -> list[Path]:

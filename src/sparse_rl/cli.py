@@ -1,7 +1,6 @@
 """Parse the command line and dispatch to `commands`. Imports no torch, so that `--help` prints immediately."""
 
 import argparse
-import difflib
 import io
 import os
 import re
@@ -15,6 +14,7 @@ from .commands.arguments import LOWER
 from .errors import UserError, say, without_torchaos_warnings
 from .exit_codes import exit_on_error
 from .integrations import trl_flags
+from .text import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,8 +73,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
         raise UserError(found)
     if unknown:
         flags = sorted(set(re.findall(r"--[\w.-]+", args.parser.format_help())))
-        close = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"see {args.parser.prog} --help."
+        hint = did_you_mean(unknown[0].split("=")[0], flags, f"see {args.parser.prog} --help.")
         raise UserError(f"unknown argument {unknown[0]}: {hint}")
     return args
 

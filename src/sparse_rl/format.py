@@ -20,6 +20,12 @@ def gib(count: float) -> str:
     return f"{math.floor(count / GIB * 10**digits + 0.5) / 10**digits:.{digits}f}"
 
 
+def clock(seconds: float) -> str:
+    """Return a duration in hours, minutes and seconds, e.g. 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration in a readable unit, e.g. 8 s, 12 min or 3.5 h."""
     if seconds < 90:

@@ -36,9 +36,9 @@ def are_shares(rows: Iterable[Row]) -> bool:
     return True
 
 
-def score_text(mean: float, low: float | None, high: float | None, *, share: bool) -> str:
+def score_text(mean: float, low: float | None, high: float | None, *, share: bool, signed: bool = False) -> str:
     """Format the score, with its confidence interval if given."""
-    form = "{:.1%}" if share else "{:.3g}"
+    form = f"{{:{'+' if signed else ''}{'.1%' if share else '.3g'}}}"
     if low is None or high is None or not math.isfinite(high - low):
         return form.format(mean)
     return f"{form} [{form}, {form}]".format(mean, low, high)

@@ -162,7 +162,7 @@ def pool_pages(prompt_lengths: Iterable[int], slots: int, samples: int) -> int:
 
     The store holds the longest prompts that can be alive at once.
     """
-    return _rounded(_prompt_pages(prompt_lengths, slots, samples))
+    return _rounded(sum(sorted(map(pages_of, prompt_lengths), reverse=True)[: _groups(slots, samples)]))
 
 
 def dense_pages(prompt_lengths: Collection[int], response_tokens: int, slots: int, samples: int) -> int:
@@ -206,11 +206,6 @@ def live_dense_pages(prompt_tokens: int, response_tokens: int, slots: int, sampl
 def dense_bytes(shape: AttentionShape, slots: int, pages: int, itemsize: int, dtype: str) -> int:
     """Return the bytes of keys and values in the slots and pages of a dense cache. `dtype` is `kv.dtype`."""
     return (slots * DENSE_SLOT_TOKENS + pages * PAGE_TOKENS) * token_bytes(shape, itemsize, dtype)
-
-
-def _prompt_pages(prompt_lengths: Iterable[int], slots: int, samples: int) -> int:
-    """Return the pages of the longest prompts that can be alive at once."""
-    return sum(sorted(map(pages_of, prompt_lengths), reverse=True)[: _groups(slots, samples)])
 
 
 def _groups(slots: int, samples: int) -> int:

@@ -1,11 +1,16 @@
-"""Console used by every command. Escapes control characters in external text, so that the text cannot control the terminal."""
+"""Console and tables of every command. Control characters in external text are escaped, so that it cannot control the terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from .text import printable
+
+PLAIN_WIDTH = 140
+"""Width of tables in columns if the output is not a terminal."""
 
 
 class Terminal(Console):
@@ -20,3 +25,21 @@ class Terminal(Console):
             if not segment.control and not text.isprintable():
                 segment = Segment(printable(text, most=len(text), keep="\n\t"), segment.style)
             yield segment
+
+    def print_line(self, text: str, style: str = "", end: str = "\n") -> None:
+        """Print a text as it is: without markup, and without breaks in long lines."""
+        self.print(Text(text, style), soft_wrap=True, end=end)
+
+
+def wide_console(width: int = PLAIN_WIDTH) -> Terminal:
+    """Return a console whose tables have `width` columns if the output is not a terminal."""
+    console = Terminal(highlight=False)
+    return console if console.is_terminal else Terminal(highlight=False, width=width)
+
+
+def titled_table(title: str, headings: Sequence[str], left: Collection[str] = ()) -> Table:
+    """Return an empty table. Its first column and those in `left` are left-aligned, the others right-aligned."""
+    table = Table(title=title, title_justify="left")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place and heading not in left else "left")
+    return table

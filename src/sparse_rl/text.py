@@ -1,9 +1,10 @@
 """Make external text safe to display, e.g. text from a model, a file or a folder name."""
 
+import difflib
 import re
 import reprlib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories that are escaped: control, format (e.g. right-to-left marks), surrogate, private-use and unassigned
@@ -40,6 +41,12 @@ def listed(names: Iterable[object], most: int = 20) -> str:
     """Return the first `most` names separated by commas, and the number of the others."""
     found = [printable(str(name), most=80) for name in names]
     return ", ".join(found[:most]) + (f" and {len(found) - most:,} more" if len(found) > most else "")
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
+    """Return a question with the known name that is most similar, or `otherwise` if none is. The default lists all names."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else otherwise or f"use one of {', '.join(known) or 'none'}."
 
 
 def quoted(value: object, most: int = 80) -> str:

@@ -2,13 +2,11 @@
 FLOP/s."""
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from ..config import LossConfig, OptimizerConfig
@@ -24,8 +22,9 @@ from ..learner.update import accumulate
 from ..models.support import head_of, prepare
 from ..rollout.clock import device_time
 from ..rollout.rollout import Rollout
-from ..terminal import Terminal
-from .record import environment
+from ..terminal import titled_table, wide_console
+from .kernel_shares import kernel_shares
+from .record import environment, write_record
 from .rollout import bench_model
 
 BUDGET, INTERVAL = 512, 128
@@ -62,9 +61,7 @@ class LearnerArm:
 def bench(args: argparse.Namespace) -> None:
     if args.tokens < 2 or args.prompt_tokens < 1 or args.microbatches < 1:
         raise UserError("prompt-tokens and microbatches must be at least 1, and tokens at least 2.")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
-    console = Terminal()
+    console = wide_console()
     model = bench_model(args)
     per_microbatch = max(1, args.tokens_per_microbatch // (args.prompt_tokens + args.tokens))
     rollouts = synthetic_rollouts(model, per_microbatch * args.microbatches, args.prompt_tokens, args.tokens, args.seed)
@@ -116,11 +113,9 @@ def bench(args: argparse.Namespace) -> None:
     for name, run, flops in work:
         with console.status(f"{name}: {len(rollouts)} x {args.prompt_tokens + args.tokens} tokens"):
             arms.append(_measure(name, run, flops, rollouts, model.device))
-        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s", highlight=False)
+        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s")
     console.print(_table(arms, model.device))
-    if args.json:
-        args.json.write_text(json.dumps(_record(args, model, arms), indent=1) + "\n")
-        console.print(f"Written to {args.json}.", highlight=False)
+    write_record(args.json, _record(args, model, arms), console)
 
 
 def synthetic_rollouts(model: PreTrainedModel, count: int, prompt_tokens: int, tokens: int, seed: int) -> list[Rollout]:
@@ -206,32 +201,17 @@ def _measure(name: str, run: Callable[[], None], flops: float, rollouts: list[Ro
         run()
         seconds.append(device_time(device) - started)
     peak = torch.cuda.max_memory_allocated(device) if cuda else 0
-    parts = _parts(run) if cuda else {}
+    parts = kernel_shares(run, PARTS) if cuda else {}
     tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
     return LearnerArm(name, tokens, sorted(seconds)[1], flops, peak, parts)
 
 
-def _parts(run: Callable[[], None]) -> dict[str, float]:
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    times = dict.fromkeys((*PARTS, "rest"), 0.0)
-    for event in profiler.key_averages():
-        kernel = event.key.lower()
-        part = next((part for part, words in PARTS.items() if any(word in kernel for word in words)), "rest")
-        times[part] += event.self_device_time_total
-    total = sum(times.values()) or 1.0
-    return {name: spent / total for name, spent in times.items()}
-
-
 def _table(arms: list[LearnerArm], device: torch.device) -> Table:
     cuda = device.type == "cuda"
-    table = Table(title="Prompt and response tokens over wall time")
     columns = ["", "seconds", "tokens/s", "of dense"]
     if cuda:
         columns += ["MFU", "peak memory", *(f"{part} %" for part in arms[0].parts)]
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+    table = titled_table("Prompt and response tokens over wall time", columns)
     for arm in arms:
         row = [arm.name, f"{arm.seconds:.3f}", f"{arm.tokens_per_s:,.1f}", f"{arm.seconds / arms[0].seconds:.2f}x"]
         if cuda:

@@ -2,7 +2,6 @@
 weights."""
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,32 +14,29 @@ from ..config import Config
 from ..errors import UserError, first_line
 from ..learner.replay import forward, response_logprobs
 from ..models.compile import fused_layers
-from ..plan.output import wide_console
+from ..terminal import titled_table, wide_console
 from ..train.preflight import largest_microbatch, try_learner
 from ..train.trainer import TrainingRun
-from .record import environment
+from .record import environment, write_record
 from .synthetic import cap_memory, synthetic_trainer
 
 
 def bench(args: argparse.Namespace, config: Config) -> None:
     if not torch.cuda.is_available():
         raise UserError("bench memory needs a GPU: without one, use sparse-rl plan, which computes the same peaks.")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     cap_memory(args.memory_cap)
     console = wide_console()
     if config.model.dtype is None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+        config = config.changed(model={"dtype": "bfloat16"})
     found = measure(config, console, args.prompt_tokens)
     console.print(table(found))
-    if args.json:
-        record = environment("memory", torch.device("cuda")) | {
-            "memory_cap": args.memory_cap,
-            "prompt_tokens": args.prompt_tokens,
-            "config": config.model_dump(mode="json", by_alias=True),
-            **found,
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    record = environment("memory", torch.device("cuda")) | {
+        "memory_cap": args.memory_cap,
+        "prompt_tokens": args.prompt_tokens,
+        "config": config.model_dump(mode="json", by_alias=True),
+        **found,
+    }
+    write_record(args.json, record, console)
 
 
 def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
     full = config.kv.capacity + 1 if engine.policy.evicts else config.kv.interval
     held = 0 if engine.schedule.stores_prompts else len(prompt)
     tokens = min(config.rollout.max_tokens, max(config.kv.interval, full - held + config.kv.interval))
-    sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
+    sampling = config.rollout.sampling(config.seed).changed(max_tokens=tokens, stop=())
 
     def sample() -> None:
         per_prompt = config.rollout.samples_per_prompt
@@ -110,9 +106,7 @@ def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    made = Table(title=f"GiB by phase, {found['slots']} slots", title_justify="left")
-    for heading in ("phase", "before", "peak", "predicted", "off"):
-        made.add_column(heading, justify="left" if heading == "phase" else "right")
+    made = titled_table(f"GiB by phase, {found['slots']} slots", ("phase", "before", "peak", "predicted", "off"))
     for name, row in found["rows"].items():
         if "out_of_memory" in row:
             made.add_row(name, "", "out of memory")

@@ -6,7 +6,6 @@ groups of 8 samples, as in training. The roofline and the profile of a decode st
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,15 +22,16 @@ from ..models.load import DTYPES, load_model, place
 from ..models.shapes import SHAPES, random_model
 from ..models.support import set_head_dtype
 from ..plan.dimensions import from_config
-from ..plan.output import wide_console
 from ..plan.roofline import decode_s, find_gpu, mean_held
 from ..rollout.clock import Clock, device_time
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
 from ..rollout.stats import Progress
 from ..sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, pages_of, store_bytes
+from ..terminal import titled_table, wide_console
+from .kernel_shares import kernel_shares
 from .lengths import GROUP, drawn_lengths, live_tokens, mean_response_tokens_held
-from .record import environment
+from .record import environment, write_record
 
 WARM_UP_TOKENS = 4
 TIMED_CHUNKS = 3
@@ -77,8 +77,6 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
             "--kv.policy rkv, or --kv.dtype 8bit."
         )
     from_settings(kv)  # report a misspelt policy before minutes of work
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     console = wide_console()
     model = bench_model(args)
     dense = KV(policy="full")
@@ -94,11 +92,9 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
         with console.status(name):
             arms.append(run())
         arms[-1].name = name
-        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s", highlight=False)
+        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s")
     console.print(table(arms))
-    if args.json:
-        args.json.write_text(json.dumps(record(args, kv, model, arms), indent=1) + "\n")
-        console.print(f"Written to {args.json}.", highlight=False)
+    write_record(args.json, record(args, kv, model, arms), console)
 
 
 def bench_model(args: argparse.Namespace) -> PreTrainedModel:
@@ -227,7 +223,7 @@ def engine_arm(
     if engine.use_graphs:
         arm.roofline_share = share_of_roofline(model, kv, slots, arm.held_tokens, arm.decode_tokens_per_s)
         stored = args.prompt_tokens if kv.stores_prompts else 0
-        arm.decode_by_part = profile(engine, int(arm.held_tokens), stored)
+        arm.decode_by_part = kernel_shares(decode_chunks(engine, int(arm.held_tokens), stored), PARTS)
     return arm
 
 
@@ -293,28 +289,10 @@ def decode_step_s(engine: Engine, held: int) -> float:
     return statistics.median(seconds) / engine.chunk
 
 
-def profile(engine: Engine, held: int, stored: int = 0) -> dict[str, float]:
-    """Return the shares of kernel time in decode steps in which every slot holds about `held` tokens."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recording
-
-    run = decode_chunks(engine, held, stored)
-    with recording(activities=[ProfilerActivity.CUDA]) as recorded:
-        run()
-    sums: dict[str, float] = dict.fromkeys([*PARTS, "other"], 0.0)
-    for row in recorded.key_averages():
-        name = row.key.lower()
-        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), "other")
-        sums[part] += row.self_device_time_total
-    total = sum(sums.values())
-    return {part: time / total for part, time in sums.items()} if total else {}
-
-
 def table(arms: list[RolloutArm]) -> Table:
     peer = arms[0]
-    made = Table(title="Whole calls (sampled tokens over wall time), and decode steps alone", title_justify="left")
-    for column in ("", "slots", "tokens/s", "ratio", "decode tok/s", "of roofline", "KV cache", "compaction", "host"):
-        made.add_column(column, justify="left" if not column else "right")
+    headings = ("", "slots", "tokens/s", "ratio", "decode tok/s", "of roofline", "KV cache", "compaction", "host")
+    made = titled_table("Whole calls (sampled tokens over wall time), and decode steps alone", headings)
     for arm in arms:
         parts = arm.seconds_by_part
         made.add_row(
@@ -330,25 +308,16 @@ def table(arms: list[RolloutArm]) -> Table:
     return made
 
 
+RECORDED = ("seed", "batch", "prompt_tokens", "max_tokens", "lengths", "waves", "same_memory", "generate_tokens", "arms")
+"""Arguments that the record holds."""
+
+
 def record(args: argparse.Namespace, kv: KV, model: PreTrainedModel, arms: list[RolloutArm]) -> dict:
     return {
         **environment("rollout", model.device),
         "model": args.model,
         "dtype": str(model.dtype).removeprefix("torch."),
-        **{
-            name: getattr(args, name)
-            for name in (
-                "seed",
-                "batch",
-                "prompt_tokens",
-                "max_tokens",
-                "lengths",
-                "waves",
-                "same_memory",
-                "generate_tokens",
-                "arms",
-            )
-        },
+        **{name: getattr(args, name) for name in RECORDED},
         "kv": kv.model_dump(),
         "arms": [
             asdict(arm) | {"tokens_per_s": arm.tokens_per_s, "ratio": arm.tokens_per_s / arms[0].tokens_per_s} for arm in arms

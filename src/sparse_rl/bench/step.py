@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from ..config import Config
 from ..errors import UserError, first_line
 from ..kv.policies import from_settings
 from ..models.load import place
-from ..plan.output import wide_console
+from ..terminal import titled_table, wide_console
 from ..train.memory import peak_metrics
-from .record import environment
+from .record import environment, write_record
 from .rollout import warm_up
 from .synthetic import cap_memory, synthetic_trainer
 
@@ -25,33 +24,29 @@ PHASES = ("prefill", "decode", "compaction", "host", "grade", "old log-probs", "
 def bench(args: argparse.Namespace, config: Config) -> None:
     if args.prompt_tokens < 1:
         raise UserError(f"prompt-tokens = {args.prompt_tokens} is invalid: it must be at least 1.")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"The folder of {args.json} does not exist: create it first.")
     from_settings(config.kv)
     cap_memory(args.memory_cap)
     console = wide_console()
     methods = [args.method] if args.method else ["sparse_rl", "dense"]
     dtype, device = place(config.model.dtype, config.model.device)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    config = config.changed(model={"dtype": dtype})
     steps = config.steps if args.steps else 1
     rows = []
     for method in methods:
-        arm = config.model_copy(update={"method": method})
+        arm = config.changed(method=method)
         rows.append({"method": method} | measure(arm, console, args.prompt_tokens, steps, args.lengths == "uniform"))
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     console.print(table(rows))
-    if args.json:
-        record = environment("step", torch.device(device)) | {
-            "memory_cap": args.memory_cap,
-            "prompt_tokens": args.prompt_tokens,
-            "lengths": args.lengths,
-            "config": config.model_dump(mode="json", by_alias=True),
-            "arms": rows,
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-        console.print(f"Written to {args.json}.")
+    record = environment("step", torch.device(device)) | {
+        "memory_cap": args.memory_cap,
+        "prompt_tokens": args.prompt_tokens,
+        "lengths": args.lengths,
+        "config": config.model_dump(mode="json", by_alias=True),
+        "arms": rows,
+    }
+    write_record(args.json, record, console)
 
 
 def measure(config: Config, console: Console, prompt_tokens: int, steps: int, uniform: bool) -> dict[str, Any]:
@@ -103,9 +98,8 @@ def phases(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(title="Seconds of the last step by phase; peak allocated memory against the plan", title_justify="left")
-    for heading in ("sampler", "slots", *PHASES, "step", "peak GiB", "planned"):
-        made.add_column(heading, justify="left" if heading == "sampler" else "right")
+    title = "Seconds of the last step by phase; peak allocated memory against the plan"
+    made = titled_table(title, ("sampler", "slots", *PHASES, "step", "peak GiB", "planned"))
     for row in rows:
         if not row["fits"]:
             made.add_row(row["method"], "does not fit")

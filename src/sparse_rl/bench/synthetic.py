@@ -67,9 +67,8 @@ def synthetic_inputs(config: Config, prompt_tokens: int, *, uniform_lengths: boo
             path, dtype=dtype, device=device, trust_remote_code=config.model.trust_remote_code, base=config.model.lora.base
         )
     set_head_dtype(model, config.model.head_dtype)
-    model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = (
-        None  # every rollout runs to its maximum length
-    )
+    # every rollout runs to its maximum length
+    model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id = None
     count = config.rollout.prompts_per_step
     vocab = model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (count, prompt_tokens), generator=torch.Generator().manual_seed(config.seed)).tolist()

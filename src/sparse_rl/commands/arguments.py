@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any
 
 from ..config import recipe, recipe_names
@@ -16,6 +17,17 @@ def count(text: str) -> int:
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
     return int(text)
+
+
+def add_json_flag(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", type=_output_file, metavar="FILE", help=f"also write {what} to this file")
+
+
+def _output_file(text: str) -> Path:
+    """Parse the path of a file that is written at the end. Its folder must exist at the start."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder of {text} does not exist: create it first")
+    return Path(text)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,11 @@
 """`sparse-rl bench`: benchmark rollouts, the learner, memory and whole training steps on this machine."""
 
 import argparse
-from pathlib import Path
 
 from ..config import KV, Config, add_flags, from_flags
-from .arguments import LOWER, add_model_flags, recipe_or_model, refuse_rank_count
+from .arguments import LOWER, add_json_flag, add_model_flags, recipe_or_model, refuse_rank_count
+
+RECORD = "the results, the machine and the versions"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="engines to run; ratios are relative to the first [all]",
     )
     rollout.add_argument("--seed", type=int, default=0, help="seed for weights, prompts and sampling [0]")
-    rollout.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results, the machine and the versions to this file"
-    )
+    add_json_flag(rollout, RECORD)
     _add_head_dtype(rollout)
     add_model_flags(rollout)
     add_flags(rollout, KV)
@@ -98,9 +97,7 @@ def _add_bench_learner(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=2, help="micro-batches per update [2]")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     parser.add_argument("--seed", type=int, default=0, help="seed for weights and rollouts [0]")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results, the machine and the versions to this file"
-    )
+    add_json_flag(parser, RECORD)
     _add_head_dtype(parser)
     add_model_flags(parser)
 
@@ -118,9 +115,7 @@ def _add_bench_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="MODEL_OR_RECIPE", help=known)
     parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="random tokens per prompt [256]")
     parser.add_argument("--memory-cap", metavar="SIZE", help="limit of the process's GPU memory, such as 22GiB")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results, the machine and the versions to this file"
-    )
+    add_json_flag(parser, RECORD)
     parser.set_defaults(lower=LOWER)
     add_flags(parser, Config)
 
@@ -139,20 +134,21 @@ def run_learner(args: argparse.Namespace) -> None:
 
 
 def run_memory(args: argparse.Namespace) -> None:
-    from ..bench.synthetic import synthetic_config
-
-    refuse_rank_count(args)
-    config = from_flags(args, Config, synthetic_config(recipe_or_model(args.what)))
+    config = _synthetic(args)
     from ..bench.memory import bench
 
     bench(args, config)
 
 
 def run_step(args: argparse.Namespace) -> None:
-    from ..bench.synthetic import synthetic_config
-
-    refuse_rank_count(args)
-    config = from_flags(args, Config, synthetic_config(recipe_or_model(args.what)))
+    config = _synthetic(args)
     from ..bench.step import bench
 
     bench(args, config)
+
+
+def _synthetic(args: argparse.Namespace) -> Config:
+    from ..bench.synthetic import synthetic_config
+
+    refuse_rank_count(args)
+    return from_flags(args, Config, synthetic_config(recipe_or_model(args.what)))

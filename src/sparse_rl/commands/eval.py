@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from ..config import KV, TASKS, DataConfig, RewardConfig, add_flags, flag_values, from_flags
-from .arguments import add_model_flags, count
+from .arguments import add_json_flag, add_model_flags, count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for samples and results [runs/eval/MODEL-…]")
     parser.add_argument("--overwrite", action="store_true", help="delete the evaluation in --out first")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    add_json_flag(parser, "the results")
     parser.add_argument("--rows", action="store_true", help="also print rows for a LaTeX table")
     add_model_flags(parser)
     add_flags(parser, KV)

@@ -1,10 +1,9 @@
 """`sparse-rl plan`: compute the memory and time of a training step, and whether the run fits on a GPU."""
 
 import argparse
-from pathlib import Path
 
 from ..config import Config, add_flags, flag_values, from_flags
-from .arguments import is_recipe, recipe_or_model
+from .arguments import add_json_flag, is_recipe, recipe_or_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", type=int, default=256, metavar="N", help="length of the longest prompt in tokens [256]"
     )
     parser.add_argument("--max-tokens", dest="rollout.max_tokens", metavar="N", help="alias of --rollout.max-tokens")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
+    add_json_flag(parser, "the plan")
     add_flags(parser, Config)
 
 

@@ -33,6 +33,6 @@ class AlertsConfig(Section):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _null_is_a_word(cls, value: Any) -> Any:
+    def _null_as_word(cls, value: Any) -> Any:
         """Convert None to the string `none`, because TOML has no null and config.toml must store disabled alerts."""
         return "none" if value is None or value in ("null", "None") else value

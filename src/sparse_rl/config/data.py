@@ -10,7 +10,7 @@ from .tasks import TASKS
 PLACEHOLDER = "{prompt}"
 """Placeholder for the problem in `data.template`."""
 
-OURS = {
+RESERVED_KWARGS = {
     "conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
     "padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template",
 }  # fmt: skip
@@ -52,7 +52,7 @@ class DataConfig(Section):
 
     @field_validator("test")
     @classmethod
-    def _held_out_sets_have_names(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def _check_test(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if value is not None and not (value and all(value)):
             shown = list(value) if isinstance(value, tuple) else value
             raise ValueError(f"data.test = {shown!r} names no held-out set: name a task or a file, or remove the option.")
@@ -60,13 +60,13 @@ class DataConfig(Section):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _leaves_our_own(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(OURS & set(value)):
+    def _check_chat_template_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(RESERVED_KWARGS & set(value)):
             raise ValueError(f"data.chat_template_kwargs sets {taken[0]}, which sparse-rl sets itself: remove it.")
         return value
 
     @model_validator(mode="after")
-    def _template_shows_the_problem(self) -> "DataConfig":
+    def _check_template(self) -> "DataConfig":
         if self.template is not None and PLACEHOLDER not in self.template:
             raise ValueError(
                 f"data.template = {self.template!r} has no placeholder for the problem: add {PLACEHOLDER}, as in "

@@ -67,7 +67,7 @@ class KV(Section):
     )
 
     @model_validator(mode="after")
-    def _leave_something_to_score(self) -> "KV":
+    def _check_sizes(self) -> "KV":
         if self.interval < 1:
             raise ValueError(f"kv.interval = {self.interval} is invalid: it must be at least 1. Try 128.")
         if self.window != "auto" and self.window < 0:

@@ -29,7 +29,7 @@ class LoraConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _adapters_with_4bit(self) -> Self:
+    def _check_base(self) -> Self:
         if self.base == "4bit" and not self.rank:
             raise ValueError("base = 4bit trains adapters only: set model.lora.rank, such as 16.")
         return self

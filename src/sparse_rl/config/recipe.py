@@ -1,6 +1,5 @@
 """Read and write recipes: TOML files with the keys of `Config`, selected by shipped name or path."""
 
-import difflib
 import os
 import tomllib
 from importlib.resources import files
@@ -9,8 +8,8 @@ from typing import Any
 
 from ..errors import UserError, first_line
 from ..reading import read_file
-from ..text import printable, quoted
-from .migrate import migrated_tables
+from ..text import did_you_mean, printable, quoted
+from .migrate import FREE_TABLES, migrated_tables
 from .section import Section
 
 LARGEST_RECIPE = 2**20
@@ -61,8 +60,7 @@ def _read_toml(name: str) -> dict[str, Any]:
         content = shipped.read_bytes() if name in recipe_names() else read_file(name, LARGEST_RECIPE)
         return tomllib.loads(content.decode())
     except (FileNotFoundError, IsADirectoryError) as error:
-        close = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"pass a path or one of {', '.join(recipe_names())}."
+        hint = did_you_mean(Path(name).name, recipe_names(), f"pass a path or one of {', '.join(recipe_names())}.")
         raise UserError(f"Recipe {quoted(name)} does not exist: {hint}") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"Recipe {name} is not valid TOML: {error}.") from error
@@ -77,11 +75,9 @@ def _shipped():
 
 def merged_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the keys of `over` replaced. Only section tables are merged; `kv.options` is replaced as a whole."""
-    merged = dict(base)
+    merged, free = dict(base), {table.rpartition(".")[2] for table in FREE_TABLES}
     for key, value in over.items():
-        both_tables = (
-            isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in ("options", "chat_template_kwargs")
-        )
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in free
         merged[key] = merged_tables(merged[key], value) if both_tables else value
     return merged
 

@@ -39,7 +39,7 @@ class RewardConfig(Section):
 
     @field_validator("function", mode="before")
     @classmethod
-    def _is_a_name(cls, function: Any) -> Any:
+    def _check_function(cls, function: Any) -> Any:
         if callable(function):
             name = getattr(function, "__name__", type(function).__name__)
             raise ValueError(

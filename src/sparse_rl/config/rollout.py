@@ -41,7 +41,7 @@ class RolloutConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> "RolloutConfig":
+    def _check_counts(self) -> "RolloutConfig":
         if self.samples_per_prompt < 2:
             raise ValueError(
                 f"rollout.samples_per_prompt = {self.samples_per_prompt} is invalid: advantages compare rollouts of a "

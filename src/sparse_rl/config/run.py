@@ -42,7 +42,7 @@ class EvalConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _slots_are_some(self) -> "EvalConfig":
+    def _check_slots(self) -> "EvalConfig":
         if self.slots != "auto" and self.slots < 1:
             raise ValueError(f"eval.slots = {self.slots} is invalid: it must be at least 1, or auto.")
         return self
@@ -117,7 +117,7 @@ class Config(Section):
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "Config":
+    def _check_combination(self) -> "Config":
         if self.optimizer.updates_per_step > self.rollout.prompts_per_step:
             raise ValueError(
                 f"optimizer.updates_per_step = {self.optimizer.updates_per_step} must not exceed rollout.prompts_per_step "
@@ -169,8 +169,9 @@ class Config(Section):
     def evaluation_caches(self, *, is_sparse: bool, dense_slots: int | None, problems: int) -> list[str]:
         """Return the caches of the held-out evaluation: dense, sparse or both. The plan and the trainer use this rule.
 
-        A sampler that neither evicts nor quantises keys has only a dense cache. `eval.cache = auto` leaves the dense cache out if it has few slots,
-        unless `eval.slots` sets them or `checkpoint.best` is a dense score. `dense_slots` is None if memory is not planned.
+        A sampler that neither evicts nor quantises keys has only a dense cache. `eval.cache = auto` leaves the dense cache out
+        if it has few slots, unless `eval.slots` sets them or `checkpoint.best` is a dense score. `dense_slots` is None if memory
+        is not planned.
         """
         if not problems or not is_sparse:
             return ["dense"] if problems else []
@@ -189,8 +190,8 @@ class Config(Section):
     def one_pass(self) -> bool:
         """Return whether the first update of a step computes old log-probs in its training pass.
 
-        `rollout.refill_rejected` needs them before. The shadow methods have no dense training pass. The mean of `normalize` scales the policy term alone, so beside
-        another term it must be known before the pass.
+        `rollout.refill_rejected` needs them before. The shadow methods have no dense training pass. The mean of `normalize`
+        scales the policy term alone, so beside another term it must be known before the pass.
         """
         other_terms = self.loss.kl_coef > 0 or self.loss.entropy_coef != 0
         normalize = self.correction.spec(self.default_preset).normalize
@@ -221,7 +222,7 @@ class Config(Section):
         return self.rollout.max_tokens + (0 if self.kv.protect_prompt else prompt_tokens)
 
     def with_budget(self, budget: int) -> "Config":
-        return self.model_copy(update={"kv": self.kv.model_copy(update={"budget": budget})})
+        return self.changed(kv={"budget": budget})
 
     def with_known_budget(self, prompt_tokens: int) -> "Config":
         """Return the configuration with half of the longest sequence as its budget, if that is auto: for plans."""

@@ -45,7 +45,7 @@ class Sampling(Section):
     )
 
     @model_validator(mode="after")
-    def _span_holds_a_repetition(self) -> "Sampling":
+    def _check_repetition(self) -> "Sampling":
         check_repetition("sampling.repetition", self.repetition)
         return self
 

@@ -1,13 +1,12 @@
 """Base class of all config sections: typed fields with bounds, and one-sentence errors. Imports no torch."""
 
-import difflib
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from ..errors import UserError
-from ..text import quoted
+from ..text import did_you_mean, quoted
 
 LARGEST_FLOAT = 3.4e38
 """Maximum absolute value of a float option. Larger values are not finite in float32, the dtype of weights and losses."""
@@ -30,9 +29,16 @@ class Section(BaseModel):
         except ValidationError as error:
             raise UserError(self._sentence(error)) from None
 
+    def changed(self, **options: Any) -> Self:
+        """Return a copy with other values, which are not checked. A dict changes options of a nested section."""
+        for name, value in options.items():
+            if isinstance(value, dict) and isinstance(section := getattr(self, name), Section):
+                options[name] = section.changed(**value)
+        return self.model_copy(update=options)
+
     @field_validator("*")
     @classmethod
-    def _can_be_computed_with(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
         if why := _unusable(value):
             name = info.field_name or ""
             raise ValueError(f"{cls._key(cls.model_fields[name].alias or name)} = {quoted(value)} is invalid: {why}.")
@@ -50,8 +56,7 @@ class Section(BaseModel):
         key = cls._key(".".join(place))
         if first["type"] == "extra_forbidden":
             known = [field.alias or name for name, field in cls.model_fields.items()]
-            close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"valid options are {', '.join(known)}."
+            hint = did_you_mean(str(first["loc"][-1]), known, f"valid options are {', '.join(known)}.")
             return f"Unknown option {key}: {hint}"
         if first["type"] == "value_error":  # raised by our own validators, whose message is already complete
             return str(first["ctx"]["error"])

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..config import PLACEHOLDER, TASKS, DataConfig, HubData, Origin, Split, Task
 from ..errors import UserError
+from ..rewards.weighted_sum import ROLLOUT_COLUMNS
 from ..text import listed
 from .arithmetic import make_problems
 from .hub import read_hub
@@ -23,7 +24,7 @@ from .rows import SUFFIXES, DataRow, kind_of, read_rows
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 """Column names that may hold the problem."""
-RESERVED = {"prompts", "completions", "finish", "completion_ids", "in_thought"}
+RESERVED = {"prompts", "completions", *ROLLOUT_COLUMNS}
 """Arguments that sparse-rl passes to every reward function. Data columns must not use these names."""
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[^:]*))?(:(?P<split>[^:]+))?")
 INTEGER = re.compile(r"[-+]?[0-9][0-9,]*(\.0*)?")

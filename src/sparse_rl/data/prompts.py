@@ -57,9 +57,8 @@ def encode(
         if not chat:
             if not raw:
                 _tell_of_missing_template(tokenizer)
-            return _not_empty(
-                list(tokenizer(text, verbose=False).input_ids)
-            )  # prompts that are too long raise an error later, with a fix
+            # prompts that are too long raise an error later, with a fix
+            return _not_empty(list(tokenizer(text, verbose=False).input_ids))
         messages = [{"role": "user", "content": text}]
     elif chat:
         *before, last = example.prompt
@@ -67,14 +66,15 @@ def encode(
     else:
         why = "data.raw is set" if raw else "the tokenizer has no chat template"
         raise UserError(f"A prompt is a list of messages, but {why}: write prompts as text, or use another model.")
+    return _not_empty(_rendered(tokenizer, messages, chat_template_kwargs or {}))
+
+
+def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], options: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of messages in the chat template; empty if they are only whitespace."""
     try:
         with _time_limit(LIMIT_S):
             ids = tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},
-                **(chat_template_kwargs or {}),
+                messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
             )["input_ids"]
     except _TooLong:
         raise UserError(
@@ -86,7 +86,7 @@ def encode(
             f"The model's chat template raised an error for a prompt ({printable(first_line(error), 200)}): change its "
             "messages, or write prompts as text and set --data.raw true."
         ) from error
-    return _not_empty(list(ids) if tokenizer.decode(ids).strip() else [])
+    return list(ids) if tokenizer.decode(ids).strip() else []
 
 
 def _not_empty(ids: list[int]) -> list[int]:

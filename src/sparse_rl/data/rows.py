@@ -143,13 +143,8 @@ def _csv(source: str, content: bytes) -> Iterator[DataRow]:
                 names = cells
                 _check_names(place, names)
             elif len(cells) != len(names):
-                refuse(
-                    place,
-                    (
-                        f"the row has {len(cells)} cells, but the header has {len(names)} columns: quote cells that contain a "
-                        "comma."
-                    ),
-                )
+                counts = f"{len(cells)} cells, but the header has {len(names)} columns"
+                refuse(place, f"the row has {counts}: quote cells that contain a comma.")
             else:
                 yield DataRow(place, {name: cell or None for name, cell in zip(names, cells, strict=True)})
     except csv.Error as error:

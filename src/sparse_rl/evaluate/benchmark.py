@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from ..config import Sampling
 from ..data.examples import Example
 from ..kernels.counter_rng import derive_all
+from ..rewards.batch import Graded
 from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
 from ..rollout.graded import sample_and_grade
 from ..rollout.rollout import Finish, Rollout
-from ..rollout.stats import Progress, Stats
+from ..rollout.stats import Progress
 from .statistics import NOTHING, Estimate, mean_interval, pass_at_k, t_interval
 
 PERIOD, SPAN = 64, 256
@@ -101,34 +102,33 @@ def run(
     tokenizer: PreTrainedTokenizerBase,
     benchmark: Benchmark,
     pool: RewardPool,
-    problems: Sequence[int] | None = None,
+    problems: Sequence[int],
     *,
     record: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> EvalChunk:
-    """Sample and grade all problems, or only the problems with the indices `problems`.
+    """Sample and grade the problems with the indices `problems`.
 
     The seed of a rollout depends only on the problem index and the sample index. Running a benchmark in chunks therefore gives
     the same samples as running it at once. `record` stores the evictions in the rollouts.
     """
-    numbers = range(len(benchmark.examples)) if problems is None else problems
-    samples, sampling = benchmark.samples, benchmark.sampling
-    seeds = derive_all(sampling.seed, len(benchmark.examples), samples)
+    samples = benchmark.samples
+    seeds = derive_all(benchmark.sampling.seed, len(benchmark.examples), samples)
     result = sample_and_grade(
         engine,
         tokenizer,
         pool,
-        [benchmark.examples[number] for number in numbers],
-        [benchmark.prompts[number] for number in numbers],
+        [benchmark.examples[number] for number in problems],
+        [benchmark.prompts[number] for number in problems],
         samples,
-        sampling,
-        seeds=[seeds[number * samples + sample] for number in numbers for sample in range(samples)],
+        benchmark.sampling,
+        seeds=[seeds[number * samples + sample] for number in problems for sample in range(samples)],
         record=record,
         progress=progress,
     )
     done = [
         EvalSample(
-            problem=numbers[place // samples],
+            problem=problems[place // samples],
             sample=place % samples,
             reward=reward,
             tokens=len(rollout.response),
@@ -136,35 +136,38 @@ def run(
             repeats=rollout.finish != "stop" and ends_in_repetition(rollout.response),
             kv_peak=rollout.kv_peak,
             text=text,
-            id=benchmark.examples[numbers[place // samples]].columns.get("id"),
+            id=benchmark.examples[problems[place // samples]].columns.get("id"),
             prompt_tokens=len(rollout.prompt),
         )
         for place, rollout, text, reward in zip(
             result.places, result.rollouts, result.texts, result.graded.values, strict=True
         )
     ]
-    graded = result.graded
-    cost = Cost(graded.no_verdict, graded.timeouts, graded.errors, graded.first_error)
-    return EvalChunk(done, cost + cost_of(engine.stats, engine), result.rollouts)
+    return EvalChunk(done, cost_of(engine, result.graded), result.rollouts)
 
 
-def cost_of(stats: Stats, engine: Engine) -> Cost:
-    cache = engine.cache
+def cost_of(engine: Engine, graded: Graded) -> Cost:
+    """Return the cost of the engine's last call and of grading its rollouts."""
+    stats = engine.stats
     return Cost(
+        no_verdict=graded.no_verdict,
+        timeouts=graded.timeouts,
+        errors=graded.errors,
+        first_error=graded.first_error,
         tokens=stats.tokens,
         seconds=stats.seconds,
         kept_tokens=stats.kept_tokens,
         dense_tokens=stats.dense_tokens,
         peak_kv_bytes=stats.peak_kv_bytes,
-        dense_kv_bytes=cache.dense_bytes(stats.dense_peak_tokens),
+        dense_kv_bytes=engine.cache.dense_bytes(stats.dense_peak_tokens),
         compactions=stats.compactions,
     )
 
 
-def ends_in_repetition(tokens: Sequence[int], period: int = PERIOD, span: int = SPAN) -> bool:
-    """Return whether the last `span` tokens repeat with a period of at most `period`."""
-    tail = tokens[-span:]
-    return len(tail) == span and any(tail[shift:] == tail[:-shift] for shift in range(1, period + 1))
+def ends_in_repetition(tokens: Sequence[int]) -> bool:
+    """Return whether the last `SPAN` tokens repeat with a period of at most `PERIOD`."""
+    tail = tokens[-SPAN:]
+    return len(tail) == SPAN and any(tail[shift:] == tail[:-shift] for shift in range(1, PERIOD + 1))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,17 @@ TRAINED = ("window", "sinks", "protect_prompt", "options")
 
 @dataclass(frozen=True)
 class Setting:
-    name: str
-    """Name of the cache in tables, such as full, rkv@512 or rkv@512+64."""
+    """A cache to evaluate."""
+
     kv: KV
+
+    @property
+    def name(self) -> str:
+        """Name of the cache in tables, such as full, full:4bit, rkv@512 or rkv@512+64."""
+        kv, name = self.kv, self.kv.policy
+        if kv.policy != "full":
+            name += f"@{kv.budget}" if kv.interval == default_interval(kv.budget) else f"@{kv.budget}+{kv.interval}"
+        return f"{name}:{kv.dtype}" if kv.quantised else name
 
 
 def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Setting]:
@@ -28,13 +36,13 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
     (`stored`). If neither is set, return only `full`.
     """
     if compare is None:
-        found = [full()]
+        found = [Setting(KV(policy="full"))]
         if {"policy", "budget", "dtype"} & given.keys() or KV(**{"policy": "full", **stored}).is_sparse:
             values = {**stored, **given}
             if "budget" in given and "interval" not in given:  # the stored interval belongs to the stored budget
                 values["interval"] = default_interval(KV(budget=given["budget"], window=0, sinks=0).budget)
             kv = KV(**values)
-            found += [Setting(name_of(kv), kv)] if kv.is_sparse else []
+            found += [Setting(kv)] if kv.is_sparse else []
         return found
     if twice := sorted({"policy", "budget"} & given.keys()):
         raise UserError(f"kv.{twice[0]} and --compare both set a cache: use only --compare, in the form {FORM}.")
@@ -47,19 +55,7 @@ def settings(compare: str | None, given: Mapping[str, Any], stored: Mapping[str,
 
 
 def with_budget(setting: Setting, budget: int) -> Setting:
-    kv = KV(**setting.kv.model_dump() | {"budget": budget})
-    return Setting(name_of(kv), kv)
-
-
-def full() -> Setting:
-    return Setting("full", KV(policy="full"))
-
-
-def name_of(kv: KV) -> str:
-    name = kv.policy
-    if kv.policy != "full":
-        name += f"@{kv.budget}" if kv.interval == default_interval(kv.budget) else f"@{kv.budget}+{kv.interval}"
-    return f"{name}:{kv.dtype}" if kv.quantised else name
+    return Setting(KV(**setting.kv.model_dump() | {"budget": budget}))
 
 
 def default_interval(budget: int | Literal["auto"]) -> int:
@@ -72,7 +68,7 @@ def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> 
     text, _, dtype = text.partition(":") if text.endswith((":8bit", ":4bit")) else (text, "", "")
     given = {**given, "dtype": dtype} if dtype else given
     if text == "full":
-        return Setting(f"full:{dtype}", KV(policy="full", dtype=dtype)) if dtype else full()
+        return Setting(KV(policy="full", dtype=dtype or "auto"))
     match = re.fullmatch(r"(.+)@(\d+|auto)(?:\+(\d+))?", text)
     if not match or match[1] == "full":
         raise UserError(f"--compare {text} is not a valid cache: use {FORM}.")
@@ -81,5 +77,4 @@ def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> 
     values = {"interval": default_interval(budget), **trained, **given, "policy": match[1], "budget": budget}
     if match[3]:
         values["interval"] = int(match[3])
-    kv = KV(**values)
-    return Setting(name_of(kv), kv)
+    return Setting(KV(**values))

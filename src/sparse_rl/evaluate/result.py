@@ -32,7 +32,6 @@ def results(
     found: list[Result] = []
     for setting, each in zip(settings, done, strict=True):
         first = not found
-        measured = summary([np.load(path) for path in each.log_xi], each.samples) if each.log_xi else None
         found.append(
             Result(
                 benchmark,
@@ -40,10 +39,15 @@ def results(
                 score(each.samples, each.cost, samples, ks),
                 None if first else settings[0],
                 None if first else difference(each, done[0], samples),
-                measured,
+                mismatch_of(each) if each.log_xi else None,
             )
         )
     return found
+
+
+def mismatch_of(done: FinishedPart) -> Mismatch:
+    """Return the mismatch over all finished samples."""
+    return summary([np.load(path) for path in done.log_xi], done.samples)
 
 
 def difference(done: FinishedPart, first: FinishedPart, samples: int) -> Estimate:

@@ -10,6 +10,7 @@ from ..config import KV
 from ..format import size
 from ..monitor.budget import Figures, Targets
 from ..monitor.limits import limit
+from ..scores import score_text
 from .compare import Setting
 from .mismatch import Mismatch
 from .result import Result
@@ -36,11 +37,7 @@ SPLIT: list[tuple[str, Callable[[Mismatch], str]]] = [
 
 def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
     """Return the estimate with its interval as text. If `share` is true, the numbers are percentages."""
-    if math.isnan(estimate.mean):
-        return "-"
-    form = f"{{:{'+' if signed else ''}{'.1%' if share else '.3g'}}}"
-    texts = [form.format(number) for number in estimate if not math.isnan(number)]
-    return f"{texts[0]} [{texts[1]}, {texts[2]}]" if len(texts) == 3 else texts[0]
+    return "-" if math.isnan(estimate.mean) else score_text(*estimate, share=share, signed=signed)
 
 
 def are_shares(results: Sequence[Result]) -> bool:

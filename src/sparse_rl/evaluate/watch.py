@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from ..format import clock
 from ..rollout.stats import Progress as Sampled
 
 
@@ -56,5 +57,4 @@ class EvalProgress:
         done = self.done + more
         if not done:
             return ""
-        seconds = (time.monotonic() - self.started) / done * (self.total - done)
-        return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{seconds % 60:02.0f} left"
+        return f"{clock((time.monotonic() - self.started) / done * (self.total - done))} left"

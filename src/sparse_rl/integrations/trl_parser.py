@@ -1,7 +1,6 @@
 """Read the flags of `trl grpo` with TRL's own parser: names, types and defaults are those of the installed version."""
 
 import argparse
-import difflib
 import json
 from contextlib import redirect_stderr
 from dataclasses import MISSING, Field, fields
@@ -9,7 +8,7 @@ from io import StringIO
 from typing import Any
 
 from ..errors import UserError, first_line
-from ..text import printable, quoted
+from ..text import did_you_mean, printable, quoted
 from .trl_flags import COUNTERPARTS, reason
 
 SILENT = ("do_train", "do_predict")
@@ -80,8 +79,7 @@ def parsed(arguments: list[str], version: str) -> tuple[dict[str, Any], dict[str
     unknown = [word for word in rest if word.startswith("--")] + [f"--{name}" for name in given if name not in defaults]
     if unknown or rest:
         name = (unknown or rest)[0].split("=")[0]
-        close = difflib.get_close_matches(name, [f"--{each}" for each in defaults], n=1)
-        fix = f"did you mean {close[0]}?" if close else "remove it."
+        fix = did_you_mean(name, [f"--{each}" for each in defaults], "remove it.")
         if option := COUNTERPARTS.get(name.lstrip("-").replace("-", "_")):  # of another version
             fix = f"remove it, and set {option} in the recipe."
         raise UserError(f"{quoted(name)} is not a flag of trl grpo in TRL {version}: {fix}")

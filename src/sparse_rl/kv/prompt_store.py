@@ -61,15 +61,6 @@ class PromptStore:
         self.reads_once = can and samples >= ONCE_SAMPLES and tokens >= ONCE_TOKENS
 
     @property
-    def keys_LNHTD(self) -> Tensor:
-        """Keys, or their codes; 4-bit codes are two to a byte."""
-        return self.stored.keys
-
-    @property
-    def values_LNHTD(self) -> Tensor:
-        return self.stored.values
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest prompt, or sequence, that the store can hold."""
         return min(self.pages, self.pages_SP.shape[1]) * PAGE_TOKENS

@@ -254,10 +254,8 @@ RULES = {
     "reward": Rule(
         ("reward/mean", "reward/std", *COUNTED),
         _reward,
-        (
-            "read rollouts first; continue from the best checkpoint (export --step best) with a lower optimizer.lr; raise "
-            "kv.budget if the mismatch grew"
-        ),
+        "read rollouts first; continue from the best checkpoint (export --step best) with a lower optimizer.lr; raise "
+        "kv.budget if the mismatch grew",
     ),
     "entropy": Rule(
         ("policy/entropy",),
@@ -274,18 +272,14 @@ RULES = {
         _truncated,
         "read rollouts: raise rollout.max_tokens if answers need it, or change the reward if it favors length; otherwise "
         "continue from an earlier checkpoint with a lower optimizer.lr or a larger kv.budget",
-        (
-            "read rollouts first; continue from an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or "
-            "loss.kl_coef"
-        ),
+        after_fall="read rollouts first; continue from an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or "
+        "loss.kl_coef",
     ),
     "length": Rule(
         ("response/mean_tokens",),
         _length,
-        (
-            "read the rollouts with the highest reward: the reward may accept very short answers; raise kv.budget if long "
-            "answers are rejected"
-        ),
+        "read the rollouts with the highest reward: the reward may accept very short answers; raise kv.budget if long "
+        "answers are rejected",
     ),
     "grad_norm": Rule(
         ("policy/grad_norm",),
@@ -306,11 +300,9 @@ RULES = {
     "zero_std_groups": Rule(
         ("reward/zero_std_groups",),
         _zero_std_groups,
-        (
-            "use easier or harder problems, give partial credit in the reward, raise rollout.samples_per_prompt, or set "
-            "rollout.refill, which replaces such groups"
-        ),
-        "lower optimizer.lr, from the start or from the best checkpoint: these problems were solved before",
+        "use easier or harder problems, give partial credit in the reward, raise rollout.samples_per_prompt, or set "
+        "rollout.refill, which replaces such groups",
+        after_fall="lower optimizer.lr, from the start or from the best checkpoint: these problems were solved before",
     ),
     "no_verdict": Rule(
         ("reward/no_verdict", "reward/timeouts", "reward/errors", *COUNTED),

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
-from ..config import KV, Config
+from ..config import KV
 from ..format import duration
+from ..terminal import Terminal, titled_table
 from .evaluation import without_evaluation
-from .memory import Plan, largest, make_plan
+from .memory import Plan, largest
 from .remedies import Remedy, faster
 from .roofline import GPU, run_s, step_time
 
@@ -41,7 +41,7 @@ class BudgetRow:
     """Best-case time of a step; None if the run does not fit."""
 
 
-def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Console) -> list[BudgetRow]:
+def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal) -> list[BudgetRow]:
     """Print and return the sweep of budgets, and print what makes a step shorter.
 
     If the plan does not fit, use the fastest remedy in `found`, preferably one that trains the same weights. If it fits but
@@ -62,7 +62,7 @@ def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Console) -> list[B
         console.print(budget_table(plan, rows, gpu, flags))
         lines[:0] = [advice(plan, rows, gpu), bits_advice() if plan.dims.takes_codes else None]
     for line in filter(None, lines):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print_line(line)
     return rows
 
 
@@ -79,7 +79,7 @@ def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
     budgets = {round(share * longest) - stored for share in (*SMALLER, *MEASURED)}
     near = SAME_SHARE * longest
     budgets = {each for each in budgets if each >= kv.least_budget and abs(each - kv.kept_tokens) > near} | {kv.kept_tokens}
-    caches = [_with_budget(plan, budget) for budget in sorted(budgets)]
+    caches = [kv.changed(budget=budget) for budget in sorted(budgets)]
     bits = (FEWER_BITS,) if plan.dims.takes_codes else ()
     return [_row(plan, gpu, each) for each in (*caches, *bits, None)]
 
@@ -88,40 +88,25 @@ def _row(plan: Plan, gpu: GPU, kv: KV | None, max_tokens: int | None = None) -> 
     """Return the row of a cache, or of dense training for None."""
     config = without_evaluation(plan.config)
     sparse = config.method if config.method != "dense" else "sparse_rl"
-    rollout = config.rollout.model_copy(update={"slots": "auto", "max_tokens": max_tokens or config.rollout.max_tokens})
-    changed = {"rollout": rollout, "method": "dense"} if kv is None else {"rollout": rollout, "method": sparse, "kv": kv}
-    made = make_plan(
-        config.model_copy(update=changed), plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens
-    )
+    config = config.changed(rollout={"slots": "auto", "max_tokens": max_tokens or config.rollout.max_tokens})
+    made = plan.replanned(config.changed(method="dense") if kv is None else config.changed(method=sparse, kv=kv))
     share = 1.0
     if kv is not None and kv.policy != "full":
         share = (kv.kept_tokens + (plan.prompt_tokens if kv.protect_prompt else 0)) / longest_sequence(made)
     return BudgetRow(kv.label if kv else "dense", share, made, step_time(made, gpu).total_s if made.fits else None)
 
 
-def _with_budget(plan: Plan, budget: int) -> KV:
-    return plan.config.kv.model_copy(update={"budget": budget})
-
-
 def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -> Table:
     """Return the table of a sweep. `flags` are the flags with which the plan fits."""
     steps, using = plan.config.steps, f" with {flags}" if flags else ""
-    table = Table(title=f"Budgets on {gpu.name}{using}, with as many slots as fit", title_justify="left")
-    headings = (
-        "sampler",
-        "of the longest sequence",
-        "slots",
-        "step s",
-        f"{steps} steps",
-        "speed-up",
-        "measured with R-KV: rejected, Pass@1",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "sampler" else "right")
+    headings = ("sampler", "of the longest sequence", "slots", "step s", f"{steps} steps", "speed-up")
+    title = f"Budgets on {gpu.name}{using}, with as many slots as fit"
+    table = titled_table(title, [*headings, "measured with R-KV: rejected, Pass@1"])
     dense_s = rows[-1].step_s
     for row in rows:
-        name = f"{row.name} (this run)" if _is_of(plan.config, row) else row.name
-        measured = next((f"{MEASURED[each][0]}%, {MEASURED[each][1]}%" for each in MEASURED if _near(each, row.share)), "")
+        name = f"{row.name} (this run)" if row.plan.config.sampler_kv == plan.config.sampler_kv else row.name
+        known = [figures for share, figures in MEASURED.items() if abs(share - row.share) <= SAME_SHARE]
+        measured = f"{known[0][0]}%, {known[0][1]}%" if known else ""
         if row.name == "dense":
             measured = f"0%, {MEASURED_DENSE}%"
         elif row.plan.config.kv == FEWER_BITS:
@@ -135,14 +120,6 @@ def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -
     return table
 
 
-def _is_of(config: Config, row: BudgetRow) -> bool:
-    return row.plan.config.sampler_kv == config.sampler_kv
-
-
-def _near(measured: float, share: float) -> bool:
-    return abs(measured - share) <= SAME_SHARE
-
-
 def winning_budget(plan: Plan, gpu: GPU, dense_s: float | None) -> int:
     """Return the largest budget with which a sparse step is clearly faster than a dense one; 0 if there is none.
 
@@ -151,7 +128,7 @@ def winning_budget(plan: Plan, gpu: GPU, dense_s: float | None) -> int:
     least = plan.config.kv.least_budget - 1
 
     def wins(more: int) -> bool:
-        return _faster(_row(plan, gpu, _with_budget(plan, least + more)).step_s, dense_s)
+        return _faster(_row(plan, gpu, plan.config.kv.changed(budget=least + more)).step_s, dense_s)
 
     found = largest(wins, plan.config.longest_kept(plan.prompt_tokens) - least)
     return least + found if found else 0
@@ -184,7 +161,7 @@ def advice(plan: Plan, rows: list[BudgetRow], gpu: GPU) -> str:
     )
     if not budget:
         return f"No budget makes a step {1 - FASTER:.0%} faster than dense; {from_length}. Train dense at this length."
-    share = _row(plan, gpu, _with_budget(plan, budget)).share
+    share = _row(plan, gpu, kv.changed(budget=budget)).share
     than = f"is {1 - FASTER:.0%} faster than dense" if dense_s else "fits, and dense does not,"
     return (
         f"A sparse step {than} up to a budget of {budget:,} ({share:.0%} of the longest sequence); {from_length}. "
@@ -222,8 +199,7 @@ def fewer_prompts(plan: Plan, gpu: GPU) -> str | None:
     prompts = max(ranks * max(1, plan.running // rollout.samples_per_prompt), plan.config.optimizer.updates_per_step)
     if now_s < LONG_STEP_S or prompts >= rollout.prompts_per_step:
         return None
-    fewer = plan.config.model_copy(update={"rollout": rollout.model_copy(update={"prompts_per_step": prompts})})
-    made = make_plan(fewer, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)
+    made = plan.replanned(plan.config.changed(rollout={"prompts_per_step": prompts}))
     if not made.fits:
         return None
     then_s, steps = step_time(made, gpu).total_s, plan.config.steps

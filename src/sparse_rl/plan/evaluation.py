@@ -54,9 +54,7 @@ def evaluations(config: Config) -> int:
 
 def without_evaluation(config: Config) -> Config:
     """Return the config without evaluations of automatic size: they take no memory from a step, but make planning slower."""
-    if config.eval.slots != "auto":
-        return config
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"problems": 0})})
+    return config.changed(eval={"problems": 0}) if config.eval.slots == "auto" else config
 
 
 def share_of_run(plan: Plan, gpu: GPU) -> float:

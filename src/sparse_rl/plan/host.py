@@ -9,7 +9,7 @@ reward workers.
 from dataclasses import dataclass
 
 from ..config import MAX_DRAWS, SHADOW_METHODS, Config
-from ..format import GIB, gib
+from ..format import gib
 from ..sizes import recorded_rollouts
 from .dimensions import Dimensions
 from .memory import Phase, Plan
@@ -45,7 +45,7 @@ class HostPlan:
 
     @property
     def line(self) -> str:
-        parts = ", ".join(f"{name} {gib(count)}" for name, count in self.fullest.parts.items() if count >= GIB // 100)
+        parts = self.fullest.in_words
         ranks = f" for {self.ranks} ranks, {gib(self.fullest.total)} each," if self.ranks > 1 else ""
         return f"Host memory: {gib(self.peak_bytes)} GiB{ranks} in {self.fullest.name}{f' ({parts})' if parts else ''}."
 

@@ -9,12 +9,13 @@ from rich.table import Table
 
 from ..config import Config
 from ..errors import UserError
-from ..format import GIB, gib
+from ..format import gib
 from ..host_memory import machine_bytes
+from ..terminal import titled_table, wide_console
 from .dimensions import Dimensions, dimensions
 from .host import host_plan
 from .memory import CONTEXT_BYTES, Plan, largest, make_plan
-from .output import checked_inputs, parse_size, recomputing, wide_console
+from .output import checked_inputs, parse_size, recomputing
 from .remedies import sentence
 from .roofline import find_gpu
 
@@ -48,7 +49,8 @@ def longest_response(
     fewest = config.rollout.samples_per_prompt if config.rollout.slots == "auto" else config.rollout.slots
 
     def plan_at(tokens: int, slots: int | None, microbatch: int = 1) -> Plan:
-        changed = with_length(config, tokens, max(microbatch, prompt_tokens + tokens))
+        microbatch = min(config.optimizer.tokens_per_microbatch, max(microbatch, prompt_tokens + tokens))
+        changed = config.changed(rollout={"max_tokens": tokens}, optimizer={"tokens_per_microbatch": microbatch})
         return make_plan(changed, dims, memory_bytes=memory_bytes, prompt_tokens=prompt_tokens, slots=slots)
 
     by_gpu = largest(lambda tokens: plan_at(tokens, fewest).fits, LIMIT_TOKENS)
@@ -69,14 +71,6 @@ def longest_response(
     return Longest(tokens, by_memory, bound, plan)
 
 
-def with_length(config: Config, tokens: int, microbatch: int) -> Config:
-    """Return the config for responses of `tokens` and micro-batches of at most `microbatch` tokens."""
-    rollout = config.rollout.model_copy(update={"max_tokens": tokens})
-    microbatch = min(config.optimizer.tokens_per_microbatch, microbatch)
-    optimizer = config.optimizer.model_copy(update={"tokens_per_microbatch": microbatch})
-    return config.model_copy(update={"rollout": rollout, "optimizer": optimizer})
-
-
 # Output
 
 
@@ -91,7 +85,7 @@ def show_longest(
     file: Path | None,
 ) -> None:
     """Print the longest response of a recipe, or a table for a model, for each size in `gpu_memory` (`24GB,80GB`)."""
-    config = checked_inputs(config, prompt_tokens, file)
+    config = checked_inputs(config, prompt_tokens)
     gpu = find_gpu(gpu_name or "H200")
     sizes = {size.strip(): parse_size(size) for size in gpu_memory.split(",")} if gpu_memory else {gpu.name: gpu.memory_bytes}
     dims, host_bytes = dimensions(config.model.path), parse_size(host_memory) if host_memory else None
@@ -104,11 +98,11 @@ def show_longest(
     if is_recipe:
         for row in rows:
             for line in sentences(row[-1], row[-2]):
-                console.print(line, soft_wrap=True, markup=False)
+                console.print_line(line)
     else:
         console.print(longest_table(rows, list(sizes)))
         for line in notes(config, dims, prompt_tokens):
-            console.print(line, soft_wrap=True, markup=False)
+            console.print_line(line)
     if file:
         record = {"model": config.model.path, "prompt_tokens": prompt_tokens, "rows": [row_record(*row) for row in rows]}
         file.write_text(json.dumps(record, indent=1) + "\n")
@@ -131,21 +125,18 @@ def arms(config: Config, *, has_experts: bool) -> list[tuple[tuple[str, str, str
     sparse = "sparse_rl" if config.method == "dense" else config.method
     made = []
     for lora_rank, state, base in trained:
-        lora = config.model.lora.model_copy(update={"rank": lora_rank, "merge": False, "base": base})
-        update = {
-            "model": config.model.model_copy(update={"lora": lora}),
-            "optimizer": config.optimizer.model_copy(update={"state": state}),
-        }
-        made += [config.model_copy(update=update | {"method": method}) for method in (sparse, "dense")]
+        lora = {"rank": lora_rank, "merge": False, "base": base}
+        arm = config.changed(model={"lora": lora}, optimizer={"state": state})
+        made += [arm.changed(method=method) for method in (sparse, "dense")]
     return [(named(each), each) for each in made]
 
 
 def longest_table(rows: list[tuple[str, str, str, str, Longest]], sizes: list[str]) -> Table:
-    table = Table(title="Longest response that trains, in tokens; slots at that length; what limits it", title_justify="left")
-    for heading in ("trained", "optimizer state", "sampler"):
-        table.add_column(heading)
-    for size in sizes:
-        table.add_column(size, justify="right")
+    title, names = (
+        "Longest response that trains, in tokens; slots at that length; what limits it",
+        ("optimizer state", "sampler"),
+    )
+    table = titled_table(title, ["trained", *names, *sizes], left=names)
     for start in range(0, len(rows), len(sizes)):
         group = rows[start : start + len(sizes)]
         table.add_row(*group[0][:3], *(cell(row[-1]) for row in group))
@@ -180,14 +171,13 @@ def sentences(found: Longest, size: str) -> list[str]:
         advice = "it needs more host memory" if plan.fits else sentence(plan)
         return [f"No response trains in {size}, computed by the plan: {advice}."]
     rollout, optimizer = plan.config.rollout, plan.config.optimizer
-    parts = ", ".join(f"{name} {gib(count)}" for name, count in plan.fullest.parts.items() if count >= GIB // 100)
     alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""
     host = host_plan(plan, machine_bytes())
     lines = [
         f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
         f"{rollout.rollouts_per_step:,} rollouts per step. Computed by the plan, not measured.",
         f"Limited by: {found.bound}{alone}.",
-        f"Fullest phase: {plan.fullest.name}, {gib(plan.peak_bytes)} GiB ({parts}); "
+        f"Fullest phase: {plan.fullest.name}, {gib(plan.peak_bytes)} GiB ({plan.fullest.in_words}); "
         f"activations: {recomputing(plan.checkpointed_layers, plan.dims.layers)}.",
         f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}",
         host.line,

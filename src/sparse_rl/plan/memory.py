@@ -6,7 +6,7 @@ from functools import cached_property
 
 from ..config import KV, Config
 from ..errors import UserError
-from ..format import GIB
+from ..format import GIB, gib
 from ..sizes import (
     MAX_AUTO_SLOTS,
     SCRATCH_FLOOR_BYTES,
@@ -54,6 +54,11 @@ class Phase:
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def in_words(self) -> str:
+        """Parts of at least 0.01 GiB, such as `weights 2.88, KV cache 1.20`."""
+        return ", ".join(f"{name} {gib(count)}" for name, count in self.parts.items() if count >= GIB // 100)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,10 @@ class Plan:
     @property
     def free_bytes(self) -> int:
         return (self.memory_bytes or 0) - self.needed_bytes
+
+    def replanned(self, config: Config, slots: int | None = None) -> "Plan":
+        """Return the plan of another configuration of the same model, prompts and GPU."""
+        return make_plan(config, self.dims, memory_bytes=self.memory_bytes, prompt_tokens=self.prompt_tokens, slots=slots)
 
 
 def peak_held(phases: list[Phase], pool_bytes: int) -> int:
@@ -320,11 +329,7 @@ def largest_budget(plan: Plan) -> int:
     config, least = plan.config, plan.config.kv.least_budget
 
     def fit(budget: int) -> bool:
-        kv = config.kv.model_copy(update={"budget": least + budget})
-        changed = config.model_copy(update={"kv": kv})
-        return make_plan(
-            changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens, slots=plan.slots
-        ).fits
+        return plan.replanned(config.with_budget(least + budget), plan.slots).fits
 
     found = largest(fit, plan.prompt_tokens + config.rollout.max_tokens)
     return least + found if found else 0

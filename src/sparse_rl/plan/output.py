@@ -5,17 +5,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..config import Config
 from ..data.examples import name_of
 from ..errors import UserError
-from ..format import GIB, duration, gib
+from ..format import duration, gib
 from ..host_memory import machine_bytes
 from ..sizes import dense_bytes, slot_bytes
-from ..terminal import Terminal
+from ..terminal import titled_table, wide_console
 from ..text import listed, printable
 from .budgets import BudgetRow, guide
 from .dimensions import dimensions
@@ -37,8 +36,6 @@ from .roofline import (
 )
 
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
-PLAIN_WIDTH = 140
-"""Width of tables in columns if the output is not a terminal."""
 
 
 def parse_size(text: str) -> int:
@@ -58,19 +55,19 @@ def show_plan(
     prompt_tokens: int,
     file: Path | None,
 ) -> None:
-    config = checked_inputs(config, prompt_tokens, file)
+    config = checked_inputs(config, prompt_tokens)
     named = find_gpu(gpu_name or "H200")
     total = parse_size(gpu_memory) if gpu_memory else named.memory_bytes
     gpu = named if gpu_name else nearest_gpu(total)
     dims = dimensions(config.model.path)
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
-    console.print(headline(plan, total), soft_wrap=True, markup=False)
+    console.print_line(headline(plan, total))
     if config.sets_budget:
-        note = f"kv.budget = auto is planned with {plan.config.kv.kept_tokens:,} tokens, half of the longest sequence. A run measures it."
-        console.print(note, soft_wrap=True, markup=False)
+        tokens = f"{plan.config.kv.kept_tokens:,} tokens, half of the longest sequence"
+        console.print_line(f"kv.budget = auto is planned with {tokens}. A run measures it.")
     console.print(phase_table(plan, "GiB by phase of a step"))
-    console.print(activations(plan), soft_wrap=True, markup=False)
+    console.print_line(activations(plan))
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
     host_bytes = parse_size(host_memory) if host_memory else None
@@ -78,31 +75,22 @@ def show_plan(
     rows = guide(plan, found, gpu, console)
     console.print(evaluation_table(plan, gpu) if evaluations(config) else no_evaluation(config))
     if sharded(config):
-        console.print(communication_line(plan, gpu), soft_wrap=True, markup=False)
+        console.print_line(communication_line(plan, gpu))
     host = host_plan(plan, host_bytes or machine_bytes())
     console.print(phase_table(host, "GiB in host memory by phase" + (" and rank" if host.ranks > 1 else "")))
-    console.print(host.line, soft_wrap=True, markup=False)
+    console.print_line(host.line)
     if host.warning:
-        console.print(f"warning: {host.warning}", soft_wrap=True, markup=False, style="yellow")
-    console.print(verdict(plan, total, found), soft_wrap=True, markup=False)
+        console.print_line(f"warning: {host.warning}", style="yellow")
+    console.print_line(verdict(plan, total, found))
     if file:
         file.write_text(json.dumps(record(plan, gpu, total, rows) | {"host": host.record}, indent=1) + "\n")
 
 
-def checked_inputs(config: Config, prompt_tokens: int, file: Path | None) -> Config:
+def checked_inputs(config: Config, prompt_tokens: int) -> Config:
     """Check the arguments of `plan`. Return the config with the dtype that a GPU uses by default."""
     if prompt_tokens < 1:
         raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
-    if file and not file.parent.is_dir():
-        raise UserError(f"The folder of {file} does not exist: create it first.")
-    if config.model.dtype is not None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
-
-
-def wide_console() -> Console:
-    console = Terminal(highlight=False)
-    return console if console.is_terminal else Terminal(highlight=False, width=PLAIN_WIDTH)
+    return config if config.model.dtype else config.changed(model={"dtype": "bfloat16"})
 
 
 def headline(plan: Plan, total: int) -> str:
@@ -153,29 +141,14 @@ def activations(plan: Plan) -> str:
 def arms(plan: Plan) -> list[tuple[str, Plan]]:
     """Return (name, plan) of the run with a sparse and with a dense sampler, each with `rollout.slots`."""
     config = plan.config
-    sparse = config if config.method != "dense" else config.model_copy(update={"method": "sparse_rl"})
-    dense = config.model_copy(update={"method": "dense"})
-    kv = config.kv
-    named = ((kv.label, sparse), ("dense", dense))
-    made = []
-    for name, each in named:
-        made.append((name, make_plan(each, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)))
-    return made
+    sparse = config.changed(method="sparse_rl") if config.method == "dense" else config
+    dense = config.changed(method="dense")
+    return [(config.kv.label, plan.replanned(sparse)), ("dense", plan.replanned(dense))]
 
 
 def fit_table(plan: Plan) -> Table:
-    table = Table(title="What fits", title_justify="left")
-    for heading in (
-        "sampler",
-        "KV of a slot, MiB",
-        "slots that fit",
-        "slots",
-        "peak GiB",
-        "in",
-        "free GiB",
-        "largest budget with these slots",
-    ):
-        table.add_column(heading, justify="left" if heading in ("sampler", "in") else "right")
+    headings = ("sampler", "KV of a slot, MiB", "slots that fit", "slots", "peak GiB", "in", "free GiB")
+    table = titled_table("What fits", [*headings, "largest budget with these slots"], left=["in"])
     for name, arm in arms(plan):
         keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, itemsize(arm.config)))
         keys += dense_bytes(arm.dims, 0, arm.pages, itemsize(arm.config), arm.config.sampler_kv.dtype) // arm.slots
@@ -192,8 +165,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
     several = plan.config.ranks.count > 1
     count = f"{plan.config.ranks.count} x " if several else ""
     speed = f"{count}{gpu.name}{' (assumed: set yours with --gpu)' if assumed else ''}"
-    table = Table(title=f"Best-case step time, computed for {speed}, all responses at full length", title_justify="left")
-    for heading in (
+    headings = [
         "sampler",
         "slots",
         "decode step ms",
@@ -202,11 +174,9 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
         "decode s",
         "old log-probs s",
         "update s",
-        *(("sync s",) if several else ()),
-        "step s",
-        f"{plan.config.steps} steps",
-    ):
-        table.add_column(heading, justify="left" if heading == "sampler" else "right")
+    ]
+    headings += [*(["sync s"] if several else []), "step s", f"{plan.config.steps} steps"]
+    table = titled_table(f"Best-case step time, computed for {speed}, all responses at full length", headings)
     for name, arm in arms(plan):
         if not arm.fits:
             table.add_row(name, "does not fit")
@@ -226,9 +196,8 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
 
 def evaluation_table(plan: Plan, gpu: GPU) -> Table:
     title = f"Best-case evaluation time, computed for {gpu.name}, all responses at full length"
-    table = Table(title=title, title_justify="left")
-    for heading in ("cache", "held-out sets", "rollouts", "slots", "evaluation s", "evaluations", "share of the run"):
-        table.add_column(heading, justify="left" if heading in ("cache", "held-out sets") else "right")
+    headings = ("cache", "held-out sets", "rollouts", "slots", "evaluation s", "evaluations", "share of the run")
+    table = titled_table(title, headings, left=["held-out sets"])
     sets = escape(printable(", ".join(map(name_of, plan.config.data.held_out))))
     times, run_share = evaluation_times(plan, gpu), share_of_run(plan, gpu)
     total = sum(each.seconds for each in times)
@@ -268,11 +237,10 @@ def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
 
 def compact(plan: Plan) -> list[str]:
     """Return the plan as the two lines that `train` prints."""
-    parts = ", ".join(f"{name} {gib(count)}" for name, count in plan.fullest.parts.items() if count >= GIB // 100)
     slots = f"{plan.slots} slots{' (auto)' if plan.config.rollout.slots == 'auto' else ''}"
     room = f" of {gib(plan.memory_bytes)}" if plan.memory_bytes else ""
     return [
-        f"plan: {slots}, peak {gib(plan.peak_bytes)}{room} GiB in {plan.fullest.name} ({parts})",
+        f"plan: {slots}, peak {gib(plan.peak_bytes)}{room} GiB in {plan.fullest.name} ({plan.fullest.in_words})",
         "plan by phase, GiB: " + ", ".join(f"{phase.name} {gib(phase.total)}" for phase in plan.phases),
     ]
 

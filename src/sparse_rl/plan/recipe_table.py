@@ -6,9 +6,9 @@ from rich.table import Table
 
 from ..config import Config, recipe, recipe_names, recipe_text, to_toml
 from ..format import duration, gib
+from ..terminal import wide_console
 from .dimensions import dimensions
 from .memory import CONTEXT_BYTES, Plan, make_plan
-from .output import wide_console
 from .roofline import GPU, GPUS, run_s
 
 CARDS = ("RTX 4090", "A6000", "H100", "H200")
@@ -29,17 +29,15 @@ def print_recipes() -> None:
         table.add_row(name, *_row(name))
     console = wide_console()
     console.print(table)
-    console.print(
+    console.print_line(
         f"Computed values: the smallest of {', '.join(CARDS)} that fits the run, the predicted memory peak on it, and the "
-        "best-case time of all steps with full-length responses and without evaluations.",
-        soft_wrap=True,
-        markup=False,
+        "best-case time of all steps with full-length responses and without evaluations."
     )
 
 
 def print_recipe(name: str) -> None:
     config = Config(**recipe(name))
-    wide_console().print(to_toml(config) + config.defaults_comment, markup=False, soft_wrap=True, end="")
+    wide_console().print_line(to_toml(config) + config.defaults_comment, end="")
 
 
 def _row(name: str) -> tuple[str, ...]:
@@ -50,15 +48,7 @@ def _row(name: str) -> tuple[str, ...]:
     card = f"{gpu.name}, or a CPU" if plan.dims.params < SMALL else gpu.name
     measured = re.search(r"^# Measured: (.*?)\.?$", recipe_text(name), flags=re.MULTILINE)
     time = f"measured: {measured[1]}" if measured else duration(run_s(plan, gpu))
-    return (
-        config.model.path.rpartition("/")[2],
-        method,
-        data,
-        kv.label,
-        card,
-        gib(plan.peak_bytes),
-        time,
-    )
+    return config.model.path.rpartition("/")[2], method, data, kv.label, card, gib(plan.peak_bytes), time
 
 
 def smallest_card(config: Config) -> tuple[GPU, Plan]:

@@ -115,7 +115,7 @@ def _fitted(plan: Plan, edits: list[Edit], limit: int, *, ran_out: bool) -> tupl
     must stay below those with which memory ran out."""
     config = without_evaluation(plan.config)
     for _, change in edits:
-        config = _edited(config, change)
+        config = config.changed(**change)
     flags, slots = [flag for flag, _ in edits], None
     if ran_out or plan.config.rollout.slots != "auto":
         most = min(plan.slots, auto_limit(config))
@@ -169,15 +169,3 @@ def _shorter(config: Config) -> list[list[Edit]]:
     if half < max(512, config.advantage.overlong):
         return []
     return [[(f"--rollout.max-tokens {half}", {"rollout": {"max_tokens": half}})]]
-
-
-def _edited(config: Config, change: dict[str, Any]) -> Config:
-    update: dict[str, Any] = {}
-    for name, values in change.items():
-        section = getattr(config, name)
-        inner = {
-            key: getattr(section, key).model_copy(update=value) if isinstance(value, dict) else value
-            for key, value in values.items()
-        }
-        update[name] = section.model_copy(update=inner)
-    return config.model_copy(update=update)

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
 from . import pieces
 from .glossary import placed
+from .held_out import apart, scores
 from .rollouts import BUDGET_BYTES, Packer, RolloutChunk
 from .runs import Run, find, grouped, names, read
-from .verdict import LABELS, apart, scores, verdict
+from .verdict import LABELS, verdict
 
 PHASES = [
     ("prefill", "perf/prefill_s"),
@@ -87,7 +89,6 @@ def _run(run: Run, chunks: dict[int, RolloutChunk]) -> dict[str, Any]:
         "path": printable(str(run.path)),
         "method": printable(run.method, 40),
         "seed": run.seed if isinstance(run.seed, int) else None,
-        "planned": run.planned_steps,
         "last": run.last_step,
         "notes": run.notes,
         "state": judged.state,
@@ -146,7 +147,4 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def alerts(run: Run) -> list[dict[str, Any]]:
-    return [
-        {"step": each.step, "ended": each.ended, "name": each.name, "sentence": each.sentence, "remedy": each.remedy}
-        for each in check(run.rows, run.settings.alerts if run.settings else AlertsConfig())
-    ]
+    return [asdict(each) for each in check(run.rows, run.settings.alerts if run.settings else AlertsConfig())]

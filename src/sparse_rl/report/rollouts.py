@@ -128,7 +128,7 @@ def pack(file: Path, pieces: Pieces | None, veto: float) -> RolloutChunk:
         entries.append(entry)
     header = {
         "ids": used.tolist(),
-        "pieces": [_cut_piece(piece) for piece in pieces.of(used.tolist())] if pieces else None,
+        "pieces": [_cut(piece, LONGEST_TEXT) for piece in pieces.of(used.tolist())] if pieces else None,
         "rollouts": entries,
     }
     head = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
@@ -169,15 +169,12 @@ def _fixed(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(whole), UNKNOWN, whole).astype(np.int16)
 
 
-def _cut(text: Any, most: int) -> str | None:
-    if text is None:
-        return None
+def _cut(text: Any, most: int) -> str | list[int] | None:
+    """Return the text, cut to `most` characters. None and the bytes of a token are returned as they are."""
+    if text is None or isinstance(text, list):
+        return text
     text = str(text)
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
-
-
-def _cut_piece(piece: str | list[int]) -> str | list[int] | None:
-    return _cut(piece, LONGEST_TEXT) if isinstance(piece, str) else piece
 
 
 class _Arrays:
@@ -207,10 +204,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         values = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
         for row, value in zip(rows, values, strict=True):
             row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
-    for name, kind in (("prompt_tokens", np.int64), ("tokens", np.int64), ("evicted_at", np.int64)):
-        _add_lists(rows, table, name, kind)
-    for name in ("sampler_logprobs", "dense_logprobs"):
-        _add_lists(rows, table, name, np.float32)
+    for name in ("prompt_tokens", "tokens", "evicted_at", "sampler_logprobs", "dense_logprobs"):
+        _add_lists(rows, table, name, np.float32 if name.endswith("logprobs") else np.int64)
     for row in rows:
         row["rejected"] = bool(row["rejected"])
         for name in ("prompt_tokens", "tokens"):

@@ -5,11 +5,11 @@ import math
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..config import PRESETS, Config, CorrectionSpec, flat, migrated_tables
 from ..errors import UserError, first_line
@@ -169,7 +169,7 @@ def _read_metrics(run: Run) -> None:
     cut = False
     for number, value, last in _lines(run, "metrics.jsonl"):
         step = value.get("step") if isinstance(value, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MOST_STEPS:
+        if not _is_count(step):
             bad.append(number)
             cut = last
             continue
@@ -187,37 +187,36 @@ def _read_metrics(run: Run) -> None:
 
 
 def _read_xi(run: Run) -> None:
-    found: dict[int, list[int]] = {}
-    bad = 0
-    for _, value, last in _lines(run, "xi.jsonl"):
-        step, counts = (value.get("step"), value.get("counts")) if isinstance(value, dict) else (None, None)
-        if (
-            isinstance(step, int)
-            and 0 <= step < MOST_STEPS
-            and isinstance(counts, list)
-            and len(counts) == BINS
-            and all(map(_is_number, counts))
-        ):
-            found[step] = [int(count) for count in counts]
-        else:
-            bad += not last
-    run.xi = sorted(found.items())
+    def is_histogram(row: dict[str, Any]) -> bool:
+        counts = row.get("counts")
+        return _is_count(row.get("step")) and isinstance(counts, list) and len(counts) == BINS and all(map(_is_number, counts))
+
+    rows = _valid_rows(run, "xi.jsonl", is_histogram)
+    run.xi = sorted({row["step"]: [int(count) for count in row["counts"]] for row in rows}.items())
     if not (run.path / "xi.jsonl").exists():
         run.notes.append("xi.jsonl is missing, so only the percentiles of ξ in metrics.jsonl are shown.")
-    elif bad:
-        run.notes.append(f"xi.jsonl: {bad} line(s) cannot be read and are skipped.")
 
 
 def _read_budgets(run: Run) -> None:
-    bad = 0
-    for _, value, last in _lines(run, "budget.jsonl"):
-        numbers = [value.get(key) for key in ("step", "before", "after")] if isinstance(value, dict) else [None]
-        if all(type(each) is int and 0 <= each < MOST_STEPS for each in numbers) and isinstance(value.get("reason"), str):
-            run.budgets.append(dict(zip(("step", "before", "after"), numbers, strict=True)) | {"reason": value["reason"]})
+    counts = ("step", "before", "after")
+
+    def is_change(row: dict[str, Any]) -> bool:
+        return all(_is_count(row.get(key)) for key in counts) and isinstance(row.get("reason"), str)
+
+    run.budgets = [{key: row[key] for key in (*counts, "reason")} for row in _valid_rows(run, "budget.jsonl", is_change)]
+
+
+def _valid_rows(run: Run, name: str, is_valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Return the valid rows of a file. Note the number of other lines, except an unterminated last line."""
+    rows, bad = [], 0
+    for _, value, is_unterminated in _lines(run, name):
+        if isinstance(value, dict) and is_valid(value):
+            rows.append(value)
         else:
-            bad += not last
+            bad += not is_unterminated
     if bad:
-        run.notes.append(f"budget.jsonl: {bad} line(s) cannot be read and are skipped.")
+        run.notes.append(f"{name}: {bad} line(s) cannot be read and are skipped.")
+    return rows
 
 
 def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:
@@ -240,6 +239,10 @@ def _lines(run: Run, name: str) -> Iterator[tuple[int, Any, bool]]:
             except (ValueError, RecursionError):
                 value = None
             yield number, value, number == len(lines)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < MOST_STEPS
 
 
 def _is_number(value: Any) -> bool:

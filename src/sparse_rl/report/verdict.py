@@ -1,17 +1,16 @@
 """Describe a run in sentences: whether it collapsed, its gains, its KV savings, and the mismatch of sampler and learner."""
 
 import math
-import statistics
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Literal
 
 from ..config import AlertsConfig
 from ..format import size
 from ..monitor.alerts import check
 from ..monitor.limits import limit
-from ..scores import are_shares, score_keys, score_set, score_text
-from ..text import printable
+from .curve import Curve
+from .held_out import apart, benchmark_of, moved_scores, scores
 from .runs import Run
 
 State = Literal["collapsed", "fell", "flat", "learned", "early", "empty"]
@@ -36,7 +35,6 @@ FAR_BELOW = 0.75
 overlap."""
 MOST_REJECTED = 0.5
 """The sampler's cache counts as crippled if the share of rejected rollouts in the first step exceeds this value."""
-NOISE = "answers became noise"
 
 
 @dataclass
@@ -51,68 +49,12 @@ class Verdict:
         return LABELS[self.state]
 
 
-class Curve:
-    """One metric over the training steps, with its mean over windows of steps."""
-
-    def __init__(self, run: Run, key: str):
-        points = [(int(row["step"]), row[key]) for row in run.steps if key in row]
-        self.steps, self.values = [step for step, _ in points], [value for _, value in points]
-        self.window = max(3, len(points) // 10)
-
-    def __bool__(self) -> bool:
-        return bool(self.values)
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def start(self) -> float:
-        """Return the mean over the first tenth of the steps. The window is short, because a run may break at once."""
-        return statistics.fmean(self.values[: max(1, len(self.values) // 10)])
-
-    @property
-    def first(self) -> float:
-        return statistics.fmean(self.values[: self.window])
-
-    @property
-    def last(self) -> float:
-        return statistics.fmean(self.values[-self.window :])
-
-    @property
-    def best(self) -> tuple[int, float]:
-        """Return (middle step of the window with the highest mean, that mean)."""
-        sums = list(accumulate(self.values, initial=0.0))
-        starts = range(max(1, len(self.values) - self.window + 1))
-        start = max(starts, key=lambda place: sums[min(place + self.window, len(self.values))] - sums[place])
-        middle = min(start + self.window // 2, len(self.steps) - 1)
-        return self.steps[middle], statistics.fmean(self.values[start : start + self.window])
-
-    @property
-    def error(self) -> float:
-        """Return the standard error of the difference between two window means, estimated from successive steps."""
-        if len(self.values) < 3:
-            return math.inf
-        jumps = [later - earlier for earlier, later in zip(self.values, self.values[1:], strict=False)]
-        return math.sqrt(statistics.fmean(jump * jump for jump in jumps) / self.window)
-
-    @property
-    def trend(self) -> float:
-        """Return the slope of a linear fit over all steps, divided by its standard error."""
-        line = statistics.linear_regression(self.steps, self.values)
-        misses = [value - line.slope * step - line.intercept for step, value in zip(self.steps, self.values, strict=True)]
-        spread = statistics.pvariance(self.steps) * len(self.steps)
-        error = math.sqrt(math.fsum(miss * miss for miss in misses) / max(1, len(misses) - 2) / spread)
-        return line.slope / error if error else math.copysign(math.inf, line.slope) if line.slope else 0.0
-
-
 def verdict(run: Run) -> Verdict:
     reward, entropy = Curve(run, "reward/mean"), Curve(run, "policy/entropy")
     if not run.rows:
         return Verdict("empty", ["No metrics yet: metrics.jsonl is empty."])
     state, why = _state(run, reward, entropy)
-    # A rise of entropy is not a sign of failure in a run that learned.
-    found = [sign for sign in signs(run) if state != "learned" or not sign.startswith(NOISE)]
+    found = signs(run, learned=state == "learned")
     sentences = [f"Signs: {_and(found)}."] if found else []
     sentences += [
         *_crippled(run),
@@ -145,7 +87,7 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
             f"Collapse: yes, of the entropy. It fell from {entropy.first:.3g} to {entropy.last:.3g}: answers are nearly "
             "identical, and exploration has stopped."
         )
-    if fallen := _held_out_moved(run, -1):
+    if fallen := moved_scores(run, -1):
         broken = {name: ends for name, ends in fallen.items() if ends[1].mean < _limit(run, "reward") * ends[0].mean}
         name, (before, after) = next(iter((broken or fallen).items()))
         words = f"{name} fell from {before} to {after}."
@@ -155,7 +97,7 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
             f"Collapse: no, but the mean reward fell back from {best:.3g} around step {step} to {reward.last:.3g}."
         )
     if _gained(run, reward):
-        rose = _held_out_moved(run, 1)
+        rose = moved_scores(run, 1)
         words = f"the mean reward went from {reward.first:.3g} to {reward.last:.3g}"
         if rose and reward.trend <= SURE:
             name, (before, after) = next(iter(rose.items()))
@@ -168,15 +110,18 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
 
 
 def _gained(run: Run, reward: Curve) -> bool:
-    return len(reward.values) >= FEWEST and (reward.trend > SURE or bool(_held_out_moved(run, 1)))
+    return len(reward.values) >= FEWEST and (reward.trend > SURE or bool(moved_scores(run, 1)))
 
 
-def signs(run: Run) -> list[str]:
-    """Return the signs of failure found in the metrics, most important first."""
+def signs(run: Run, *, learned: bool) -> list[str]:
+    """Return the signs of failure found in the metrics, most important first.
+
+    A rise of entropy is not a sign of failure in a run that learned.
+    """
     found = ["the sampler's cache was too small from the start"] if _crippled(run) else []
     entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
-    if entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
-        found.append(f"{NOISE} (entropy {entropy.start:.2g} → {entropy.last:.2g})")
+    if not learned and entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
+        found.append(f"answers became noise (entropy {entropy.start:.2g} → {entropy.last:.2g})")
     rejected = Curve(run, "sparse/rejection_rate")
     if rejected and max(rejected.last, rejected.mean) > _limit(run, "rejected"):
         found.append(f"{rejected.mean:.0%} of rollouts were rejected")
@@ -207,53 +152,6 @@ def _and(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-# Scores
-
-
-@dataclass(frozen=True)
-class HeldOutScore:
-    """The held-out score of one step, with its 95 % interval."""
-
-    step: int
-    mean: float
-    low: float | None
-    high: float | None
-
-    share: bool = True
-
-    def __str__(self) -> str:
-        return score_text(self.mean, self.low, self.high, share=self.share)
-
-
-def scores(run: Run) -> dict[str, list[HeldOutScore]]:
-    """Return the held-out scores of all evaluated steps, by key (`eval/<benchmark>/pass@1` or `…/pass@1_sparse`)."""
-    found: dict[str, list[HeldOutScore]] = {}
-    share = are_shares(run.rows)
-    for row in run.rows:
-        for key in score_keys(row):
-            score = HeldOutScore(int(row["step"]), row[key], row.get(f"{key}_low"), row.get(f"{key}_high"), share)
-            found.setdefault(key, []).append(score)
-    return found
-
-
-def apart(before: HeldOutScore, after: HeldOutScore) -> int:
-    """Return 1 if the interval of `after` lies above that of `before`, -1 if below, 0 if they overlap or one is missing."""
-    if None in (before.low, before.high, after.low, after.high):
-        return 0
-    return int(after.low > before.high) - int(after.high < before.low)  # type: ignore[operator]
-
-
-def _held_out_moved(run: Run, direction: int) -> dict[str, tuple[HeldOutScore, HeldOutScore]]:
-    """Return (first, last) of the held-out scores that clearly rose (1) or fell (-1), by name. One set needs no name."""
-    found = scores(run)
-    several = len(set(map(score_set, found))) > 1
-    moved: dict[str, tuple[HeldOutScore, HeldOutScore]] = {}
-    for key, (first, *others) in found.items():
-        if others and apart(first, others[-1]) == direction:
-            moved.setdefault(f"held-out score{f' of {_benchmark(key)}' if several else ''}", (first, others[-1]))
-    return moved
-
-
 # Sentences
 
 
@@ -264,7 +162,7 @@ def _crippled(run: Run) -> list[str]:
         dense = found.get(key.removesuffix("_sparse"), [sparse])[0]
         far = sparse.mean < FAR_BELOW * dense.mean and apart(dense, sparse) < 0
         if far and sparse.step == dense.step == 0:
-            cost.append(f"the model scores {sparse} on {_benchmark(key)} with this cache and {dense} with a dense cache")
+            cost.append(f"the model scores {sparse} on {benchmark_of(key)} with this cache and {dense} with a dense cache")
     rejected = Curve(run, "sparse/rejection_rate")
     if rejected and rejected.values[0] > MOST_REJECTED:
         cost.append(f"{rejected.values[0]:.0%} of the rollouts of step {rejected.steps[0]} were rejected")
@@ -303,7 +201,7 @@ def _rewards(run: Run, reward: Curve) -> list[str]:
 def _held_out(run: Run) -> list[str]:
     sentences = []
     for key, found in scores(run).items():
-        benchmark = _benchmark(key)
+        benchmark = benchmark_of(key)
         cache = "the sampler's cache" if key.endswith("_sparse") else "a dense cache"
         if len(found) == 1:
             sentences.append(f"Held-out {benchmark} with {cache}: {found[0]} at step {found[0].step}.")
@@ -311,10 +209,6 @@ def _held_out(run: Run) -> list[str]:
         judged = {1: "clearly better", -1: "clearly worse", 0: "the intervals overlap"}[apart(found[0], found[-1])]
         sentences.append(f"Held-out {benchmark} with {cache}: {found[0]} before, {found[-1]} after ({judged}).")
     return sentences
-
-
-def _benchmark(key: str) -> str:
-    return printable(score_set(key), 60)
 
 
 def _savings(run: Run) -> list[str]:

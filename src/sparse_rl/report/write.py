@@ -29,7 +29,7 @@ def write_report(args: argparse.Namespace) -> None:
 
         serve(ReportSource(runs, budget_bytes=SERVED_BYTES), args.port)
     elif args.out or not args.figures:
-        file = args.out or default_file(runs)
+        file = args.out or runs[0] / page.FILE
         document = page.write(source, file)
         for line in headline_lines(document):
             print(line)
@@ -47,11 +47,6 @@ def local(run: str, args: argparse.Namespace) -> Path:
     folder.stored_config()
     folder.pull()
     return folder.path
-
-
-def default_file(runs: list[Path]) -> Path:
-    """Return the default of --out: report.html in the first run folder."""
-    return runs[0] / page.FILE
 
 
 def headline_lines(document: dict) -> list[str]:

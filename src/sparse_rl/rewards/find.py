@@ -1,6 +1,5 @@
 """Import a reward function by name. User modules are imported in the workers, or in the trainer if `workers` is 0."""
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import UserError
+from ..text import did_you_mean
 
 BUILT_IN = {
     "arithmetic": "functions",
@@ -69,16 +69,16 @@ def find(spec: str) -> Callable[..., Any]:
         )
     if not where and name not in BUILT_IN:
         raise UserError(
-            f"reward.function = {spec} was not found: no {name} in the built-in rewards, {nearest(name, list(BUILT_IN))}"
+            f"reward.function = {spec} was not found: no {name} in the built-in rewards, {did_you_mean(name, BUILT_IN)}"
         )
     module = imported(where, spec) if where else importlib.import_module(f".{BUILT_IN[name]}", __package__)
-    known = public_functions(module)
+    known = sorted(public_functions(module))
     if not hasattr(module, name):
-        raise UserError(f"reward.function = {spec} was not found: no {name} in {where}, {nearest(name, known)}")
+        raise UserError(f"reward.function = {spec} was not found: no {name} in {where}, {did_you_mean(name, known)}")
     function = getattr(module, name)
     if not callable(function):
         raise UserError(
-            f"reward.function = {spec} is of type {type(function).__name__}, which is not callable: {nearest(name, known)}"
+            f"reward.function = {spec} is of type {type(function).__name__}, which is not callable: {did_you_mean(name, known)}"
         )
     return function
 
@@ -96,7 +96,7 @@ def imported(where: str, spec: str) -> ModuleType:
             raise UserError(
                 f"reward.function = {spec} was not found: no module {error.name} in the current folder or among the "
                 "installed packages, "
-                f"{nearest(error.name, here, 'pass the path of its file, such as path/to/rewards.py:graded.')}"
+                f"{did_you_mean(error.name, here, 'pass the path of its file, such as path/to/rewards.py:graded.')}"
             ) from None
         raise UserError(cannot_import(spec, error)) from error
     except BaseException as error:  # the module may call sys.exit
@@ -108,8 +108,8 @@ def imported(where: str, spec: str) -> ModuleType:
 
 def from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
-        here = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UserError(f"reward.function = {spec} was not found: no file {path}, {nearest(path.name, here)}")
+        here = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise UserError(f"reward.function = {spec} was not found: no file {path}, {did_you_mean(path.name, here)}")
     sys.path.append(str(path.parent.resolve()))  # so that the module can import from its own folder
     # the prefix keeps a user's math.py from replacing the standard module
     found = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
@@ -127,11 +127,6 @@ def public_functions(module: ModuleType) -> list[str]:
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
-
-
-def nearest(name: str, known: list[str], otherwise: str = "") -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else otherwise or f"use one of {', '.join(sorted(known)) or 'none'}."
 
 
 def underlying_refusal(error: BaseException | None) -> InsideAReward | None:

@@ -6,6 +6,7 @@ Without these columns, every completion counts as finished.
 """
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -33,29 +34,23 @@ def exact(prompts: list, completions: list, answer: list[str], **columns: Any) -
     return [float(text_of(completion).strip() == right.strip()) for completion, right in zip(completions, answer, strict=True)]
 
 
-def last_number(
-    prompts: list,
-    completions: list,
-    answer: list[str],
-    finish: list[str] | None = None,
-    in_thought: list[bool] | None = None,
-    **columns: Any,
-) -> list[float | None]:
+def last_number(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
     """Return 1 for each completion whose last number equals the number in the answer, else 0.
 
     Numbers are compared by value: 1,234.50 equals 1234.5. A truncated completion gets 0. The verdict is None if the answer has
     no number.
     """
     verdicts: list[float | None] = []
-    for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True):
+    for visible, right in zip(visible_texts(completions, columns), answer, strict=True):
         wanted = number_in(right)
         verdicts.append(None if wanted is None else float(visible.complete and number_in(visible.text) == wanted))
     return verdicts
 
 
-def visible_texts(completions: list, finish: list[str] | None, in_thought: list[bool] | None) -> list[VisibleText]:
-    """Return the text of each completion outside its `<think>` blocks."""
-    ends, starts = finish or ["stop"] * len(completions), in_thought or [False] * len(completions)
+def visible_texts(completions: list, columns: Mapping[str, list]) -> list[VisibleText]:
+    """Return the text of each completion outside its `<think>` blocks, by the columns `finish` and `in_thought`, if present."""
+    ends = columns.get("finish") or ["stop"] * len(completions)
+    starts = columns.get("in_thought") or [False] * len(completions)
     return [visible_text(text_of(each), end, start) for each, end, start in zip(completions, ends, starts, strict=True)]
 
 

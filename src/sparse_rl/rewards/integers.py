@@ -17,14 +17,7 @@ TERM = re.compile(r"[-+]? *[0-9]{1,18}")
 SUM = re.compile(rf"{TERM.pattern}(?: *[-+] *[0-9]{{1,18}})+")
 
 
-def integer_answer(
-    prompts: list,
-    completions: list,
-    answer: list[str],
-    finish: list[str] | None = None,
-    in_thought: list[bool] | None = None,
-    **columns: Any,
-) -> list[float | None]:
+def integer_answer(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
     r"""Return 1 for each completion whose last `\boxed{…}` holds the answer's integer, else 0.
 
     Without a box, the number after "answer is" or #### counts; without an announcement, the last number counts. Dollar signs,
@@ -32,7 +25,7 @@ def integer_answer(
     truncated completion needs a box. The verdict is None if the answer is not an integer.
     """
     verdicts: list[float | None] = []
-    for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True):
+    for visible, right in zip(visible_texts(completions, columns), answer, strict=True):
         wanted = integer(right)
         verdicts.append(None if wanted is None else float(integer_in(visible) == wanted))
     return verdicts

@@ -83,14 +83,7 @@ POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])")
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns that its timeouts are disabled
 
 
-def math_answer(
-    prompts: list,
-    completions: list,
-    answer: list[str],
-    finish: list[str] | None = None,
-    in_thought: list[bool] | None = None,
-    **columns: Any,
-) -> list[float | None]:
+def math_answer(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float | None]:
     r"""Return 1 for each completion whose last `\boxed{…}` equals the answer, else 0.
 
     Without a box, the answer that math-verify finds at the end of the text counts. A truncated completion needs a box. The
@@ -98,7 +91,7 @@ def math_answer(
     """
     return [
         None if not right.strip() else float(is_right(visible, right))
-        for visible, right in zip(visible_texts(completions, finish, in_thought), answer, strict=True)
+        for visible, right in zip(visible_texts(completions, columns), answer, strict=True)
     ]
 
 

@@ -15,20 +15,17 @@ for reward models that need the GPU and a batch. A function that is a Python obj
 
 import math
 import os
-import pickle
 import selectors
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RewardConfig as Settings
 from ..config import Timeout, Truncated
-from ..data.examples import Example
 from ..errors import UserError
+from .batch import Graded, SampleBatch, packed_requests
 from .find import inside_a_reward, refuse_inside_a_reward
 from .log import trim
 from .process import START, Worker
@@ -62,31 +59,6 @@ def rollout_columns(rollouts: Sequence["Rollout"], tokenizer: "PreTrainedTokeniz
     }
 
 
-@dataclass(frozen=True)
-class Graded:
-    """Verdicts of a batch, None for samples without a verdict. Failed samples are counted by reason."""
-
-    values: list[float | None]
-    no_verdict: int
-    """Samples for which the function returned None."""
-    timeouts: int
-    errors: int
-    """Samples for which the function raised, ended its process, or did not return one finite number of absolute value at most
-    `MAX_REWARD`."""
-    first_error: str | None
-    parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """Value of each function of a weighted sum, None for samples without a verdict. Empty for a single function."""
-    truncated: int = 0
-    """Samples that were truncated and therefore not passed to the function."""
-    strays: int = 0
-    """Lines received from workers that matched no request."""
-
-    def reordered(self, order: Sequence[int]) -> "Graded":
-        """Return the verdicts in another order: place i holds the verdict of sample `order[i]`."""
-        parts = {name: [values[sample] for sample in order] for name, values in self.parts.items()}
-        return replace(self, values=[self.values[sample] for sample in order], parts=parts)
-
-
 class RewardPool:
     """Pool of reward workers: `with RewardPool("my_rewards:graded") as pool: pool.grade(…)`. Not safe for concurrent calls."""
 
@@ -117,7 +89,7 @@ class RewardPool:
         failure = self._fill()
         while not failure and not all(worker.ready for worker in self._workers):
             for worker in self._wait(math.inf):
-                failure = failure or self._handle(worker, _Batch())
+                failure = failure or self._handle(worker, SampleBatch())
         if failure:
             self.close()
             raise UserError(failure)
@@ -179,7 +151,7 @@ class RewardPool:
             strays=strays,
         )
 
-    def _turn(self, batch: "_Batch", failure: str | None, wait_s: float) -> str | None:
+    def _turn(self, batch: SampleBatch, failure: str | None, wait_s: float) -> str | None:
         """Read messages of the workers, waiting at most `wait_s`, and assign samples. If a worker could not start, return the
         reason and start no more workers; else return None."""
         self._unwatched_s = time.monotonic() - self._watched_at
@@ -192,7 +164,7 @@ class RewardPool:
             batch.fail_rest(failure)
         return failure
 
-    def _is_busy(self, batch: "_Batch") -> bool:
+    def _is_busy(self, batch: SampleBatch) -> bool:
         return batch.unassigned or any(worker.ready and worker.in_flight for worker in self._workers)
 
     def _end_batch(self) -> None:
@@ -214,7 +186,7 @@ class RewardPool:
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         return None
 
-    def _assign(self, batch: "_Batch") -> None:
+    def _assign(self, batch: SampleBatch) -> None:
         """Assign each waiting sample to the worker with the fewest samples in flight."""
         for worker in self._workers:
             if batch.alone and worker.idle:
@@ -224,7 +196,7 @@ class RewardPool:
             sample = batch.waiting.popleft()
             min(free, key=lambda worker: len(worker.in_flight)).ask(sample, batch.requests[sample])
 
-    def _handle(self, worker: Worker, batch: "_Batch") -> str | None:
+    def _handle(self, worker: Worker, batch: SampleBatch) -> str | None:
         """Handle a worker's messages, exit or timeout. Return the reason if the worker could not start, else None."""
         for sample, message in worker.read():
             if "refused" in message:
@@ -275,7 +247,7 @@ class Grading:
     """One grading by a pool, to which samples are added while others are graded. Verdicts are in the order of `add`."""
 
     def __init__(self, pool: RewardPool):
-        self._pool, self._batch = pool, _Batch()
+        self._pool, self._batch = pool, SampleBatch()
         self._truncated: list[bool] = []
         self._failure = None if pool._in_process else pool._fill()
         pool._watched_at = time.monotonic()
@@ -284,7 +256,7 @@ class Grading:
         self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages], columns: dict[str, list[Any]]
     ) -> None:
         """Add completions; see `RewardPool.grade`."""
-        packed = requests(prompts, completions, columns)
+        packed = packed_requests(prompts, completions, columns)
         finish = columns.get("finish", ["stop"] * len(packed))
         truncated = [self._pool.truncated != "grade" and each != "stop" for each in finish]
         self._truncated += truncated
@@ -342,65 +314,6 @@ def pool_for(
     )
 
 
-@dataclass(frozen=True)
-class GoldCheck:
-    """Result of grading a problem's gold answer as the completion, or an empty completion if the problem has no answer."""
-
-    gold: str | None
-    value: float | None
-    fault: str
-    """Error of the reward; empty if it succeeded."""
-
-    @property
-    def sentence(self) -> str:
-        what = "the first reference answer" if self.gold is not None else "an empty text (the data has no answer column)"
-        return f"The reward fails on {what} ({self.fault}): fix reward.function."
-
-
-def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> GoldCheck:
-    """Grade one gold answer before sampling starts. Without a tokenizer, the bytes of the text stand in for token ids."""
-    text = example.answer or ""
-    ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer else list(text.encode())
-    columns = {name: [value] for name, value in example.columns.items()}
-    columns |= {"finish": ["stop"], "completion_ids": [ids], "in_thought": [False]}
-    graded = pool.grade([example.prompt], [text], columns)
-    fault = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
-    return GoldCheck(example.answer, graded.values[0], fault)
-
-
-class _Batch:
-    """Samples to grade and their outcomes. An outcome is a value, an error or a timeout."""
-
-    def __init__(self) -> None:
-        self.requests: list[bytes] = []
-        self.outcomes: list[dict[str, Any]] = []
-        self.waiting: deque[int] = deque()
-        self.alone: deque[int] = deque()
-        """Samples to grade again, each alone in a worker, because several samples were in flight when their worker failed."""
-
-    def add(self, requests: list[bytes], truncated: list[bool]) -> None:
-        first = len(self.requests)
-        self.requests += requests
-        self.outcomes += [{} for _ in requests]
-        self.waiting.extend(first + sample for sample, each in enumerate(truncated) if not each)
-
-    @property
-    def unassigned(self) -> bool:
-        return bool(self.waiting or self.alone)
-
-    def record(self, samples: list[int], outcome: dict[str, Any], *, sure: bool = True) -> None:
-        if not sure:
-            self.alone.extend(samples)
-            return
-        for sample in samples:
-            self.outcomes[sample] = outcome
-
-    def fail_rest(self, why: str | None) -> None:
-        self.record([*self.waiting, *self.alone], {"error": why})
-        self.waiting.clear()
-        self.alone.clear()
-
-
 def _imported_here(function: str) -> Reward:
     """Import the reward in the trainer's process."""
     if os.getcwd() not in sys.path:
@@ -414,16 +327,3 @@ def by_name(names: list[str], parts: Sequence[list[float | None] | None]) -> dic
     if len(names) < 2:
         return {}
     return {name: [each[place] if each else None for each in parts] for place, name in enumerate(names)}
-
-
-def requests(prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> list[bytes]:
-    """Return one pickled request per sample: its prompt, its completion and its row of the columns."""
-    assert {len(completions), *map(len, columns.values())} <= {len(prompts)}, (
-        "prompts, completions and columns differ in length"
-    )
-    packed = []
-    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if isinstance(prompt, list) and isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        packed.append(pickle.dumps((prompt, completion, {name: values[index] for name, values in columns.items()})))
-    return packed

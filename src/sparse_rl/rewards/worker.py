@@ -175,9 +175,8 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
         reply(number, **message)
 
     ticking = asyncio.create_task(tick())
-    reader, writer = await asyncio.open_unix_connection(
-        sock=channel.dup()
-    )  # keep a reference to the writer: without it the loop stops reading
+    # keep a reference to the writer: without it the loop stops reading
+    reader, writer = await asyncio.open_unix_connection(sock=channel.dup())
     channel.settimeout(START_S)  # the socket is non-blocking now, and a reply must be sent completely
     try:
         while True:

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import Sampling
 from ..data.examples import Example
-from ..rewards.pool import Graded, RewardPool, rollout_columns
+from ..rewards.batch import Graded
+from ..rewards.pool import RewardPool, rollout_columns
 from .engine import Engine
 from .rollout import Rollout
 from .stats import Progress, Stats

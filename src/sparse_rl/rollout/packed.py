@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..kv.storage import Quantiser
-from ..rewards.pool import Graded
+from ..rewards.batch import Graded
 from .graded import GradedRollouts
 from .rollout import Finish, Rollout
 from .stats import Stats

@@ -27,6 +27,7 @@ from ..format import gib
 from ..kv.statistics import Statistics
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
+from ..text import listed
 from ..world import ALONE, LOST, World, agreed
 from . import manifest, metadata, storage
 from .manifest import Damaged, Entry, HashingFileSystem
@@ -110,7 +111,7 @@ def save(
 
     state.json is written last: a checkpoint without it is incomplete. After a failed write, the partial checkpoint is removed.
     """
-    target = within(folder, f"step-{state.step}")
+    target = at_step(folder, state.step)
     try:
         if world.is_main:
             remove(target)
@@ -201,7 +202,7 @@ def load_last(
     """
     damaged: list[Damaged] = []
     for step in reversed(world.gather(agreed(world, lambda: steps_in(folder)))[0]):  # ranks may see a shared disk differently
-        checkpoint = within(folder, f"step-{step}")
+        checkpoint = at_step(folder, step)
         try:
             state, statistics, verified = load(checkpoint, actor, optimizer, world)
         except Damaged as error:
@@ -220,23 +221,18 @@ def _clear_begun(folder: Place, reached: float) -> None:
     A killed run leaves at most one incomplete checkpoint, at its last step. A checkpoint of an earlier step was complete and
     has lost its state.json: raise UserError.
     """
-    if lost := [step for step in _begun(folder) if step < reached]:
+    if lost := [f"step-{step}" for step in _begun(folder) if step < reached]:
         raise UserError(
-            f"{folder} has no checkpoint to continue from: {_step_names(lost)} lost state.json. Restore it from a backup, "
+            f"{folder} has no checkpoint to continue from: {listed(lost, most=3)} lost state.json. Restore it from a backup, "
             "or start over with --overwrite or another --run-dir."
         )
 
     for step in _begun(folder):
-        left = within(folder, f"step-{step}")
+        left = at_step(folder, step)
         if manifest.FILE in names_in(left):  # only state.json is missing
             rename_damaged([Damaged(left, f"it has no {STATE}")])
         else:
             remove(left)
-
-
-def _step_names(steps: list[int]) -> str:
-    names = [f"step-{step}" for step in steps]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = ALONE) -> tuple[State, Statistics, bool]:
@@ -265,7 +261,7 @@ def load_last_weights(
     trained = {name: weight.detach() for name, weight in actor.learner.named_parameters() if weight.requires_grad}
     damaged: list[Damaged] = []
     for step in reversed(steps):
-        checkpoint = within(folder, f"step-{step}")
+        checkpoint = at_step(folder, step)
         try:
             _, files = checked_state(checkpoint)
             statistics = _read(checkpoint, {"weights": trained}, files, ALONE)
@@ -379,7 +375,7 @@ def _reason(error: BaseException) -> str:
 
 def steps_in(folder: Place) -> list[int]:
     """Return the steps of the complete checkpoints in `folder`, in ascending order."""
-    return [step for step in _begun(folder) if STATE in names_in(within(folder, f"step-{step}"))]
+    return [step for step in _begun(folder) if STATE in names_in(at_step(folder, step))]
 
 
 def unfinished_after(folder: Place, step: int) -> list[int]:
@@ -392,6 +388,10 @@ def _begun(folder: Place) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+def at_step(folder: Place, step: int) -> Place:
+    return within(folder, f"step-{step}")
+
+
 def step_of(checkpoint: Place) -> int:
     return int(str(checkpoint).rstrip("/").rpartition("step-")[2])
 
@@ -400,7 +400,7 @@ def best_step(folder: Place) -> int:
     """Return the step of the best checkpoint, as recorded in the last undamaged checkpoint."""
     for step in reversed(steps_in(folder)):
         with suppress(Damaged):
-            best = read_state(within(folder, f"step-{step}"))[0].best_step
+            best = read_state(at_step(folder, step))[0].best_step
             if best >= 0:
                 return best
             break
@@ -416,7 +416,7 @@ def rename_damaged(damaged: Iterable[Damaged]) -> None:
 
 def latest(folder: Place) -> Place | None:
     steps = steps_in(folder)
-    return within(folder, f"step-{steps[-1]}") if steps else None
+    return at_step(folder, steps[-1]) if steps else None
 
 
 def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] = notice) -> None:
@@ -426,9 +426,9 @@ def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] 
     for step in _begun(folder) if whole else ():
         if step not in kept:
             try:
-                remove(within(folder, f"step-{step}"))
+                remove(at_step(folder, step))
             except (OSError, UserError) as error:
-                warn(f"The old checkpoint {within(folder, f'step-{step}')} could not be removed ({first_line(error)}).")
+                warn(f"The old checkpoint {at_step(folder, step)} could not be removed ({first_line(error)}).")
 
 
 def _write_last(place: Place, text: str) -> None:

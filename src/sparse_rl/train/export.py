@@ -13,7 +13,6 @@ from ..hub import check_push, is_hub_id, push_folder
 from ..terminal import Terminal
 from .card import model_card
 from .run_folder import RunFolder
-from .storage import within
 
 
 def export(
@@ -90,15 +89,15 @@ def _write(
     model = config.model
     with no_progress_bar():
         base = load_model(model.path, dtype=model.dtype, device="cpu", trust_remote_code=model.trust_remote_code)
-        actor = Actor(base, model.lora.model_copy(update={"merge": True}))
+        actor = Actor(base, model.lora.changed(merge=True))
         done, statistics = checkpoint.load_last_weights(folder.checkpoints, steps, actor, partial(console.print, markup=False))
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         if folder.remote:
             folder.remote.fetch(folder.metrics.name)
         kv = config.sampler_kv
         if config.sets_budget:
-            state, _ = checkpoint.read_state(within(folder.checkpoints, f"step-{done}"))
-            kv = kv.model_copy(update={"budget": state.budget["state"]["budget"]})
+            state, _ = checkpoint.read_state(checkpoint.at_step(folder.checkpoints, done))
+            kv = kv.changed(budget=state.budget["state"]["budget"])
         card = model_card(config, kv, folder.read_metrics(), done, push or target.resolve().name, merge=merge)
         write_model(target, actor, tokenizer, kv, statistics, merge=merge, card=card)
     return done

@@ -51,10 +51,6 @@ class WandbLike:
         self.run.finish()
 
 
-def _tensorboard(folder: Path, config: Config, first_step: int) -> Logger:
-    return TensorBoard(folder, config, first_step)
-
-
 def _wandb(folder: Path, config: Config, first_step: int) -> Logger:
     import wandb
 
@@ -84,7 +80,7 @@ def opened_loggers(folder: Path, config: Config, first_step: int) -> Iterator[li
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    make = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}[name]
+                    make = {"tensorboard": TensorBoard, "wandb": _wandb, "trackio": _trackio}[name]
                     loggers.append(make(folder, config, first_step))
             except ImportError as error:
                 raise UserError(f"log.to = {name} needs an optional package: pip install 'sparse-rl[{name}]'.") from error

@@ -68,8 +68,7 @@ def budgets_that_fit(config: Config, plan: Plan | None, prompt_tokens: int) -> l
 
 def plan_budget(config: Config, plan: Plan, budget: int) -> Plan:
     """Return the plan of the same run with another budget."""
-    changed = config.with_budget(budget)
-    return make_plan(changed, plan.dims, memory_bytes=plan.memory_bytes, prompt_tokens=plan.prompt_tokens)
+    return plan.replanned(config.with_budget(budget))
 
 
 def checkpointed_layers(config: Config, plan: Plan | None, model: PreTrainedModel) -> int:

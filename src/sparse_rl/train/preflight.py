@@ -57,7 +57,7 @@ def try_sampler(engine: Engine, prompt: list[int], config: Config) -> list[Rollo
     This changes no results, because sampling depends only on seeds and positions.
     """
     tokens = min(engine.chunk + 1, config.rollout.max_tokens)
-    sampling = config.rollout.sampling(config.seed).model_copy(update={"max_tokens": tokens, "stop": ()})
+    sampling = config.rollout.sampling(config.seed).changed(max_tokens=tokens, stop=())
     samples = min(config.rollout.samples_per_prompt, engine.slots) if engine.schedule.stores_prompts else 1  # as in a step
     prompts, routing = [prompt] * -(-engine.slots // samples), config.model.routing_replay
     return engine.generate(prompts, samples, sampling, record=False, routing=routing)

@@ -62,7 +62,7 @@ def probe(
     """
     count = min(most, -(-ROLLOUTS // samples))
     asked = prompts[:: -(-len(prompts) // count)]
-    short = sampling.model_copy(update={"max_tokens": min(TOKENS, sampling.max_tokens)})
+    short = sampling.changed(max_tokens=min(TOKENS, sampling.max_tokens))
     rollouts = engine.generate(asked, samples, short, record=False)
     dense, stored = (replay(model, rollouts, view) for view in ("dense", "quantised"))
     log_ratio = padded([(all_keys - own).cpu() for all_keys, own in zip(dense, stored, strict=True)])

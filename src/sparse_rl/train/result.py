@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..plan.output import PLAIN_WIDTH
-from ..terminal import Terminal
+from ..terminal import PLAIN_WIDTH, Terminal
 from .run_folder import RunFolder
 from .summary import summary_table
 

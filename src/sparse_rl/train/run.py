@@ -21,13 +21,13 @@ from ..errors import MissingResource, UserError
 from ..format import duration, gib
 from ..models.folder import check_model_folder, refuse_missing
 from ..plan.dimensions import HUB_SHAPES
-from ..plan.output import wide_console
 from ..plan.recipe_table import smallest_card
 from ..plan.roofline import run_s, step_time
 from ..report.live import LiveReport
 from ..rewards.find import refuse_inside_a_reward
-from ..rewards.pool import pool_for, try_on_gold
-from ..terminal import Terminal
+from ..rewards.gold import try_on_gold
+from ..rewards.pool import pool_for
+from ..terminal import Terminal, wide_console
 from ..text import message
 from .api import PythonObjects
 from .result import TrainResult
@@ -94,9 +94,7 @@ def dry_run(config: Config) -> None:
 def report_if_missing(console: Console) -> Iterator[None]:
     try:
         yield
-    except UserError as error:
-        if not isinstance(error, MissingResource):
-            raise
+    except MissingResource as error:
         console.print(f"not checked: {message(str(error))}", markup=False)
 
 
@@ -134,7 +132,7 @@ def train(
     refuse_inside_a_reward()
     launch = current_launch() if launch is None else launch
     with joined(config) as world:
-        config = config.model_copy(update={"ranks": config.ranks.model_copy(update={"count": world.size})})
+        config = config.changed(ranks={"count": world.size})
         console = wide_console() if world.is_main else Terminal(file=StringIO(), width=160, highlight=False)
         again = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # a restart after a lost rank
         if world.gather(again)[0]:
@@ -267,7 +265,7 @@ def train_one(
     from .trainer import TrainingRun
 
     dtype, _ = place(config.model.dtype, config.model.device)  # store the resolved dtype, so that an export uses it too
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    config = config.changed(model={"dtype": dtype})
     reward = config.reward
     trainer: TrainingRun | None = None
     with (

@@ -105,12 +105,12 @@ def names_in(place: Place) -> set[str]:
     return {each.rstrip("/").rsplit("/", 1)[-1] for each in found if each.rstrip("/") != path.rstrip("/")}
 
 
-def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a local file. Raise UserError if it is not a regular file or exceeds `most` bytes."""
+def read_plain(path: Path) -> bytes:
+    """Return the content of a local file. Raise UserError if it is not a regular file or exceeds `MOST_BYTES`."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
         raise UserError(f"{path} is not a regular file: restore or remove it.")
-    if info.st_size > most:
+    if info.st_size > MOST_BYTES:
         raise UserError(f"{path} has {info.st_size:,} bytes, more than a run writes: restore or remove it.")
     return path.read_bytes()
 

@@ -67,7 +67,6 @@ def _held_out(configs: list[Config], share: bool) -> str:
 
 
 def _costs(rows: list[dict[str, float]]) -> list[str]:
-
     means = []
     for key in ("kv/token_savings", "sparse/rejection_rate"):
         values = [row[key] for row in rows if key in row]

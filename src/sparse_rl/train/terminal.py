@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config
+from ..format import clock
 from ..monitor.alerts import Alert, AlertMonitor, Row
 from ..rollout.console import printable
 from ..rollout.stats import Progress
@@ -167,5 +168,4 @@ class RunTerminal:
         done = self.done - self.first_step
         if done < 1:
             return "?"
-        seconds = (time.monotonic() - self.started) / done * (self.config.steps - self.done)
-        return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{seconds % 60:02.0f}"
+        return clock((time.monotonic() - self.started) / done * (self.config.steps - self.done))

@@ -20,7 +20,8 @@ from ..plan.host import host_plan
 from ..plan.output import compact
 from ..report.live import LiveReport
 from ..rewards.find import one_line
-from ..rewards.pool import RewardPool, try_on_gold
+from ..rewards.gold import try_on_gold
+from ..rewards.pool import RewardPool
 from ..rollout import calibrate
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
@@ -67,9 +68,8 @@ class TrainingRun:
         world: World = ALONE,
         callback: Callable[[int, dict[str, float]], Any] | None = None,
     ):
-        self.callback = callback
         self.config, self.folder, self.terminal, self.pool, self.loggers = config, folder, terminal, pool, loggers
-        self.world = world
+        self.world, self.callback = world, callback
         torch.manual_seed(config.seed)  # only adapter initialization uses it; all other randomness is derived from counters
         inputs = inputs or load_all(config)
         for note in inputs.notes:
@@ -113,36 +113,44 @@ class TrainingRun:
             self.auto_budget = AutoBudget(config, budgets, *parts)
         self.peak_shown = False
         self.best = Best(config.checkpoint, terminal.warn)
-        problems, scored_by = (
-            resuming.problem_digest(inputs.prompts),
-            resuming.scored_by(config, inputs.examples, {each.source: each.examples for each in inputs.held_out}),
+        self.state = checkpoint.State(
+            ranks=world.size,
+            problems=resuming.problem_digest(inputs.prompts),
+            scored_by=resuming.scored_by(config, inputs.examples, {each.source: each.examples for each in inputs.held_out}),
+            config=resuming.kept_options(config),
         )
-        options = resuming.kept_options(config)
-        self.state = checkpoint.State(ranks=world.size, problems=problems, scored_by=scored_by, config=options)
-        last = None
-        if resume:
-            last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, world, folder.last_step)
-        if last is not None:
-            self._resume_from(last)
-            if self.auto_budget:
-                self.auto_budget.restore(self.state.budget, self.state.step)
-                self._use_budget()
-        elif resume and folder.last_step:
-            terminal.warn(checkpoint.STARTS_AGAIN)
-        self.engine.load_statistics({} if last is None else last.statistics)
-        if self.engine.needed_statistics and last is not None and not last.statistics:
-            terminal.warn(
-                f"The checkpoint of step {self.state.step} has no statistics of queries or keys: they are gathered again from "
-                "the prompts, and the run continues with slightly different ones."
-            )
-        if not self.engine.statistics:
-            self._calibrate(inputs.prompts)
+        last = self._load_last() if resume else None
+        self._load_statistics(last, inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
         self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
         self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
         folder.drop_rows_after(self.state.step if last else -1, terminal.warn)
         if last is not None:
             terminal.replay_rows(folder.read_metrics())
+
+    def _load_last(self) -> checkpoint.LoadedCheckpoint | None:
+        """Continue from the last checkpoint. Return None if there is none yet."""
+        folder = self.folder
+        last = checkpoint.load_last(folder.checkpoints, self.actor, self.optimizer, self.world, folder.last_step)
+        if last is not None:
+            self._resume_from(last)
+            if self.auto_budget:
+                self.auto_budget.restore(self.state.budget, self.state.step)
+                self._use_budget()
+        elif folder.last_step:
+            self.terminal.warn(checkpoint.STARTS_AGAIN)
+        return last
+
+    def _load_statistics(self, last: checkpoint.LoadedCheckpoint | None, prompts: list[list[int]]) -> None:
+        """Use the statistics of the checkpoint. If it has none, gather them from the prompts."""
+        self.engine.load_statistics({} if last is None else last.statistics)
+        if self.engine.needed_statistics and last is not None and not last.statistics:
+            self.terminal.warn(
+                f"The checkpoint of step {self.state.step} has no statistics of queries or keys: they are gathered again from "
+                "the prompts, and the run continues with slightly different ones."
+            )
+        if not self.engine.statistics:
+            self._calibrate(prompts)
 
     def _resume_from(self, last: checkpoint.LoadedCheckpoint) -> None:
         fresh, self.state = self.state, last.state
@@ -219,7 +227,7 @@ class TrainingRun:
             if self.auto_budget:
                 self.auto_budget.probe(self.rollout_sampler.prompts)
                 self._use_budget()
-            self._log(self._evaluate())
+            self._log(self.evaluator.evaluate())
         stopping = self.world.any(stop.requested)
         while self.state.step < self.config.steps and not stopping:
             metrics = self.step()
@@ -227,7 +235,7 @@ class TrainingRun:
             step, last = self.state.step, self.state.step == self.config.steps
             if self.config.evaluates_after(step):
                 try:
-                    metrics |= self._evaluate()
+                    metrics |= self.evaluator.evaluate()
                 except Exception:
                     if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may not reach a save
                         with suppress(UserError):  # raise the error of the evaluation, not of the save
@@ -350,10 +358,7 @@ class TrainingRun:
             raise error.named(f"Problem {(places[at] if places else at) + 1} of {source}", fix) from None
         return longest
 
-    # Evaluation, logs, checkpoints
-
-    def _evaluate(self) -> dict[str, float]:
-        return self.evaluator.evaluate()
+    # Logs and checkpoints
 
     def _log(self, metrics: dict[str, float]) -> None:
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}

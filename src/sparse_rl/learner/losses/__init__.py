@@ -1,9 +1,8 @@
 """Policy losses, one per file. `get` returns one by name. Pure functions on tensors."""
 
-import difflib
-
 from ...config import LossConfig
 from ...errors import UserError
+from ...text import did_you_mean
 from .aggregate import AGGREGATES, Aggregate
 from .base import LossInputs, PolicyLoss
 from .cispo import CISPO
@@ -20,9 +19,7 @@ LOSSES: dict[str, PolicyLoss] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "dapo": DAPO,
 def get(name: str) -> PolicyLoss:
     """Return the policy loss with this name."""
     if name not in LOSSES:
-        close = difflib.get_close_matches(name, LOSSES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(LOSSES)}."
-        raise UserError(f"Unknown loss {name!r}: {hint}")
+        raise UserError(f"Unknown loss {name!r}: {did_you_mean(name, LOSSES)}")
     return LOSSES[name]
 
 
