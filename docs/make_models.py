@@ -109,7 +109,7 @@ take at least 2.4 ms of the 12.6 ms of a decode step; the rest has not been prof
 NOTES = """\
 - Routers, stacked experts and the output projections of Mamba layers get no adapter. In a model with experts, neither does any `gate_proj`, `up_proj` or
   `down_proj`.
-- Families with windows, soft caps, learned sinks or recurrent layers refuse `kv.dtype = 8bit` and `4bit`.
+- `kv.dtype = 8bit` and `4bit` apply to the layers that attend to all tokens. Windows and recurrent states stay in the model's dtype.
 - Nemotron-H, Granite 4, GPT-2 and OPT have no rotary positions, which the default `kv.policy`, `triattention`, needs: set `kv.policy` to `streaming` or `rkv`.
 - The first run of a Gated DeltaNet model compiles and tunes kernels for more than three minutes (H200). The results are cached.
 - Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.

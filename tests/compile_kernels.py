@@ -25,6 +25,7 @@ from sparse_rl.kernels.choose import fused_choose  # noqa: E402
 from sparse_rl.kernels.code_attention import attend_and_append_codes  # noqa: E402
 from sparse_rl.kernels.decode_codes import fused_decode  # noqa: E402
 from sparse_rl.kernels.draw import draw_and_advance  # noqa: E402
+from sparse_rl.kernels.form import PLAIN, AttentionForm  # noqa: E402
 from sparse_rl.kernels.gather import fused_keep  # noqa: E402
 from sparse_rl.kernels.importance import fused_importance  # noqa: E402
 from sparse_rl.kernels.nucleus import Truncation  # noqa: E402
@@ -91,7 +92,7 @@ def attention(q_heads: int, kv_heads: int, dim: int) -> None:
     attend_in_ring(*new, *own, lengths, scale=0.1, splits=1)
 
 
-def code_attention(q_heads: int, kv_heads: int, dim: int, bits: int) -> None:
+def code_attention(q_heads: int, kv_heads: int, dim: int, bits: int, form: AttentionForm = PLAIN) -> None:
     width, steps, dtype = (dim, 1, torch.int8) if bits == 8 else (dim // 2, dim // 32, torch.uint8)
     new = (normal(SLOTS, q_heads, dim), normal(SLOTS, kv_heads, dim), normal(SLOTS, kv_heads, dim))
 
@@ -104,7 +105,8 @@ def code_attention(q_heads: int, kv_heads: int, dim: int, bits: int) -> None:
     ring, table = normal(SLOTS, q_heads, 8, dim), torch.zeros(SLOTS, 4, dtype=torch.int32)
     prompts = StoredCodes(codes(16, PAGE), table, lengths)  # type: ignore[arg-type]
     cached = codes(SLOTS, CAPACITY)
-    attend_and_append_codes(*new, cached, positions, ring, lengths, lengths, *scales, scale=0.1, splits=4, prompts=prompts)
+    step = (*new, cached, positions, ring, lengths, lengths, *scales)
+    attend_and_append_codes(*step, scale=0.1, splits=4, prompts=prompts, form=form)
     fused_decode(cached[0], cached[2], *scales, torch.bfloat16)
 
 
@@ -131,7 +133,7 @@ def draw(vocab: int) -> None:
 if __name__ == "__main__":
     JITFunction.run = compile_only
     attention(12, 2, 128)  # Qwen2.5-1.5B
-    code_attention(12, 2, 128, 8)
+    code_attention(12, 2, 128, 8, AttentionForm(softcap=50.0, sinks_Q=normal(12)))  # with soft caps and sinks in addition
     code_attention(12, 2, 128, 4)
     compaction(12, 2, 128)
     draw(151936)

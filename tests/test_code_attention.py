@@ -8,6 +8,7 @@ from sparse_rl.config import KV
 from sparse_rl.kernels.attention import attention_part, decode_attention, gathered_prompts, merged_parts, prompt_attention
 from sparse_rl.kernels.code_attention import attend_and_append_codes
 from sparse_rl.kernels.decode_codes import fused_decode
+from sparse_rl.kernels.form import PLAIN, AttentionForm
 from sparse_rl.kernels.rows import StoredCodes
 from sparse_rl.kv.quantize import channel_range
 from sparse_rl.kv.storage import KeyScales, Quantiser, Stored
@@ -22,24 +23,32 @@ def keys_of(*shape):
     return torch.randn(*shape, device=DEVICE) * size + 10 * size.flip(0)
 
 
-def quantiser_of(name, heads, dim):
-    return Quantiser(name, KeyScales.of([channel_range(keys_of(2, heads, 300, dim))]))
+def quantiser_of(name, heads, dim, form=PLAIN):
+    return Quantiser(name, KeyScales.of([channel_range(keys_of(2, heads, 300, dim))]), whole=not form.is_plain)
+
+
+def form_of(kind, q_heads):
+    """Soft caps and sinks depend on the centre of keys, which is large here."""
+    sinks = 3 * torch.randn(q_heads, device=DEVICE) if "sinks" in kind else None
+    return AttentionForm(None, 20.0 if "capped" in kind else None, sinks)
 
 
 @pytest.mark.parametrize("name", ["8bit", "4bit"])
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "dim", "splits", "dtype"),
+    ("q_heads", "kv_heads", "dim", "splits", "dtype", "kind"),
     [
-        *((6, 2, 64, 3, dtype) for dtype in DTYPES),
-        *((4, 4, 24, 1, torch.bfloat16), (12, 2, 128, 1, torch.float32), (4, 1, 16, 3, torch.float32)),
+        *((6, 2, 64, 3, dtype, "") for dtype in DTYPES),
+        *((4, 4, 24, 1, torch.bfloat16, ""), (12, 2, 128, 1, torch.float32, ""), (4, 1, 16, 3, torch.float32, "")),
+        (4, 1, 16, 1, torch.float32, "sinks"),
     ],
 )
-def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, splits, dtype):
+def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, splits, dtype, kind):
     torch.manual_seed(0)
     slots, capacity, window = 4, 200, 5
     lengths = torch.tensor([0, 1, 130, 199], device=DEVICE)
     positions = lengths + torch.tensor([3, 7, 1000, 4], device=DEVICE)
-    quantiser = quantiser_of(name, kv_heads, dim)
+    form = form_of(kind, q_heads)
+    quantiser = quantiser_of(name, kv_heads, dim, form)
     cached = quantiser.encode(
         0, keys_of(slots, kv_heads, capacity, dim), torch.randn(slots, kv_heads, capacity, dim, device=DEVICE)
     )
@@ -54,10 +63,10 @@ def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, 
             tensor[slot, :, length] = each[slot, :, 0]
         expected_ring[slot, :, position % window] = query[slot]
     restored = quantiser.decode(0, expected, torch.float32)
-    out = decode_attention(query.float(), *restored, lengths + 1, longest=capacity, even=False, scale=0.05)
+    out = decode_attention(query.float(), *restored, lengths + 1, longest=capacity, even=False, scale=0.05, form=form)
     scales = (each[0] for each in quantiser.scales)
     ours = attend_and_append_codes(
-        *(query, key, value, cached, places, ring, lengths, positions, *scales), scale=0.05, splits=splits
+        *(query, key, value, cached, places, ring, lengths, positions, *scales), scale=0.05, splits=splits, form=form
     )
     torch.testing.assert_close(ours.float(), out, **({} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}))
     for mine, theirs in zip(cached, expected, strict=True):
@@ -69,21 +78,24 @@ def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, 
 @pytest.mark.parametrize("channels", [16, 32])
 def test_a_group_may_have_16_or_32_channels(channels, monkeypatch):
     monkeypatch.setattr(sizes, "GROUP_CHANNELS", channels)
-    test_a_step_appends_codes_and_attends_to_them(6, 2, 128, "4bit", 1, torch.float32)
+    test_a_step_appends_codes_and_attends_to_them(6, 2, 128, "4bit", 1, torch.float32, "")
     test_codes_of_rows_of_several_layers_are_decoded("4bit", 128, torch.float32)
     assert quantiser_of("4bit", 2, 128).layout() == (torch.uint8, 64, 128 // channels)
 
 
 @pytest.mark.parametrize("name", ["8bit", "4bit"])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "splits"), [(6, 2, 64, 1), (2, 2, 24, 7)])
-def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, name, splits):
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim", "splits", "kind"), [(6, 2, 64, 1, ""), (2, 2, 24, 7, ""), (2, 1, 16, 2, "capped sinks")]
+)
+def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, name, splits, kind):
     """Prompts in scattered pages, two of them shared, of one token, of full pages and of many."""
     torch.manual_seed(0)
     slots, capacity, pages, page = 5, 200, 12, 64
     lengths = torch.tensor([0, 1, 130, 199, 64], device=DEVICE)
     prompts = torch.tensor([1, 200, 200, 128, 63], device=DEVICE)
     table = torch.tensor([[7, 0, 0, 0], [3, 11, 1, 9], [3, 11, 1, 9], [2, 8, 0, 0], [5, 0, 0, 0]], device=DEVICE)
-    quantiser = quantiser_of(name, kv_heads, dim)
+    form = form_of(kind, q_heads)
+    quantiser = quantiser_of(name, kv_heads, dim, form)
     stored = quantiser.encode(0, keys_of(pages, kv_heads, page, dim), torch.randn(pages, kv_heads, page, dim, device=DEVICE))
     cached = quantiser.encode(
         0, keys_of(slots, kv_heads, capacity, dim), torch.randn(slots, kv_heads, capacity, dim, device=DEVICE)
@@ -97,13 +109,16 @@ def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, nam
         scale=0.05,
         splits=splits,
         prompts=StoredCodes(stored, table.int(), prompts),
+        form=form,
     )
 
     def read(pages_1P, tokens):
         return quantiser.decode(0, stored.map(lambda each: gathered_prompts(each, pages_1P, tokens)), torch.float32)
 
-    own = attention_part(query, *quantiser.decode(0, cached, torch.float32), lengths + 1, scale=0.05)
-    torch.testing.assert_close(ours, merged_parts(prompt_attention(query, table, prompts, read, scale=0.05), own))
+    scaled = {"scale": 0.05, "softcap": form.softcap}
+    own = attention_part(query, *quantiser.decode(0, cached, torch.float32), lengths + 1, **scaled)
+    expected = merged_parts(prompt_attention(query, table, prompts, read, **scaled), own, sinks_Q=form.sinks_Q)
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("name", ["8bit", "4bit"])

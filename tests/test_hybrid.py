@@ -31,7 +31,7 @@ from sparse_rl.kv.states import StateStore
 from sparse_rl.models.recurrent import ieee_products
 from sparse_rl.models.reduced import reduced
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
-from test_windows import chosen, farthest, own_logprobs, own_parallel, plain
+from test_windows import CODE_NAMES, CODES, chosen, farthest, own_logprobs, own_parallel, plain
 
 ANY_DEPTH = {name: value for name, value in SIZE.items() if name != "num_hidden_layers"}
 THREE = {**SIZE, "num_hidden_layers": 3}
@@ -212,11 +212,12 @@ def test_a_paused_sequence_continues_with_its_state(models):
     assert farthest([each.logprobs for each in found], [each.logprobs for each in expected]) < 10 * ROUNDING
 
 
-def test_a_state_has_a_fixed_size_however_long_the_rollout(models):
-    engine = Engine(models["qwen3.5"], BOUNDED, slots=2)
-    keys = 2 * BOUNDED.capacity * 2 * 2 * 16 * 4  # slots, tokens, keys and values, heads, dimensions, bytes: one layer
+@pytest.mark.parametrize(("dtype", "head"), [("auto", 16 * 4), ("8bit", 16 + 2)])
+def test_a_state_has_a_fixed_size_however_long_the_rollout(models, dtype, head):
+    engine = Engine(models["qwen3.5"], BOUNDED.model_copy(update={"dtype": dtype}), slots=2)
+    keys = 2 * BOUNDED.capacity * 2 * 2 * head  # slots, tokens, keys and values, heads, bytes of a head: one layer
     states = 2 * 3 * (64 * 4 + 4 * 8 * 8) * 4  # slots, layers, the convolution's and the delta rule's state, bytes
-    for tokens in (TOKENS, 2 * TOKENS):
+    for tokens in (TOKENS // 2, TOKENS):
         (rollout,) = engine.generate([SHORT], sampling=Sampling(max_tokens=tokens, stop=()))
         assert engine.stats.peak_kv_bytes == keys + states
         assert rollout.trace.codes_LHT.shape == (1, 2, len(SHORT) + tokens)  # no codes of recurrent layers
@@ -283,15 +284,16 @@ def hybrid_world(world, tmp_path_factory):
     [
         ("dense", ["--optimizer.gradient-checkpointing", "true"]),
         ("smd", ["--optimizer.tokens-per-microbatch", "30"]),
-        ("sparse_rl", ["--model.lora.rank", "4"]),
+        ("sparse_rl", ["--model.lora.rank", "4", "--kv.dtype", "8bit"]),
     ],
-    ids=["dense-checkpointing", "smd-microbatches", "sparse_rl-lora"],
+    ids=["dense-checkpointing", "smd-microbatches", "sparse_rl-lora-8bit"],
 )
 def test_a_run_trains_a_hybrid_model(hybrid_world, tmp_path, method, options):
     run = tmp_path / "run"
     train(hybrid_world, run, "--method", method, "--rollout.max-tokens", "16", *options)
     for row in metrics(run)[1:]:
-        assert row["sparse/engine_noise"] < 1e-5 and row["policy/skipped_updates"] == 0 and row["policy/grad_norm"] > 0
+        assert row["sparse/engine_noise"] < (1e-3 if "8bit" in options else 1e-5)  # a code may flip
+        assert row["policy/skipped_updates"] == 0 and row["policy/grad_norm"] > 0
         assert (row["kv/evictions"] == 0) == (method == "dense")
     if "--model.lora.rank" not in options:
         before, after = (load_file(folder / "model/model.safetensors") for folder in (hybrid_world, run))
@@ -339,11 +341,6 @@ def test_missing_kernels_are_named_with_the_layer():
         Engine(model, BOUNDED, slots=1)
 
 
-def test_quantised_keys_beside_a_state_are_refused(models):
-    with pytest.raises(UserError, match=r"kv.dtype = 8bit does not support Qwen3_5ForCausalLM.*: set kv.dtype = auto\."):
-        Engine(models["qwen3.5"], KV(policy="rkv", dtype="8bit", protect_prompt=False), slots=1)
-
-
 def test_kernels_do_not_round_float32_products(monkeypatch):
     """The kernels of flash-linear-attention take Triton's default, which is TF32."""
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
@@ -355,18 +352,20 @@ def test_kernels_do_not_round_float32_products(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
+@pytest.mark.parametrize("kv", [*CACHES, *CODES], ids=[*CACHE_NAMES, *CODE_NAMES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_replay_reproduces_the_sampler(name, kv, dtype):
-    """Graphs and, where they are installed, fast kernels."""
+    """Graphs and, where they are installed, fast kernels. Codes that flip change few log-probs by much."""
     model = family(name, dtype).cuda()
     rollouts = Engine(model, kv, slots=4).generate([SHORT, LONG], 3, Sampling(max_tokens=TOKENS, stop=()))
     reference = plain(model)
     own = torch.cat([left - right for left, right in (own_logprobs(reference, rollout) for rollout in rollouts)]).abs()
-    for view in ("sparse", "dense") if kv.policy == "full" else ("sparse",):
+    for view in ("sparse", "dense") if kv.policy == "full" and not kv.quantised else ("sparse",):
         pairs = zip(replay(model, rollouts, view), rollouts, strict=True)
         gaps = torch.cat([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
-        if dtype == torch.float32:
+        if kv.quantised and dtype == torch.float32:
+            assert float(gaps.median()) < 2e-3
+        elif dtype == torch.float32:
             assert float(gaps.max()) < max(2e-3, 2 * float(own.max()))
         else:
             assert float(gaps.mean()) < max(0.02, 2 * float(own.mean()))

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import Gemma2Config
+from transformers import Gemma2Config, MistralConfig
 
 from sparse_rl.cli import main
 from sparse_rl.config import Config, recipe
@@ -64,13 +64,14 @@ def test_a_row_is_the_plan_of_a_run_with_that_budget():
     assert times == sorted(times)  # a larger budget leaves fewer slots
 
 
-def test_models_that_take_no_codes_have_no_row_for_them(tmp_path, capsys):
-    config = Gemma2Config(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=4, head_dim=16)
-    config.architectures = ["Gemma2ForCausalLM"]
-    config.save_pretrained(tmp_path)
+@pytest.mark.parametrize(("kind", "has_row"), [(MistralConfig, False), (Gemma2Config, True)])
+def test_only_models_with_layers_for_codes_have_a_row_for_them(kind, has_row, tmp_path, capsys):
+    """Windows are not quantised, and this Mistral has one in every layer."""
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
+    kind(**sizes, num_attention_heads=4, num_key_value_heads=4, sliding_window=64).save_pretrained(tmp_path)
     main(["plan", "1.5b-full-24gb", "--model.path", str(tmp_path), "--gpu", "RTX 4090"])
     out = capsys.readouterr().out
-    assert "triattention 512+128" in out and "dense" in out and "4bit" not in out
+    assert "triattention 512+128" in out and "dense" in out and ("4bit" in out) is has_row
 
 
 def test_a_protected_prompt_counts_in_the_share():

@@ -1,14 +1,12 @@
 """Plans of models with sliding windows: the bytes of windows, weights and activations are those that a run allocates."""
 
 import copy
-import json
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from small_runs import refused
-from sparse_rl import KV, Engine, Sampling, UserError
+from sparse_rl import Engine, Sampling
 from sparse_rl.config import Config, LoraConfig
 from sparse_rl.kernels.form import AttentionForm
 from sparse_rl.models import attention
@@ -29,11 +27,12 @@ def dims_of(name: str, **changes) -> Dimensions:
     return from_config(FAMILIES[name].to_dict() | changes, name)
 
 
-def run_of(policy: str = "rkv", *, protect: bool = False, slots: int = 4, **rollout) -> Config:
+def run_of(policy: str = "rkv", *, protect: bool = False, stored: str = "auto", slots: int = 4, **rollout) -> Config:
     sizes = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_tokens": 80, "slots": slots}
+    kept = {"budget": 24, "interval": 8, "window": 4, "sinks": 2}
     return Config(
         model={"dtype": "float32"},
-        kv={"policy": policy, "budget": 24, "interval": 8, "window": 4, "sinks": 2, "protect_prompt": protect},
+        kv={"policy": policy, "protect_prompt": protect, "dtype": stored, **kept},
         rollout=sizes | rollout,
         optimizer={"updates_per_step": 1},
     )
@@ -89,11 +88,17 @@ def test_a_model_with_other_weights_than_its_text_is_not_planned(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["rkv", "full", "protected"])
-@pytest.mark.parametrize(("name", "window"), [*((name, WINDOW) for name in FAMILIES), ("mistral", 4096), ("gemma3", 4096)])
-def test_planned_keys_and_values_are_those_in_storage(name, policy, window):
-    """Also if the window is wider than every sequence: rings then hold the longest sequence."""
+@pytest.mark.parametrize(
+    ("name", "window", "stored"),
+    [
+        *((name, WINDOW, "auto") for name in FAMILIES),
+        *(("mistral", 4096, "auto"), ("gemma3", 4096, "auto"), ("gpt-oss", WINDOW, "4bit")),
+    ],
+)
+def test_planned_keys_and_values_are_those_in_storage(name, policy, window, stored):
+    """Also if the window is wider than every sequence: rings then hold the longest sequence. They are never quantised."""
     model = family(name, sliding_window=window)
-    config = run_of("full" if policy == "full" else "rkv", protect=policy == "protected")
+    config = run_of("full" if policy == "full" else "rkv", protect=policy == "protected", stored=stored)
     dims, rollout = from_config(model.config.to_dict(), name), config.rollout
     plan = make_plan(config, dims, prompt_tokens=len(LONG))
     planned = cache_parts(plan.config, dims, plan.slots, len(LONG), plan.pages)
@@ -103,23 +108,14 @@ def test_planned_keys_and_values_are_those_in_storage(name, policy, window):
     engine.reserve_prompts(len(LONG), *calls)
     of_keys = ("KV cache", "prompt store", "sliding windows")
     assert sum(planned.get(part, 0) for part in of_keys) == engine.cache.kv_bytes
-    stored = engine.cache.windows
-    assert planned["sliding windows"] == stored.keys_lSHCD.nbytes + stored.values_lSHCD.nbytes
+    rings = engine.cache.windows
+    assert planned["sliding windows"] == rings.keys_lSHCD.nbytes + rings.values_lSHCD.nbytes
     assert planned["positions, queries"] == engine.cache.side_bytes - engine.cache.lengths_S.nbytes
     limits = [72 if policy == "full" else 32, *[8] * 5]  # one response fills a page or is compacted, two of the others wait
     engine.generate([SHORT, LONG], 3, Sampling(max_tokens=rollout.max_tokens, stop=()), limits=limits)
     assert engine.stats.peak_kv_bytes == engine.cache.kv_bytes  # sampling allocates no more
     for phase in plan.phases:
         assert {part: phase.parts[part] for part in planned} == planned
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_quantised_windows_are_refused_as_in_a_run(name, tmp_path, capsys):
-    model, kv = family(name), KV(policy="rkv", dtype="8bit", protect_prompt=False)
-    with pytest.raises(UserError) as error:
-        Engine(model, kv, slots=1)
-    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict() | {"architectures": [type(model).__name__]}))
-    assert refused(capsys, "plan", str(tmp_path), "--kv.dtype", "8bit") == str(error.value)
 
 
 @pytest.mark.parametrize(("policy", "gib"), [("rkv", 0.8), ("full", 1.5)])

@@ -1,6 +1,7 @@
 """8-bit and 4-bit caches: everybody reads what is stored, and the bytes are those of codes and steps."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,24 @@ from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
 from sparse_rl.kv import storage
 from sparse_rl.kv.policies import POLICIES, Policy
 from sparse_rl.kv.shape import CacheShape
+from test_hybrid import family as hybrid
+from test_windows import family as windowed
 
+WINDOWED = ["gemma3", "gemma2", "gpt-oss"]
+"""Windows beside plain attention, soft caps and learned sinks."""
+HYBRIDS = ["lfm2", "falcon-h1", "nemotron-h"]
+"""States beside attention, in the same layers, and beside layers that do not mix tokens."""
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
 BOUNDED = KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False)
 DTYPES = ["8bit", "4bit"]
+PLAIN = [name for name in ARCHITECTURES if name != "llama"]
 FLIPS = 1e-3
 """Largest share of codes and steps that may differ between sampler and replay, in float32 on a CPU."""
+
+
+@pytest.fixture(scope="module")
+def families(models):
+    return models | {name: windowed(name) for name in WINDOWED} | {name: hybrid(name) for name in HYBRIDS}
 
 
 class Codes:
@@ -47,19 +60,20 @@ class Codes:
 
 
 @pytest.mark.parametrize(
-    ("policy", "architecture"),
+    ("policy", "architecture", "dtype"),
     [
-        *((policy, "llama") for policy in POLICIES),
-        *((policy, name) for policy in ("rkv", "full") for name in ARCHITECTURES if name != "llama"),
+        *((policy, "llama", dtype) for policy in POLICIES for dtype in DTYPES),
+        *((policy, name, dtype) for policy in ("rkv", "full") for name in PLAIN for dtype in DTYPES),
+        *((policy, name, dtype) for policy, dtype in (("rkv", "8bit"), ("full", "4bit")) for name in (*WINDOWED, *HYBRIDS)),
     ],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_replay_reproduces_the_sampler_up_to_flips(models, policy, architecture, dtype, monkeypatch):
+def test_replay_reproduces_the_sampler_up_to_flips(families, policy, architecture, dtype, monkeypatch):
     """Rounding may flip a code, and then all later tokens see another key. Few codes flip, and all tokens before are exact."""
-    model = models[architecture]
+    model = families[architecture]
     codes = Codes(monkeypatch)
     engine = Engine(model, BOUNDED.model_copy(update={"policy": policy, "dtype": dtype}), slots=1)
     (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=50, stop=()))
+    assert len(codes.layers) == len(engine.limits.shape.full_layers)  # windows and states are not quantised
     sampled = codes.take(len(LONG) + 49)
     (replayed,) = replay(model, [rollout], "sparse")
     differs = sampled != codes.take(len(LONG) + 49)
@@ -74,34 +88,40 @@ def test_replay_reproduces_the_sampler_up_to_flips(models, policy, architecture,
 
 
 @pytest.mark.parametrize("protect_prompt", [False, True])
-def test_a_prompt_is_encoded_once_for_all_its_samples(model, protect_prompt, monkeypatch):
+def test_a_prompt_is_encoded_once_for_all_its_samples(families, protect_prompt, monkeypatch):
     codes = Codes(monkeypatch)
-    engine = Engine(model, BOUNDED.model_copy(update={"dtype": "8bit", "protect_prompt": protect_prompt}), slots=4)
+    engine = Engine(families["qwen2"], BOUNDED.model_copy(update={"dtype": "8bit", "protect_prompt": protect_prompt}), slots=4)
     engine.generate([SHORT], 4, Sampling(max_tokens=1))
     assert [len(calls) for calls in codes.layers.values()] == [1, 1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_stored_prompt_is_read_as_a_slot_is(model, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype", "prefill_tokens"),
+    [
+        *(("qwen2", dtype, prefill_tokens) for dtype in DTYPES for prefill_tokens in (8192, 40)),
+        *(("gpt-oss", "4bit", 8192), ("lfm2", "8bit", 40)),
+    ],
+)
+def test_a_stored_prompt_is_read_as_a_slot_is(families, name, dtype, prefill_tokens):
     """Prompts in pages, of one token and of several pages; groups that wait for slots; a prompt prefilled in pieces."""
+    model = families[name]
     kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True, dtype=dtype)
     prompts = [[5], LONG, [3 + number % 50 for number in range(150)]]
-    for prefill_tokens in (8192, 40):
-        engine = Engine(model, kv, slots=3, prefill_tokens=prefill_tokens)
-        rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=50, stop=()))
-        gaps = torch.stack(
-            [
-                (ours.detach() - each.logprobs).abs()
-                for ours, each in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
-            ]
-        )
-        assert float((gaps < 1e-4).float().mean()) > 0.8 and float((gaps[:, 0] < 1e-4).float().mean()) > 0.8
-        assert all(bool((each.evicted_at != NEVER).any()) for each in rollouts)
+    engine = Engine(model, kv, slots=3, prefill_tokens=prefill_tokens)
+    rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=50, stop=()))
+    gaps = torch.stack(
+        [(ours.detach() - each.logprobs).abs() for ours, each in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)]
+    )
+    assert float((gaps < 1e-4).float().mean()) > 0.8 and float((gaps[:, 0] < 1e-4).float().mean()) > 0.8
+    assert all(bool((each.evicted_at != NEVER).any()) for each in rollouts)
 
 
-@pytest.mark.parametrize("policy", ["rkv", "full", "random"])
-def test_slots_and_pieces_change_nothing(model, policy):
+@pytest.mark.parametrize(
+    ("policy", "name"), [*((policy, "qwen2") for policy in ("rkv", "full", "random")), ("full", "gpt-oss")]
+)
+def test_slots_and_pieces_change_nothing(families, policy, name):
     """Prompts that are compressed or fit, whole or in pieces, copied from a stash or prefilled: the same tokens."""
+    model = families[name]
     kv = BOUNDED.model_copy(update={"policy": policy, "dtype": "8bit"})
     sampling, prompts = Sampling(max_tokens=20, stop=(), seed=3), [SHORT, LONG, LONG[:31]]
     whole = Engine(model, kv, slots=9).generate(prompts, 3, sampling)
@@ -110,9 +130,10 @@ def test_slots_and_pieces_change_nothing(model, policy):
         assert left.response == right.response and torch.equal(left.evicted_at, right.evicted_at)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_is_that_of_unquantised_keys_and_values(model, dtype):
+@pytest.mark.parametrize(("name", "dtype"), [*(("qwen2", dtype) for dtype in DTYPES), ("gpt-oss", "8bit")])
+def test_the_gradient_is_that_of_unquantised_keys_and_values(families, name, dtype):
     """Straight through: the gradient of each weight stays close to the dense one, and attention's own weights have one."""
+    model = families[name]
     engine = Engine(model, KV(policy="full", dtype=dtype), slots=2)
     rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=20, stop=()))
     grads = {}
@@ -120,10 +141,28 @@ def test_the_gradient_is_that_of_unquantised_keys_and_values(model, dtype):
         learner = copy.deepcopy(model)
         torch.cat(replay(learner, rollouts, view)).sum().backward()
         grads[view] = {name: parameter.grad for name, parameter in learner.named_parameters()}
-    for name, grad in grads["dense"].items():
-        assert torch.equal(grads["sparse"][name], grads["quantised"][name])
-        angle = torch.nn.functional.cosine_similarity(grad.flatten(), grads["sparse"][name].flatten(), dim=0)
-        assert angle > (0.99 if dtype == "8bit" else 0.7), name
+    for path, grad in grads["dense"].items():
+        assert torch.equal(grads["sparse"][path], grads["quantised"][path])
+        angle = torch.nn.functional.cosine_similarity(grad.flatten(), grads["sparse"][path].flatten(), dim=0)
+        assert angle > (0.99 if dtype == "8bit" else 0.7), path
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_soft_caps_and_sinks_depend_on_the_centre_of_keys(name):
+    """Plain attention does not, and reads keys less their centre."""
+    model = windowed(name, attention_bias=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.normal_(std=3)
+    engine = Engine(model, KV(policy="full", dtype="8bit"), slots=1)
+    (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=20, stop=()))
+    less = replace(rollout, quantiser=replace(rollout.quantiser, whole=False))
+    with torch.no_grad():
+        (dense,), (whole,), (centred,) = (
+            replay(model, [each], view) for each, view in ((rollout, "dense"), (rollout, "sparse"), (less, "sparse"))
+        )
+    assert float((whole - rollout.logprobs).abs().max()) < 1e-4
+    assert float((whole - dense).abs().mean()) < 0.25 * float((centred - dense).abs().mean())
 
 
 @pytest.mark.parametrize(("dtype", "head"), [("auto", 64), ("8bit", 16 + 2), ("4bit", 8 + 2 * 2)])

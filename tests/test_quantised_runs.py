@@ -64,7 +64,7 @@ def test_statistics_stay_until_they_are_gathered_again(model, tmp_path):
     again = other.generate([LONG], sampling=sampling)[0]
     assert torch.equal(first.logprobs, again.logprobs)
     other.calibrate([[9, 9, 9]], 100)
-    assert first.quantiser.scales.step_LHD is before["key_step"] and not equal(other.statistics, before)
+    assert torch.equal(first.quantiser.scales.step_LHD, before["key_step"]) and not equal(other.statistics, before)
     with pytest.raises(UserError, match="the model has"):
         other.load_statistics({name: each[:1] for name, each in before.items()})
     (tmp_path / statistics.FILE).write_text("no tensors")

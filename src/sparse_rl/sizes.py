@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from .config import KV, SHADOW_METHODS, Config
-from .errors import UserError
 
 # Learner
 
@@ -140,16 +139,6 @@ def window_bytes(shape: AttentionShape, longest: int, itemsize: int) -> int:
     `WindowStore` allocates them."""
     tokens = min(shape.window or 0, window_capacity(longest))
     return tokens * len(shape.windowed) * token_bytes(shape, itemsize) // shape.layers
-
-
-def refuse_codes(dtype: str, model: str, *, plain: bool) -> None:
-    """Raise UserError if a quantised cache does not support a model, because its layers are not all plain attention. `dtype` is
-    `kv.dtype`."""
-    if dtype != "auto" and not plain:
-        raise UserError(
-            f"kv.dtype = {dtype} does not support {model}, which has sliding windows, soft-capped logits, learned sinks or "
-            "recurrent layers: set kv.dtype = auto."
-        )
 
 
 def pages_of(tokens: int) -> int:

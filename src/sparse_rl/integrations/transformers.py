@@ -9,8 +9,8 @@ The schedule is that of the engine: a prompt is compressed to the budget, and th
 `interval` new tokens. With `protect_prompt`, prompts are never evicted and the budget counts new tokens; each row holds its own
 copy of its prompt. With `dtype` 8bit or 4bit, keys and values are stored as the engine stores them; without statistics of the
 model, the first prompts give the scales. With policy full and 8bit or 4bit, nothing is evicted, and the cache grows page by page.
-Sliding-window layers hold their window, and recurrent layers the states that transformers gives them. In a left-padded batch,
-padding is never attended to, so the sinks are the first real tokens.
+Sliding-window layers hold their window in the model's dtype, and recurrent layers the states that transformers gives them. In
+a left-padded batch, padding is never attended to, so the sinks are the first real tokens.
 """
 
 # B rows of the batch, Q query heads, H kv heads, T new tokens, D head dimension
@@ -206,12 +206,6 @@ class BoundedLayer(LinearAttentionLayer):
         real_BT = None  # new tokens that see themselves are no padding
         if mask is not None:
             real_BT = mask[:, 0].diagonal(mask.shape[-1] - new, dim1=-2, dim2=-1)
-        if self.kv.quantised and (form.window is not None or not form.is_plain):
-            remedy = "dtype = 'auto'" if self.policy.evicts else "transformers' DynamicCache"
-            raise UserError(
-                f"BoundedCache with dtype = {self.kv.dtype} does not support sliding windows, soft-capped logits or learned "
-                f"sinks: use {remedy}."
-            )
         if not self.is_initialized:
             out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT, form)
         else:
@@ -258,7 +252,7 @@ class BoundedLayer(LinearAttentionLayer):
                 out_BQTD[row, :, total - count :] = causal_attention(q, k, v, scale=scale, form=form)[0]
                 self.windows.extend(0, row, 0, k, v)
             return out_BQTD
-        quantiser = self._quantiser([k for _, k, _ in prompts]) if self.kv.quantised else None
+        quantiser = self._quantiser([k for _, k, _ in prompts], form) if self.kv.quantised else None
         longest = max(counts)
         capacity = self._protected(longest) + self.kv.capacity if self.policy.evicts else pages_of(longest + 1) * PAGE_TOKENS
         self.cache = SlotCache(shape, rows, capacity, ring, first_layer=self.layer, quantiser=quantiser)
@@ -272,13 +266,13 @@ class BoundedLayer(LinearAttentionLayer):
         self.held = [self._protected(count) + self.schedule.held_after_prefill(count) for count in counts]
         return out_BQTD
 
-    def _quantiser(self, keys: list[Tensor]) -> Quantiser:
+    def _quantiser(self, keys: list[Tensor], form: AttentionForm) -> Quantiser:
         """Return the storage in 8 or 4 bits. Without statistics of the model, the keys of the prompts give the scales."""
         if self.statistics.keys() >= set(KEY_SCALES):
             scales = key_scales(self._of_layer(KEY_SCALES, keys[0].device))
         else:
             scales = KeyScales.of([functools.reduce(Range.union, map(channel_range, keys))])
-        return Quantiser(self.kv.dtype, scales)
+        return Quantiser(self.kv.dtype, scales, whole=not form.is_plain)
 
     def _of_layer(self, names: Iterable[str], device: torch.device) -> Statistics:
         """Return the statistics of this layer alone, with one entry."""

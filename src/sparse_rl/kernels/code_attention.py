@@ -4,7 +4,7 @@ the query, and attend over the stored prompt and the slot.
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
 `attention_part` with a prompt store. A program works as in `slot_attention.py`, but reads codes. The query is multiplied by the
 channel steps once. A logit is then a product with codes times the token's step. The centre of keys is left out, because it adds
-the same number to all logits of a query.
+the same number to all logits of a query. Soft caps and sinks depend on that number, so it is then computed once and added.
 
 The product of a head is the sum of the products of its parts (`codes.py`). The products of a 16-bit model run in float16, in which
 all codes are exact.
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from .codes import WEIGHT_FACTOR, _channel, _encode, _parts, _spread
+from .form import PLAIN, AttentionForm
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredCodes
-from .slot_attention import BLOCK, _rows, combine
+from .slot_attention import BLOCK, _cap, _rows, combine
 
 
 def attend_and_append_codes(
@@ -41,6 +42,7 @@ def attend_and_append_codes(
     scale: float,
     splits: int = 1,
     prompts: StoredCodes | None = None,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """Return the attention output [S, Q, D] of each slot's query over its prompt, its first `lengths` keys and the new key.
 
@@ -68,6 +70,7 @@ def attend_and_append_codes(
     _attend[(slots, kv_heads, splits)](
         *(queries, keys, values, *_in_words(cached), positions_SHC, ring_SQWD, *_in_words(stored), *table, pages_slot),
         *(lengths_S, next_positions_S, centre_HD, step_HD, out, sums, marks, scale),
+        *(1.0 if form.softcap is None else form.softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
         *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), capacity),
         BITS=bits,
         PARTS=16 // bits,
@@ -82,6 +85,9 @@ def attend_and_append_codes(
         WINDOW=window,
         SPLITS=splits,
         STORED=prompts is not None,
+        SHIFTED=not form.is_plain,
+        CAPPED=form.softcap is not None,
+        SINKS=form.sinks_Q is not None,
         PAGE=page,
         BLOCK=block,
         PRECISION=precision(queries),
@@ -143,9 +149,10 @@ def _load(
 
 @jit
 def _attend_block(
-    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, w, scale, top, weight, totals,
+    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, w, scale, shift, softcap, top, weight, totals,
     BITS: tl.constexpr, PARTS: tl.constexpr, GROUP_PAD: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
     STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFTED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of each part of values."""
     keys, step = _load(
@@ -154,7 +161,10 @@ def _attend_block(
     logits = tl.zeros([GROUP_PAD, BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         logits += product(query[part], tl.trans(keys[part]), PRECISION)
-    logits = tl.where(held[None, :], logits * scale[:, None] * step[None, :], float("-inf"))
+    logits = logits * scale[:, None] * step[None, :]
+    if SHIFTED:
+        logits = _cap(logits + shift[:, None], softcap, CAPPED)
+    logits = tl.where(held[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, axis=1))
     shrink = tl.exp(top - new_top)
     probs = tl.exp(logits - new_top[:, None])
@@ -186,11 +196,12 @@ def _attend_block(
 def _attend(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, positions_ptr, ring_ptr,
     prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr, pages_ptr, prompts_ptr, pages_slot,
-    lengths_ptr, next_positions_ptr, centre_ptr, step_ptr, out_ptr, sums_ptr, marks_ptr, scale,
+    lengths_ptr, next_positions_ptr, centre_ptr, step_ptr, out_ptr, sums_ptr, marks_ptr, scale, softcap, sinks_ptr,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, capacity,
     BITS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr,
+    SHIFTED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -207,6 +218,7 @@ def _attend(
     # The query, and the new token as it is stored
     query, key, value = (), (), ()
     largest = tl.zeros([GROUP_PAD], tl.float32) + 1e-30
+    shift = tl.zeros([GROUP_PAD], tl.float32)  # what the centre adds to all logits of a query
     for part in tl.static_range(PARTS):
         c = _channel(w, part, DIM)
         q = tl.load(q_ptr + slot * q_slot + q_head_of[:, None] * q_head + c[None, :], mask=in_query, other=0.0)
@@ -218,7 +230,10 @@ def _attend(
         step = tl.load(step_ptr + head * DIM + c, mask=in_words, other=1.0).to(tl.float32)
         k = tl.load(k_ptr + slot * k_slot + head * k_head + c, mask=in_words, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + slot * v_slot + head * v_head + c, mask=in_words, other=0.0).to(tl.float32)
-        q = q.to(tl.float32) * step[None, :]
+        q = q.to(tl.float32)
+        if SHIFTED:
+            shift += tl.sum(q * centre[None, :], axis=1) * scale
+        q = q * step[None, :]
         largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
         query, key, value = query + (q,), key + (tl.div_rn(k - centre, step),), value + (v,)
     place = row + length
@@ -237,14 +252,21 @@ def _attend(
     scaled, totals = (), ()
     for part in tl.static_range(PARTS):
         mine += tl.sum(query[part] * key[part][None, :], axis=1)
-        totals = totals + (is_first * factor * (tl.zeros([GROUP_PAD, 1], tl.float32) + value[part][None, :]),)
         if FLOAT32:
             scaled = scaled + (query[part],)
         else:
             scaled = scaled + ((query[part] / largest[:, None]).to(tl.float16),)
     query = scaled
-    top = tl.where(split == 0, mine * scale, float("-inf"))
-    weight = is_first * tl.full([GROUP_PAD], 1.0, tl.float32)
+    mine = _cap(mine * scale + shift, softcap, CAPPED)
+    top, own, extra = mine, tl.full([GROUP_PAD], 1.0, tl.float32), tl.zeros([GROUP_PAD], tl.float32)
+    if SINKS:  # a sink adds to the sum of weights, and not to that of values
+        sink = tl.load(sinks_ptr + q_head_of, mask=in_group, other=0.0).to(tl.float32)
+        top = tl.maximum(mine, sink)
+        own, extra = tl.exp(mine - top), tl.exp(sink - top)
+    top = tl.where(split == 0, top, float("-inf"))
+    weight = is_first * (own + extra)
+    for part in tl.static_range(PARTS):
+        totals = totals + (is_first * factor * own[:, None] * value[part][None, :],)
     scales = tl.zeros([GROUP_PAD], tl.float32) + scale
     if not FLOAT32:
         scales *= largest
@@ -264,15 +286,16 @@ def _attend(
             page = tl.load(pages_ptr + slot * pages_slot + start // PAGE).to(tl.int64)
             top, weight, totals = _attend_block(
                 query, prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr,
-                (page * HEADS + head) * PAGE + start % PAGE + n, start + n < prompt, w, scales, top, weight, totals,
-                BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION,
+                (page * HEADS + head) * PAGE + start % PAGE + n, start + n < prompt, w, scales, shift, softcap,
+                top, weight, totals,
+                BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION, SHIFTED, CAPPED,
             )  # fmt: skip
         first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
     for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
         top, weight, totals = _attend_block(
             query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
-            row + start + n, start + n < length, w, scales, top, weight, totals,
-            BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION,
+            row + start + n, start + n < length, w, scales, shift, softcap, top, weight, totals,
+            BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION, SHIFTED, CAPPED,
         )  # fmt: skip
 
     weight *= factor

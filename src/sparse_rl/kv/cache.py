@@ -48,7 +48,7 @@ class SlotCache:
     ):
         self.layers = shape.full_layers
         """Layers of the model that the cache holds."""
-        self.place = {layer: place for place, layer in enumerate(self.layers)}
+        self.place = shape.place
         """Number in the cache of each layer that it holds."""
         self.windows: WindowStore | None = None
         """Cache of the model's sliding-window layers; None until the longest sequence is known, or if there are none."""
@@ -255,8 +255,7 @@ class SlotCache:
     # Reading
 
     def read(self, layer: int, slots: slice, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys, less the centre of quantised ones, and values [S, H, T, D] of the first tokens of these slots, as
-        attention reads them."""
+        """Return keys and values [S, H, T, D] of the first tokens of these slots, as attention reads them."""
         found = self.stored.map(lambda tensor: tensor[layer, slots, :, :tokens])
         return (found.keys, found.values) if self.quantiser is None else self.quantiser.decode(layer, found, self.shape.dtype)
 
@@ -344,7 +343,8 @@ class SlotCache:
         """Yield (layer, slot index) of the rows of each tile, layer by layer. A tile has as many rows as scratch memory
         allows."""
         share = SCRATCH_SHARE * self.dense_token_bytes / max(1, self.token_bytes)  # codes are decoded to the model's dtype
-        rows = max(1, int(max(share * self.kv_bytes, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
+        size = self.kv_bytes - self.fixed_bytes
+        rows = max(1, int(max(share * size, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
         pairs = torch.arange(self.shape.layers * slots, device=self.keys_LSHCD.device)
         for tile in pairs.split(rows):
             yield tile // slots, tile % slots

@@ -93,7 +93,7 @@ class PromptStore:
             stored[layer][packed.pages_M, :, packed.places_M] = new[0].transpose(0, 1)
 
     def read(self, layer: int, pages_1P: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys, less the centre of quantised ones, and values [1, H, T, D] of a prompt, as attention reads them."""
+        """Return keys and values [1, H, T, D] of a prompt, as attention reads them."""
         if self.quantiser is None:  # there are no steps to gather
             keys, values = (gathered_prompts(each[layer], pages_1P, tokens) for each in self.stored[:2])
             return keys, values

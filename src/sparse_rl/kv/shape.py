@@ -51,6 +51,11 @@ class CacheShape:
         return [layer for layer in self.attention_layers if layer not in self.windowed]
 
     @property
+    def place(self) -> dict[int, int]:
+        """Number in a cache of each layer whose attention sees all tokens."""
+        return {layer: place for place, layer in enumerate(self.full_layers)}
+
+    @property
     def full(self) -> "CacheShape":
         """Shape of the layers whose attention sees all tokens alone."""
         return replace(self, layers=len(self.full_layers), window=None, windowed=(), states=(), attention_free=())

@@ -6,14 +6,15 @@ bits. Values have no static scales. A token is stored the same whatever tokens a
 positions do.
 
 The centre adds the same number to all logits of a query, so it drops out of every softmax. Attention therefore reads keys less
-their centre, which are smaller and lose less to rounding. Policies read whole keys: norms and cosines depend on the centre, and
-so does a maximum over query heads.
+their centre, which are smaller and lose less to rounding. Soft caps and learned sinks depend on the logits themselves, so
+attention then reads whole keys. Policies read whole keys, too: norms and cosines depend on the centre, and so does a maximum over
+query heads.
 """
 
 # L layers, H kv heads, T tokens, D head dimension, G groups of channels, x any leading dimensions
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -80,6 +81,8 @@ class Quantiser:
 
     dtype: str
     scales: KeyScales
+    whole: bool = False
+    """True if attention reads keys with their centre, which soft caps and learned sinks need."""
 
     @property
     def schemes(self) -> tuple[Scheme, Scheme]:
@@ -93,7 +96,7 @@ class Quantiser:
         """Return a copy of the scales on the device, or the quantiser itself if they are there."""
         if self.scales.step_LHD.device == device:
             return self
-        return Quantiser(self.dtype, KeyScales(*(each.to(device) for each in self.scales)))
+        return replace(self, scales=KeyScales(*(each.to(device) for each in self.scales)))
 
     def layout(self) -> tuple[torch.dtype, int, int]:
         """Return the dtype of codes, the codes of a token and head, and its steps."""
@@ -127,13 +130,12 @@ class Quantiser:
         return self.schemes[1].restore(codes, self._of_token(steps), None, dtype)
 
     def decode(self, layer: int, stored: Stored, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys, less their centre, and values: the inputs of attention."""
-        keys_xHTD = self.decode_keys(layer, stored.keys, stored.key_steps, dtype, centre=False)
+        """Return keys, less their centre unless they are `whole`, and values: the inputs of attention."""
+        keys_xHTD = self.decode_keys(layer, stored.keys, stored.key_steps, dtype, centre=self.whole)
         return keys_xHTD, self.decode_values(stored.values, stored.value_steps, dtype)
 
     def restored(self, layer: int, keys_xHTD: Tensor, values_xHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys, less their centre, and values as attention reads them from a cache. The gradient is that of the
-        identity."""
+        """Return keys and values as attention reads them from a cache. The gradient is that of the identity."""
         return _Restored.apply(keys_xHTD, values_xHTD, self, layer)
 
     def _of_token(self, steps: Tensor) -> Scales:

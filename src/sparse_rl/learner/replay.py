@@ -2,8 +2,9 @@
 
 # N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, n response tokens, D hidden dimension
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -96,17 +97,16 @@ class PassOutput:
 
 
 def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> PassOutput:
-    prepare(model)
-    device = model.device
+    device, place = model.device, prepare(model).shape.place
     evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
     keeps_all = all(evicted_at_LHT is None for evicted_at_LHT in evictions)
     row = pack_tokens(pack, share_prompts=keeps_all and may_share_prompts(model))
     quantiser = None if view == "dense" else quantiser_of(pack)
     if row.shared:
-        seen = ReplayView([], row.segments, quantiser)
+        seen = ReplayView([], row.segments, quantiser, place)
     else:
         spans = [Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)]
-        seen = ReplayView(spans, quantiser=quantiser)
+        seen = ReplayView(spans, quantiser=quantiser, place=place)
     seen.routing = _routing(model, pack, row)
     tokens_1N, positions_1N, predicting_n = (upload(each, device) for each in row.tensors())
     hidden_nD = hidden_states(model, tokens_1N, positions_1N, seen, predicting_n)
@@ -181,21 +181,28 @@ class ReplayView:
     If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. A rollout
     without evictions may also be packed with others that have some. Its result then equals its dense result up to rounding.
     `segments` replace the spans if rollouts share prompts, of which no key was evicted. One class serves both, because compiled
-    layers are compiled again for another. With a quantiser, keys and values are read as a quantised cache stores them.
+    layers are compiled again for another. With a quantiser, keys and values are read as a quantised cache stores them; `place` has
+    the number in that cache of each layer it holds.
     """
 
     routing: ReplayedRouting | None = None
 
-    def __init__(self, spans: list[Span], segments: Sequence[Segment] = (), quantiser: Quantiser | None = None):
-        self.spans, self.segments, self.quantiser = spans, segments, quantiser
+    def __init__(
+        self,
+        spans: list[Span],
+        segments: Sequence[Segment] = (),
+        quantiser: Quantiser | None = None,
+        place: Mapping[int, int] = MappingProxyType({}),
+    ):
+        self.spans, self.segments, self.quantiser, self.place = spans, segments, quantiser, place
         self.bounds = [0, *(span.stop for span in spans)]
         self.longest = max((span.stop - span.start for span in spans), default=0)
         self._on: dict[torch.device, Pack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
         pack = self._pack(queries_1QND.device)
-        if pack.quantiser is not None:
-            keys_1HND, values_1HND = pack.quantiser.restored(layer, keys_1HND, values_1HND)
+        if pack.quantiser is not None and form.window is None:  # windows are in the model's dtype
+            keys_1HND, values_1HND = pack.quantiser.restored(self.place[layer], keys_1HND, values_1HND)
         packed = (queries_1QND, keys_1HND, values_1HND)
         if pack.prefixes is not None:
             return pack.prefixes.attend(*packed, scale, form)

@@ -71,8 +71,8 @@ class Dimensions:
 
     @property
     def takes_codes(self) -> bool:
-        """True if the model supports a cache in 8 or 4 bits."""
-        return self.plain and not self.windowed
+        """True if `kv.dtype` = 8bit or 4bit makes the cache smaller. Windows stay in the model's dtype."""
+        return self.full.layers > 0
 
     @cached_property
     def full(self) -> "Dimensions":

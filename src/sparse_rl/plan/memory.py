@@ -17,7 +17,6 @@ from ..sizes import (
     page_table_width,
     pages_of,
     pool_pages,
-    refuse_codes,
     slot_bytes,
     store_bytes,
     token_bytes,
@@ -133,7 +132,6 @@ def make_plan(
     """Return the plan of a run. If `rollout.slots` is "auto", use as many slots as fit, or `samples_per_prompt` if none do. If
     `kv.budget` is "auto", plan with half of the longest sequence; `Plan.config` then has that number."""
     config = config.with_known_budget(prompt_tokens)
-    refuse_codes(config.sampler_kv.dtype, dims.model, plain=dims.takes_codes)
     if dims.experts and config.model.lora.base == "4bit":
         raise UserError(f"model.lora.base = 4bit cannot store the experts of {dims.model}: set model.lora.base = auto.")
     wanted = slots if slots is not None else config.rollout.slots

@@ -13,7 +13,7 @@ from ..data.examples import name_of
 from ..errors import UserError
 from ..format import duration, gib
 from ..host_memory import machine_bytes
-from ..sizes import dense_bytes, slot_bytes
+from ..sizes import dense_bytes, slot_bytes, window_bytes
 from ..terminal import titled_table, wide_console
 from ..text import listed, printable
 from .budgets import BudgetRow, guide
@@ -150,8 +150,9 @@ def fit_table(plan: Plan) -> Table:
     headings = ("sampler", "KV of a slot, MiB", "slots that fit", "slots", "peak GiB", "in", "free GiB")
     table = titled_table("What fits", [*headings, "largest budget with these slots"], left=["in"])
     for name, arm in arms(plan):
-        keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, itemsize(arm.config)))
-        keys += dense_bytes(arm.dims, 0, arm.pages, itemsize(arm.config), arm.config.sampler_kv.dtype) // arm.slots
+        kv, size, longest = arm.config.sampler_kv, itemsize(arm.config), arm.prompt_tokens + arm.config.rollout.max_tokens
+        keys = sum(slot_bytes(arm.dims.full, kv, size)) + window_bytes(arm.dims, longest, size)
+        keys += dense_bytes(arm.dims.full, 0, arm.pages, size, kv.dtype) // arm.slots
         most = most_slots(arm.config, arm.dims, arm.memory_bytes, arm.prompt_tokens, 4 * auto_limit(arm.config))
         budget = "" if name == "dense" else str(largest_budget(arm) or "none")
         free = gib(arm.free_bytes) if arm.fits else f"lacks {gib(-arm.free_bytes)}"

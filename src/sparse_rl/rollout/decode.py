@@ -118,7 +118,9 @@ class DecodeView:
         if cache.quantiser is not None:
             codes = None if prompt is None else StoredCodes(prompt, *self._pages())
             scales = (each[layer] for each in cache.quantiser.scales)
-            return attend_and_append_codes(*new, own, *beside, *scales, prompts=codes, scale=scale, splits=self.splits)
+            return attend_and_append_codes(
+                *new, own, *beside, *scales, prompts=codes, scale=scale, form=form, splits=self.splits
+            )
         prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.order_S)
         return attend_and_append(
             *new, own.keys, own.values, *beside, prompts=prompts, scale=scale, form=form, splits=self.splits

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -29,7 +30,6 @@ from ..sizes import (
     dense_pages,
     least_dense_pages,
     pool_pages,
-    refuse_codes,
     window_capacity,
 )
 from ..text import quoted
@@ -99,10 +99,9 @@ class Engine:
         self.graphs: GraphRunner | None = None
         self.use_graphs = graphs_work_on(device)
         self.stats = Stats()
-        shape = self.limits.shape
-        refuse_codes(self.kv.dtype, type(model).__name__, plain=self.limits.plain and not shape.windowed and not shape.states)
-        if self.policy.evicts and not self.limits.shape.full.layers:
-            notice(f"Every layer of the model has a window of {self.limits.shape.window} tokens: kv.budget has no effect.")
+        if self.is_sparse and not self.limits.shape.full_layers:
+            window = self.limits.shape.window
+            notice(f"Every layer of the model has a window of {window} tokens: kv.budget and kv.dtype have no effect.")
         self.cache = self._new_cache()
         self.pool_reserved = False
 
@@ -222,12 +221,12 @@ class Engine:
                 f"The statistics are of {given} layers, but the model has {len(layers)} with attention: use the statistics of "
                 "this model, or gather them again."
             )
-        if self.storage is not None:
-            self._load_scales(key_scales(statistics), self.storage)
         device = self.limits.shape.device
         places = [layers.index(layer) for layer in self.cache.layers]
-        of_layers = {name: statistics[name][places] for name in self.policy.uses_statistics}
-        self.cache.statistics = {name: each.to(device) for name, each in of_layers.items()}
+        of_layers = {name: statistics[name][places] for name in needed}
+        if self.storage is not None:
+            self._load_scales(key_scales(of_layers), self.storage)
+        self.cache.statistics = {name: of_layers[name].to(device) for name in self.policy.uses_statistics}
         self.statistics, self.calibrated_tokens = {name: statistics[name] for name in needed}, ENOUGH_TOKENS
 
     def _load_scales(self, scales: KeyScales, storage: Quantiser) -> None:
@@ -238,11 +237,11 @@ class Engine:
             )
         for mine, new in zip(storage.scales, scales, strict=True):
             mine.copy_(new)  # in place, because captured graphs read it
-        self.quantiser = Quantiser(self.kv.dtype, scales)
+        self.quantiser = replace(storage, scales=scales)
 
     def _storage(self) -> Quantiser | None:
         """Return the storage of a quantised cache, with scales on the device that are not set yet."""
-        shape = self.limits.shape
+        shape = self.limits.shape.full
         if not self.kv.quantised:
             return None
         if shape.head_dim % HEAD_MULTIPLE:
@@ -250,7 +249,8 @@ class Engine:
                 f"The model's head dimension = {shape.head_dim} is no multiple of {HEAD_MULTIPLE}: set kv.dtype = auto, or use "
                 "another model."
             )
-        return Quantiser(self.kv.dtype, KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device))
+        scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
+        return Quantiser(self.kv.dtype, scales, whole=not self.limits.plain)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
