@@ -14,7 +14,7 @@ from ..data.examples import name_of
 from ..errors import UserError
 from ..format import GIB, duration, gib
 from ..host_memory import machine_bytes
-from ..sizes import dense_bytes, slot_bytes
+from ..sizes import dense_bytes, slot_bytes, window_bytes
 from ..terminal import Terminal
 from ..text import listed, printable
 from .budgets import BudgetRow, guide
@@ -39,6 +39,10 @@ from .roofline import (
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
 PLAIN_WIDTH = 140
 """Width of tables in columns if the output is not a terminal."""
+ESTIMATED = (
+    "Activations of recurrent layers and experts are estimated from the widths of their linear layers, with the fast kernels of "
+    "recurrent layers. They were not measured."
+)
 
 
 def parse_size(text: str) -> int:
@@ -147,7 +151,8 @@ def activations(plan: Plan) -> str:
     counts = sorted({0, chosen, layers})
     sizes = [gib(update_parts(plan.config, plan.dims, plan.prompt_tokens, count)["activations"]) for count in counts]
     found = [f"{size} GiB if {recomputing(count, layers)}" for count, size in zip(counts, sizes, strict=True)]
-    return f"Activations of the fullest micro-batch: {listed(found)}. In this run, {recomputing(chosen, layers)}."
+    sentence = f"Activations of the fullest micro-batch: {listed(found)}. In this run, {recomputing(chosen, layers)}."
+    return f"{sentence} {ESTIMATED}" if plan.dims.estimated_width else sentence
 
 
 def arms(plan: Plan) -> list[tuple[str, Plan]]:
@@ -165,9 +170,10 @@ def arms(plan: Plan) -> list[tuple[str, Plan]]:
 
 def fit_table(plan: Plan) -> Table:
     table = Table(title="What fits", title_justify="left")
+    of_slot = "KV and states of a slot, MiB" if plan.dims.states else "KV of a slot, MiB"
     for heading in (
         "sampler",
-        "KV of a slot, MiB",
+        of_slot,
         "slots that fit",
         "slots",
         "peak GiB",
@@ -177,8 +183,9 @@ def fit_table(plan: Plan) -> Table:
     ):
         table.add_column(heading, justify="left" if heading in ("sampler", "in") else "right")
     for name, arm in arms(plan):
-        keys = sum(slot_bytes(arm.dims, arm.config.sampler_kv, itemsize(arm.config)))
-        keys += dense_bytes(arm.dims, 0, arm.pages, itemsize(arm.config), arm.config.sampler_kv.dtype) // arm.slots
+        size, kv, longest = itemsize(arm.config), arm.config.sampler_kv, arm.prompt_tokens + arm.config.rollout.max_tokens
+        keys = sum(slot_bytes(arm.dims.full, kv, size)) + dense_bytes(arm.dims.full, 0, arm.pages, size, kv.dtype) // arm.slots
+        keys += window_bytes(arm.dims, longest, size) + arm.dims.state_bytes(size)
         most = most_slots(arm.config, arm.dims, arm.memory_bytes, arm.prompt_tokens, 4 * auto_limit(arm.config))
         budget = "" if name == "dense" else str(largest_budget(arm) or "none")
         free = gib(arm.free_bytes) if arm.fits else f"lacks {gib(-arm.free_bytes)}"
