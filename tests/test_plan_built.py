@@ -65,6 +65,13 @@ def test_the_counted_model_is_that_of_the_formulas(name):
         assert getattr(counted, field) == getattr(formula, field), field
 
 
+def test_values_that_json_lacks_are_read_from_the_file():
+    """A saved config.json states infinity as {"__float__": "Infinity"}."""
+    saved = RUNS["Nemotron-H"].to_json_string(use_diff=False)
+    assert '"__float__"' in saved
+    assert from_config(json.loads(saved), "saved") == from_config(RUNS["Nemotron-H"].to_dict(), "saved")
+
+
 # Recurrent states
 
 

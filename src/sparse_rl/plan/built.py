@@ -4,15 +4,18 @@ Imports torch and transformers, which takes seconds. Weights, keys, windows and 
 of the model that a run loads.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
@@ -73,12 +76,12 @@ def without_values(config: dict[str, Any], name: str) -> PreTrainedModel:
     if kind not in CONFIG_MAPPING:
         raise UserError(f"{name} is {kind}, which plan does not support: use a model type of transformers.")
     try:
+        with TemporaryDirectory() as folder:  # a file, because transformers reads values such as infinity only from one
+            Path(folder, "config.json").write_text(json.dumps(config))
+            read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):  # experts computed in one batch need no values to know their tokens
             return AutoModelForCausalLM.from_config(
-                CONFIG_MAPPING[kind].from_dict(dict(config)),
-                dtype=torch.bfloat16,
-                experts_implementation="batched_mm",
-                trust_remote_code=False,
+                read, dtype=torch.bfloat16, experts_implementation="batched_mm", trust_remote_code=False
             )
     except Exception as error:  # values of config.json can cause errors anywhere in the model code
         raise UserError(
