@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sparse_rl import KV, Engine, Sampling, UserError, replay
 from sparse_rl.config import LoraConfig
 from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.kv.shape import CacheShape
 from sparse_rl.models.actor import Actor
 from sparse_rl.models.compile import GROUPS, decoder_layers
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.rollout.rollout import Rollout
+from sparse_rl.sizes import token_bytes, window_bytes
 
 PAGE = Path(__file__).parent / "models.md"
 KEPT = KV(policy="rkv", budget=BUDGET, interval=8, window=4, sinks=2, protect_prompt=False)
@@ -44,7 +46,7 @@ R-KV {BUDGET} + {KEPT.interval} and windows of {WINDOW} tokens, and measures wha
 - **dense**: largest difference between the log-probs of `kv.policy = "full"` and those of transformers alone.
 - **gradient**: the gradient of packed rollouts equals that of transformers, one rollout at a time.
 - **one product**: projections that the sampler fuses into one matrix product. **LoRA**: layers that `all-linear` adapts; the merged model samples as the adapted one.
-- **FSDP**: the layers that are sharded one by one. **plan**: `sparse-rl plan` counts the model's weights exactly. Without a plan, `train` uses 64 slots.
+- **FSDP**: the layers that are sharded one by one. **plan**: `sparse-rl plan` counts the model's weights, adapters, keys, windows and recurrent states exactly.
 - **export**: the saved model loads in transformers with the same weights. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts, with the same log-probs.
 """
 
@@ -134,7 +136,7 @@ def row(name: str) -> Row:
         fused(model),
         attempt(lambda: adapters(plain)),
         sharded_layers(model),
-        planned(plain),
+        attempt(lambda: planned(plain, engine.limits.shape)),
         attempt(lambda: exported(plain)),
         attempt(lambda: bounded_cache(model)),
     )
@@ -251,13 +253,22 @@ def sharded_layers(model: PreTrainedModel) -> str:
     return ", ".join(sorted(kinds)) or "no: the decoder's layers were not found"
 
 
-def planned(plain: PreTrainedModel) -> str:
-    try:
-        dims = from_config(plain.config.get_text_config().to_dict(), "the model")
-    except UserError:
-        return "no"
-    counted = sum(weight.numel() for weight in plain.parameters())
-    return YES if dims.params == counted else f"no: {dims.params} of {counted} weights"
+def planned(plain: PreTrainedModel, shape: CacheShape) -> str:
+    """Compare the plan's counts with those of the model and its engine."""
+    dims = from_config(plain.config.get_text_config().to_dict(), "the model")
+    adapted = Actor(copy.deepcopy(plain), LoraConfig(rank=2, merge=False)).learner
+    counts = {
+        "weights": (dims.params, sum(weight.numel() for weight in plain.parameters())),
+        "adapters": (
+            dims.adapter_params("all-linear", 2),
+            sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad),
+        ),
+        "keys": (token_bytes(dims.full, 4), token_bytes(shape.full, 4)),
+        "windows": (window_bytes(dims, TOKENS, 4), window_bytes(shape, TOKENS, 4)),
+        "states": (dims.state_bytes(4), shape.state_bytes),
+    }
+    wrong = [f"{ours} instead of {theirs} {name}" for name, (ours, theirs) in counts.items() if ours != theirs]
+    return f"no: {', '.join(wrong)}" if wrong else YES
 
 
 def exported(plain: PreTrainedModel) -> str:

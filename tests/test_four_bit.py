@@ -180,9 +180,9 @@ def test_bad_input(world, tmp_path, capsys):
         quantize_layers(experts)
     gpt_oss = from_config(GptOssConfig().to_dict(), "gpt-oss")
     config = Config(model={"path": "tiny", "lora": {"rank": 4, "base": "4bit"}})
-    with pytest.raises(UserError, match="cannot store the experts of"):
+    with pytest.raises(UserError, match="cannot store gpt-oss: less than half of its layers' weights are in linear layers"):
         make_plan(config, gpt_oss)
-    assert not any("4bit" in flags for kind in _edits(Config(), 256, has_experts=True, takes_codes=True) for flags, _ in kind)
+    assert not any("4bit" in flags for kind in _edits(Config(), 256, takes_4bit=False, takes_codes=True) for flags, _ in kind)
 
 
 def test_without_bitsandbytes_the_remedy_is_named(monkeypatch):

@@ -587,8 +587,10 @@ def test_an_unknown_model_is_told_what_it_lacks(tmp_path, capsys):
     lacking = {key: value for key, value in known.items() if key != "num_hidden_layers"}
     path = folder_with(tmp_path, **lacking)
     assert refused(capsys, "plan", path) == f"{path} cannot be planned: its config.json lacks num_hidden_layers."
-    folder_with(tmp_path, **(known | {"model_type": "mamba"}))
-    assert f"{path} is mamba, which plan does not support" in refused(capsys, "plan", path)
+    folder_with(tmp_path, model_type="mamba", vocab_size=97, hidden_size=48, num_hidden_layers=2)
+    assert "MambaForCausalLM (mamba)" in refused(capsys, "plan", path)
+    folder_with(tmp_path, **(known | {"model_type": "nothing"}))
+    assert f"{path} is nothing, which plan does not support" in refused(capsys, "plan", path)
     (tmp_path / "config.json").write_text("{")
     assert "config.json is damaged: it is not JSON" in refused(capsys, "plan", path)
     (tmp_path / "config.json").unlink()

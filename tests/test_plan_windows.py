@@ -68,10 +68,10 @@ def test_a_config_without_defaults_is_the_same_model(name):
 
 def test_a_token_uses_few_experts_and_a_batch_most():
     dims = dims_of("gpt-oss")
-    of_layers = dims.layers * dims.expert_params
-    assert dims.active_params == dims.params - dims.embedding_params - 2 * of_layers
-    assert dims.read_params(1) == dims.active_params
-    assert dims.read_params(10**6) == pytest.approx(dims.active_params + 2 * of_layers)
+    idle = dims.weights.routed // 2
+    assert dims.active_params == dims.params - dims.embedding_params - idle
+    assert dims.read_params(1) == pytest.approx(dims.active_params)
+    assert dims.read_params(10**6) == pytest.approx(dims.active_params + idle)
 
 
 def test_a_model_with_other_weights_than_its_text_is_not_planned(monkeypatch):

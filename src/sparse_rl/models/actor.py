@@ -136,7 +136,7 @@ def _on_host(weight: Tensor) -> Tensor:
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
     from peft import LoraConfig, get_peft_model
 
-    targets = _linear_names(model) if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
+    targets = linear_names(model) if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or 2 * lora.rank,
@@ -159,7 +159,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
     return adapted
 
 
-def _linear_names(model: PreTrainedModel) -> str | list[str]:
+def linear_names(model: PreTrainedModel) -> str | list[str]:
     """Return the targets of all-linear. Where a layer has stacked experts or convolutions, name every linear layer, because peft
     would adapt experts and routers, too.
 

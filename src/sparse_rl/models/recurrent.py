@@ -112,7 +112,7 @@ def bind(model: nn.Module) -> None:
         missing = [name for name in MIXERS[kind.__name__] if find_spec(name) is None]
         if missing and next(model.parameters()).is_cuda:
             notice(
-                f"{kind.__name__} runs without fast kernels, which is slower: install "
+                f"{kind.__name__} runs without fast kernels, which is slower and takes more memory than planned: install "
                 f"{' and '.join(DISTRIBUTIONS[name] for name in missing)}."
             )
 

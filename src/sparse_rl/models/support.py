@@ -71,7 +71,8 @@ _scales: WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]] = WeakKe
 def prepare(model: PreTrainedModel) -> AttentionLimits:
     """Switch the model to our attention, and check with one token whether its attention is supported.
 
-    Runs once per model, and again if its attention implementation, dtype or device has changed.
+    Runs once per model, and again if its attention implementation, dtype or device has changed. A model on the meta device needs no
+    values, but then tables of positions are not found.
     """
     known = _prepared.get(model)
     place = (model.dtype, model.device)
@@ -93,7 +94,8 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
         with torch.no_grad(), eval_mode(model), _Lookups() as lookups:
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             run(model, token, token, probe, keep=1)
-            run(model, token, token + 1, _OneToken(), keep=1)
+            if not token.is_meta:
+                run(model, token, token + 1, _OneToken(), keep=1)
         shape = probe.shape(kind, config)
     except Exception as error:
         model.set_attn_implementation(before)
@@ -205,7 +207,7 @@ class _Lookups(TorchFunctionMode):
         """Number of rows of each table, by its address, and the rows read."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is nn.functional.embedding and args[0].numel() == 1:
+        if func is nn.functional.embedding and args[0].numel() == 1 and not args[0].is_meta:
             index, weight = args[:2]
             self.tables.setdefault(weight.data_ptr(), (len(weight), []))[1].append(int(index))
         return func(*args, **(kwargs or {}))

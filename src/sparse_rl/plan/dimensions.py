@@ -22,13 +22,45 @@ HUB_SHAPES = {
     "smollm2-135m": "135M",
 }
 """Models whose shape ships with the package, so that planning them needs no download."""
-PLANNED = tuple(FAMILIES)
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
+class Linear:
+    """Linear layers of one name and shape."""
+
+    name: str
+    inputs: int
+    outputs: int
+    count: int
+    in_all_linear: bool = True
+    """True if `model.lora.targets = all-linear` selects them."""
+
+    @property
+    def params(self) -> int:
+        return self.count * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights of a model."""
+
+    params: int
+    in_layers: int
+    """Weights of all layers."""
+    largest_layer: int
+    largest_weight: int
+    embedding: int
+    routed: int
+    """Weights of all experts among which routers choose."""
+    quantised: int
+    """Weights that `model.lora.base = 4bit` stores in 4 bits: those of the linear layers inside the layers."""
+    linears: tuple[Linear, ...]
+
+
+@dataclass(frozen=True)
 class Dimensions:
-    """Dimensions of a decoder of one of the planned families."""
+    """Dimensions of a decoder."""
 
     layers: int
     hidden: int
@@ -47,6 +79,10 @@ class Dimensions:
     """Tokens that a query of a windowed layer sees, itself included; None if no layer has a window."""
     windowed: tuple[int, ...] = ()
     """Windowed layers, ascending."""
+    attention_free: tuple[int, ...] = ()
+    """Layers without attention, ascending."""
+    states: tuple[tuple[int, int], ...] = ()
+    """Elements of the state of a sequence in each recurrent layer: in the model's dtype, and in float32."""
     experts: int = 0
     """MLPs of a layer of which each token uses `active_experts`; 0 for one MLP."""
     active_experts: int = 1
@@ -55,6 +91,11 @@ class Dimensions:
     family: Family = FAMILIES["llama"]
     model: str = "the model"
     """Class of the model, or its name if config.json does not state the class."""
+    counted: Weights | None = None
+    """Weights of a model without formulas, counted in `built.py`."""
+    estimated_width: int = 0
+    """Input and output widths of the linear layers of the widest layer, added up, with those of the experts that a token uses.
+    Activations are estimated from it. 0 if every layer is attention and one MLP."""
 
     @property
     def q_width(self) -> int:
@@ -65,96 +106,124 @@ class Dimensions:
         return self.kv_heads * self.head_dim
 
     @property
+    def needs_flex(self) -> bool:
+        """True if attention has soft caps or learned sinks, which FlexAttention computes."""
+        return self.softcap or self.family.sinks
+
+    @property
     def plain(self) -> bool:
-        """True if attention has no soft caps and no learned sinks."""
-        return not self.softcap and not self.family.sinks
+        """True if the model has no soft caps, learned sinks or recurrent layers."""
+        return not self.needs_flex and not self.states
 
     @property
     def takes_codes(self) -> bool:
         """True if `kv.dtype` = 8bit or 4bit makes the cache smaller. Windows stay in the model's dtype."""
         return self.full.layers > 0
 
+    @property
+    def takes_4bit_base(self) -> bool:
+        """True if at least half of the weights of the layers are in linear layers, as `model.lora.base = 4bit` requires."""
+        return 2 * self.weights.quantised >= self.weights.in_layers
+
     @cached_property
     def full(self) -> "Dimensions":
-        """Dimensions of the layers without a window alone: those whose cache a policy bounds."""
-        return replace(self, layers=self.layers - len(self.windowed), window=None, windowed=()) if self.windowed else self
+        """Dimensions of the layers alone that attend to all tokens: those whose cache a policy bounds."""
+        others = len(self.windowed) + len(self.attention_free)
+        if not others and not self.states:
+            return self
+        return replace(self, layers=self.layers - others, window=None, windowed=(), attention_free=(), states=())
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the recurrent states of a sequence."""
+        return sum(own * itemsize + 4 * in_float32 for own, in_float32 in self.states)
+
+    def largest_state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the largest recurrent state of a layer and a sequence."""
+        return max((own * itemsize + 4 * in_float32 for own, in_float32 in self.states), default=0)
 
     @cached_property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Return (input width, output width) of each linear layer of a block, by name. Experts are no linear layers."""
-        attention = {
-            "q_proj": (self.hidden, self.q_width),
-            "k_proj": (self.hidden, self.kv_width),
-            "v_proj": (self.hidden, self.kv_width),
-            "o_proj": (self.q_width, self.hidden),
-        }
-        if self.experts:
-            return attention
-        return attention | {
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
-        }
+    def weights(self) -> Weights:
+        return self.counted or weights_by_formula(self)
 
     @property
-    def norm_params(self) -> int:
-        """Return the weights of the norms of a layer."""
-        of_heads = {"": 0, "head": 2 * self.head_dim, "width": self.q_width + self.kv_width}[self.family.qk_norm]
-        return self.family.norms * self.hidden + of_heads
+    def params(self) -> int:
+        return self.weights.params
 
     @property
-    def expert_params(self) -> int:
-        """Return the weights of one expert, with the biases of its gate, up and down projections."""
-        return 3 * self.hidden * self.intermediate + 2 * self.intermediate + self.hidden
-
-    @cached_property
     def layer_params(self) -> int:
-        matrices = sum(inputs * outputs for inputs, outputs in self.linears.values())
-        biases = sum(self.linears[name][1] for name in self.biases)
-        experts = self.experts * (self.expert_params + self.hidden + 1)  # with a row and a bias of the router each
-        return matrices + biases + self.norm_params + experts + (self.q_heads if self.family.sinks else 0)
+        return self.weights.largest_layer
 
     @property
     def embedding_params(self) -> int:
-        return self.vocab * self.hidden
+        return self.weights.embedding
 
     @property
     def largest_weight(self) -> int:
         """Return the number of elements of the largest weight."""
-        return max(self.embedding_params, self.hidden * self.intermediate * max(1, 2 * self.experts))
+        return self.weights.largest_weight
 
     @cached_property
-    def params(self) -> int:
-        tables = 1 if self.tied else 2
-        return self.layers * self.layer_params + tables * self.embedding_params + self.hidden
+    def widest(self) -> int:
+        """Return the largest width of a linear layer's input or output."""
+        return max(max(linear.inputs, linear.outputs) for linear in self.weights.linears)
 
     @property
     def active_params(self) -> int:
         """Return the number of parameters used in matrix products per token: all, except an untied input embedding and the
         experts that the token does not use."""
-        idle = self.layers * (self.experts - self.active_experts) * self.expert_params if self.experts else 0
-        return self.params - (0 if self.tied else self.embedding_params) - idle
+        used = self.weights.routed * self.active_experts // self.experts if self.experts else 0
+        return self.params - (0 if self.tied else self.embedding_params) - self.weights.routed + used
 
     def read_params(self, tokens: int) -> float:
         """Return the number of parameters that a pass over so many tokens reads, if tokens choose experts evenly."""
         if not self.experts:
             return self.active_params
-        used = self.experts * (1 - (1 - self.active_experts / self.experts) ** tokens)
-        return self.active_params + self.layers * (used - self.active_experts) * self.expert_params
+        share = self.active_experts / self.experts
+        return self.active_params + (1 - (1 - share) ** tokens - share) * self.weights.routed
 
-    def adapted(self, targets: str) -> list[str]:
-        """Return the names of the linear layers of a block that `model.lora.targets` selects."""
+    def adapted(self, targets: str) -> list[Linear]:
+        """Return the linear layers that `model.lora.targets` selects."""
         if targets == "all-linear":
-            return list(self.linears)
+            return [linear for linear in self.weights.linears if linear.in_all_linear]
         names = {name.strip() for name in targets.split(",")}
-        return [name for name in self.linears if name in names]
+        return [linear for linear in self.weights.linears if linear.name in names]
 
     def adapted_params(self, targets: str) -> int:
         """Return the number of base weights in the layers that have adapters."""
-        return self.layers * sum(self.linears[name][0] * self.linears[name][1] for name in self.adapted(targets))
+        return sum(linear.params for linear in self.adapted(targets))
 
     def adapter_params(self, targets: str, rank: int) -> int:
-        return self.layers * rank * sum(sum(self.linears[name]) for name in self.adapted(targets))
+        return rank * sum(linear.count * (linear.inputs + linear.outputs) for linear in self.adapted(targets))
+
+
+def weights_by_formula(dims: Dimensions) -> Weights:
+    """Return the weights of a model of one of `FAMILIES`. Experts are no linear layers."""
+    hidden, intermediate, experts = dims.hidden, dims.intermediate, dims.experts
+    widths = {
+        "q_proj": (hidden, dims.q_width),
+        "k_proj": (hidden, dims.kv_width),
+        "v_proj": (hidden, dims.kv_width),
+        "o_proj": (dims.q_width, hidden),
+    }
+    if not experts:
+        widths |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, intermediate)) | {"down_proj": (intermediate, hidden)}
+    linears = tuple(Linear(name, *each, dims.layers) for name, each in widths.items())
+    of_expert = 3 * hidden * intermediate + 2 * intermediate + hidden  # with the biases of its projections
+    of_heads = {"": 0, "head": 2 * dims.head_dim, "width": dims.q_width + dims.kv_width}[dims.family.qk_norm]
+    of_layer = sum(linear.inputs * linear.outputs for linear in linears) + sum(widths[name][1] for name in dims.biases)
+    of_layer += dims.family.norms * hidden + of_heads + (dims.q_heads if dims.family.sinks else 0)
+    of_layer += experts * (of_expert + hidden + 1)  # with a row and a bias of the router each
+    embedding = dims.vocab * hidden
+    return Weights(
+        params=dims.layers * of_layer + (1 if dims.tied else 2) * embedding + hidden,
+        in_layers=dims.layers * of_layer,
+        largest_layer=of_layer,
+        largest_weight=max(embedding, hidden * intermediate * max(1, 2 * experts)),
+        embedding=embedding,
+        routed=dims.layers * experts * of_expert,
+        quantised=sum(linear.params for linear in linears),
+        linears=linears,
+    )
 
 
 def dimensions(path: str) -> Dimensions:
@@ -163,12 +232,13 @@ def dimensions(path: str) -> Dimensions:
 
 
 def from_config(config: dict[str, Any], name: str) -> Dimensions:
+    """Return the dimensions of a model with this config.json: by the formulas of its family, or counted on the model itself, which
+    imports torch."""
     kind = config.get("model_type") or "of no model_type"
-    if kind not in PLANNED:
-        raise UserError(
-            f"{name} is {kind}, which plan does not support: it supports {', '.join(PLANNED)}. Training still works, "
-            "without a plan."
-        )
+    if kind not in FAMILIES:
+        from .built import from_model
+
+        return from_model(config, name)
     family = FAMILIES[kind]
     needed: tuple[str, ...] = (*NEEDED, "num_key_value_heads") if family.grouped else NEEDED
     needed += ("num_local_experts", "num_experts_per_tok") if kind == "gpt_oss" else ()

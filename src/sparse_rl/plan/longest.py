@@ -15,7 +15,7 @@ from ..terminal import titled_table, wide_console
 from .dimensions import Dimensions, dimensions
 from .host import host_plan
 from .memory import CONTEXT_BYTES, Plan, largest, make_plan
-from .output import checked_inputs, parse_size, recomputing
+from .output import ESTIMATED, checked_inputs, parse_size, recomputing
 from .remedies import sentence
 from .roofline import find_gpu
 
@@ -90,7 +90,7 @@ def show_longest(
     sizes = {size.strip(): parse_size(size) for size in gpu_memory.split(",")} if gpu_memory else {gpu.name: gpu.memory_bytes}
     dims, host_bytes = dimensions(config.model.path), parse_size(host_memory) if host_memory else None
     console, rows = wide_console(), []
-    for names, arm in [(named(config), config)] if is_recipe else arms(config, has_experts=bool(dims.experts)):
+    for names, arm in [(named(config), config)] if is_recipe else arms(config, takes_4bit=dims.takes_4bit_base):
         for size, total in sizes.items():
             room = total - CONTEXT_BYTES
             found = longest_response(arm, dims, memory_bytes=room, prompt_tokens=prompt_tokens, host_bytes=host_bytes)
@@ -116,12 +116,12 @@ def named(config: Config) -> tuple[str, str, str]:
     return trained, config.optimizer.state, sampler
 
 
-def arms(config: Config, *, has_experts: bool) -> list[tuple[tuple[str, str, str], Config]]:
+def arms(config: Config, *, takes_4bit: bool) -> list[tuple[tuple[str, str, str], Config]]:
     """Return the rows of a model's table: all weights with each optimizer state, and LoRA on 16 and 4 bits, with a
     sparse and a dense sampler."""
     rank = config.model.lora.rank or RANK
     trained: list[tuple[int, str, str]] = [(0, state, "auto") for state in ("fp32", "8bit", "offload")]
-    trained += [(rank, config.optimizer.state, base) for base in (("auto",) if has_experts else ("auto", "4bit"))]
+    trained += [(rank, config.optimizer.state, base) for base in (("auto", "4bit") if takes_4bit else ("auto",))]
     sparse = "sparse_rl" if config.method == "dense" else config.method
     made = []
     for lora_rank, state, base in trained:
@@ -157,6 +157,8 @@ def notes(config: Config, dims: Dimensions, prompt_tokens: int) -> list[str]:
         f"step in at least {rollout.samples_per_prompt if rollout.slots == 'auto' else rollout.slots} slots, micro-batches of "
         "one rollout if more do not fit."
     ]
+    if dims.estimated_width:
+        found.append(ESTIMATED)
     if dims.context:
         found.append(f"The model's config states a context of {dims.context:,} tokens, prompt included: train refuses more.")
     return found
@@ -173,6 +175,7 @@ def sentences(found: Longest, size: str) -> list[str]:
     rollout, optimizer = plan.config.rollout, plan.config.optimizer
     alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""
     host = host_plan(plan, machine_bytes())
+    estimated = [ESTIMATED] if plan.dims.estimated_width else []
     lines = [
         f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
         f"{rollout.rollouts_per_step:,} rollouts per step. Computed by the plan, not measured.",
@@ -182,7 +185,7 @@ def sentences(found: Longest, size: str) -> list[str]:
         f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}",
         host.line,
     ]
-    return lines + ([f"warning: {host.warning}"] if host.warning and found.bound != "host memory" else [])
+    return lines + estimated + ([f"warning: {host.warning}"] if host.warning and found.bound != "host memory" else [])
 
 
 def row_record(trained: str, state: str, sampler: str, size: str, found: Longest) -> dict[str, Any]:

@@ -132,8 +132,11 @@ def make_plan(
     """Return the plan of a run. If `rollout.slots` is "auto", use as many slots as fit, or `samples_per_prompt` if none do. If
     `kv.budget` is "auto", plan with half of the longest sequence; `Plan.config` then has that number."""
     config = config.with_known_budget(prompt_tokens)
-    if dims.experts and config.model.lora.base == "4bit":
-        raise UserError(f"model.lora.base = 4bit cannot store the experts of {dims.model}: set model.lora.base = auto.")
+    if config.model.lora.base == "4bit" and not dims.takes_4bit_base:
+        raise UserError(
+            f"model.lora.base = 4bit cannot store {dims.model}: less than half of its layers' weights are in linear layers. Set "
+            "model.lora.base = auto."
+        )
     wanted = slots if slots is not None else config.rollout.slots
     if wanted == "auto":
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
@@ -219,7 +222,8 @@ def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
         tables = 4 * slots * page_table_width(prompt_tokens + rollout.max_tokens)
     cache = slots * keys + dense_bytes(dims.full, 0, pages, size, kv.dtype)
     parts = {"KV cache": cache, "prompt store": stored, "positions, queries": slots * beside + tables}
-    return parts | ({"sliding windows": windows} if windows else {})
+    parts |= {"sliding windows": windows} if windows else {}
+    return parts | ({"recurrent states": slots * dims.state_bytes(size)} if dims.states else {})
 
 
 # The phases of a step
@@ -239,6 +243,7 @@ def step_phases(
     if config.sampler_kv.policy == "full":  # at most a page of each slot moves at once, keys and then values
         scratch = min(scratch, dense_bytes(dims.full, 0, slots, itemsize(config), config.sampler_kv.dtype) // 2)
     step = {"decode step": step_bytes(dims, slots, itemsize(config))}
+    step |= {"copy of states": always["recurrent states"]} if dims.states else {}  # while a graph is captured
     prompts = -(-config.rollout.prompts_per_step // config.ranks.count)
     prefill = prefill_parts(config, dims, config.sampler_kv, slots, prompts, prompt_tokens)
     pack = largest_pack(prompt_tokens, config, plain=dims.plain)
@@ -251,7 +256,7 @@ def step_phases(
     largest_weight = dims.largest_weight
     lora = config.model.lora
     if lora.rank:
-        largest_weight = lora.rank * max(dims.hidden, dims.intermediate)
+        largest_weight = lora.rank * dims.widest
     optimizer = {
         "gradients": 4 * dims.params // config.ranks.count if sharded(config) else gradient_bytes(config, dims),
         "optimizer step": STEP_8BIT_BYTES * largest_weight if config.optimizer.state == "8bit" else 0,
@@ -292,7 +297,8 @@ def evaluation_phase(config: Config, dims: Dimensions, always: dict[str, int], c
     size = itemsize(config)
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
     longest = prompt_tokens + config.rollout.max_tokens
-    cache = count * (sum(slot_bytes(dims.full, kv, size)) + window_bytes(dims, longest, size))
+    states = 2 * dims.state_bytes(size)  # and a copy while a graph is captured
+    cache = count * (sum(slot_bytes(dims.full, kv, size)) + window_bytes(dims, longest, size) + states)
     if kv.stores_prompts:
         cache += sum(store_bytes(dims.full, [prompt_tokens] * config.eval.problems, count, 1, size, kv.dtype))
     if kv.policy == "full":

@@ -36,6 +36,10 @@ from .roofline import (
 )
 
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
+ESTIMATED = (
+    "Activations of recurrent layers and experts are estimated from the widths of their linear layers, with the fast kernels of "
+    "recurrent layers. They were not measured."
+)
 
 
 def parse_size(text: str) -> int:
@@ -135,7 +139,8 @@ def activations(plan: Plan) -> str:
     counts = sorted({0, chosen, layers})
     sizes = [gib(update_parts(plan.config, plan.dims, plan.prompt_tokens, count)["activations"]) for count in counts]
     found = [f"{size} GiB if {recomputing(count, layers)}" for count, size in zip(counts, sizes, strict=True)]
-    return f"Activations of the fullest micro-batch: {listed(found)}. In this run, {recomputing(chosen, layers)}."
+    sentence = f"Activations of the fullest micro-batch: {listed(found)}. In this run, {recomputing(chosen, layers)}."
+    return f"{sentence} {ESTIMATED}" if plan.dims.estimated_width else sentence
 
 
 def arms(plan: Plan) -> list[tuple[str, Plan]]:
@@ -147,11 +152,12 @@ def arms(plan: Plan) -> list[tuple[str, Plan]]:
 
 
 def fit_table(plan: Plan) -> Table:
-    headings = ("sampler", "KV of a slot, MiB", "slots that fit", "slots", "peak GiB", "in", "free GiB")
+    of_slot = "KV and states of a slot, MiB" if plan.dims.states else "KV of a slot, MiB"
+    headings = ("sampler", of_slot, "slots that fit", "slots", "peak GiB", "in", "free GiB")
     table = titled_table("What fits", [*headings, "largest budget with these slots"], left=["in"])
     for name, arm in arms(plan):
         kv, size, longest = arm.config.sampler_kv, itemsize(arm.config), arm.prompt_tokens + arm.config.rollout.max_tokens
-        keys = sum(slot_bytes(arm.dims.full, kv, size)) + window_bytes(arm.dims, longest, size)
+        keys = sum(slot_bytes(arm.dims.full, kv, size)) + window_bytes(arm.dims, longest, size) + arm.dims.state_bytes(size)
         keys += dense_bytes(arm.dims.full, 0, arm.pages, size, kv.dtype) // arm.slots
         most = most_slots(arm.config, arm.dims, arm.memory_bytes, arm.prompt_tokens, 4 * auto_limit(arm.config))
         budget = "" if name == "dense" else str(largest_budget(arm) or "none")

@@ -1,7 +1,8 @@
 """Compute the GPU memory of weights, optimizer state and passes of a training run, by part.
 
 The sizes of weights and optimizer state are exact. Activation sizes are derived from the tensors that autograd saves in a
-compiled layer. `sizes.py` holds the constants that the plan shares with the engine and the learner.
+compiled layer of attention and one MLP. Those of other layers are estimated from the widths of their linear layers. `sizes.py`
+holds the constants that the plan shares with the engine and the learner.
 """
 
 # N tokens of a micro-batch, n response tokens among them, D hidden size, F intermediate size, V vocabulary size
@@ -41,6 +42,13 @@ STEP_8BIT_BYTES = 12
 """Bytes per element of the largest weight during its 8-bit update: both moments and the step in float32."""
 EXPERT_INDEX_BYTES = 40
 """Bytes of the indices and routing weights that a token and one of its experts save."""
+SAVED_COPIES = 1.5
+"""Number of copies that a layer saves of the inputs and outputs of its linear layers (estimated): linear layers save their input,
+and activations, convolutions and recurrent kernels save theirs. With adapters it is one, because frozen layers save no input."""
+STATE_COPIES = 3
+"""Number of temporary copies of a layer's recurrent state in a decode step (estimated): its product, its update and their sum."""
+CHUNK_TOKENS = 64
+"""Tokens per chunk of the parallel form of a recurrent layer, which holds a state per chunk. Some kernels have larger chunks."""
 BATCH_TENSORS = 12
 """Number of float32 [rollouts, tokens] tensors that an update reads."""
 
@@ -80,7 +88,7 @@ def resident(config: Config, dims: Dimensions) -> dict[str, int]:
 
 def weight_bytes(config: Config, dims: Dimensions) -> int:
     """Return the bytes of the model's weights. A base in 4 bits stores the linear layers of the blocks in fewer bytes."""
-    size, linear = itemsize(config), dims.adapted_params("all-linear")
+    size, linear = itemsize(config), dims.weights.quantised
     if config.model.lora.base == "4bit":
         return int(FOUR_BIT_BYTES * linear) + size * (dims.params - linear)
     return size * dims.params
@@ -90,7 +98,7 @@ def expanded_bytes(config: Config, dims: Dimensions) -> int:
     """Return the bytes of the largest linear layer of a base in 4 bits: a pass expands one at a time; else 0."""
     if config.model.lora.base != "4bit":
         return 0
-    return itemsize(config) * max(inputs * outputs for inputs, outputs in dims.linears.values())
+    return itemsize(config) * max(linear.inputs * linear.outputs for linear in dims.weights.linears)
 
 
 def gradient_bytes(config: Config, dims: Dimensions) -> int:
@@ -108,7 +116,7 @@ def sharded(config: Config) -> bool:
 
 
 def outside_layers(dims: Dimensions) -> int:
-    return dims.params - dims.layers * dims.layer_params
+    return dims.params - dims.weights.in_layers
 
 
 def gathered_bytes(config: Config, dims: Dimensions) -> int:
@@ -124,30 +132,39 @@ def fuses(dims: Dimensions) -> bool:
 
 
 def kept_per_token(config: Config, dims: Dimensions) -> int:
-    """Return the bytes per token that autograd saves in one layer for backward."""
+    """Return the bytes per token that autograd saves in one layer for backward. If layers differ, it is the widest."""
     size, lora = itemsize(config), config.model.lora
-    adapted = dims.adapted(lora.targets) if lora.rank else []
+    linears = dims.adapted(lora.targets) if lora.rank else []
+    adapted = {linear.name for linear in linears}
     widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
     fused = fuses(dims)
     # norms save their input; uncompiled, in float32, plus the normalised values if the norm's weight is trained
     of_input, of_weight = dims.family.norm_copies
     norm = size if fused else of_input + (0 if adapted else of_weight or size)
     kept = dims.family.norms * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.family.qk_norm else 0)
+    kept += 4 * lora.rank * sum(linear.count for linear in linears) // dims.layers
+    inputs_of_all = sum(linear.count * linear.inputs for linear in linears) // dims.layers
+    if dims.estimated_width:
+        kept += int((1 if adapted else SAVED_COPIES) * size * dims.estimated_width) + widen * inputs_of_all
+        return kept + 4 * dims.q_heads + (dims.active_experts * EXPERT_INDEX_BYTES if dims.experts else 0)
     if fused and dims.family.norms == 4:  # the residual after attention is recomputed from what these norms save
         kept -= dims.hidden * size
     # linear layers save their input: the output of the norm, or a float32 copy of it for adapters
-    if adapted:
+    if adapted and dims.counted:  # which of its linear layers share an input is not known
+        kept += widen * inputs_of_all
+    elif adapted:
         copies = sum(name in adapted for name in ("q_proj", "k_proj", "v_proj")), 2
         if fused:  # projections that share an input share its copy
             copies = min(copies[0], 1), 1
         if dims.experts:
             copies = copies[0], 0
         kept += widen * (sum(copies) * dims.hidden + (0 if dims.experts else dims.intermediate))
+        kept += widen * dims.q_width if "o_proj" in adapted else 0
     else:
         kept += (1 if dims.family.parallel else 2) * dims.hidden * size
     # attention saves queries, keys, values, output and one sum per head; float32 attention also repeats keys, copies outputs
     kept += (2 * dims.q_width + 2 * dims.kv_width) * size if size < 4 else 5 * dims.q_width * size
-    kept += 4 * dims.q_heads + (widen * dims.q_width if "o_proj" in adapted else 0)
+    kept += 4 * dims.q_heads
     # the MLP saves gate, up, and their product if the down projection is trained; uncompiled, also the gate's activation
     trained = 0 if adapted else 1
     if dims.experts:  # uncompiled, clamps and the sigmoid are saved, too; each expert has its own input and output
@@ -155,14 +172,17 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
         kept += dims.active_experts * (of_expert + EXPERT_INDEX_BYTES)
     else:
         kept += (2 + trained + (0 if fused else 1)) * dims.intermediate * size
-    kept += trained * dims.q_width * size if dims.family.sinks else 0  # the output before the sink's share
-    return kept + 4 * lora.rank * len(adapted)
+    return kept + (trained * dims.q_width * size if dims.family.sinks else 0)  # the output before the sink's share
 
 
 def transient_per_token(config: Config, dims: Dimensions, *, backward: bool) -> int:
     """Return the bytes per token of temporary tensors in the layer that is being computed."""
-    size = itemsize(config)
-    wide = LORA_MLP_BYTES * dims.intermediate if config.model.lora.rank and size < 4 and not dims.experts else 0
+    size, lora = itemsize(config), config.model.lora.rank > 0
+    if dims.estimated_width:  # inputs and outputs, or their gradients, and a state per chunk with its gradient
+        wide = LORA_MLP_BYTES * dims.widest if lora and size < 4 else 0
+        states = (2 if backward else 1) * dims.largest_state_bytes(size) // CHUNK_TOKENS
+        return (dims.estimated_width + 4 * dims.hidden) * size + states + wide
+    wide = LORA_MLP_BYTES * dims.intermediate if lora and size < 4 and not dims.experts else 0
     of_mlp = (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate + (2 * dims.hidden if dims.experts else 0)
     return dims.active_experts * of_mlp * size + 4 * dims.hidden * size + wide
 
@@ -198,7 +218,7 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     layer = kept_per_token(config, dims) * tokens
     if shares_prompts(config, plain=dims.plain):  # each response has a copy of its prompt's keys and values
         layer += (KEYS_PER_TOKEN - 1) * 2 * dims.kv_width * size * tokens
-    if shadow or not dims.plain:  # FlexAttention pads the sequence to a power of two
+    if shadow or dims.needs_flex:  # FlexAttention pads the sequence to a power of two
         layer += (padded_length(tokens) - tokens) * 2 * (dims.q_width + dims.kv_width) * size
     ends = 2 * dims.hidden * size * tokens
     inputs = checkpointed * dims.hidden * size * tokens + ends
@@ -209,7 +229,7 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     if shadow:
         evictions = 5 * dims.layers * dims.kv_heads * tokens * 4
         evictions += block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed))
-    elif not dims.plain:
+    elif dims.needs_flex:
         evictions = block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed), shared=2)
     in_head = kept, head_bytes(config, dims, n, backward=True)
     head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
@@ -252,8 +272,9 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
         layers, tokens = min(1, dims.full.layers), prompt_tokens + config.rollout.max_tokens
         packed = min(PREFILL_TOKENS, max(packed, tokens))
     logits = slots * logit_bytes(config) + min(slots, FIRST_TOKENS) * FIRST_TOKEN_BYTES
+    states = 2 * slots * dims.largest_state_bytes(itemsize(config))  # of the prompts, and the copies for their samples
     return {
-        "prefill scratch": packed * transient_per_token(config, dims, backward=False),
+        "prefill scratch": packed * transient_per_token(config, dims, backward=False) + states,
         "expanded layer": expanded_bytes(config, dims),
         "long prompt": tokens * layers * token_bytes(dims, itemsize(config)) // dims.layers,
         "decode step": logits * dims.vocab,
@@ -261,5 +282,7 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
 
 
 def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
-    """Return the bytes of one decode step: the logits and the activations of the widest layer."""
-    return slots * (dims.vocab * STEP_LOGIT_BYTES + (3 * dims.active_experts * dims.intermediate + 6 * dims.hidden) * size)
+    """Return the bytes of one decode step: the logits, and the activations and states of the widest layer."""
+    of_linears = dims.estimated_width or 3 * dims.active_experts * dims.intermediate
+    of_layer = (of_linears + 6 * dims.hidden) * size + STATE_COPIES * dims.largest_state_bytes(size)
+    return slots * (dims.vocab * STEP_LOGIT_BYTES + of_layer)

@@ -55,7 +55,7 @@ def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | N
     assert limit is not None
     if ran_out:
         limit = min(limit, int(SAFETY_SHARE * plan.needed_bytes))
-    kinds = _edits(plan.config, plan.prompt_tokens, has_experts=bool(plan.dims.experts), takes_codes=plan.dims.takes_codes)
+    kinds = _edits(plan.config, plan.prompt_tokens, takes_4bit=plan.dims.takes_4bit_base, takes_codes=plan.dims.takes_codes)
     for more in ([], _shorter(plan.config)):
         found = []
         for strengths in product(*(range(len(kind) + 1) for kind in [*kinds, *more])):
@@ -128,7 +128,7 @@ def _fitted(plan: Plan, edits: list[Edit], limit: int, *, ran_out: bool) -> tupl
     return (" ".join(flags), made) if made.fits and flags else None
 
 
-def _edits(config: Config, prompt_tokens: int, *, has_experts: bool, takes_codes: bool) -> list[list[Edit]]:
+def _edits(config: Config, prompt_tokens: int, *, takes_4bit: bool, takes_codes: bool) -> list[list[Edit]]:
     """Return the possible edits by kind. Each kind lists its edits mildest first. Adapters are the last kind. Experts cannot be
     stored in 4 bits."""
     optimizer, lora, kv = config.optimizer, config.model.lora, config.sampler_kv
@@ -148,7 +148,7 @@ def _edits(config: Config, prompt_tokens: int, *, has_experts: bool, takes_codes
     lighter: list[Edit] = []
     if lora.merges_copy:
         lighter.append(("--model.lora.merge false", {"model": {"lora": {"merge": False}}}))
-    if lora.rank and lora.base == "auto" and not has_experts:
+    if lora.rank and lora.base == "auto" and takes_4bit:
         lighter.append(("--model.lora.base 4bit", {"model": {"lora": {"base": "4bit"}}}))
     if lighter:
         found.append(lighter)
@@ -160,7 +160,7 @@ def _edits(config: Config, prompt_tokens: int, *, has_experts: bool, takes_codes
         merged = ("--model.lora.rank 16", {"model": {"lora": {"rank": 16}}})
         apart = ("--model.lora.rank 16 --model.lora.merge false", {"model": {"lora": {"rank": 16, "merge": False}}})
         quantized = ("--model.lora.rank 16 --model.lora.base 4bit", {"model": {"lora": {"rank": 16, "base": "4bit"}}})
-        found.append([merged, apart] if has_experts else [merged, apart, quantized])
+        found.append([merged, apart, quantized] if takes_4bit else [merged, apart])
     return found
 
 

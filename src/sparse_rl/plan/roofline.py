@@ -107,13 +107,15 @@ def decode_s(
     """Return the seconds of a decode step with `held` cached tokens per slot, stored as `kv.dtype` says, and `in_window`
     tokens in each sliding window.
 
-    The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache.
+    The time is the larger of the matrix products of all slots and one read of the weights, plus one read of the cache. Recurrent
+    states are read and written.
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.read_params(slots) * size / bandwidth)
     of_slot = token_bytes(dims.full, size, dtype) * held
     if dims.windowed:
         of_slot += token_bytes(dims, size) * in_window * len(dims.windowed) / dims.layers
+    of_slot += 2 * dims.state_bytes(size)
     return weights + slots * of_slot / bandwidth
 
 

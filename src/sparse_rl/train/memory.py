@@ -98,7 +98,7 @@ def dense_bytes_of(plan: Plan | None, engine: Engine) -> int | None:
     pages for all sequences."""
     if plan is None or not plan.pages:
         return None
-    return _with_windows(plan, engine, plan.pages, plan.prompt_tokens + plan.config.rollout.max_tokens)
+    return _kv_bytes(plan, engine, plan.pages, plan.prompt_tokens + plan.config.rollout.max_tokens)
 
 
 def evaluation_bytes(plan: Plan | None, engine: Engine, prompt_tokens: int, max_tokens: int) -> int | None:
@@ -106,14 +106,14 @@ def evaluation_bytes(plan: Plan | None, engine: Engine, prompt_tokens: int, max_
     if plan is None:
         return None
     pages = live_dense_pages(prompt_tokens, max_tokens, engine.slots, 1)
-    return _with_windows(plan, engine, pages, prompt_tokens + max_tokens)
+    return _kv_bytes(plan, engine, pages, prompt_tokens + max_tokens)
 
 
-def _with_windows(plan: Plan, engine: Engine, pages: int, longest: int) -> int:
-    """Return the bytes of keys and values in the slots, pages and sliding windows of a dense engine."""
+def _kv_bytes(plan: Plan, engine: Engine, pages: int, longest: int) -> int:
+    """Return the bytes of keys and values in the slots, pages and sliding windows of a dense engine, and of recurrent states."""
     size = engine.limits.shape.dtype.itemsize
-    windows = engine.slots * window_bytes(plan.dims, longest, size)
-    return dense_bytes(plan.dims.full, engine.slots, pages, size, engine.kv.dtype) + windows
+    fixed = engine.slots * (window_bytes(plan.dims, longest, size) + plan.dims.state_bytes(size))
+    return dense_bytes(plan.dims.full, engine.slots, pages, size, engine.kv.dtype) + fixed
 
 
 def peak_metrics(plan: Plan | None, device: Device) -> dict[str, float]:
