@@ -79,9 +79,9 @@ def test_hostile_answers_do_not_hang_crash_or_count_as_right():
     random.Random(0).shuffle(answers)
     assert len(answers) >= 200
     started = time.monotonic()
-    with RewardPool("math_answer", workers=2, timeout_s=2.5) as pool:  # others take 0.4 s at most
+    with RewardPool("math_answer", workers=2, timeout_s=4) as pool:  # others take a second at most
         graded = pool.grade(["?"] * len(answers), [text for text, _ in answers], {"answer": [gold for _, gold in answers]})
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300
     assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, len(ENDLESS), 0), graded.first_error
     for answer, value in zip(answers, graded.values, strict=True):
         assert value == (None if answer in ENDLESS else 0.0), (answer[0][:200], answer[1], value)
