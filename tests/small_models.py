@@ -1,6 +1,7 @@
 """Random models of a few thousand weights, of any family."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,3 +34,10 @@ def random_weights(config: PreTrainedConfig, dtype: torch.dtype = torch.float32,
             else:
                 parameter.mul_(4 if parameter.dim() > 1 else 1)
     return model.to(dtype)
+
+
+def covering(left: Iterable[Any], right: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return pairs that contain every value of both, for tests of two properties that do not meet in the code."""
+    one, other = list(left), list(right)
+    longest = max(len(one), len(other))
+    return [(one[number % len(one)], other[number % len(other)]) for number in range(longest)]

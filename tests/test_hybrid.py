@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from triton import knobs
 
-from small_models import SIZE, random_weights
+from small_models import SIZE, covering, random_weights
 from small_runs import metrics, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_tokenizer, replay
 from sparse_rl.kv.policies import POLICIES
@@ -172,8 +172,7 @@ def test_a_dense_cache_gives_the_logits_of_generate(models, name):
         assert_rounds_alike(model, rollouts, found)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
+@pytest.mark.parametrize(("name", "kv"), covering(KINDS, CACHES))
 def test_rollouts_do_not_depend_on_slots_or_pieces(models, name, kv):
     """Slots that later prompts use again, samples that wait for a slot, and prompts in pieces, the last of a single token."""
     model, sampling = models[name], Sampling(max_tokens=16, stop=())
@@ -187,8 +186,7 @@ def test_rollouts_do_not_depend_on_slots_or_pieces(models, name, kv):
         assert farthest([each.logprobs for each in found], [each.logprobs for each in expected]) < 2 * ROUNDING
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
+@pytest.mark.parametrize(("name", "kv"), covering(KINDS, CACHES))
 def test_a_group_shares_the_prefill_of_its_prompt(models, name, kv):
     model, sampling, seeds = models[name], Sampling(max_tokens=20, stop=()), [11, 12]
     engine = Engine(model, kv, slots=2)

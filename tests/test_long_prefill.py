@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conftest import ARCHITECTURES
+from small_models import covering
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.config import Config
 from sparse_rl.kernels import form
@@ -16,7 +17,7 @@ from sparse_rl.sizes import PREFILL_TOKENS, token_bytes
 
 SAMPLING = Sampling(max_tokens=20, stop=())
 SMALL = {"budget": 24, "interval": 6, "window": 4, "sinks": 2}
-CACHES = [(policy, protect) for policy in POLICIES for protect in (False, True) if policy != "full" or not protect]
+CACHES = [("full", False), ("rkv", False), *covering([policy for policy in POLICIES if policy != "full"], (True, False))]
 
 
 def prompt_of(tokens, seed=0):

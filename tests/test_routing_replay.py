@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from small_models import SIZE, random_weights
+from small_models import SIZE, covering, random_weights
 from small_runs import arguments, metrics, refused, train
 from sparse_rl import KV, Config, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.learner.optimizer import checkpointed
@@ -154,8 +154,7 @@ def test_a_graph_writes_the_choices_of_each_slot_to_its_step():
 # Replay
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "cache"), covering(FAMILIES, CACHES))
 def test_with_the_sampler_s_experts_replay_reproduces_the_sampler(models, family, cache):
     rollouts = sampled(models[family], CACHES[cache])
     assert max_gap(models[family], rollouts, "sparse") < ROUNDING

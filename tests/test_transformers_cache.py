@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conftest import ARCHITECTURES
+from small_models import covering
 from small_runs import train
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.integrations.transformers import BoundedCache
@@ -29,8 +31,9 @@ def our_attention(models):
         model.set_attn_implementation("sparse_rl")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("full", "random")])
+@pytest.mark.parametrize(
+    ("architecture", "policy"), covering(ARCHITECTURES, [name for name in POLICIES if name not in ("full", "random")])
+)
 def test_generate_with_a_bounded_cache_is_the_engine(models, architecture, policy):
     """Left-padded, three lengths in a batch: the tokens are those the engine samples greedily."""
     model = models[architecture]
@@ -64,8 +67,7 @@ def test_protected_prompts_are_those_of_the_engine(model, policy):
     assert cache.layers[0].held == [len(prompt) + 24 + 3 for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("dtype", ["8bit", "4bit"])
+@pytest.mark.parametrize(("architecture", "dtype"), covering(ARCHITECTURES, ["8bit", "4bit"]))
 def test_a_dense_cache_of_codes_is_the_engine(models, architecture, dtype):
     """Nothing is evicted. The responses outgrow the first allocation, and every sample has its own row."""
     model = models[architecture]
