@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3_5Config, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import HunYuanMoEV1Config, Qwen3_5Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from small_runs import refused
 from sparse_rl import Engine
@@ -139,7 +139,13 @@ def test_suggestions_are_those_that_a_family_supports(hybrid, experts):
     config = Config(model={"dtype": "bfloat16"}, kv={"policy": "rkv"}, rollout={"slots": 64})
     found = {dims: sentence(make_plan(config, dims, memory_bytes=6 * GIB, slots=64)) for dims in (hybrid, experts)}
     assert all("the plan fits with --" in each for each in found.values()), found
-    assert "--kv.dtype" not in found[hybrid] and "4bit" not in found[experts]
+    assert "--kv.dtype 8bit" in found[experts] and "4bit" not in found[experts]
+
+
+def test_experts_per_token_may_be_stated_for_each_layer():
+    """The config.json of Hunyuan-A13B lists them."""
+    config = HunYuanMoEV1Config(**SIZE, **HEADS, intermediate_size=512, num_experts=8, moe_topk=[2, 4] * 4)
+    assert (found := from_config(config.to_dict(), "listed")).active_experts == 4 and found.experts == 8
 
 
 def test_tokens_read_the_experts_that_they_choose(experts):

@@ -41,7 +41,8 @@ def from_model(config: dict[str, Any], name: str) -> Dimensions:
     shape, text = limits.shape, model.config.get_text_config()
     routed = [weight for layer in layers for weight in routed_weights(layer)]
     experts = len(routed[0]) if routed else 0
-    active = min(getattr(text, "num_experts_per_tok", None) or experts, experts)
+    chosen = getattr(text, "num_experts_per_tok", None) or experts  # some families list them, by layer
+    active = min(chosen if isinstance(chosen, int) else max(chosen), experts)
     states = {state.layer: [0, 0] for state in shape.states}
     for state in shape.states:
         states[state.layer][state.dtype != shape.dtype] += state.nbytes // state.dtype.itemsize
