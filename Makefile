@@ -19,7 +19,7 @@ quickstart: install  ## train the embedded model, dense and then sparse, and com
 	$(BIN)/sparse-rl train quickstart --overwrite
 
 test: install browser lint docs $(VENV)/.real-weights  ## every test that this machine can run
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests of the report open it in a browser: the system's, else Debian's (as root), else the one that Playwright downloads.
 browser: install

