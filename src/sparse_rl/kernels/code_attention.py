@@ -61,7 +61,7 @@ def attend_and_append_codes(
     if splits > 1:
         sums = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
         marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
-    block, warps, stages = _launch_shape(bits, dim, alone=splits == 1 and prompts is None)
+    block, warps, stages = _launch_shape(bits, dim)
     stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, block
     if prompts is not None:
         stored, table = prompts.stored, (prompts.pages_SP, prompts.lengths_S)
@@ -100,16 +100,15 @@ def attend_and_append_codes(
     return out
 
 
-def _launch_shape(bits: int, dim: int, alone: bool) -> tuple[int, int, int]:
-    """Return (keys that a program reads at a time, warps, stages): the fastest of 15 on an H200.
+def _launch_shape(bits: int, dim: int) -> tuple[int, int, int]:
+    """Return (keys that a program reads at a time, warps, stages): the fastest of 22 on an H200. A block may not be longer than a
+    page of a prompt.
 
-    `alone`: a program has a row to itself, without a stored prompt. A block may not be longer than a page of a prompt.
+    With two warps of up to 255 registers, an H200 runs four programs per multiprocessor: all of 256 slots with two kv heads at once.
     """
     if bits == 4:
         return BLOCK // 2, 1, 3
-    if dim > 128:
-        return BLOCK // 2, 4, 2  # shared memory of a 24 GB GPU
-    return (2 * BLOCK, 4, 2) if alone else (BLOCK, 4, 3)
+    return (BLOCK, 2, 3) if dim <= 128 else (BLOCK // 2, 4, 2)  # shared memory of a 24 GB GPU
 
 
 def _in_words(stored: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,15 +125,12 @@ def _load(
     BITS: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
     STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the parts [BLOCK, WORDS_PAD] and the factor [BLOCK] that all are still to be multiplied by.
-
-    8-bit codes are returned as they are. 4-bit codes are multiplied by their steps.
-    """
+    """Return the parts [BLOCK, WORDS_PAD]. 8-bit codes are returned as they are, 4-bit codes are multiplied by their steps."""
     mask = held[:, None] & (w < WORDS)[None, :]
     words = tl.load(codes_ptr + tokens[:, None] * WORDS + w[None, :], mask=mask, other=0)
     parts = _parts(words, TYPE, PRECISION, BITS)
     if BITS == 8:
-        return parts, tl.load(steps_ptr + tokens, mask=held, other=0.0).to(tl.float32)
+        return parts
     else:
         g = tl.arange(0, STEPS_PAD)
         has_step = held[:, None] & (g < STEPS // 2)[None, :]
@@ -144,24 +140,35 @@ def _load(
             step = _spread(tl.load(of_token, mask=has_step, other=0.0).to(TYPE), BLOCK, STEPS_PAD, WORDS_PAD)
             for byte in tl.static_range(2):
                 scaled = scaled + (parts[2 * half + byte] * step,)
-        return scaled, tl.full([BLOCK], 1.0, tl.float32)
+        return scaled
+
+
+@jit
+def _steps(key_steps_ptr, value_steps_ptr, tokens, held, BITS: tl.constexpr):
+    """Return the 8-bit steps of keys and of values, [BLOCK] each. 4-bit steps are loaded with their codes."""
+    if BITS == 8:
+        return (tl.load(key_steps_ptr + tokens, mask=held, other=0.0), tl.load(value_steps_ptr + tokens, mask=held, other=0.0))
+    else:
+        return (0, 0)
 
 
 @jit
 def _attend_block(
-    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, w, scale, shift, softcap, top, weight, totals,
+    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, steps, w, scale, shift, softcap, top, weight, totals,
     BITS: tl.constexpr, PARTS: tl.constexpr, GROUP_PAD: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
     STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     SHIFTED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of each part of values."""
-    keys, step = _load(
+    keys = _load(
         keys_ptr, key_steps_ptr, tokens, held, w, query[0].dtype, PRECISION, BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK
     )
     logits = tl.zeros([GROUP_PAD, BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         logits += product(query[part], tl.trans(keys[part]), PRECISION)
-    logits = logits * scale[:, None] * step[None, :]
+    logits *= scale[:, None]
+    if BITS == 8:
+        logits *= steps[0].to(tl.float32)[None, :]
     if SHIFTED:
         logits = _cap(logits + shift[:, None], softcap, CAPPED)
     logits = tl.where(held[None, :], logits, float("-inf"))
@@ -169,7 +176,7 @@ def _attend_block(
     shrink = tl.exp(top - new_top)
     probs = tl.exp(logits - new_top[:, None])
     weight = weight * shrink + tl.sum(probs, axis=1)
-    values, step = _load(
+    values = _load(
         values_ptr,
         value_steps_ptr,
         tokens,
@@ -185,7 +192,7 @@ def _attend_block(
         BLOCK,
     )
     if BITS == 8:
-        probs *= step[None, :] * WEIGHT_FACTOR
+        probs *= steps[1].to(tl.float32)[None, :] * WEIGHT_FACTOR
     probs, added = probs.to(query[0].dtype), ()
     for part in tl.static_range(PARTS):
         added = added + (totals[part] * shrink[:, None] + product(probs, values[part], PRECISION),)
@@ -284,19 +291,25 @@ def _attend(
         for block in range(first, tl.minimum(last, prompt_blocks)):
             start = block * BLOCK
             page = tl.load(pages_ptr + slot * pages_slot + start // PAGE).to(tl.int64)
+            tokens = (page * HEADS + head) * PAGE + start % PAGE + n
+            steps = _steps(prompt_key_steps_ptr, prompt_value_steps_ptr, tokens, start + n < prompt, BITS)
             top, weight, totals = _attend_block(
                 query, prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr,
-                (page * HEADS + head) * PAGE + start % PAGE + n, start + n < prompt, w, scales, shift, softcap,
+                tokens, start + n < prompt, steps, w, scales, shift, softcap,
                 top, weight, totals,
                 BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION, SHIFTED, CAPPED,
             )  # fmt: skip
         first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
+    steps = _steps(key_steps_ptr, value_steps_ptr, row + first * BLOCK + n, first * BLOCK + n < length, BITS)
     for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
+        later = start + BLOCK + n  # the next block's steps are loaded while this block is attended to
+        next_steps = _steps(key_steps_ptr, value_steps_ptr, row + later, later < length, BITS)
         top, weight, totals = _attend_block(
             query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
-            row + start + n, start + n < length, w, scales, shift, softcap, top, weight, totals,
+            row + start + n, start + n < length, steps, w, scales, shift, softcap, top, weight, totals,
             BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION, SHIFTED, CAPPED,
         )  # fmt: skip
+        steps = next_steps
 
     weight *= factor
     out_row = slot * HEADS * GROUP + q_head_of

@@ -54,7 +54,7 @@ def fused_sums(keys: Rows, threshold: float) -> Tensor:
     sums = torch.empty(rows, heads, total, dtype=torch.float32, device=keys.device)
     norms, amounts, result = (torch.empty_like(sums) for _ in range(3))
     zeroed = torch.empty_like(sums, dtype=torch.int32)
-    block = 128 if dim <= 128 and keys.dtype != torch.float32 else 32
+    block, columns = (64, 128) if dim <= 128 and keys.dtype != torch.float32 else (32, 32)  # the fastest of 10 on an H200
     where = (keys.stored_NHCD, keys.rows_R, *keys.strides, heads, total)
     dim_pad = max(16, next_power_of_2(dim))
     _norms[(rows * heads, -(-total // 64))](*where, norms, DIM=dim, DIM_PAD=dim_pad, BLOCK=64, num_warps=4)
@@ -63,9 +63,9 @@ def fused_sums(keys: Rows, threshold: float) -> Tensor:
         DIM=dim,
         DIM_PAD=dim_pad,
         ROWS=block,
-        COLUMNS=64 if block == 128 else block,
+        COLUMNS=columns,
         PRECISION=precision(keys.stored_NHCD),
-        num_warps=8 if block == 128 else 4,
+        num_warps=4,
     )
     _subtract[(rows * heads, -(-total // 64))](sums, zeroed, amounts, result, total, BLOCK=64, num_warps=4)
     return result

@@ -326,16 +326,19 @@ class SlotCache:
         """Return a copy of the keys of these slots: `stored` tokens of the prompt store, then `held` of the slot."""
         keys_RHTD, steps_RHTG = (self._take(number, layer_R, slot_R, held, stored) for number in (KEYS, KEY_STEPS))
         if self.quantiser is None:
-            return keys_RHTD
+            return keys_RHTD  # type: ignore[return-value]
         return self.quantiser.decode_keys(layer_R, keys_RHTD, steps_RHTG, self.shape.dtype)
 
     def _take_values(self, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
         values_RHTD, steps_RHTG = (self._take(number, layer_R, slot_R, held, stored) for number in (VALUES, VALUE_STEPS))
         if self.quantiser is None:
-            return values_RHTD
+            return values_RHTD  # type: ignore[return-value]
         return self.quantiser.decode_values(values_RHTD, steps_RHTG, self.shape.dtype)
 
-    def _take(self, number: int, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor:
+    def _take(self, number: int, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor | Rows:
+        """Return a copy of these rows, or a reference if kernels decode them where they are."""
+        if self.quantiser is not None and usable(self.shape.device) and not stored:
+            return Rows(_rows(self.stored[number]), layer_R * self.slots + slot_R, held)
         own_RHTx = self.stored[number][layer_R, slot_R, :, :held]
         return own_RHTx if self.prompts is None else self.prompts.prompts_before(own_RHTx, number, layer_R, slot_R, stored)
 
@@ -357,8 +360,8 @@ class SlotCache:
         a tile of R-KV's similarities with its comparisons. R-KV needs the most memory of all policies.
         """
         key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
-        if self.quantiser is not None:  # the codes, and without kernels three float32 forms from which the copy is made
-            key_bytes += held * self.shape.head_dim * (1 if usable(self.shape.device) else 14)
+        if self.quantiser is not None and not usable(self.shape.device):  # codes, and three float32 forms of the keys
+            key_bytes += held * self.shape.head_dim * 14
         ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
         if usable(self.shape.device):
             return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held) + 8 * self.shape.q_heads * held

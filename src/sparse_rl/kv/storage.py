@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..kernels.decode_codes import fused_decode
 from ..kernels.jit import usable
+from ..kernels.rows import Rows
 from ..sizes import group_channels
 from .quantize import INT4, INT8, SCALE_DTYPE, Range, Scales, Scheme, scales_of
 from .shape import CacheShape
@@ -116,17 +117,19 @@ class Quantiser:
         return Stored(key_codes, value_codes, key_scales.step, value_scales.step)
 
     def decode_keys(
-        self, layer: int | Tensor, codes: Tensor, steps: Tensor, dtype: torch.dtype, *, centre: bool = True
+        self, layer: int | Tensor, codes: Tensor | Rows, steps: Tensor | Rows, dtype: torch.dtype, *, centre: bool = True
     ) -> Tensor:
         """Return the keys [x, H, T, D], with or without their centre. `layer` is a tensor if rows are of several layers."""
         if usable(codes.device):
             centre_xHD, step_xHD = (each[layer] for each in self.scales)
             return fused_decode(codes, steps, step_xHD, centre_xHD if centre else None, dtype)
+        assert isinstance(codes, Tensor) and isinstance(steps, Tensor)
         return self.schemes[0].restore(codes, self._of_token(steps), self.static(layer, centre=centre), dtype)
 
-    def decode_values(self, codes: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode_values(self, codes: Tensor | Rows, steps: Tensor | Rows, dtype: torch.dtype) -> Tensor:
         if usable(codes.device):
             return fused_decode(codes, steps, None, None, dtype)
+        assert isinstance(codes, Tensor) and isinstance(steps, Tensor)
         return self.schemes[1].restore(codes, self._of_token(steps), None, dtype)
 
     def decode(self, layer: int, stored: Stored, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
