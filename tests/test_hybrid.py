@@ -27,9 +27,10 @@ from small_models import SIZE, covering, random_weights
 from small_runs import metrics, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_tokenizer, replay
 from sparse_rl.kv.policies import POLICIES
-from sparse_rl.kv.states import StateStore
 from sparse_rl.models.recurrent import ieee_products
 from sparse_rl.models.reduced import reduced
+from sparse_rl.models.support import next_logits
+from sparse_rl.rollout.decode import DecodeView
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 from test_windows import CODE_NAMES, CODES, chosen, farthest, own_logprobs, own_parallel, plain
 
@@ -221,16 +222,19 @@ def test_a_state_has_a_fixed_size_however_long_the_rollout(models, dtype, head):
         assert rollout.trace.codes_LHT.shape == (1, 2, len(SHORT) + tokens)  # no codes of recurrent layers
 
 
-def test_a_capture_leaves_the_states_as_they_were(models):
-    """The steps that warm up a CUDA graph advance the states."""
-    store = StateStore(Engine(models["qwen3.5"], BOUNDED, slots=3).limits.shape, 3)
-    for tensor in store.tensors:
+def test_warming_up_a_graph_leaves_the_states_as_they_were(models):
+    """The steps that compile a graph's kernels run on live slots. They compute what a real step would."""
+    model, tokens, positions = models["qwen3.5"], torch.tensor([5, 6]), torch.tensor([0, 0])
+    cache = Engine(model, BOUNDED, slots=3).cache
+    for tensor in cache.states.tensors:
         tensor.normal_()
-    before = [tensor.clone() for tensor in store.tensors]
-    with store.restored(2):
-        for tensor in store.tensors:
-            tensor[:2].add_(1)
-    assert all(torch.equal(tensor, old) for tensor, old in zip(store.tensors, before, strict=True))
+    before, logits = [tensor.clone() for tensor in cache.states.tensors], []
+    for updates in (False, False, True):
+        view = DecodeView(cache, positions, cache.lengths_S[:2], longest=1, updates_states=updates)
+        logits.append(next_logits(model, tokens[:, None], positions[:, None], view, keep=1))
+        same = [torch.equal(tensor, old) for tensor, old in zip(cache.states.tensors, before, strict=True)]
+        assert not any(same) if updates else all(same)
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on a CPU that has none

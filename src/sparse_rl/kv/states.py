@@ -6,9 +6,6 @@ there. A decode step updates the rows in place, so that a CUDA graph can capture
 
 # S slots
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -53,15 +50,3 @@ class StateStore:
         """Copy the states of a sequence from another slot, of this store or of another one."""
         for mine, theirs in zip(self.tensors, source.tensors, strict=True):
             mine[slot] = theirs[source_slot]
-
-    @contextmanager
-    def restored(self, slots: int) -> Iterator[None]:
-        """Restore the states of the first slots after the block."""
-        before = [tensor[:slots].clone() for tensor in self.tensors]
-        try:
-            yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # the block may use other streams
-            for tensor, values in zip(self.tensors, before, strict=True):
-                tensor[:slots] = values

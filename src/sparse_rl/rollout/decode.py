@@ -31,7 +31,7 @@ class DecodeView:
     If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
     lengths on the device. `order` lists the slots in the order of their prompts: a kernel then reads a prompt once for its slots.
-    With `kernels=False` no kernel is compiled.
+    With `kernels=False` no kernel is compiled. With `updates_states=False` recurrent layers leave the slots' states as they were.
     """
 
     routing: RecordedRouting | None = None
@@ -47,10 +47,12 @@ class DecodeView:
         longest: int = 0,
         even: bool = False,
         kernels: bool = True,
+        updates_states: bool = True,
     ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
         self.prompts_S = None if cache.prompts is None else prompts_S
         self.order_S = order_S
+        self.updates_states = updates_states
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
@@ -77,7 +79,10 @@ class DecodeView:
     def recur(self, layer: int, mixer: Mixer, hidden_S1D: Tensor) -> Tensor:
         """Run one token of each slot, and update the slots' states."""
         assert self.cache.states is not None
-        return mixer.resume(hidden_S1D, self.cache.states.rows(layer, 0, len(self.positions_S)))
+        states = self.cache.states.rows(layer, 0, len(self.positions_S))
+        if not self.updates_states:
+            states = {name: tensor.clone() for name, tensor in states.items()}
+        return mixer.resume(hidden_S1D, states)
 
     def _windowed(
         self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm

@@ -8,7 +8,6 @@ in-place update takes effect at the next replay.
 # S slots, n steps of a chunk, V vocabulary, R routers, K experts per token
 
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -237,12 +236,8 @@ class GraphRunner:
         """Capture one step.
 
         The step first runs twice, which compiles its kernels. Each run starts from the uploaded state, so the first real step
-        overwrites the results of these runs. Recurrent states are restored.
+        overwrites the keys and values of these runs. They leave recurrent states as they were.
         """
-        with self.cache.states.restored(slots) if self.cache.states is not None else nullcontext():
-            return self._captured(slots, sampling)
-
-    def _captured(self, slots: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         device = self.cache.shape.device
         self.stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
@@ -268,12 +263,12 @@ class GraphRunner:
 
     def _warm_up(self, slots: int, sampling: Sampling) -> None:
         self._upload()
-        self._step(slots, sampling)
+        self._step(slots, sampling, updates_states=False)
 
-    def _step(self, slots: int, sampling: Sampling) -> None:
+    def _step(self, slots: int, sampling: Sampling, *, updates_states: bool = True) -> None:
         tokens_S, positions_S, lengths_S, seeds_S, last_S, prompts_S, steps_S = (row[:slots] for row in self.state)
         order_S = self.order_S[:slots] if self.reads_once else None
-        view = DecodeView(self.cache, positions_S, lengths_S, prompts_S, order_S)
+        view = DecodeView(self.cache, positions_S, lengths_S, prompts_S, order_S, updates_states=updates_states)
         if self.records and self.routing is not None:
             view.routing = RecordedRouting(self.routing.step_SRK[:slots])
         logits_SV = next_logits(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
