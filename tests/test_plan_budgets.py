@@ -23,7 +23,6 @@ from sparse_rl.plan.budgets import (
     winning_length,
 )
 from sparse_rl.plan.memory import CONTEXT_BYTES
-from sparse_rl.plan.remedies import faster
 from sparse_rl.plan.roofline import GPUS, run_s, step_time
 
 CARD = GPUS["rtx 4090"]
@@ -154,16 +153,6 @@ def test_fewer_prompts_are_named_where_a_long_step_fills_the_slots_several_times
         assert duration(seconds) in line
     assert fewer_prompts(made, CARD) is None
     assert fewer_prompts(planned(rollout={"max_tokens": 512}), CARD) is None  # a short step
-
-
-def test_a_run_that_barely_fits_is_shown_a_faster_way():
-    config = Config(
-        model={"path": "8B", "dtype": "bfloat16"}, rollout={"max_tokens": 16384}, ranks={"count": 8}, eval={"problems": 0}
-    )
-    plan = make_plan(config, dimensions("8B"), memory_bytes=GPUS["h100"].memory_bytes - CONTEXT_BYTES)
-    found = faster(plan, GPUS["h100"])
-    assert plan.fits and found.plan.fits and found.step_s < step_time(plan, GPUS["h100"]).total_s / 2
-    assert faster(found.plan, GPUS["h100"]) is None
 
 
 def test_the_command_shows_budgets_hours_and_no_evaluation_of_a_model_alone(tmp_path, capsys):
