@@ -110,6 +110,13 @@ def test_host_memory_is_a_limit_if_it_is_given():
     assert host_plan(make_plan(longer, dimensions("1.5B"))).peak_bytes > 24 * GIB
 
 
+@pytest.mark.parametrize(("host", "advised"), [("64GiB", True), ("8GiB", False)])
+def test_an_answer_advises_no_offload_beyond_the_memory_of_the_machine(host, advised, capsys):
+    main(["plan", "1.5b-full-24gb", "--longest", "--gpu-memory", "12GiB", "--host-memory", host])
+    out = capsys.readouterr().out
+    assert "No response trains in 12GiB" in out and ("--optimizer.state offload" in out) is advised
+
+
 def test_the_table_of_a_model(capsys, tmp_path):
     main(["plan", "1.5B", "--longest", "--gpu-memory", "24GB,80GB", "--json", str(tmp_path / "longest.json")])
     out = capsys.readouterr().out

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from sparse_rl.cli import main
 from sparse_rl.config import Config
 from sparse_rl.plan import dimensions, make_plan, remedies
 from sparse_rl.plan.host import host_plan
@@ -62,3 +63,13 @@ def test_a_run_that_barely_fits_is_shown_a_faster_way():
     found = faster(plan, GPUS["h100"])
     assert plan.fits and found.plan.fits and found.step_s < step_time(plan, GPUS["h100"]).total_s / 2
     assert faster(found.plan, GPUS["h100"]) is None
+
+
+@pytest.mark.parametrize(("host", "advised"), [("64GiB", True), ("32GiB", False)])
+def test_an_offload_beyond_the_memory_of_the_machine_is_not_advised(host, advised, capsys):
+    """The run fits with few slots. Offload would leave room for many, and takes 46 GiB of host memory."""
+    flags = ["--optimizer.gradient-checkpointing", "true", "--optimizer.state", "8bit"]
+    flags += ["--max-tokens", "8192", "--optimizer.tokens-per-microbatch", "8448"]
+    main(["plan", "3B", "--gpu", "A6000", "--gpu-memory", "41.5GiB", *flags, "--host-memory", host])
+    out = capsys.readouterr().out
+    assert "The run fits: " in out and ("--optimizer.state offload" in out) is advised

@@ -41,13 +41,16 @@ class BudgetRow:
     """Best-case time of a step; None if the run does not fit."""
 
 
-def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal) -> list[BudgetRow]:
+def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal, host_bytes: int | None) -> list[BudgetRow]:
     """Print and return the sweep of budgets, and print what makes a step shorter.
 
     If the plan does not fit, use the fastest remedy in `found`, preferably one that trains the same weights. If it fits but
-    other options make it much faster, use these.
+    other options make it much faster, use these. `host_bytes` is the memory of the machine, if known.
     """
-    best = faster(plan, gpu) if plan.fits else min(found, key=lambda each: (each.adapters, each.step_s), default=None)
+    if plan.fits:
+        best = faster(plan, gpu, host_bytes)
+    else:
+        best = min(found, key=lambda each: (each.adapters, each.step_s), default=None)
     if not plan.fits and best is None:
         return []
     lines: list[str | None] = []

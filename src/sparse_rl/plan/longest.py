@@ -97,7 +97,7 @@ def show_longest(
             rows.append((*names, size, found))
     if is_recipe:
         for row in rows:
-            for line in sentences(row[-1], row[-2]):
+            for line in sentences(row[-1], row[-2], host_bytes):
                 console.print_line(line)
     else:
         console.print(longest_table(rows, list(sizes)))
@@ -164,13 +164,13 @@ def notes(config: Config, dims: Dimensions, prompt_tokens: int) -> list[str]:
     return found
 
 
-def sentences(found: Longest, size: str) -> list[str]:
+def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
     """Return the answer for one memory size in sentences."""
     plan = found.plan
     if not found.tokens:
         if found.by_memory:
             return [f"No response trains: the prompt fills the model's context of {plan.dims.context:,} tokens."]
-        advice = "it needs more host memory" if plan.fits else sentence(plan)
+        advice = "it needs more host memory" if plan.fits else sentence(plan, host_bytes=host_bytes)
         return [f"No response trains in {size}, computed by the plan: {advice}."]
     rollout, optimizer = plan.config.rollout, plan.config.optimizer
     alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""

@@ -76,7 +76,7 @@ def show_plan(
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
     host_bytes = parse_size(host_memory) if host_memory else None
     found = [] if plan.fits else remedies(plan, gpu, host_bytes=host_bytes)
-    rows = guide(plan, found, gpu, console)
+    rows = guide(plan, found, gpu, console, host_bytes)
     console.print(evaluation_table(plan, gpu) if evaluations(config) else no_evaluation(config))
     if sharded(config):
         console.print_line(communication_line(plan, gpu))

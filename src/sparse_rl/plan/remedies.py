@@ -71,9 +71,9 @@ def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | N
     return []
 
 
-def sentence(plan: Plan, *, ran_out: bool = False) -> str:
+def sentence(plan: Plan, *, ran_out: bool = False, host_bytes: int | None = None) -> str:
     """Return a sentence with the remedies (`the plan fits with --rollout.slots 48, or …`), or that nothing fits."""
-    found = remedies(plan, nearest_gpu(plan.memory_bytes or 0), ran_out=ran_out)
+    found = remedies(plan, nearest_gpu(plan.memory_bytes or 0), ran_out=ran_out, host_bytes=host_bytes)
     return f"the plan fits with {', or '.join(each.flags for each in found)}" if found else nothing_fits(plan)
 
 
@@ -89,17 +89,16 @@ def nothing_fits(plan: Plan) -> str:
     return "no option of the plan makes the run fit: use a smaller model or a larger GPU"
 
 
-def faster(plan: Plan, gpu: GPU) -> Remedy | None:
+def faster(plan: Plan, gpu: GPU, host_bytes: int | None = None) -> Remedy | None:
     """Return flags with which a step of a run that fits takes half the time; None if there are none, or if all rollouts already
-    run at once."""
+    run at once. `host_bytes` is the memory of the machine, if known."""
     if plan.running >= rollouts_of_rank(plan.config):
         return None
     now_s = step_time(plan, gpu).total_s
-    same = [
-        each for each in remedies(plan, gpu) if not each.adapters and each.plan.config.model.lora == plan.config.model.lora
-    ]
-    found = [each for each in same if each.step_s < FASTER_SHARE * now_s]
-    return found[0] if found else None
+    for each in remedies(plan, gpu, host_bytes=host_bytes):
+        if each.plan.config.model.lora == plan.config.model.lora and each.step_s < FASTER_SHARE * now_s:
+            return each
+    return None
 
 
 def _best(found: list[Remedy]) -> list[Remedy]:
