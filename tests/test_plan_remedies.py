@@ -65,6 +65,19 @@ def test_a_run_that_barely_fits_is_shown_a_faster_way():
     assert faster(found.plan, GPUS["h100"]) is None
 
 
+def test_the_faster_remedy_is_advised_first():
+    """Offload alone fits, with few slots. Checkpointing alone is faster, because it leaves room for many."""
+    flags, gpu = ["--optimizer.gradient-checkpointing", "false", "--rollout.max-tokens", "16384"], find_gpu("A6000")
+    plan = planned(*flags, memory_gib=46.2)
+    names = ("--optimizer.gradient-checkpointing auto", "--optimizer.state offload")
+    alone = [planned(*flags, *name.split(), memory_gib=46.2) for name in names]
+    checkpointed_s, offloaded_s = (step_time(each, gpu).total_s for each in alone)
+    assert not plan.fits and all(each.fits for each in alone) and 1.5 * checkpointed_s < offloaded_s
+    first, *others = (each for each in remedies(plan, gpu) if not each.adapters)
+    assert first.flags == names[0] and first.step_s == pytest.approx(checkpointed_s)
+    assert all(each.step_s > first.step_s for each in others)
+
+
 @pytest.mark.parametrize(("host", "advised"), [("64GiB", True), ("32GiB", False)])
 def test_an_offload_beyond_the_memory_of_the_machine_is_not_advised(host, advised, capsys):
     """The run fits with few slots. Offload would leave room for many, and takes 46 GiB of host memory."""
