@@ -14,9 +14,10 @@ from sparse_rl.cli import build_parser, main
 from sparse_rl.config import Config, DataConfig, from_flags, to_toml
 from sparse_rl.config.run import MIN_DENSE_SLOTS
 from sparse_rl.errors import UserError
+from sparse_rl.format import duration
 from sparse_rl.models.load import load_model
 from sparse_rl.plan.dimensions import dimensions
-from sparse_rl.plan.evaluation import evaluation_times, evaluations, share_of_run
+from sparse_rl.plan.evaluation import evaluation_times, evaluations, run_s, share_of_run
 from sparse_rl.plan.memory import make_plan
 from sparse_rl.plan.roofline import GPUS, decode_s, step_time
 from sparse_rl.report.document import ReportSource
@@ -235,6 +236,21 @@ def test_the_share_is_of_all_steps_and_evaluations():
     assert share_of_run(planned("--eval.problems", "0"), gpu) == 0
 
 
+def test_the_time_of_a_run_is_that_of_all_steps_and_evaluations():
+    """Recomputed by hand: 40 steps, and 200 problems before the first, after the last and every 10th, all in one wave."""
+    flags = ["--steps", "40", "--eval.every", "10", "--eval.problems", "200", "--eval.cache", "sparse"]
+    plan = planned(*flags, "--rollout.slots", "256", "--optimizer.gradient-checkpointing")
+    gpu = GPUS["h200"]
+    prefill = 2 * plan.dims.active_params * 200 * 256 / (0.79 * gpu.flops)
+    evaluated = plan.config.rollout.max_tokens * decode_s(plan.dims, 200, 512 + 129 / 2, 2, gpu) + prefill
+    expected = 40 * step_time(plan, gpu).total_s + 5 * evaluated
+    assert run_s(plan, gpu) == pytest.approx(expected)
+    both = plan.replanned(plan.config.model_copy(update={"compare": ("sparse_rl", "dense")}))
+    assert run_s(both, gpu) == pytest.approx(2 * expected)
+    alone = plan.replanned(plan.config.changed(eval={"problems": 0}))
+    assert run_s(alone, gpu) == pytest.approx(40 * step_time(plan, gpu).total_s)
+
+
 LORA = ["--model.lora.rank", "16", "--optimizer.gradient-checkpointing", "--rollout.max-tokens", "16384"]
 
 
@@ -308,8 +324,13 @@ def test_plan_says_what_an_evaluation_costs(tmp_path, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "Best-case evaluation time, computed for H100, all responses at full length" in out
     assert "│ sparse │ gsm8k, math500 │ 512 │" in out and f"│ 5 │ {100 * share_of('sparse', tmp_path):.1f}% │" in out
-    written = json.loads((tmp_path / "plan.json").read_text())["evaluation"]
+    record = json.loads((tmp_path / "plan.json").read_text())
+    written = record["evaluation"]
     assert written["evaluations"] == 5 and 0 < written["share_of_run_computed"] < 1
+    evaluated_s = 5 * sum(cost["time_computed_s"] for cost in written["caches"].values())
+    steps_s = 40 * record["step_time_computed_s"]["triattention 512+128"]
+    assert record["run_time_computed_s"] == pytest.approx(steps_s + evaluated_s)
+    assert f"This run takes {duration(steps_s + evaluated_s)} at best: 40 steps and 5 evaluations." in out
     for cache, cost in written["caches"].items():
         assert cache in ("dense", "sparse") and cost["rollouts"] == 512 and math.isfinite(cost["time_computed_s"])
         assert f"{cost['time_computed_s']:,.1f}" in out

@@ -23,7 +23,7 @@ from sparse_rl.plan.budgets import (
     winning_length,
 )
 from sparse_rl.plan.memory import CONTEXT_BYTES
-from sparse_rl.plan.roofline import GPUS, run_s, step_time
+from sparse_rl.plan.roofline import GPUS, step_time, steps_s
 
 CARD = GPUS["rtx 4090"]
 PAGE = (Path(__file__).parents[1] / "docs/choosing-a-budget.md").read_text()
@@ -133,7 +133,7 @@ def test_the_sweep_of_the_page_is_computed():
             f"{100 * row.share:.0f}",
             str(row.plan.slots),
             f"{row.step_s:.0f}",
-            duration(run_s(row.plan, CARD)),
+            duration(steps_s(row.plan, CARD)),
             f"{rows[-1].step_s / row.step_s:.2f}",
         )
         for row in rows
@@ -149,7 +149,7 @@ def test_fewer_prompts_are_named_where_a_long_step_fills_the_slots_several_times
     prompts = int(re.search(r"--rollout.prompts-per-step (\d+)", line)[1])
     assert 0 < prompts * plan.config.rollout.samples_per_prompt <= plan.running
     made = planned(rollout={**LONG, "prompts_per_step": prompts})
-    for seconds in (step_time(made, CARD).total_s, run_s(made, CARD), step_time(plan, CARD).total_s):
+    for seconds in (step_time(made, CARD).total_s, steps_s(made, CARD), step_time(plan, CARD).total_s):
         assert duration(seconds) in line
     assert fewer_prompts(made, CARD) is None
     assert fewer_prompts(planned(rollout={"max_tokens": 512}), CARD) is None  # a short step

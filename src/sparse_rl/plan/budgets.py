@@ -10,7 +10,7 @@ from ..terminal import Terminal, titled_table
 from .evaluation import without_evaluation
 from .memory import Plan, largest
 from .remedies import Remedy, faster
-from .roofline import GPU, run_s, step_time
+from .roofline import GPU, step_time, steps_s
 
 MEASURED = {0.25: (52, 23.3), 0.34: (36, 29.0), 0.42: (23, 28.4), 0.49: (16, 30.4), 0.65: (4, 30.6)}
 """Rejected share at first and test Pass@1 after training, in %, by R-KV's share of a mean sequence (docs/choosing-a-budget.md)."""
@@ -118,7 +118,7 @@ def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -
             table.add_row(name, f"{row.share:.0%}", "0", "does not fit", "", "", measured)
             continue
         speed = f"{dense_s / row.step_s:.2f}x" if dense_s else ""
-        times = f"{row.step_s:,.1f}", duration(run_s(row.plan, gpu))
+        times = f"{row.step_s:,.1f}", duration(steps_s(row.plan, gpu))
         table.add_row(name, f"{row.share:.0%}", str(row.plan.slots), *times, speed, measured)
     return table
 
@@ -209,5 +209,5 @@ def fewer_prompts(plan: Plan, gpu: GPU) -> str | None:
     return (
         f"A step samples {rollout.rollouts_per_step:,} rollouts, {ranks * plan.running:,} at once. With "
         f"--rollout.prompts-per-step {prompts} it takes {duration(then_s)} in place of {duration(now_s)}, {steps} steps "
-        f"{duration(run_s(made, gpu))}; each update then has fewer rollouts."
+        f"{duration(steps_s(made, gpu))}; each update then has fewer rollouts."
     )

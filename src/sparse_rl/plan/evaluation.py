@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..config import KV, Config
 from ..sizes import pages_of, pool_pages
 from .memory import Plan
-from .roofline import GPU, decode_all_s, prefill_s, step_time
+from .roofline import GPU, decode_all_s, prefill_s, steps_s
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,12 @@ def without_evaluation(config: Config) -> Config:
     return config.changed(eval={"problems": 0}) if config.eval.slots == "auto" else config
 
 
+def run_s(plan: Plan, gpu: GPU) -> float:
+    """Return the seconds of all steps and evaluations. A comparison counts every method like the planned one."""
+    evaluation_s = sum(each.seconds for each in evaluation_times(plan, gpu))
+    return steps_s(plan, gpu) + evaluation_s * evaluations(plan.config) * max(1, len(plan.config.compare))
+
+
 def share_of_run(plan: Plan, gpu: GPU) -> float:
     """Return the share of all evaluations in the time of all steps and evaluations."""
-    evaluated = evaluations(plan.config) * sum(each.seconds for each in evaluation_times(plan, gpu))
-    return evaluated / (evaluated + plan.config.steps * step_time(plan, gpu).total_s)
+    return 1 - steps_s(plan, gpu) / run_s(plan, gpu)

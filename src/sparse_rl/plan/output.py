@@ -18,7 +18,7 @@ from ..terminal import titled_table, wide_console
 from ..text import listed, printable
 from .budgets import BudgetRow, guide
 from .dimensions import dimensions
-from .evaluation import evaluation_times, evaluations, share_of_run
+from .evaluation import evaluation_times, evaluations, run_s, share_of_run
 from .host import HostPlan, host_plan
 from .memory import CONTEXT_BYTES, Plan, auto_limit, largest_budget, make_plan, most_slots
 from .parts import itemsize, sharded, update_parts
@@ -31,8 +31,8 @@ from .roofline import (
     communication,
     find_gpu,
     nearest_gpu,
-    run_s,
     step_time,
+    steps_s,
 )
 
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12}
@@ -78,6 +78,8 @@ def show_plan(
     found = [] if plan.fits else remedies(plan, gpu, host_bytes=host_bytes)
     rows = guide(plan, found, gpu, console, host_bytes)
     console.print(evaluation_table(plan, gpu) if evaluations(config) else no_evaluation(config))
+    if plan.fits and evaluations(config):
+        console.print_line(run_line(plan, gpu))
     if sharded(config):
         console.print_line(communication_line(plan, gpu))
     host = host_plan(plan, host_bytes or machine_bytes())
@@ -196,7 +198,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
             f"{1e3 * at.decode_step_s:.2f}",
             f"{at.tokens_per_s:,.0f}",
             *(f"{each:,.1f}" for each in seconds),
-            duration(run_s(arm, gpu)),
+            duration(steps_s(arm, gpu)),
         )
     return table
 
@@ -215,6 +217,13 @@ def evaluation_table(plan: Plan, gpu: GPU) -> Table:
             cost = [str(each.slots), f"{each.seconds:,.1f}", str(evaluations(plan.config)), f"{share:.1%}"]
         table.add_row(each.cache, sets, f"{each.rollouts:,}", *cost)
     return table
+
+
+def run_line(plan: Plan, gpu: GPU) -> str:
+    config = plan.config
+    methods = f" of each of {len(config.compare)} methods" if config.compare else ""
+    time = duration(run_s(plan, gpu))
+    return f"This run takes {time} at best: {config.steps} steps and {evaluations(config)} evaluations{methods}."
 
 
 def no_evaluation(config: Config) -> str:

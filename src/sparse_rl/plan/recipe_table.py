@@ -8,8 +8,9 @@ from ..config import Config, recipe, recipe_names, recipe_text, to_toml
 from ..format import duration, gib
 from ..terminal import wide_console
 from .dimensions import dimensions
+from .evaluation import run_s
 from .memory import CONTEXT_BYTES, Plan, make_plan
-from .roofline import GPU, GPUS, run_s
+from .roofline import GPU, GPUS
 
 CARDS = ("RTX 4090", "A6000", "H100", "H200")
 """One GPU of each memory size, smallest first."""
@@ -31,7 +32,7 @@ def print_recipes() -> None:
     console.print(table)
     console.print_line(
         f"Computed values: the smallest of {', '.join(CARDS)} that fits the run, the predicted memory peak on it, and the "
-        "best-case time of all steps with full-length responses and without evaluations."
+        "best-case time of all steps and evaluations with full-length responses."
     )
 
 

@@ -197,8 +197,8 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     )
 
 
-def run_s(plan: Plan, gpu: GPU) -> float:
-    """Return the seconds of all steps. In a comparison, every method counts as long as the planned one."""
+def steps_s(plan: Plan, gpu: GPU) -> float:
+    """Return the seconds of all steps, without evaluations. A comparison counts every method like the planned one."""
     return step_time(plan, gpu).total_s * plan.config.steps * max(1, len(plan.config.compare))
 
 

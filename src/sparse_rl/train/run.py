@@ -21,8 +21,9 @@ from ..errors import MissingResource, UserError
 from ..format import duration, gib
 from ..models.folder import check_model_folder, refuse_missing
 from ..plan.dimensions import HUB_SHAPES
+from ..plan.evaluation import run_s
 from ..plan.recipe_table import smallest_card
-from ..plan.roofline import run_s, step_time
+from ..plan.roofline import step_time
 from ..report.live import LiveReport
 from ..rewards.find import refuse_inside_a_reward
 from ..rewards.gold import try_on_gold
@@ -112,7 +113,7 @@ def planned(config: Config) -> str:
     step_s = step_time(plan, gpu).total_s
     return (
         f"computed: the run fits on one {gpu.name} with {plan.slots} slots, peak {gib(plan.peak_bytes)} GiB; a step of "
-        f"full-length responses takes {duration(step_s)} at best, all steps {duration(run_s(plan, gpu))}."
+        f"full-length responses takes {duration(step_s)} at best, all steps and evaluations {duration(run_s(plan, gpu))}."
     )
 
 
