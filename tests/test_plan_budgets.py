@@ -16,6 +16,7 @@ from sparse_rl.plan.budgets import (
     MEASURED,
     MEASURED_BITS,
     MEASURED_DENSE,
+    MEASURED_TRIATTENTION,
     evidence,
     fewer_prompts,
     sweep,
@@ -26,7 +27,8 @@ from sparse_rl.plan.memory import CONTEXT_BYTES
 from sparse_rl.plan.roofline import GPUS, step_time, steps_s
 
 CARD = GPUS["rtx 4090"]
-PAGE = (Path(__file__).parents[1] / "docs/choosing-a-budget.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/choosing-a-budget.md").read_text()
 LONG = {"max_tokens": 8192}
 
 
@@ -108,8 +110,19 @@ def test_the_evidence_is_that_of_the_page():
 
 @pytest.mark.parametrize(("share", "said"), [(0.9, "at 65%"), (0.45, "at 42%"), (0.25, "at 25%"), (0.1, "at 25%")])
 def test_the_evidence_is_never_from_a_larger_share_without_saying_so(share, said):
-    assert said in evidence(share)
-    assert ("No run with less than 25% was measured" in evidence(share)) is (share < 0.25)
+    text = evidence(share, "rkv")
+    assert f"Measured with R-KV {said}: " in text and "TriAttention" not in text
+    assert ("No run with less than 25% was measured" in text) is (share < 0.25)
+
+
+def test_the_evidence_of_the_default_policy_has_its_own_figures():
+    """Those of the shoot-out, which no training run has followed yet."""
+    text = evidence(0.25, "triattention")
+    assert text.startswith(evidence(0.25, "rkv"))
+    for (task, rejected), folder in zip(MEASURED_TRIATTENTION.items(), ("long", "math", "gsm8k"), strict=True):
+        file = ROOT / "experiments/shootout/results" / folder / "triattention_protected_recent_0.2.json"
+        assert rejected == round(100 * json.loads(file.read_text())["rejected"], 1)
+        assert f"{rejected}% of answers to {task}" in text
 
 
 def test_the_table_of_the_page_is_computed():
@@ -123,7 +136,7 @@ def test_the_table_of_the_page_is_computed():
 
 
 def test_the_sweep_of_the_page_is_computed():
-    page = (Path(__file__).parents[1] / "docs/plan.md").read_text()
+    page = (ROOT / "docs/plan.md").read_text()
     shown = re.findall(
         r"^\| ([\d,]+|dense|full 4bit) \| (\d+) % \| (\d+) \| (\d+) s \| (\S+ h) \| (\S+)x \|$", page, flags=re.MULTILINE
     )

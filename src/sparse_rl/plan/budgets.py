@@ -19,6 +19,9 @@ MEASURED_DENSE = 31.3
 FEWER_BITS = KV(policy="full", dtype="4bit")
 MEASURED_BITS = (1, 50.5, 49.8)
 """Rejected share at first, and test score after training with FEWER_BITS and dense, in % (docs/choosing-a-budget.md)."""
+MEASURED_TRIATTENTION = {"16 GSM8K problems in a prompt": 3.9, "MATH-500": 13.9, "GSM8K": 35.7}
+"""Share of answers that TriAttention rejects before training, in %: 1.5B, a fifth of the response as budget, half of it recent,
+protected prompts (experiments/shootout, arm `triattention protected recent 0.2`)."""
 SMALLER = (0.06, 0.12)
 """Shares in the table that no training run has measured."""
 SAME_SHARE = 0.01
@@ -168,20 +171,28 @@ def advice(plan: Plan, rows: list[BudgetRow], gpu: GPU) -> str:
     than = f"is {1 - FASTER:.0%} faster than dense" if dense_s else "fits, and dense does not,"
     return (
         f"A sparse step {than} up to a budget of {budget:,} ({share:.0%} of the longest sequence); {from_length}. "
-        f"{evidence(share)}"
+        f"{evidence(share, kv.policy)}"
     )
 
 
-def evidence(share: float) -> str:
-    """Return a sentence with the training run whose share of a sequence is the largest up to `share`."""
-    where = "(R-KV, 0.5B, GSM8K, answers of 300 tokens; docs/choosing-a-budget.md)"
+def evidence(share: float, policy: str) -> str:
+    """Return a sentence with the training run whose share of a sequence is the largest up to `share`, and one with what was
+    measured with this policy."""
+    where = "(0.5B, GSM8K, answers of 300 tokens; docs/choosing-a-budget.md)"
     known = [each for each in MEASURED if each <= share + SAME_SHARE]
     at = max(known, default=min(MEASURED))
     rejected, accuracy = MEASURED[at]
     less = "" if known else f"No run with less than {at:.0%} was measured. "
-    return (
-        f"{less}Measured at {at:.0%}: {rejected}% of rollouts rejected at first, Pass@1 {accuracy}% after training, "
+    trained = (
+        f"{less}Measured with R-KV at {at:.0%}: {rejected}% of rollouts rejected at first, Pass@1 {accuracy}% after training, "
         f"{MEASURED_DENSE}% dense {where}."
+    )
+    if policy != "triattention":
+        return trained
+    by_task = ", ".join(f"{rejected}% of answers to {task}" for task, rejected in MEASURED_TRIATTENTION.items())
+    return (
+        f"{trained} TriAttention was measured before training only: with a fifth of a response as budget, it rejects {by_task} "
+        "(1.5B, protected prompts; experiments/shootout/README.md)."
     )
 
 
