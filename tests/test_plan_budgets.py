@@ -173,7 +173,7 @@ def test_the_command_shows_budgets_hours_and_no_evaluation_of_a_model_alone(tmp_
     out = " ".join(capsys.readouterr().out.split())
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["budgets"][-1]["sampler"] == "dense" and f"{written['budgets'][0]['step_time_computed_s']:,.1f}" in out
-    assert "100 steps" in out and "A sparse step is 5% faster than dense up to a budget of " in out
+    assert "100 steps" in out and "A sparse step is at least 5% faster than dense up to a budget of " in out
     assert "docs/choosing-a-budget.md" in out
     assert "evaluation cache" not in out and "No evaluation (eval.problems = 0)." in out
     main(["plan", "4B", "--data.test", "arithmetic", "--gpu", "H200"])

@@ -162,13 +162,12 @@ def advice(plan: Plan, rows: list[BudgetRow], gpu: GPU) -> str:
     """Return sentences that say where sparse sampling starts to win, and what was measured at that share."""
     dense_s, kv = rows[-1].step_s, plan.config.kv
     budget, length = winning_budget(plan, gpu, dense_s), winning_length(plan, gpu)
-    from_length = (
-        f"with {kv.label} from responses of about {length:,} tokens on" if length else f"with {kv.label} at no length"
-    )
+    lengths = f"for responses of about {length:,} tokens or more" if length else "at no length"
+    from_length = f"{kv.label} reaches this {lengths}"
     if not budget:
         return f"No budget makes a step {1 - FASTER:.0%} faster than dense; {from_length}. Train dense at this length."
     share = _row(plan, gpu, kv.changed(budget=budget)).share
-    than = f"is {1 - FASTER:.0%} faster than dense" if dense_s else "fits, and dense does not,"
+    than = f"is at least {1 - FASTER:.0%} faster than dense" if dense_s else "fits, and dense does not,"
     return (
         f"A sparse step {than} up to a budget of {budget:,} ({share:.0%} of the longest sequence); {from_length}. "
         f"{evidence(share, kv.policy)}"

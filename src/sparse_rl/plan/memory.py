@@ -1,5 +1,5 @@
-"""Compute the GPU memory of a training run by phase: the parts of `parts.py`, and the cache. The peak is the phase with the
-most bytes. Choose slots, pages and checkpointed layers that fit."""
+"""Compute the GPU memory of a training run by phase, from the parts of `parts.py` and the cache, and choose the slots, pages and
+checkpointed layers that fit. The peak is the phase with the most bytes."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -151,8 +151,9 @@ def make_plan(
         if evaluated and (config.eval.slots != "auto" or "dense" in caches):
             always = always_parts(config, dims, int(wanted), prompt_tokens, pages)
             phases = [*phases, evaluation_phase(config, dims, always, evaluated, prompt_tokens)]
-        slots_and_room = int(wanted), memory_bytes
-        return Plan(config, dims, prompt_tokens, *slots_and_room, phases, checkpointed, evaluated, caches, pages, stored)
+        return Plan(
+            config, dims, prompt_tokens, int(wanted), memory_bytes, phases, checkpointed, evaluated, caches, pages, stored
+        )
 
     chosen = config.optimizer.gradient_checkpointing
     layers = dims.layers if chosen else 0
@@ -293,7 +294,7 @@ def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slot
 
 
 def evaluation_phase(config: Config, dims: Dimensions, always: dict[str, int], count: int, prompt_tokens: int) -> Phase:
-    """Return the evaluation phase: a cache of `count` slots and its decode graphs, beside what is `always` there."""
+    """Return the evaluation phase: a cache of `count` slots and its decode graphs, in addition to the parts in `always`."""
     size = itemsize(config)
     kv = config.sampler_kv if config.eval.cache == "sparse" else KV(policy="full")
     longest = prompt_tokens + config.rollout.max_tokens

@@ -146,7 +146,7 @@ def activations(plan: Plan) -> str:
 
 
 def arms(plan: Plan) -> list[tuple[str, Plan]]:
-    """Return (name, plan) of the run with a sparse and with a dense sampler, each with `rollout.slots`."""
+    """Return (name, plan) of the run with its bounded cache and with a dense one."""
     config = plan.config
     sparse = config.changed(method="sparse_rl") if config.method == "dense" else config
     dense = config.changed(method="dense")
@@ -155,8 +155,8 @@ def arms(plan: Plan) -> list[tuple[str, Plan]]:
 
 def fit_table(plan: Plan) -> Table:
     of_slot = "KV and states of a slot, MiB" if plan.dims.states else "KV of a slot, MiB"
-    headings = ("sampler", of_slot, "slots that fit", "slots", "peak GiB", "in", "free GiB")
-    table = titled_table("What fits", [*headings, "largest budget with these slots"], left=["in"])
+    headings = ("sampler", of_slot, "slots that fit", "slots", "peak GiB", "in phase", "free GiB")
+    table = titled_table("What fits", [*headings, "largest budget with these slots"], left=["in phase"])
     for name, arm in arms(plan):
         kv, size, longest = arm.config.sampler_kv, itemsize(arm.config), arm.prompt_tokens + arm.config.rollout.max_tokens
         keys = sum(slot_bytes(arm.dims.full, kv, size)) + window_bytes(arm.dims, longest, size) + arm.dims.state_bytes(size)
@@ -241,14 +241,14 @@ def communication_line(plan: Plan, gpu: GPU) -> str:
 
 
 def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
-    peak = f"the peak is {gib(plan.peak_bytes)} GiB, in {plan.fullest.name}"
+    peak = f"the peak is {gib(plan.peak_bytes)} GiB, in phase {plan.fullest.name}"
     if plan.fits:
         return (
-            f"The run fits: {peak}; with graphs, allocator and CUDA {gib(plan.needed_bytes + CONTEXT_BYTES)} of "
-            f"{gib(total)} GiB, {gib(plan.free_bytes)} GiB free."
+            f"The run fits: {peak}. With graphs, allocator and CUDA it needs {gib(plan.needed_bytes + CONTEXT_BYTES)} of "
+            f"{gib(total)} GiB; {gib(plan.free_bytes)} GiB are free."
         )
-    lacks = f"with graphs, allocator and CUDA {gib(-plan.free_bytes)} GiB over the limit"
-    return f"The run does not fit: {peak}, {lacks}; {timed_sentence(plan, found)}."
+    lacks = f"With graphs, allocator and CUDA it needs {gib(-plan.free_bytes)} GiB more than there is"
+    return f"The run does not fit: {peak}. {lacks}; {timed_sentence(plan, found)}."
 
 
 def compact(plan: Plan) -> list[str]:

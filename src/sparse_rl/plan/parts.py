@@ -5,7 +5,7 @@ compiled layer of attention and one MLP. Those of other layers are estimated fro
 holds the constants that the plan shares with the engine and the learner.
 """
 
-# N tokens of a micro-batch, n response tokens among them, D hidden size, F intermediate size, V vocabulary size
+# N tokens of a micro-batch, n response tokens among them, F intermediate size
 
 from ..config import KV, SHADOW_METHODS, WORTH_COMPILING, Config
 from ..kv.schedule import Schedule
@@ -32,6 +32,7 @@ FIRST_TOKEN_BYTES = 26
 MLP_BACKWARD = 3
 """Number of [N, F] tensors that MLP backward holds in addition to saved ones: gradients of the product and its factors."""
 MLP_FORWARD = 3
+"""Number of [N, F] tensors that MLP forward holds: the product and its factors."""
 LORA_MLP_BYTES = 8
 """Bytes per element of the temporary float32 copies of an [N, F] tensor. Adapters compute in float32 and make them."""
 FOUR_BIT_BYTES = 0.5 + (1 + 4 / 256) / 64
@@ -95,7 +96,8 @@ def weight_bytes(config: Config, dims: Dimensions) -> int:
 
 
 def expanded_bytes(config: Config, dims: Dimensions) -> int:
-    """Return the bytes of the largest linear layer of a base in 4 bits: a pass expands one at a time; else 0."""
+    """Return the bytes of the largest linear layer in the model's dtype if the base is in 4 bits, else 0. A pass expands one
+    layer at a time."""
     if config.model.lora.base != "4bit":
         return 0
     return itemsize(config) * max(linear.inputs * linear.outputs for linear in dims.weights.linears)
@@ -132,7 +134,7 @@ def fuses(dims: Dimensions) -> bool:
 
 
 def kept_per_token(config: Config, dims: Dimensions) -> int:
-    """Return the bytes per token that autograd saves in one layer for backward. If layers differ, it is the widest."""
+    """Return the bytes per token that autograd saves for backward in one layer, the widest."""
     size, lora = itemsize(config), config.model.lora
     linears = dims.adapted(lora.targets) if lora.rank else []
     adapted = {linear.name for linear in linears}
@@ -208,8 +210,8 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
     """Return the bytes of the backward pass of the largest micro-batch, by part, if the first `checkpointed` layers recompute
     their activations.
 
-    The peak occurs in the LM head, while all activations are saved, or in the last layer, or in the last layer that recomputes
-    its activations. The largest one counts.
+    The peak occurs in the LM head, in backward of the last layer, or in backward of the last layer that recomputes its
+    activations. The largest of the three counts.
     """
     size = itemsize(config)
     pack = largest_pack(prompt_tokens, config, plain=dims.plain)

@@ -205,8 +205,8 @@ def steps_s(plan: Plan, gpu: GPU) -> float:
 def passes_before_update(config: Config) -> float:
     """Return the forward passes over a step's rollouts before its first update.
 
-    There is a dense pass over the rollouts whose training pass does not give old log-probs, one in the sampler's view for
-    shadow methods, and one of a reference if the loss has a KL term.
+    A dense pass covers the rollouts whose training pass does not give old log-probs. Shadow methods add a pass in the sampler's
+    view. A KL term adds a pass of the reference model.
     """
     dense = 1 - 1 / config.optimizer.updates_per_step if config.one_pass else 1.0
     return dense + (config.method in SHADOW_METHODS) + (config.loss.kl_coef > 0)
@@ -235,7 +235,8 @@ def communication(plan: Plan) -> Communication:
     passes = -(-rollouts_of_rank(config) * length // max(length, config.optimizer.tokens_per_microbatch))
     whole, others = dims.params * itemsize(config), (ranks - 1) / ranks
     speed = NODE_BYTES_PER_S if ranks <= NODE_GPUS else NETWORK_BYTES_PER_S
-    again = 2 + plan.checkpointed_layers / dims.layers
+    gathers = 2 + plan.checkpointed_layers / dims.layers  # of a layer in the update: forward, backward, recomputation
     reduced = 4 * dims.params * others * (config.optimizer.updates_per_step if config.ranks.hold_gradients else passes)
-    old, update, sync = passes_before_update(config) * passes * whole * others, again * passes * whole * others, whole * others
+    sync = whole * others
+    old, update = passes_before_update(config) * passes * sync, gathers * passes * sync
     return Communication(old + update + sync, reduced, old / speed, (update + reduced) / speed, sync / speed)
