@@ -7,11 +7,49 @@ import numpy as np
 import pytest
 import torch
 
-from small_runs import one_thread
+from small_runs import one_thread, refused
+from sparse_rl import KV, Engine, Sampling
 from sparse_rl.cli import main
+from sparse_rl.config import PRESETS, AlertsConfig, CorrectionSpec
 from sparse_rl.evaluate import runner
+from sparse_rl.evaluate.benchmark import EvalSample
+from sparse_rl.evaluate.mismatch import Criteria, replay_samples, summary
 from sparse_rl.learner.correction import long_tail
-from sparse_rl.monitor.budget import ladder
+from sparse_rl.monitor.budget import Targets, ladder
+from sparse_rl.train import budget_probe
+from sparse_rl.world import World
+
+
+@pytest.mark.parametrize("spec", [PRESETS["paper"], PRESETS["none"], CorrectionSpec(veto=0.1)], ids=["paper", "none", "veto"])
+def test_the_probe_and_an_evaluation_have_equal_figures_of_the_same_rollouts(model, monkeypatch, spec):
+    """Also if the evaluation stores them in two parts. The judged share is that of its definition."""
+    monkeypatch.setattr(budget_probe, "ROLLOUTS", 16)
+    kv = KV(policy="streaming", budget=8, interval=4, window=2, sinks=1, protect_prompt=False)
+    engine, rollouts = Engine(model, kv, slots=16), []
+    generate = engine.generate
+    monkeypatch.setattr(engine, "generate", lambda *args, **options: rollouts.extend(generate(*args, **options)) or rollouts)
+    options = {"tokens_per_pass": 4096, "world": World()}
+    sampling = Sampling(
+        max_tokens=40, temperature=0.2
+    )  # at which a random model is sure, and evictions change what it is sure of
+    row = budget_probe.probe_budget(engine, model, [[7, 8, 9], list(range(3, 30))], 8, sampling, spec, **options)
+    samples = [
+        EvalSample(place, 0, None, len(each.response), each.finish, False, 0, "") for place, each in enumerate(rollouts)
+    ]
+    log_xi = replay_samples(model, rollouts, samples, spec)
+    found = summary([log_xi[:99], log_xi[99:]], samples, spec)
+    assert found.figures == row.figures and found.mismatch_k3 == row.k3
+    ends = np.cumsum([sample.tokens for sample in samples])
+    judged = np.mean([part.min() < math.log(spec.veto or 1e-4) for part in np.split(log_xi, ends[:-1])])
+    assert found.figures.rejected == judged and 0 < judged < 1
+    assert found.rejection_rate == np.mean([sample.rejected for sample in samples]) == (judged if spec.veto else 0)
+
+
+def test_targets_are_those_of_the_correction_and_the_alerts():
+    kv = KV(target_rejected=0.1)
+    assert Criteria(PRESETS["paper"], AlertsConfig()).targets(kv) == Targets(0.1, 0.6, "rejected")
+    found = Criteria(PRESETS["tis"], AlertsConfig(xi_p05="none")).targets(kv)
+    assert found == Targets(0.1, 0.0, "unlikely") and str(found) == "at most 10.0% unlikely"
 
 
 def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, capsys):
@@ -76,6 +114,33 @@ def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(search, tm
     assert "is already complete" in capsys.readouterr().out and mismatches(tmp_path / "eval") == found
 
 
+def test_eval_takes_the_correction_and_the_target_of_the_tail(search, tmp_path, capsys):
+    """Finished samples are of one correction. A target is of the report alone, so another one samples nothing again."""
+    few = [*search[:-1], "rkv@16", "--problems", "4", "--kv.target-rejected", "0.3", "--correction.veto"]
+    with one_thread():
+        main([*few, "0.3"])
+        before = (tmp_path / "eval/samples.jsonl").read_text()
+        main([*few, "0.3", "--alerts.xi-p05", "none"])
+    first, second = capsys.readouterr().out.split("The evaluation in")
+    tail = " and xi p05 of long responses at least 0.6"
+    assert f"at most 30.0% rejected{tail}" in first and "at most 30.0% rejected" in second and tail not in second
+    assert (tmp_path / "eval/samples.jsonl").read_text() == before
+    found = mismatches(tmp_path / "eval")["rkv@16"]
+    assert (
+        found["rejection_rate"] == np.mean([json.loads(line)["rejected"] for line in before.splitlines()]) > found["unlikely"]
+    )
+    assert "unlikely" in first and "figures" not in found
+    sentence = refused(capsys, *few, "0")
+    assert sentence.startswith("correction is {'veto': 0.0} now but was {'veto': 0.3} in ")
+
+
+def test_a_correction_that_rejects_nothing_is_judged_by_unlikely_rollouts(search, tmp_path, capsys):
+    with one_thread():
+        main([*search[:-1], "rkv@16", "--problems", "2", "--correction.preset", "none"])
+    assert "at most 2.0% unlikely and xi p05" in capsys.readouterr().out
+    assert mismatches(tmp_path / "eval")["rkv@16"]["rejection_rate"] == 0
+
+
 def test_eval_goes_on_below_a_budget_that_does_not_fit(search, tmp_path, capsys, monkeypatch):
     sample = runner.run
 
@@ -102,6 +167,18 @@ def test_eval_refuses_a_search_that_cannot_end(search, capsys):
         with pytest.raises(SystemExit):
             main([*command, *flags])
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--alerts.xi-p05", "0.5"], "alerts.xi_p05 has no effect, because it judges the mismatch: add --mismatch."),
+        (["--mismatch", "--correction.drop", "mean"], "correction.drop = mean has no bound: set correction.low or"),
+    ],
+)
+def test_eval_refuses_criteria_that_judge_nothing(search, tmp_path, capsys, flags, sentence):
+    command = [each for each in search if each != "--mismatch"]
+    assert refused(capsys, *command[:-1], "rkv@16", *flags).startswith(sentence) and not (tmp_path / "eval").exists()
 
 
 def test_long_tail_weighs_rows_and_ignores_short_ones():
