@@ -264,8 +264,12 @@ def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole,
     assert said.index(failed) < said.index("step 3/5") < said.index(unmet) < said.index("step 4/5")
     assert said.count(failed) == said.count("kv.budget = 32 is the largest that fits, and " + unmet) == 1
     assert "To hold them, lower rollout.max_tokens, use another kv.policy, " in said
-    _, last = changes(hard)
-    assert (last["step"], last["before"], last["after"]) == (4, 32, 32)
+    _, tried, last = changes(hard)
+    assert (tried["step"], tried["before"], tried["after"]) == (3, 32, 32) and (last["before"], last["after"]) == (32, 32)
+    assert tried["reason"].startswith("kv.budget = 40 ran out of memory, which was tried for this reason: xi p05 of long")
+    assert state_of(hard, 5)[1]["budget"]["changes"] == changes(hard)
+    (shown,) = ReportSource([hard]).document()[0]["runs"]
+    assert shown["budgets"] == changes(hard)
     assert last["reason"].startswith("the largest budget misses the targets: xi p05 of long responses ")
     assert without_clock(metrics(easy)) == without_clock(metrics(hard))
     assert (easy / "model/model.safetensors").read_bytes() == (hard / "model/model.safetensors").read_bytes()

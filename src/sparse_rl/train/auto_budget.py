@@ -147,7 +147,9 @@ class AutoBudget:
         if seconds is None:  # the plan was too optimistic
             self.budgets = [budget for budget in self.budgets if budget < decision.state.budget]
             self.state = BudgetState(before, figures.tokens)
-            self.terminal.warn(f"kv.budget = {decision.state.budget:,} ran out of memory: the budget stays at {before:,}.")
+            failed = f"kv.budget = {decision.state.budget:,} ran out of memory"
+            self.terminal.warn(f"{failed}: the budget stays at {before:,}.")
+            self._append(step, before, f"{failed}, which was tried for this reason: {decision.reason}")
             return {}
         self._note(step, before, decision.reason, seconds)
         return {"perf/rebuild_s": seconds}
