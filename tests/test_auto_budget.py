@@ -3,6 +3,7 @@ test_eval_budget.py."""
 
 import json
 import math
+import re
 import shutil
 import signal
 
@@ -211,6 +212,38 @@ def test_the_report_has_every_change_and_the_target(whole, tmp_path):
     assert "budget.jsonl: 1 line(s) cannot be read and are skipped." in shown["notes"]
 
 
+def at_step_2(run, copy):
+    """A copy of a run that ended after two steps."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "model")
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > 2:
+            shutil.rmtree(path)
+    return copy
+
+
+def test_a_higher_budget_is_used_holds_the_target_and_is_kept_over_a_resume(world, whole, tmp_path, capsys):
+    """A stricter target raises the budget after one step. The next step has the larger cache, and meets the target."""
+    run, resumed = (at_step_2(whole[0], tmp_path / name) for name in ("run", "resumed"))
+    flags = [*SHRINKS, "--alerts.xi-p05", "0.999", "--resume", "--steps"]
+    train(world, run, *flags, "4", reward="short")
+    said, rows = " ".join(capsys.readouterr().out.split()), metrics(run)
+    _, change = changes(run)
+    assert (change["step"], change["before"], change["after"]) == (3, 32, 40)
+    assert re.fullmatch(r"xi p05 of long responses 0\.\d\d \(limit 0\.999\)", change["reason"])
+    assert f"kv.budget is 40 from step 4 on, was 32: {change['reason']} (16 slots, 176.0 KiB" in said
+    assert [row["kv/budget"] for row in rows[1:]] == [32, 32, 32, 40]
+    assert rows[3]["sparse/xi_p05_long"] < 0.999 < rows[4]["sparse/xi_p05_long"]
+    assert [row["step"] for row in rows if "perf/rebuild_s" in row] == [3]
+    assert rows[4]["kv/peak_bytes"] == 4096 * (40 + 4)
+    assert state_of(run, 4)[1]["budget"]["changes"] == changes(run)
+    assert json.loads((run / "model/sparse_rl.json").read_text())["kv"]["budget"] == 40
+    for steps in ("3", "4"):
+        train(world, resumed, *flags, steps, reward="short")
+    assert_same_run(run, resumed, 4)
+    assert changes(resumed) == changes(run)
+
+
 # Too little memory
 
 
@@ -235,16 +268,6 @@ def test_targets_that_no_budget_in_memory_reaches_are_refused(world, tmp_path, c
     sentence = refused(capsys, *arguments(world, tmp_path / "run", *AUTO))
     assert sentence.startswith("No budget up to 24 tokens, the most that fits in memory, has at most 20.0% rejected (found: ")
     assert "lower rollout.max_tokens, use another kv.policy, set kv.protect_prompt = true, raise kv.target" in sentence
-
-
-def at_step_2(run, copy):
-    """A copy of a run that ended after two steps."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "model")
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > 2:
-            shutil.rmtree(path)
-    return copy
 
 
 def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole, tmp_path, capsys, memory_for):
