@@ -5,7 +5,6 @@ import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..errors import PromptError, UserError
 from ..kv import statistics
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_progress_bar
+from ..models.stored_statistics import stored_statistics
 from ..monitor.budget import ladder, smallest
 from ..rewards.pool import pool_for
 from ..rollout.engine import Engine
@@ -204,7 +204,7 @@ class Runner:
         """Use the statistics of the model or of the folder. Else gather them and write them to the folder."""
         if engine.needed_statistics:
             found = statistics.load(self.work.path)
-            engine.load_statistics(found | statistics.load(Path(self.args.model)))
+            engine.load_statistics(found | stored_statistics(self.args.model))
             if not engine.statistics:
                 prompts = [prompt for benchmark in self.benchmarks.values() for prompt in benchmark.prompts]
                 tokens = max(benchmark.sampling.max_tokens for benchmark in self.benchmarks.values())
