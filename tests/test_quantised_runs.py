@@ -1,5 +1,6 @@
 """Runs, evaluations and transformers with an 8-bit or 4-bit cache: statistics travel, and quantisation is measured."""
 
+import hashlib
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from sparse_rl.evaluate.compare import settings
 from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kv import statistics
 from sparse_rl.kv.statistics import KeyRanges
+from sparse_rl.models.stored_statistics import stored_statistics
 from sparse_rl.rollout.calibrate import calibrate
 from sparse_rl.train import probe
 from test_transformers_cache import PROMPTS, SETTINGS, greedy
@@ -88,6 +90,42 @@ def test_a_run_writes_its_statistics_and_the_model_is_used_with_them(world, tmp_
         main(["generate", str(tmp_path / "run/model"), "1:41+85=", "--max-tokens", "4"])
         main(["export", str(tmp_path / "run"), str(tmp_path / "exported")])
     assert equal(statistics.load(tmp_path / "exported"), found)
+
+
+def test_the_model_names_its_statistics_and_refuses_others(world, tmp_path, capsys):
+    """Also if they are missing. A model of an earlier version names none, and uses those that are there."""
+    folder = tmp_path / "run/model"
+    train(world, tmp_path / "run", "--kv.dtype", "8bit", "--steps", "1")
+    file, settings = folder / "sparse_rl.statistics", json.loads((folder / "sparse_rl.json").read_text())
+    whole = file.read_bytes()
+    assert settings["statistics"] == {"file": file.name, "sha256": hashlib.sha256(whole).hexdigest()}
+    assert BoundedCache.from_pretrained(folder).kv.dtype == "8bit"
+    generate = ["generate", str(folder), "1:41+85=", "--max-tokens", "4"]
+    evaluation = ["eval", str(folder), "--benchmarks", str(world / "problems.jsonl"), "--problems", "1", "--max-tokens", "4"]
+    evaluation += [
+        "--reward.function",
+        f"{world / 'rewards.py'}:sums",
+        "--reward.workers",
+        "0",
+        "--out",
+        str(tmp_path / "eval"),
+    ]
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    capsys.readouterr()
+    for command in (generate, evaluation):
+        with pytest.raises(SystemExit), one_thread():
+            main(command)
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"sparse-rl: {file} has another SHA-256 than is named in sparse_rl.json: copy the whole model folder again, or remove "
+            "the file and the entry statistics of sparse_rl.json to gather the statistics again."
+        )
+    file.unlink()
+    with pytest.raises(UserError, match=f"{file} is missing, but named in sparse_rl.json: copy the whole"):
+        BoundedCache.from_pretrained(folder)
+    file.write_bytes(whole)
+    del settings["statistics"]
+    (folder / "sparse_rl.json").write_text(json.dumps(settings))
+    assert equal(stored_statistics(str(folder)), statistics.load(folder))
 
 
 def test_a_dense_cache_in_4_bits_counts_as_sparse(world, tmp_path):

@@ -127,35 +127,39 @@ def test_the_counts_beside_the_ratio_follow_the_cursor(tmp_path, opened):
 
 
 def test_budget_length_and_rejection_are_drawn_with_every_change(tmp_path, opened):
-    """Of a run with kv.budget = auto, and of no other. A reason is text, whatever it contains."""
-    values = {"kv/peak_bytes": 1e6, "kv/budget": 64.0, "response/p90_tokens": 200.0, "sparse/rejection_rate": 0.05}
-    run = write_run(tmp_path / "run", [{"step": step, **values} for step in (1, 2)])
-    other = write_run(tmp_path / "other", [{"step": step, **values} for step in (1, 2)])
-    (run / "config.toml").write_text('method = "sparse_rl"\n[kv]\nbudget = "auto"\ntarget_rejected = 0.03\n')
+    """Of runs with kv.budget = auto, and of no other. A run whose correction rejects nothing is judged by unlikely rollouts.
+    A reason is text, whatever it contains."""
+    values = {"kv/peak_bytes": 1e6, "kv/budget": 64.0, "response/p90_tokens": 200.0}
+    values |= {"sparse/rejection_rate": 0.05, "sparse/unlikely": 0.07}
+    names = ("run", "naive", "other")
+    run, naive, other = (write_run(tmp_path / name, [{"step": step, **values} for step in (1, 2)]) for name in names)
+    for folder, method in ((run, "sparse_rl"), (naive, "naive")):
+        (folder / "config.toml").write_text(f'method = "{method}"\n[kv]\nbudget = "auto"\ntarget_rejected = 0.03\n')
     lines = [
         {"step": 0, "before": 0, "after": 64, "reason": "<b>probe</b>"},
         {"step": 2, "before": 64, "after": 80, "reason": "5 of 64"},
     ]
     (run / "budget.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report.write(ReportSource([run, other]), tmp_path / "report.html")
+    (naive / "budget.jsonl").write_text(json.dumps(lines[1]) + "\n")
+    report.write(ReportSource([run, naive, other]), tmp_path / "report.html")
     page = opened(tmp_path / "report.html")
     rows = page.locator("#budgets tbody tr")
     assert [text.split("\t")[1:] for text in rows.all_inner_texts()] == [
         ["0", "probe", "64", "<b>probe</b>"],
         ["2", "64", "80", "5 of 64"],
+        ["2", "64", "80", "5 of 64"],
     ]
-    for name, labels in (
-        ("budget", ["budget", "response, 90th percentile", "response, mean"]),
-        ("rejected", ["rejected", "target"]),
+    for name, count, labels, first in (
+        ("budget", 2, ["budget", "response, 90th percentile", "response, mean"], 64),
+        ("rejected", 1, ["rejected", "target"], 0.05),
+        ("unlikely", 1, ["unlikely", "target"], 0.07),
     ):
-        figure = page.locator(f'figure[data-name="{name}"]')
-        assert figure.count() == 1
-        figure.scroll_into_view_if_needed()
-        figure.locator("canvas").wait_for()
-        shown = page.evaluate(
-            "name => [...charts].find(([f]) => f.dataset.name === name)[1].make().lines.map(l => l.label)", name
-        )
-        assert shown == labels
+        figures = page.locator(f'figure[data-name="{name}"]')
+        assert figures.count() == count
+        figures.first.scroll_into_view_if_needed()
+        figures.first.locator("canvas").wait_for()
+        shown = page.evaluate("name => [...charts].find(([f]) => f.dataset.name === name)[1].make().lines", name)
+        assert [line["label"] for line in shown] == labels and shown[0]["values"] == [first, first]
 
 
 def test_what_is_zero_throughout_takes_one_line(tmp_path, opened):

@@ -4,8 +4,22 @@ import argparse
 import os
 from pathlib import Path
 
-from ..config import KV, TASKS, DataConfig, RewardConfig, add_flags, flag_values, from_flags
+from ..config import (
+    KV,
+    TASKS,
+    AlertsConfig,
+    CorrectionConfig,
+    DataConfig,
+    RewardConfig,
+    add_flags,
+    flag_values,
+    from_flags,
+)
+from ..errors import UserError
 from .arguments import add_json_flag, add_model_flags, count
+
+NOT_MEASURED = {"weight", "cap", "normalize", "divisor", "opsm"}
+"""Options of the correction that change no figure of --mismatch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", action="store_true", help="also print rows for a LaTeX table")
     add_model_flags(parser)
     add_flags(parser, KV)
+    add_flags(parser, CorrectionConfig, without=NOT_MEASURED)
+    add_flags(parser, AlertsConfig, without=AlertsConfig.model_fields.keys() - {"xi_p05"})
     add_flags(parser, DataConfig, without=("train", "test", "max_prompt_tokens"))
     add_flags(parser, RewardConfig)
 
@@ -66,10 +82,17 @@ def run(args: argparse.Namespace) -> None:
     from ..evaluate.compare import settings
     from ..models.stored_kv import stored_kv
 
+    judging = [
+        f"{section.section}.{name}" for section in (CorrectionConfig, AlertsConfig) for name in flag_values(args, section)
+    ]
+    if judging and not args.mismatch:
+        raise UserError(f"{judging[0]} has no effect, because it judges the mismatch: add --mismatch.")
     flags = flag_values(args, KV)
     caches = settings(args.compare, flags, {} if args.compare else stored_kv(args.model, flags))
     workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # more workers: the GPU idles while a chunk is graded
     data, reward = from_flags(args, DataConfig), from_flags(args, RewardConfig, {"workers": workers})
     from ..evaluate.evaluation import evaluate
+    from ..evaluate.mismatch import PRESET, Criteria
 
-    evaluate(args, caches, data, reward)
+    criteria = Criteria(from_flags(args, CorrectionConfig).spec(PRESET), from_flags(args, AlertsConfig))
+    evaluate(args, caches, data, reward, criteria)

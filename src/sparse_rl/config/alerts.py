@@ -26,7 +26,9 @@ class AlertsConfig(Section):
     grad_norm: Annotated[float, Field(gt=1)] | Literal["none"] = Field(
         2.5, description="Largest policy/grad_norm, relative to its median over the first ten steps."
     )
-    xi_p05: Share = Field(0.6, description="Smallest sparse/xi_p05.")
+    xi_p05: Share = Field(
+        0.6, description="Smallest sparse/xi_p05, and smallest sparse/xi_p05_long that kv.budget = auto holds."
+    )
     rejected: Share = Field(0.4, description="Largest sparse/rejection_rate or sparse/wasted_tokens.")
     zero_std_groups: Share = Field(0.9, description="Largest reward/zero_std_groups.")
     no_verdict: Share = Field(0.1, description="Largest fraction of rollouts without a verdict.")

@@ -41,6 +41,17 @@ class CorrectionSpec:
         """Return whether a rule drops whole sequences."""
         return self.veto > 0 or self.drop in ("sequence", "mean")
 
+    @property
+    def judged(self) -> Literal["rejected", "unlikely"]:
+        """Share of rollouts that a budget is judged by: the rejected ones, or, if no rule drops sequences, those that the paper's
+        veto would reject."""
+        return "rejected" if self.rejects_sequences else "unlikely"
+
+    @property
+    def judged_metric(self) -> str:
+        """Metric of a step with the share that `judged` names."""
+        return "sparse/rejection_rate" if self.rejects_sequences else "sparse/unlikely"
+
     def __post_init__(self) -> None:
         bounded = self.low > 0 or self.high < math.inf
         if self.low >= self.high:
@@ -83,7 +94,7 @@ class CorrectionConfig(Section):
 
     preset: Preset | None = Field(
         None,
-        description="Correction preset; default: the method's. The options below override single values.",
+        description="Correction preset; default: the method's, in eval paper. The options below override single values.",
     )
     weight: Weight | None = Field(
         None,

@@ -51,7 +51,7 @@ class EvalSample:
     id: Any = None
     """Value of the column `id` of the problem; None if the data has no such column."""
     rejected: bool | None = None
-    """True if the method `sparse_rl` would have rejected the sample. None without --mismatch."""
+    """True if a training run with this correction would have rejected the sample. None without --mismatch."""
     noise: float | None = None
     """Mean |log pi_sampler - log pi_replayed| over the tokens of the sample. None without --mismatch."""
     quantisation_k3: float | None = None

@@ -16,6 +16,7 @@ from ..rewards.find import refuse_inside_a_reward
 from ..terminal import Terminal, wide_console
 from .compare import Setting
 from .identity import default_folder, identity, stored_settings
+from .mismatch import Criteria
 from .result import Result, as_json, results
 from .runner import Runner
 from .sources import BenchmarkSource, asked_sources
@@ -26,7 +27,9 @@ PLAIN_WIDTH = 240
 """Width of the output in columns if it is not a terminal. On a terminal, cells wrap instead."""
 
 
-def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig) -> None:
+def evaluate(
+    args: argparse.Namespace, settings: Sequence[Setting], data: DataConfig, reward: RewardConfig, criteria: Criteria
+) -> None:
     refuse_inside_a_reward()
     console = wide_console(PLAIN_WIDTH)
     for setting in settings:  # report a misspelt policy before anything is loaded
@@ -39,30 +42,31 @@ def evaluate(args: argparse.Namespace, settings: Sequence[Setting], data: DataCo
     for note in filter(None, (source.note for source in sources)):
         console.print_line(note)
     dtype, _ = place(args.dtype, args.device)
-    asked = identity(args, settings, sources, data, reward, dtype)
+    asked = identity(args, settings, sources, data, reward, criteria, dtype)
     work = Work(args.out or default_folder(args.model, asked))
     with work.opened(asked, overwrite=args.overwrite):
         before = work.written
-        settings = Runner(args, settings, sources, data, reward, work, asked, console).go()
+        settings = Runner(args, settings, sources, data, reward, criteria, work, asked, console).go()
         if work.written == before:
             console.print_line(f"The evaluation in {work.path} is already complete. --overwrite runs it again.")
         asked["settings"] = {setting.name: stored_settings(setting.kv) for setting in settings}
-        report(args, settings, sources, work, asked, console)
+        report(args, settings, sources, criteria, work, asked, console)
 
 
 def report(
     args: argparse.Namespace,
     settings: Sequence[Setting],
     sources: Sequence[BenchmarkSource],
+    criteria: Criteria,
     work: Work,
     asked: dict[str, Any],
     console: Terminal,
 ) -> None:
     names = [setting.name for setting in settings]
-    columns = [
-        (source.title, results(source.name, names, [work.of(source.name, name) for name in names], source.samples, source.ks))
-        for source in sources
-    ]
+    columns: list[tuple[str, list[Result]]] = []
+    for source in sources:
+        done = [work.of(source.name, name) for name in names]
+        columns.append((source.title, results(source.name, names, done, source.samples, source.ks, criteria)))
     for title, rows in columns:
         console.print()
         for number, table in enumerate(benchmark_tables(title, rows)):
@@ -72,7 +76,7 @@ def report(
     if len(columns) > 1:
         console.print()
         console.print(summary_table(columns))
-    if sentence := smallest_budget([rows for _, rows in columns], settings):
+    if sentence := smallest_budget([rows for _, rows in columns], settings, criteria):
         console.print_line(sentence)
     warn_of_missing_verdicts(columns, console)
     if args.rows:

@@ -11,6 +11,7 @@ from typing import Any
 from ..config import FORMAT, KV, DataConfig, RewardConfig
 from ..rewards.weighted_sum import terms
 from .compare import Setting
+from .mismatch import Criteria
 from .sources import BenchmarkSource
 
 
@@ -20,6 +21,7 @@ def identity(
     sources: Sequence[BenchmarkSource],
     data: DataConfig,
     reward: RewardConfig,
+    criteria: Criteria,
     dtype: str,
 ) -> dict[str, Any]:
     """Return all settings that the results depend on, for asked.json. Settings that affect only speed are left out."""
@@ -36,6 +38,7 @@ def identity(
         "reward.truncated": reward.truncated,
         "reward.timeout": reward.timeout,
         "settings": {setting.name: stored_settings(setting.kv) for setting in settings},
+        **({"correction": criteria.rules} if criteria.rules else {}),
         **({"format": FORMAT} if any(setting.kv.stores_prompts for setting in settings) else {}),
         "benchmarks": {
             source.name: {

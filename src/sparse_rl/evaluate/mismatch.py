@@ -4,39 +4,65 @@ Replaying every rollout with a dense cache gives xi = pi_dense / pi_sampler for 
 evictions gives the engine noise. If keys and values are quantised, a third replay sees every key as it was stored. It splits xi
 into the parts of quantisation, pi_dense / pi_quantised, and of eviction, pi_quantised / pi_sampler. Log-probs come from the
 untruncated softmax at the sampling temperature, so xi is also defined with top_p and top_k. In that case, xi compares the two
-full softmaxes at the sampled tokens. The figures that a budget is judged by are those of `kv.budget = "auto"`.
+full softmaxes at the sampled tokens. The figures that a budget is judged by are those of `kv.budget = "auto"`, from the same
+function of `learner.mismatch`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..learner.batch import padded, response_mask
-from ..learner.correction import correct, long_tail
+from ..config import KV, PRESETS, AlertsConfig, CorrectionSpec
+from ..learner.mismatch import measure
 from ..learner.replay import replay
+from ..monitor.budget import Figures, Targets
 from ..rollout.rollout import Rollout
 from .benchmark import EvalSample
 
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
 PRESET = "paper"
-"""Correction preset that decides rejections. It rejects a sequence if any token has xi < 1e-4."""
+"""Default correction preset. It rejects a sequence if any token has xi < 1e-4."""
+RULES = ("veto", "drop", "low", "high")
+"""Options of a correction that decide rejections."""
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """What a training run judges its budget by."""
+
+    spec: CorrectionSpec
+    alerts: AlertsConfig
+
+    def targets(self, kv: KV) -> Targets:
+        """Return the targets of `kv.budget = "auto"`."""
+        return Targets.of(kv, self.alerts, self.spec)
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Rules that differ from those of the default preset. `rejected` of the samples depends on them."""
+        return {name: getattr(self.spec, name) for name in RULES if getattr(self.spec, name) != getattr(PRESETS[PRESET], name)}
 
 
 @dataclass(frozen=True)
 class Mismatch:
     """Mismatch metrics over all tokens of all rollouts, before any rejection."""
 
+    figures: Figures
+    """Figures that a budget is judged by."""
     rejection_rate: float
+    unlikely: float
+    """Share of rollouts with some xi below 1e-4, under any correction."""
     wasted_tokens: float
     mismatch_k1: float
     mismatch_k3: float
     xi_p05: float
     xi_p05_long: float
-    """5th percentile of xi in the second half of the longest quarter of the responses; see `long_tail`."""
+    """5th percentile of xi in the second half of the longest quarter of the responses; see `learner.correction.long_tail`."""
     xi_min: float
     ess: float
     engine_noise: float
@@ -47,7 +73,9 @@ class Mismatch:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[EvalSample]) -> np.ndarray:
+def replay_samples(
+    model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[EvalSample], spec: CorrectionSpec
+) -> np.ndarray:
     """Return log xi of all tokens of all rollouts, concatenated, in float32. Set `rejected` and `noise` of each sample."""
     per_pass = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
     dense = [logprobs.cpu() for logprobs in replay(model, rollouts, "dense", tokens_per_pass=per_pass)]
@@ -56,8 +84,7 @@ def measure(model: PreTrainedModel, rollouts: list[Rollout], samples: Sequence[E
     if rollouts[0].quantiser is not None:
         _split(samples, rollouts, dense, replay(model, rollouts, "quantised", tokens_per_pass=per_pass))
     log_xi = [ours - rollout.logprobs for ours, rollout in zip(dense, rollouts, strict=True)]
-    rejected = correct(padded(log_xi), response_mask(rollouts), PRESET).rejected.tolist()
-    for sample, rollout, replayed, drop in zip(samples, rollouts, own, rejected, strict=True):
+    for sample, rollout, replayed, drop in zip(samples, rollouts, own, measure(log_xi, spec).rejected, strict=True):
         sample.rejected, sample.noise = drop, float((rollout.logprobs - replayed).abs().mean())
     return torch.cat(log_xi).float().numpy()
 
@@ -72,13 +99,21 @@ def k3(log_ratio: Tensor) -> float:
     return float((log_ratio.exp() - 1 - log_ratio).mean())
 
 
-def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample]) -> Mismatch:
+def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample], spec: CorrectionSpec) -> Mismatch:
     """Return the mismatch metrics over all tokens. `log_xi` holds one array per chunk."""
-    log_xi_1N = torch.from_numpy(np.concatenate(log_xi))[None]
-    metrics = correct(log_xi_1N, torch.ones_like(log_xi_1N), PRESET).metrics
-    names = ("mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess")
+    found = measure(torch.from_numpy(np.concatenate(log_xi)).split([sample.tokens for sample in samples]), spec)
+    names = (
+        "rejection_rate",
+        "unlikely",
+        "wasted_tokens",
+        "mismatch_k1",
+        "mismatch_k3",
+        "xi_p05",
+        "xi_p05_long",
+        "xi_min",
+        "ess",
+    )
     tokens = sum(sample.tokens for sample in samples)
-    rejected = [sample for sample in samples if sample.rejected]
     split: dict[str, float] = {}
     if all(sample.quantisation_k3 is not None for sample in samples):
         split = {
@@ -86,10 +121,8 @@ def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample]) -> Mism
             for name in ("quantisation_k3", "eviction_k3")
         }
     return Mismatch(
-        rejection_rate=len(rejected) / len(samples),
-        wasted_tokens=sum(sample.tokens for sample in rejected) / tokens,
-        xi_p05_long=long_tail(log_xi_1N[0].split([sample.tokens for sample in samples])),
+        figures=found.figures,
         engine_noise=sum((sample.noise or 0.0) * sample.tokens for sample in samples) / tokens,
-        **{name: metrics[f"sparse/{name}"] for name in names},
+        **{name: found.metrics[f"sparse/{name}"] for name in names},
         **split,
     )

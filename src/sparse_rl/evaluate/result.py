@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .benchmark import BenchmarkScore, by_problem, is_binary, score
-from .mismatch import Mismatch, summary
+from .mismatch import Criteria, Mismatch, summary
 from .statistics import Estimate, paired_difference, t_interval
 from .work import FinishedPart
 
@@ -26,7 +26,12 @@ class Result:
 
 
 def results(
-    benchmark: str, settings: Sequence[str], done: Sequence[FinishedPart], samples: int, ks: Iterable[int]
+    benchmark: str,
+    settings: Sequence[str],
+    done: Sequence[FinishedPart],
+    samples: int,
+    ks: Iterable[int],
+    criteria: Criteria,
 ) -> list[Result]:
     """Return the results of one benchmark for all settings. Differences are relative to the first setting."""
     found: list[Result] = []
@@ -39,15 +44,15 @@ def results(
                 score(each.samples, each.cost, samples, ks),
                 None if first else settings[0],
                 None if first else difference(each, done[0], samples),
-                mismatch_of(each) if each.log_xi else None,
+                mismatch_of(each, criteria) if each.log_xi else None,
             )
         )
     return found
 
 
-def mismatch_of(done: FinishedPart) -> Mismatch:
+def mismatch_of(done: FinishedPart, criteria: Criteria) -> Mismatch:
     """Return the mismatch over all finished samples."""
-    return summary([np.load(path) for path in done.log_xi], done.samples)
+    return summary([np.load(path) for path in done.log_xi], done.samples, criteria.spec)
 
 
 def difference(done: FinishedPart, first: FinishedPart, samples: int) -> Estimate:
@@ -76,8 +81,9 @@ def as_json(result: Result) -> dict[str, Any]:
         values[name] = getattr(score, name)
     values |= asdict(score.cost)
     if result.mismatch is not None:
-        measured = asdict(result.mismatch).items()
-        values["mismatch"] = {name: _number(value) for name, value in measured if value is not None}
+        measured = asdict(result.mismatch)
+        del measured["figures"]  # each is a value of its own
+        values["mismatch"] = {name: _number(value) for name, value in measured.items() if value is not None}
     return values
 
 

@@ -5,7 +5,6 @@ import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..errors import PromptError, UserError
 from ..kv import statistics
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer, no_progress_bar
+from ..models.stored_statistics import stored_statistics
 from ..monitor.budget import ladder, smallest
 from ..rewards.pool import pool_for
 from ..rollout.engine import Engine
@@ -24,11 +24,10 @@ from ..terminal import Terminal
 from .benchmark import Benchmark, run
 from .compare import Setting, with_budget
 from .identity import stored_settings
-from .mismatch import measure
+from .mismatch import Criteria, replay_samples
 from .result import mismatch_of
 from .slots import auto_slots, dense_cache_bytes
 from .sources import BenchmarkSource
-from .table import figures, targets_of
 from .watch import EvalProgress
 from .work import Work
 
@@ -46,12 +45,13 @@ class Runner:
         sources: Sequence[BenchmarkSource],
         data: DataConfig,
         reward: RewardConfig,
+        criteria: Criteria,
         work: Work,
         asked: dict[str, Any],
         console: Terminal,
     ):
         self.args, self.settings, self.sources, self.data = args, settings, sources, data
-        self.reward, self.work, self.asked, self.console = reward, work, asked, console
+        self.reward, self.criteria, self.work, self.asked, self.console = reward, criteria, work, asked, console
         self.left = self._missing([setting for setting in settings if setting.kv.budget != "auto"])
         self.engine: Engine | None = None
         self.engine_key: tuple[str, int] | None = None
@@ -100,7 +100,7 @@ class Runner:
         """
         if setting.kv.budget != "auto":
             return [setting]
-        kv, targets = setting.kv, targets_of(setting.kv)
+        kv, targets = setting.kv, self.criteria.targets(setting.kv)
         longest_prompt = max(len(prompt) for benchmark in self.benchmarks.values() for prompt in benchmark.prompts)
         longest = max(source.sampling.max_tokens for source in self.sources) + (0 if kv.protect_prompt else longest_prompt)
         if longest < kv.least_auto:
@@ -124,7 +124,7 @@ class Runner:
                 return None
             tried[budget] = each
             done = [self.work.of(source.name, each.name) for source in self.sources]
-            return all(targets.met_by(figures(mismatch_of(part))) for part in done)
+            return all(targets.met_by(mismatch_of(part, self.criteria).figures) for part in done)
 
         smallest(ladder(kv.least_auto, longest), meets)
         if not tried:
@@ -168,7 +168,7 @@ class Runner:
             log_xi = None
             if self.args.mismatch:
                 watch.doing(f"{what}, replaying")
-                log_xi = measure(self.model, chunk.rollouts, chunk.samples)
+                log_xi = replay_samples(self.model, chunk.rollouts, chunk.samples, self.criteria.spec)
             self.work.add(source.name, setting.name, chunk, log_xi)
             watch.chunk(what, len(chunk.samples), chunk.cost.tokens / max(chunk.cost.seconds, 1e-9))
             watch.doing(what)
@@ -204,7 +204,7 @@ class Runner:
         """Use the statistics of the model or of the folder. Else gather them and write them to the folder."""
         if engine.needed_statistics:
             found = statistics.load(self.work.path)
-            engine.load_statistics(found | statistics.load(Path(self.args.model)))
+            engine.load_statistics(found | stored_statistics(self.args.model))
             if not engine.statistics:
                 prompts = [prompt for benchmark in self.benchmarks.values() for prompt in benchmark.prompts]
                 tokens = max(benchmark.sampling.max_tokens for benchmark in self.benchmarks.values())

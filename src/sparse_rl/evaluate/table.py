@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from ..config import KV
 from ..format import size
-from ..monitor.budget import Figures, Targets
-from ..monitor.limits import limit
 from ..scores import score_text
 from .compare import Setting
-from .mismatch import Mismatch
+from .mismatch import Criteria, Mismatch
 from .result import Result
 from .statistics import Estimate, average
 
@@ -28,6 +25,8 @@ MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
     ("engine noise", lambda each: f"{each.engine_noise:.1e}"),
 ]
 """Heading and formatter of each column of the mismatch table."""
+UNLIKELY: list[tuple[str, Callable[[Mismatch], str]]] = [("unlikely", lambda each: f"{each.unlikely:.1%}")]
+"""Column that comes first if the correction rejects others than the paper's."""
 SPLIT: list[tuple[str, Callable[[Mismatch], str]]] = [
     ("k3, quantised", lambda each: "" if each.quantisation_k3 is None else f"{each.quantisation_k3:.2e}"),
     ("k3, evicted", lambda each: "" if each.eviction_k3 is None else f"{each.eviction_k3:.2e}"),
@@ -82,16 +81,17 @@ def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
 
 
 def mismatch_table(results: Sequence[Result]) -> Table:
-    quantised = any(each.mismatch is not None and each.mismatch.quantisation_k3 is not None for each in results)
-    columns = MISMATCH + (SPLIT if quantised else [])
+    measured = [(each.setting, each.mismatch) for each in results if each.mismatch is not None]
+    differs = any(each.unlikely != each.rejection_rate for _, each in measured)
+    quantised = any(each.quantisation_k3 is not None for _, each in measured)
+    columns = (UNLIKELY if differs else []) + MISMATCH + (SPLIT if quantised else [])
     found = table("", ["cache", *(name for name, _ in columns)])
-    for each in results:
-        if each.mismatch is not None:
-            found.add_row(escape(each.setting), *(form(each.mismatch) for _, form in columns))
+    for setting, mismatch in measured:
+        found.add_row(escape(setting), *(form(mismatch) for _, form in columns))
     return found
 
 
-def smallest_budget(results: Sequence[Sequence[Result]], settings: Sequence[Setting]) -> str | None:
+def smallest_budget(results: Sequence[Sequence[Result]], settings: Sequence[Setting], criteria: Criteria) -> str | None:
     """Return a sentence with the smallest compared budget that meets the targets of `kv.budget = "auto"` on every benchmark.
 
     `results` holds the results of each benchmark. None if no cache evicts or --mismatch is off.
@@ -100,22 +100,13 @@ def smallest_budget(results: Sequence[Sequence[Result]], settings: Sequence[Sett
     found = {number: [each[number].mismatch for each in results] for number in sparse}
     if not sparse or any(each is None for mismatches in found.values() for each in mismatches):
         return None
-    targets = targets_of(settings[sparse[0]].kv)
-    met = [number for number in sparse if all(each and targets.met_by(figures(each)) for each in found[number])]
+    targets = criteria.targets(settings[sparse[0]].kv)
+    met = [number for number in sparse if all(each and targets.met_by(each.figures) for each in found[number])]
     where = " on every benchmark" if len(results) > 1 else ""
     if met:
         best = min(met, key=lambda number: settings[number].kv.kept_tokens)
         return f"Smallest compared budget with {targets}{where}: {settings[best].name}."
     return f"No compared budget has {targets}{where}. Compare larger ones, or another policy."
-
-
-def targets_of(kv: KV) -> Targets:
-    """Return the targets of `kv.budget = "auto"`."""
-    return Targets(kv.target_rejected, limit(None, "xi_p05"))
-
-
-def figures(mismatch: Mismatch) -> Figures:
-    return Figures(mismatch.rejection_rate, 0, mismatch.xi_p05_long, 0)
 
 
 def summary_table(columns: Sequence[tuple[str, Sequence[Result]]]) -> Table:

@@ -38,12 +38,12 @@ from ..kv.prompt_layout import nth_samples
 from ..kv.quantize import Range, channel_range
 from ..kv.schedule import DENSE, Schedule, by_length
 from ..kv.shape import CacheShape
-from ..kv.statistics import FILE as STATISTICS
-from ..kv.statistics import KEY_SCALES, Statistics, key_scales, load
+from ..kv.statistics import KEY_SCALES, Statistics, key_scales
 from ..kv.storage import KeyScales, Quantiser
 from ..kv.windows import WindowStore
 from ..models.attention import BoundKeys
-from ..models.stored_kv import stored_file, stored_kv
+from ..models.stored_kv import stored_kv
+from ..models.stored_statistics import stored_statistics
 from ..sizes import PAGE_TOKENS, pages_of
 
 
@@ -103,7 +103,6 @@ class BoundedCache(Cache):
         kv = KV(**stored)
         if not kv.is_sparse:
             raise UserError(f"{path} was trained with a dense cache: use transformers' DynamicCache, or {remedy}.")
-        statistics = stored_file(str(path), STATISTICS)
         return cls(
             kv.policy,
             kv.kept_tokens,
@@ -114,7 +113,7 @@ class BoundedCache(Cache):
             dtype=kv.dtype,
             options=kv.options,
             seed=seed,
-            statistics=load(statistics.parent) if statistics else {},
+            statistics=stored_statistics(str(path)),
         )
 
     def _layer(self, layer_idx: int, state_idx: int = 0) -> "BoundedLayer":

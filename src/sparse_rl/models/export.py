@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from ..config import FORMAT, KV
 from ..disk import refusal
 from ..errors import UserError
+from ..kv.statistics import FILE as STATISTICS
 from ..kv.statistics import Statistics, save
 from .actor import Actor
 from .four_bit import is_four_bit
 from .stored_kv import FILE
+from .stored_statistics import ENTRY, described
 
 CARD = "README.md"
 """Name of the model card, which the hub shows."""
@@ -31,7 +33,7 @@ def write_model(
     card: str | None = None,
 ) -> None:
     """Write the full model or, with LoRA and without `merge`, the adapter. sparse_rl.json holds the KV settings of the
-    training run, and a file next to it the statistics that the cache or the policy needs. `card` is the text of README.md.
+    training run, and a file that it names the statistics that the cache or the policy needs. `card` is the text of README.md.
 
     The folder is renamed into place when it is complete.
     """
@@ -46,8 +48,10 @@ def write_model(
         settings: dict[str, Any] = {"format": FORMAT, "kv": kv.model_dump(mode="json", exclude={"target_rejected"})}
         if not merge and is_four_bit(actor.learner):
             settings["base"] = "4bit"
-        (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
         save(statistics or {}, partial)
+        if statistics:
+            settings[ENTRY] = described(partial / STATISTICS)
+        (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
         if card is not None:  # in place of peft's
             (partial / CARD).write_text(card, encoding="utf-8")
         # the mode from the umask: safetensors creates files that only the owner can read

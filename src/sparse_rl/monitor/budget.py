@@ -8,7 +8,9 @@ a budget that failed at such lengths. Budgets are rungs of a coarse ladder, so t
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
+
+from ..config import KV, AlertsConfig, CorrectionSpec
 
 RUNG = 1.25
 """Ratio of neighbouring budgets, and growth of responses that counts as such."""
@@ -36,7 +38,7 @@ class Figures:
     """Figures of the rollouts of a step, or of a probe."""
 
     rejected: float
-    """Share of rollouts that a sequence rule rejects."""
+    """Share of rollouts that a sequence rule rejects, or that are unlikely; see `CorrectionSpec.judged`."""
     rollouts: int
     """Measured rollouts."""
     tail: float
@@ -50,13 +52,20 @@ class Targets:
     rejected: float
     tail: float = 0.0
     """Smallest tail; 0 if it is not limited."""
+    judged: str = "rejected"
+    """Word for the share: rejected, or unlikely if the correction rejects no sequence."""
+
+    @classmethod
+    def of(cls, kv: KV, alerts: AlertsConfig, spec: CorrectionSpec) -> Self:
+        """Return the targets that a run with these options holds."""
+        return cls(kv.target_rejected, 0.0 if alerts.xi_p05 == "none" else alerts.xi_p05, spec.judged)
 
     def met_by(self, figures: Figures) -> bool:
         return figures.rejected <= self.rejected and figures.tail >= self.tail
 
     def __str__(self) -> str:
         tail = f" and xi p05 of long responses at least {self.tail:g}" if self.tail else ""
-        return f"at most {self.rejected:.1%} rejected{tail}"
+        return f"at most {self.rejected:.1%} {self.judged}{tail}"
 
 
 @dataclass(frozen=True)
@@ -67,11 +76,14 @@ class Count:
     rollouts: int
     expected: float
     """Rejected rollouts at the target."""
+    judged: str
+    """See `Targets.judged`."""
 
     @classmethod
     def of(cls, window: Sequence[Figures], targets: Targets) -> "Count":
         rollouts = sum(each.rollouts for each in window)
-        return cls(sum(each.rejected * each.rollouts for each in window), rollouts, targets.rejected * rollouts)
+        rejected = sum(each.rejected * each.rollouts for each in window)
+        return cls(rejected, rollouts, targets.rejected * rollouts, targets.judged)
 
     @property
     def excess(self) -> float:
@@ -80,7 +92,7 @@ class Count:
 
     def __str__(self) -> str:
         share, target = self.rejected / self.rollouts, self.expected / self.rollouts
-        return f"{self.rejected:.0f} of {self.rollouts} rollouts rejected ({share:.1%}, target {target:.1%})"
+        return f"{self.rejected:.0f} of {self.rollouts} rollouts {self.judged} ({share:.1%}, target {target:.1%})"
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ def _run(run: Run, chunks: dict[int, RolloutChunk]) -> dict[str, Any]:
         "veto": run.veto,
         "budgets": [each | {"reason": printable(each["reason"], LONGEST_VALUE)} for each in run.budgets],
         "target": run.target_rejected,
+        "judged": [run.correction.judged_metric, run.correction.judged],
         "config": {printable(key, 80): printable(_text(value), LONGEST_VALUE) for key, value in run.config.items()},
         "rollouts": [[step, chunk.rollouts, chunk.rejected, chunk.traced] for step, chunk in chunks.items()],
     }

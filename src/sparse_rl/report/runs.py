@@ -67,10 +67,15 @@ class Run:
         return self.settings.kv.target_rejected if self.settings is not None and self.settings.sets_budget else None
 
     @property
+    def correction(self) -> CorrectionSpec:
+        """Return the correction of the run; the paper's if this version cannot parse the configuration."""
+        return PRESETS["paper"] if self.settings is None else self.settings.correction.spec(self.settings.default_preset)
+
+    @property
     def veto(self) -> float:
         """Return the threshold `correction.veto`: a token with xi below it rejects its rollout. 0 disables the veto."""
         if self.settings is not None:
-            return self.settings.correction.spec(self.settings.default_preset).veto
+            return self.correction.veto
         preset = self.config.get("correction.preset", "paper" if self.method in ("sparse_rl", "?") else "none")
         usual = PRESETS.get(str(preset), CorrectionSpec()).veto
         veto = self.config.get("correction.veto", usual)

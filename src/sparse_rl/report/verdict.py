@@ -250,7 +250,7 @@ def _budget(run: Run) -> list[str]:
         if not changed
         else f"went from {first:,} to {last:,} tokens in {changed} change{'s' * (changed > 1)}"
     )
-    target = "" if run.target_rejected is None else f", to hold {run.target_rejected:.1%} rejected"
+    target = "" if run.target_rejected is None else f", to hold {run.target_rejected:.1%} {run.correction.judged}"
     return [f"Budget: set by the run, {path}{target}."]
 
 

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections import Counter
-from pathlib import Path
 
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +13,8 @@ from ..data.prompts import encoded
 from ..errors import UserError
 from ..format import size
 from ..kv.policies import from_settings
-from ..kv.statistics import load as load_statistics
 from ..models.load import load_model, load_tokenizer
+from ..models.stored_statistics import stored_statistics
 from ..sizes import PAGE_TOKENS
 from ..terminal import Terminal
 from ..text import printable as escaped
@@ -35,7 +34,8 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfi
     prompts = encoded(tokenizer, [Example(prompt, None, {}) for prompt in args.prompts], data)
     model = load_model(args.model, dtype=args.dtype, device=args.device, trust_remote_code=args.trust_remote_code)
     engine = Engine(model, kv, slots=min(args.slots, len(prompts) * args.samples_per_prompt))
-    engine.load_statistics(load_statistics(Path(args.model)))
+    if engine.needed_statistics:
+        engine.load_statistics(stored_statistics(args.model))
     printer = Printer(tokenizer, len(prompts), args.samples_per_prompt)
     rollouts = engine.generate(prompts, args.samples_per_prompt, sampling, record=False, progress=printer)
     printer.close()

@@ -15,7 +15,7 @@ from ..plan import Plan
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..world import World
-from .budget_probe import ProbeRow, measure, probe_table, rejected_key, remedy, unreachable
+from .budget_probe import ProbeRow, probe_budget, probe_table, remedy, unreachable
 from .memory import checkpointed_layers, out_of_memory, plan_budget, slots_of
 from .preflight import try_sampler
 from .run_folder import RunFolder
@@ -46,9 +46,8 @@ class AutoBudget:
         self.engine, self.actor, self.optimizer = engine, actor, optimizer
         self.longest_prompt, self.store_tokens = longest_prompt, store_tokens
         self.folder, self.terminal, self.world = folder, terminal, world
-        tail = config.alerts.xi_p05
-        self.targets = Targets(config.kv.target_rejected, 0.0 if tail == "none" else tail)
         self.spec = config.correction.spec(config.default_preset)
+        self.targets = Targets.of(config.kv, config.alerts, self.spec)
         self.state = BudgetState(engine.kv.kept_tokens)
         self.changes: list[dict[str, Any]] = []
         """Step, budgets before and after, and reason of each change so far."""
@@ -103,7 +102,7 @@ class AutoBudget:
         seconds = self._resize(found.budget) or 0.0
         missed = [Failed(row.budget, row.figures.tokens) for row in rows if row.budget < found.budget]
         self.state = BudgetState(found.budget, found.figures.tokens, failed=missed[-1] if missed else None)
-        share = f"{found.figures.rejected:.1%} of {found.figures.rollouts} probed rollouts rejected"
+        share = f"{found.figures.rejected:.1%} of {found.figures.rollouts} probed rollouts {self.targets.judged}"
         self._note(0, 0, f"{share}, the smallest of {len(rows)} measured budgets that meets the targets", seconds)
 
     def _measured(self, prompts: Sequence[Sequence[int]], budget: int) -> ProbeRow | None:
@@ -111,7 +110,7 @@ class AutoBudget:
         if self._resize(budget) is None:
             self.budgets = [each for each in self.budgets if each < budget]
             return None
-        return measure(
+        return probe_budget(
             self.engine,
             self.actor.sampler,
             prompts,
@@ -128,7 +127,7 @@ class AutoBudget:
     def after_step(self, step: int, result: StepResult, metrics: dict[str, float]) -> dict[str, float]:
         """Follow the controller after a step with these metrics. Return the metrics of a rebuilt cache, if it was rebuilt."""
         figures = Figures(
-            metrics[rejected_key(self.spec)],
+            metrics[self.spec.judged_metric],
             len(result.row_weights),
             metrics["sparse/xi_p05_long"],
             int(metrics["response/p90_tokens"]),
@@ -148,7 +147,9 @@ class AutoBudget:
         if seconds is None:  # the plan was too optimistic
             self.budgets = [budget for budget in self.budgets if budget < decision.state.budget]
             self.state = BudgetState(before, figures.tokens)
-            self.terminal.warn(f"kv.budget = {decision.state.budget:,} ran out of memory: the budget stays at {before:,}.")
+            failed = f"kv.budget = {decision.state.budget:,} ran out of memory"
+            self.terminal.warn(f"{failed}: the budget stays at {before:,}.")
+            self._append(step, before, f"{failed}, which was tried for this reason: {decision.reason}")
             return {}
         self._note(step, before, decision.reason, seconds)
         return {"perf/rebuild_s": seconds}

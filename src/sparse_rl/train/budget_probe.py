@@ -11,10 +11,9 @@ from ..config import KV, CorrectionSpec, Sampling
 from ..errors import UserError
 from ..format import size
 from ..kernels.counter_rng import derive
-from ..learner.batch import padded
-from ..learner.correction import correct, long_tail
+from ..learner.mismatch import measure
 from ..learner.replay import replay
-from ..monitor.budget import Figures, Targets, long_length
+from ..monitor.budget import Figures, Targets
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..world import World
@@ -37,14 +36,8 @@ class ProbeRow:
     seconds: float
 
 
-def rejected_key(spec: CorrectionSpec) -> str:
-    """Return the metric that a budget is judged by: rejections, or what the paper's veto would reject if the correction rejects
-    no sequence."""
-    return "sparse/rejection_rate" if spec.rejects_sequences else "sparse/unlikely"
-
-
 @torch.no_grad()
-def measure(
+def probe_budget(
     engine: Engine,
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -69,22 +62,16 @@ def measure(
         rollouts = engine.generate(asked, samples, sampling, seeds=seeds, record=False, routing=routing)
         dense = replay(model, rollouts, "dense", tokens_per_pass=tokens_per_pass)
         own = [each.cpu() - rollout.logprobs for each, rollout in zip(dense, rollouts, strict=True)]
-    log_xi = [each for part in world.gather(own) for each in part]
-    lengths = torch.tensor([len(each) for each in log_xi])
-    log_xi_BT = padded(log_xi)
-    mask_BT = torch.arange(log_xi_BT.shape[1]) < lengths[:, None]
-    metrics = correct(log_xi_BT, mask_BT, spec).metrics
-    figures = Figures(metrics[rejected_key(spec)], len(log_xi), long_tail(log_xi), long_length(lengths.tolist()))
-    kept = engine.kv.kept_tokens
-    seconds = device_time(model.device) - started
-    return ProbeRow(kept, figures, metrics["sparse/mismatch_k3"], engine.cache.kv_bytes, engine.slots, seconds)
+    found = measure([each for part in world.gather(own) for each in part], spec)
+    kept, k3, seconds = engine.kv.kept_tokens, found.metrics["sparse/mismatch_k3"], device_time(model.device) - started
+    return ProbeRow(kept, found.figures, k3, engine.cache.kv_bytes, engine.slots, seconds)
 
 
 def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -> Table:
     table = Table(title=f"kv.budget = auto: the smallest budget with {targets}", title_justify="left")
     for heading in (
         "budget",
-        "rejected",
+        targets.judged,
         "xi p05, long responses",
         "k3",
         "response tokens, p90",
@@ -104,7 +91,7 @@ def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -
 
 def unreachable(row: ProbeRow, targets: Targets, kv: KV, limit: str) -> UserError:
     """Return the error of a probe in which no budget meets the targets. `row` is the largest one, and `limit` says why."""
-    found = f"{row.figures.rejected:.1%} rejected, xi p05 of long responses {row.figures.tail:.2f}"
+    found = f"{row.figures.rejected:.1%} {targets.judged}, xi p05 of long responses {row.figures.tail:.2f}"
     return UserError(f"No budget up to {row.budget:,} tokens, {limit}, has {targets} (found: {found}): {remedy(kv)}.")
 
 

@@ -241,7 +241,7 @@ function histogram(run, shown) {
 
 // The budget that a run sets itself
 
-/** Budget and length in one picture, and beside it what is rejected; nothing for runs with a fixed budget. */
+/** Budget and length in one picture, and beside it the share that the budget is set by; nothing for runs with a fixed budget. */
 function budgetCharts() {
   const own = visibleRuns().filter((place) => data.runs[place].budgets.length);
   const several = own.length > 1;
@@ -259,17 +259,23 @@ function budgetCharts() {
         line("response/mean_tokens", "response, mean", "--c1", [2, 3]),
       ],
     });
+    const [key, word] = run.judged;
     const target = { values: x.map(() => run.target), label: "target", colour: () => css("--bad"), dash: [6, 4], flat: true };
     const shares = () => ({
       x,
       fromZero: true,
-      format: formatOf("sparse/rejection_rate"),
-      lines: [line("sparse/rejection_rate", "rejected", "--c0"), ...(run.target ? [target] : [])],
+      format: formatOf(key),
+      lines: [line(key, word, "--c0"), ...(run.target ? [target] : [])],
     });
     const how = "Tokens that a compaction keeps, as kv.budget = auto set them, and the lengths of the responses.";
+    const judged = {
+      rejected: "The share of rejected rollouts, which the budget is set by.",
+      unlikely: "The share of rollouts with some ξ below 1e-4, which the budget is set by, since the correction rejects none.",
+    };
+    const title = `${word[0].toUpperCase()}${word.slice(1)} against the target${name}`;
     return [
       chart(`Budget and length${name}`, how, sizes, { name: "budget" }),
-      chart(`Rejected against the target${name}`, "The share of rollouts that the budget is set by.", shares, { name: "rejected" }),
+      chart(title, judged[word], shares, { name: word }),
     ];
   });
 }
