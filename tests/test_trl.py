@@ -19,6 +19,7 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
+from small_runs import one_thread
 from sparse_rl import KV, Engine, UserError, load_model, load_tokenizer, replay
 from sparse_rl.config import PRESETS, LossConfig
 from sparse_rl.data.arithmetic import make_problems
@@ -231,6 +232,31 @@ def test_statistics_are_gathered_again_from_the_rollouts_of_new_weights(tmp_path
         alone.calibrate([rollout.prompt + rollout.response for rollout in rollouts], MAX_TOKENS)
         assert torch.equal(engine.statistics["query_mean"], alone.statistics["query_mean"])
         move(trainer.model, 0.1)
+
+
+def test_a_resumed_run_ends_like_one_that_was_not_stopped(tmp_path):
+    """Call 3, the first after the checkpoint, uses the statistics of call 2. Call 4 gathers them again, as call 2 did."""
+    settings = {
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "gradient_accumulation_steps": 1,
+    }
+    with one_thread():
+        whole, resumed = (
+            trainer_of(tmp_path, kv=KV(budget=12, interval=4, protect_prompt=False, dtype="8bit"), **settings)
+            for _ in range(2)
+        )
+        whole.train()
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    tokens, again = ([each.response for each in trainer.rollouts.rollouts] for trainer in (whole, resumed))
+    assert again == tokens
+    weights, resumed_weights = whole.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(resumed_weights[name], weight) for name, weight in weights.items())
+    statistics = whole.rollouts.engine.statistics
+    assert {"key_step", "query_mean"} <= statistics.keys()
+    assert all(torch.equal(resumed.rollouts.engine.statistics[name], each) for name, each in statistics.items())
 
 
 @pytest.mark.parametrize("kind", ["full", "merged", "unmerged"])

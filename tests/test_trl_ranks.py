@@ -18,7 +18,7 @@ from trl import GRPOConfig
 
 from ranks import run_ranks
 from small_runs import one_thread
-from sparse_rl import UserError, load_tokenizer
+from sparse_rl import KV, UserError, load_tokenizer
 from sparse_rl.data.arithmetic import make_problems
 from sparse_rl.integrations.trl import SparseGRPOTrainer, SparseRollouts
 from sparse_rl.integrations.trl_rollouts import refuse_trainer
@@ -28,6 +28,8 @@ from test_trl import DATASET, SMALL, TIGHT, by_text, trainer_of
 
 STEP = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 """Weights move by the gradient itself. Adam would enlarge the rounding of gradients that are almost 0."""
+PREDICTED = KV(policy="triattention", budget=14, interval=4, window=4, sinks=2, protect_prompt=False)
+"""A policy with statistics of queries, and so tight a cache that some completions are rejected."""
 LONG_AND_SHORT = Dataset.from_dict({"prompt": [make_problems(1, 0, sums=sums)[0].prompt for sums in (4, 3)]})
 SHARDED = "sharded over ranks .*use DDP or ZeRO-2, or sparse-rl train"
 
@@ -42,15 +44,18 @@ class SeedsOfTwoRanks(SparseRollouts):
 
 
 def one_step(folder, name, rollouts=None, **settings):
-    """Train one step. Store the weights before and after it, the log and the length of the longest completion."""
+    """Train one step. Store the weights before and after it, the log, the length of the longest completion and the statistics."""
     args = GRPOConfig(str(folder), **(SMALL | STEP | settings))
-    trainer = SparseGRPOTrainer(str(TINY), by_text, args, LONG_AND_SHORT, processing_class=load_tokenizer("tiny"), kv=TIGHT)
+    trainer = SparseGRPOTrainer(
+        str(TINY), by_text, args, LONG_AND_SHORT, processing_class=load_tokenizer("tiny"), kv=PREDICTED
+    )
     if rollouts is not None:
         trainer.rollouts = trainer.rollout_func = rollouts
     before = weights_of(trainer)
     trainer.train()
     longest = max(len(rollout.response) for rollout in trainer.rollouts.rollouts)
-    stored = (before, weights_of(trainer), trainer.state.log_history[0], longest)
+    statistics = trainer.rollouts.engine.statistics
+    stored = (before, weights_of(trainer), trainer.state.log_history[0], longest, statistics)
     torch.save(stored, folder / f"{name}-{trainer.accelerator.process_index}.pt")
 
 
@@ -60,19 +65,24 @@ def weights_of(trainer):
 
 
 def test_two_ranks_make_the_step_of_one_process(tmp_path):
-    """The same completions, on two ranks with a group each and in one process with both: each row has its own correction."""
+    """The same completions and statistics, on two ranks with a group each and in one process with both: each row has its own
+    correction."""
     work = functools.partial(one_step, gradient_accumulation_steps=1, ddp_backend="gloo")
     for code, output in run_ranks(tmp_path, work, tmp_path, "two"):
         assert code == 0, output
     with one_thread():
-        one_step(tmp_path, "one", SeedsOfTwoRanks(TIGHT))
-    (_, first, log, longest), (_, second, _, other_longest) = (torch.load(tmp_path / f"two-{rank}.pt") for rank in range(2))
-    before, whole, whole_log, _ = torch.load(tmp_path / "one-0.pt")
+        one_step(tmp_path, "one", SeedsOfTwoRanks(PREDICTED))
+    (_, first, log, longest, mine), (_, second, _, other_longest, other) = (
+        torch.load(tmp_path / f"two-{rank}.pt") for rank in range(2)
+    )
+    before, whole, whole_log, _, statistics = torch.load(tmp_path / "one-0.pt")
     assert torch.equal(first, second)
     assert float((whole - before).abs().max()) > 1e-2 and float((whole - first).abs().max()) < 1e-6
     assert longest != other_longest and 0 < log["sparse/rejection_rate"] < 1  # so that a wrong row or width shows
     for key in [key for key in whole_log if key.startswith(("sparse/", "reward"))]:
         assert log[key] == pytest.approx(whole_log[key], rel=1e-5), key
+    assert "query_mean" in mine and all(torch.equal(mine[name], each) for name, each in other.items())
+    torch.testing.assert_close(mine, statistics)
 
 
 def test_weights_that_fsdp_shards_are_refused(tmp_path, monkeypatch):

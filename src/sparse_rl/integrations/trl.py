@@ -120,6 +120,16 @@ class SparseGRPOTrainer(GRPOTrainer):
             )
         return output | {"advantages": advantages_BT}
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            self.rollouts.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.rollouts.load(checkpoint)
+
     def token_advantages(self, output: dict[str, Any]) -> tuple[Tensor, Corrected]:
         """Return (weight * A of this process's completions [B, T], the correction of all processes' completions).
 

@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,15 +23,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..config import KV, Sampling
-from ..errors import UserError
+from ..errors import UserError, notice
 from ..kernels.counter_rng import derive
+from ..kv import statistics
 from ..rollout.calibrate import is_due
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
+from ..world import ALONE, World
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_SLOTS = 64
 """Sequences that are sampled concurrently, if `slots` is not given and the batch has as many."""
+TRAINING_CALLS = "training_calls"
+"""Name of the number of training calls in the file of statistics. It decides when statistics are gathered again."""
 
 
 class SparseRollouts:
@@ -40,7 +46,8 @@ class SparseRollouts:
     `length`).
 
     A policy or a `kv.dtype` that needs statistics of the model gathers them from the first prompts, and again from the rollouts of
-    training calls 1, 2, 4, 8, 16 and every 32nd of this process. TRL's checkpoints do not store them, so a resumed run samples other tokens.
+    training calls 1, 2, 4, 8, 16 and every 32nd. All ranks gather them together. `SparseGRPOTrainer` stores them in its checkpoints
+    with `save` and continues with `load`.
     """
 
     def __init__(self, kv: KV | None = None, *, slots: int | None = None, merge_lora: bool = True):
@@ -48,6 +55,7 @@ class SparseRollouts:
         self.slots, self.merge_lora = slots, merge_lora
         self.weights: SamplerWeights | None = None
         self.engine: Engine | None = None
+        self.world = ALONE
         self.rollouts: list[Rollout] = []
         """Rollouts of the last call, in the order of its prompts."""
         self._place, self._calls = (-1, -1), 0
@@ -62,15 +70,19 @@ class SparseRollouts:
         sampling = Sampling(
             max_tokens=trainer.max_completion_length, temperature=trainer.temperature, stop=tuple(trainer.eos_token_ids)
         )
+        longest = max(map(len, unique)) + sampling.max_tokens
         assert self.weights is not None
         self.weights.sync()
         with unchanged_attention(engine.model):
+            if engine.needed_statistics and not engine.statistics:
+                for prompt in unique:
+                    engine.check_prompt(prompt, sampling)
+                self._calibrate(engine, unique, longest)
             self.rollouts = engine.generate(unique, samples, sampling, seeds=self._seeds(trainer, len(ids)), record=False)
             if trainer.model.training:
                 self._training_calls += 1
                 if is_due(self._training_calls):
-                    texts = [rollout.prompt + rollout.response for rollout in self.rollouts]
-                    engine.calibrate(texts, max(map(len, unique)) + sampling.max_tokens)
+                    self._calibrate(engine, [rollout.prompt + rollout.response for rollout in self.rollouts], longest)
         return {
             "prompt_ids": [list(rollout.prompt) for rollout in self.rollouts],
             "completion_ids": [rollout.response for rollout in self.rollouts],
@@ -92,7 +104,32 @@ class SparseRollouts:
                 self.engine = Engine(
                     self.weights.sampler, self.kv, slots=self.slots or min(MOST_SLOTS, batch), compile=compile
                 )
+            self.world = world_of(trainer)
         return self.engine
+
+    def save(self, folder: str | Path) -> None:
+        """Write the statistics into a checkpoint, if there are any."""
+        if self.engine is not None and self.engine.statistics:
+            stored = self.engine.statistics | {TRAINING_CALLS: torch.tensor(self._training_calls)}
+            statistics.save(stored, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Continue with the statistics of a checkpoint, as rank 0 reads them. Call it on all ranks, after `prepare`."""
+        assert self.engine is not None
+        stored = self.world.gather(statistics.load(Path(folder)) if self.world.is_main else {})[0]
+        if self.engine.needed_statistics and not stored:
+            notice(
+                f"{folder} has no statistics of queries or keys: they are gathered again, and the run continues with slightly "
+                "different ones."
+            )
+        self._training_calls = int(stored.pop(TRAINING_CALLS, 0))
+        self.engine.load_statistics(stored)
+
+    def _calibrate(self, engine: Engine, texts: list[list[int]], longest: int) -> None:
+        """Gather statistics from the texts of all ranks, if the engine needs any. All ranks get the same."""
+        if engine.needed_statistics:
+            ranks = self.world.gather((texts, longest))
+            engine.calibrate([text for part, _ in ranks for text in part], max(each for _, each in ranks), self.world)
 
     def _seeds(self, trainer: Any, rollouts: int) -> list[int]:
         """Return a seed for each rollout. It derives from the training seed, the step, the rank and the row, so a resumed run
@@ -102,6 +139,15 @@ class SparseRollouts:
         self._place = place
         base = derive(trainer.args.seed, *place, self._calls, trainer.accelerator.process_index)
         return [derive(base, row) for row in range(rollouts)]
+
+
+def world_of(trainer: Any) -> World:
+    """Return the ranks of the trainer. They exchange statistics on the CPU."""
+    ranks = trainer.accelerator
+    if ranks.num_processes == 1:
+        return ALONE
+    timeout = trainer.args.ddp_timeout_delta
+    return World(ranks.process_index, ranks.num_processes, dist.new_group(backend="gloo", timeout=timeout), timeout=timeout)
 
 
 def grouped(ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
