@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from run import DENSE, SPAN
+from grid import DENSE, SPAN
 
 from sparse_rl.evaluate.statistics import Estimate, mean_interval, paired_difference
 
