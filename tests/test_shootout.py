@@ -1,4 +1,4 @@
-"""The shoot-out: arms run by value, budgets follow from bytes, and the script runs through on the embedded model."""
+"""The shoot-out: results are of the grid, budgets follow from bytes, and the script runs through on the embedded model."""
 
 import importlib
 import json
@@ -6,13 +6,63 @@ from pathlib import Path
 
 import pytest
 
+from sparse_rl import KV
+from sparse_rl.kv.policies import POLICIES
+from sparse_rl.plan.dimensions import from_config, read_config
+
 FOLDER = Path(__file__).parents[1] / "experiments/shootout"
+TASKS = ("long", "math", "gsm8k")
 
 
 @pytest.fixture
 def module(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
+
+
+def bytes_of(grid, task, rows):
+    """Return the function that gives the bytes of a sequence in a cache, for the model and the prompts of these results."""
+    longest = max(answer["prompt_tokens"] for row in rows.values() for answer in row["raw"])
+    shape = from_config(read_config("1.5B"), "1.5B")
+    return lambda kv: grid.cache_bytes(kv, shape, 2, task["prompts"], longest, task["slots"], task["samples"])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_result_is_of_an_arm_of_the_grid_and_takes_the_bytes_that_budgets_are_solved_for(module, name):
+    grid, rows = module("grid"), module("page").results()[name]
+    plan = grid.read_plan()
+    task, arms = plan["tasks"][name], {arm.name: arm for arm in grid.arms_of(plan, name)}
+    assert json.loads((FOLDER / "results" / name / "task.json").read_text())["task"] == task
+    sizes = ("policy", "budget", "interval", "recent", "sinks", "protect_prompt", "dtype", "options")
+    take, dense = bytes_of(grid, task, rows), rows[grid.DENSE]["live_bytes_16bit"]
+    assert len(rows) == len(list((FOLDER / "results" / name).glob("*.gz"))), "a result is of no arm"
+    for arm, row in rows.items():
+        kv, made = KV(**row["kv"]), arms[arm].cache(task, take, dense)
+        assert made.policy == "full" or [getattr(kv, key) == getattr(made, key) for key in sizes] == [True] * len(sizes), arm
+        assert kv.policy == "full" or take(kv) == pytest.approx(row["bytes_per_sequence"], abs=8), arm
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_arms_of_equal_bytes_save_what_the_default_saves(module, name):
+    grid, rows = module("grid"), module("page").results()[name]
+    plan = grid.read_plan()
+    task, arms = plan["tasks"][name], {arm.name: arm for arm in grid.arms_of(plan, name)}
+    take, dense = bytes_of(grid, task, rows), rows[grid.DENSE]["live_bytes_16bit"]
+    default = rows["triattention protected recent 0.2"]
+    for policy in ("rkv", "snapkv", "tova"):
+        kv = arms[f"{policy} protected equal bytes"].cache(task, take, dense)
+        assert take(kv) == pytest.approx(default["bytes_per_sequence"], abs=0.6 * 28_896)  # half of a token's bytes
+        assert kv.budget < default["kv"]["budget"] and kv.interval == default["kv"]["interval"]
+
+
+def test_the_speed_of_every_policy_is_a_column_once_it_is_measured(module, tmp_path, monkeypatch):
+    page = module("page")
+    policies = [policy for policy in POLICIES if policy != "tova"]
+    measured = {"arms": [{"policy": policy, "decode_tokens_per_s": 70_000.0} for policy in policies]}
+    monkeypatch.setattr(page, "SPEED", tmp_path / "speed.json")
+    assert "tokens/s" not in page.arms()
+    page.SPEED.write_text(json.dumps(measured))
+    assert page.arms().count("| 70,000 |") == len(policies)
 
 
 def test_a_target_of_bytes_that_no_budget_reaches_is_refused(module):
