@@ -1,12 +1,16 @@
 """The rules of `bench rollout`: what dense may hold in the same memory, and the length both rooflines are charged."""
 
+import importlib
+import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from sparse_rl import KV, Engine, Sampling, load_model
 from sparse_rl.bench.lengths import drawn_lengths, live_tokens
 from sparse_rl.bench.rollout import same_memory
+from sparse_rl.kv.policies import POLICIES
 from sparse_rl.plan.roofline import mean_held
 
 
@@ -58,3 +62,14 @@ def test_the_roofline_charges_what_slots_hold_on_average(policy):
     stats = engine.stats
     measured = stats.kept_tokens / (2 * (tokens - 1))
     assert mean_held(kv, len(prompt), tokens, tokens / 2) == pytest.approx(measured, rel=0.02)
+
+
+def test_the_speed_of_every_policy_is_measured_in_one_sitting(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    sizes = "--slots 2 --budget 16 --interval 4 --prompt-tokens 8 --max-tokens 32 --rounds 1"
+    command = ["--model", "tiny", "--device", "cpu", *sizes.split(), "--json", str(tmp_path / "speed.json")]
+    importlib.import_module("policy_speed").main(command)
+    arms = json.loads((tmp_path / "speed.json").read_text())["arms"]
+    assert [arm["policy"] for arm in arms] == list(POLICIES)
+    for arm in arms:
+        assert arm["rounds"][0]["tokens"] == 2 * 32 and arm["tokens_per_s"] > 0 and arm["decode_tokens_per_s"] > 0

@@ -196,12 +196,31 @@ def test_the_tables_of_evidence_are_those_of_the_raw_metrics(monkeypatch):
         assert page.read_text() == tables.rebuilt(page), f"{page.name}: run make evidence"
 
 
-def test_the_tables_of_the_shootout_are_those_of_the_raw_data(monkeypatch):
+@pytest.fixture
+def shootout(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "experiments/shootout")
-    page = importlib.import_module("page")
-    text = page.PAGE.read_text()
-    assert set(re.findall(r"^<!-- (\S+) -->$", text, re.MULTILINE)) == {*page.tables(page.RESULTS), "end"}
-    assert text == page.rebuilt(), "run make evidence"
+    return importlib.import_module("page")
+
+
+def test_the_tables_of_the_shootout_are_those_of_the_raw_data(shootout):
+    for page, tables in shootout.PAGES.items():
+        text = page.read_text()
+        assert set(re.findall(r"^<!-- (\S+) -->$", text, re.MULTILINE)) == {*tables, "end"}
+        assert text == shootout.rebuilt(page), "run make evidence"
+    assert shootout.DETAILS.read_text() == shootout.details(), "run make evidence"
+
+
+def test_every_decimal_that_is_written_about_the_shootout_stands_in_its_tables(shootout):
+    """Text is written by hand, tables are made: a number of the first is one of the second."""
+    readme, guide = (page.read_text() for page in (shootout.README, shootout.GUIDE))
+    about = guide.partition("[The shoot-out]")[2].partition("Training on the long task")[0]
+    made = decimals("\n".join(re.findall(r"^\|.*$", readme, re.MULTILINE)) + shootout.details())
+    for text in (re.sub(r"^\|.*$", "", readme, flags=re.MULTILINE), about):
+        assert decimals(text) and decimals(text) <= made
+
+
+def decimals(text):
+    return set(re.findall(r"(?<![\w.])\d+\.\d+", text))
 
 
 def test_every_decimal_of_the_summary_of_evidence_stands_in_its_results():

@@ -1,14 +1,14 @@
 """Which cache keeps a model's answers at how many bytes? Every arm answers the same problems with the same seeds:
 
-    python experiments/shootout/run.py long --model FOLDER --data DATA --out out/shootout [--arms rkv] [--seconds 1500]
-    python experiments/shootout/page.py    # the tables and the figure of README.md
+    python experiments/shootout/run.py all --missing                        # what has no result yet, and about how long it takes
+    python experiments/shootout/run.py all --model FOLDER --data DATA [--seconds 500]    # run it, then rebuild README.md
 
 `arms.toml` lists the tasks and the arms. Each answer is replayed with a dense cache, which gives xi = pi_dense / pi_sampler of
 every token: the mismatch k3, the share of answers that the paper's rule rejects (a xi below 1e-4), and both by position.
 Bytes are those of a slot with its side tables and its share of a stored prompt. They are compared with a paged cache of all
 keys in 16 bits that shares prompts, by the live tokens of the dense arm's answers (docs/performance.md).
 
-Finished arms are kept in the --out folder; a second call continues there.
+Arms with a result in the --out folder are not run again; a second call continues there.
 """
 
 import argparse
@@ -16,11 +16,12 @@ import gzip
 import json
 import statistics
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
+import page
 import torch
+from grid import DENSE, RESULTS, SPAN, Arm, cache_bytes, chosen_tasks, file_of, missing, read_plan, usual_seconds
 from torch import Tensor
 
 from sparse_rl import KV, Engine, Sampling, load_model, load_tokenizer, replay
@@ -33,25 +34,23 @@ from sparse_rl.errors import first_line
 from sparse_rl.evaluate.statistics import mean_interval
 from sparse_rl.learner.batch import padded, response_mask
 from sparse_rl.learner.correction import correct
+from sparse_rl.models.support import prepare
 from sparse_rl.rewards.find import find
 from sparse_rl.rollout.rollout import Rollout
 from sparse_rl.sizes import token_bytes
 
-HERE = Path(__file__).parent
-SPAN = 256
-"""Response tokens of a group of positions."""
 VETO = 1e-4
 """The paper's rule rejects an answer if a token's xi is below this."""
-DENSE = "full"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", help="a task of arms.toml")
-    parser.add_argument("--model", required=True, help="folder or hub id")
+    parser.add_argument("tasks", nargs="+", help="tasks of arms.toml, or all")
+    parser.add_argument("--missing", action="store_true", help="list the arms without a result, and run nothing")
+    parser.add_argument("--model", help="folder or hub id; needed to run arms")
     parser.add_argument("--name", help="name of the model in the results [the folder's]")
     parser.add_argument("--data", help="folder with the files of the tasks [the hub]")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; continued if it exists")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results; continued if it exists [results]")
     parser.add_argument(
         "--arms", default="", help="only arms whose name contains one of these, with commas between; dense always runs"
     )
@@ -59,54 +58,92 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no arm after this time [no limit]")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    plan = tomllib.loads((HERE / "arms.toml").read_text())
-    task = plan["tasks"][args.task] | ({"prompts": args.prompts} if args.prompts else {})
-    model, tokenizer = load_model(args.model, dtype=args.dtype), load_tokenizer(args.model)
-    work = Work(model, tokenizer, task, args.data, args.seed)
-    folder = args.out / args.task
-    folder.mkdir(parents=True, exist_ok=True)
-    where = environment("shootout", model.device) | {"model": args.name or Path(args.model).name, "seed": args.seed}
-    (folder / "task.json").write_text(json.dumps(where | {"task": task, "dtype": args.dtype}, indent=1) + "\n")
+    args = parser.parse_args(arguments)
+    plan = read_plan()
+    try:
+        tasks = chosen_tasks(plan, args.tasks)
+    except ValueError as error:
+        parser.error(str(error))
+    todo = missing(plan, tasks, args.out, args.arms.split(","))
+    announce(todo, args.out)
+    if args.missing or not todo:
+        return
+    if args.model is None:
+        parser.error("--model is missing: pass a folder or a hub id, or --missing to list the arms only.")
+    for task in tasks:
+        plan["tasks"][task] |= {"prompts": args.prompts} if args.prompts else {}
     started = time.monotonic()
-    for name, kv in arms_of(plan, task).items():
-        out = folder / f"{name.replace('/', '-').replace(' ', '_')}.json"
-        if (
-            out.exists()
-            or (name != DENSE and not any(part in name for part in args.arms.split(",")))
-            or time.monotonic() - started > args.seconds
-        ):
-            continue
+    runner = Runner(plan, args)
+    for task, arm in todo:
+        if time.monotonic() - started <= args.seconds:
+            runner.run(task, arm)
+    if args.out == RESULTS:
         try:
+            page.main()
+        except ModuleNotFoundError as error:  # the results are safe, and the tables are written first
+            print(f"{error}, so docs/shootout.svg is not redrawn: run page.py where matplotlib is installed.")
+
+
+def announce(todo: list[tuple[str, Arm]], folder: Path) -> None:
+    """Print the arms to run and about how many seconds each takes, by the results of its task."""
+    usual = {task: usual_seconds(folder, task) for task, _ in todo}
+    for task, arm in todo:
+        seconds = usual[task]
+        print(f"{task:8} {arm.name:44} {'' if seconds is None else f'about {seconds:.0f} s'}")
+    known = sum(usual[task] or 0 for task, _ in todo)
+    print(f"{len(todo)} arms without a result{f', about {known:,.0f} s' if known else ''}", flush=True)
+
+
+class Runner:
+    """Runs arms and writes their results. The model is loaded once, the problems of a task when its first arm runs."""
+
+    def __init__(self, plan: dict[str, Any], args: argparse.Namespace):
+        self.plan, self.args = plan, args
+        self.model, self.tokenizer = load_model(args.model, dtype=args.dtype), load_tokenizer(args.model)
+        self.works: dict[str, Work] = {}
+
+    def run(self, task: str, arm: Arm) -> None:
+        out, started = file_of(self.args.out, task, arm.name), time.monotonic()
+        try:
+            work = self._work(task)
+            kv = arm.cache(work.task, work.bytes_of, self._dense_bytes(task))
             summary, raw = work.measure(kv)
         except Exception as error:  # one arm that a model cannot run does not end the others
-            print(f"{name}: failed: {first_line(error)}", flush=True)
-            continue
+            print(f"{task} {arm.name}: failed: {first_line(error)}", flush=True)
+            return
         with gzip.open(out.with_suffix(".raw.jsonl.gz"), "wt") as file:
             file.writelines(json.dumps(row) + "\n" for row in raw)
-        out.write_text(json.dumps({"arm": name, "kv": kv.model_dump()} | summary, indent=1) + "\n")
-        print(line(name, summary), flush=True)
+        measured = {"date": self._where["date"], "seconds": time.monotonic() - started}
+        out.write_text(json.dumps({"arm": arm.name, "kv": kv.model_dump()} | measured | summary, indent=1) + "\n")
+        print(line(f"{task} {arm.name}", summary), flush=True)
 
+    def _work(self, task: str) -> "Work":
+        if task not in self.works:
+            self._describe(task)
+            self.works[task] = Work(self.model, self.tokenizer, self.plan["tasks"][task], self.args.data, self.args.seed)
+        return self.works[task]
 
-def arms_of(plan: dict[str, Any], task: dict[str, Any]) -> dict[str, KV]:
-    """Return the cache of every arm by name, dense first. An arm with `budgets` is one arm per budget.
+    @property
+    def _where(self) -> dict[str, Any]:
+        args = self.args
+        return environment("shootout", self.model.device) | {"model": args.name or Path(args.model).name, "seed": args.seed}
 
-    A budget is a share of the task's longest held sequence, or of its longest response with a protected prompt.
-    """
-    found = {DENSE: KV(policy="full")}
-    for name, fields in plan["arms"].items():
-        fields = dict(fields)
-        shares, recent = fields.pop("budgets", None), fields.pop("recent", None)
-        if shares is None:
-            found[name] = KV(**fields)
-            continue
-        whole = task["response_tokens"] + (0 if fields.get("protect_prompt") else task["prompt_tokens"])
-        for share in shares:
-            budget = max(32, 16 * round(share * whole / 16))
-            interval = fields.get("interval", max(16, 16 * round(budget / 64)))
-            window = {} if recent is None else {"window": round(recent * budget)}
-            found[f"{name} {share:g}"] = KV(**fields | window | {"budget": budget, "interval": interval})
-    return found
+    def _describe(self, task: str) -> None:
+        """Write what the results of a task have in common. Refuse a folder with results of something else."""
+        file = self.args.out / task / "task.json"
+        common = self._where | {"task": self.plan["tasks"][task], "dtype": self.args.dtype}
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(common, indent=1) + "\n")
+            return
+        earlier = json.loads(file.read_text())
+        for name in ("model", "seed", "task", "dtype"):
+            if earlier[name] != common[name]:
+                raise SystemExit(f"{file.parent} has results with {name} = {earlier[name]}: choose another --out, or --name.")
+
+    def _dense_bytes(self, task: str) -> float:
+        file = file_of(self.args.out, task, DENSE)
+        return json.loads(file.read_text())["live_bytes_16bit"] if file.exists() else float("nan")
 
 
 class Work:
@@ -124,7 +161,7 @@ class Work:
 
     def measure(self, kv: KV) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return (summary, one row per answer)."""
-        samples, slots = self.task["samples"], min(self.task["slots"], len(self.prompts) * self.task["samples"])
+        samples, slots = self.task["samples"], self._slots
         engine = Engine(self.model, kv, slots=slots)
         longest = max(map(len, self.prompts))
         engine.reserve_dense(longest, self.sampling.max_tokens, len(self.prompts), samples)
@@ -181,9 +218,16 @@ class Work:
 
     @property
     def _shape(self) -> Any:
-        from sparse_rl.models.support import prepare
-
         return prepare(self.model).shape
+
+    @property
+    def _slots(self) -> int:
+        return min(self.task["slots"], len(self.prompts) * self.task["samples"])
+
+    def bytes_of(self, kv: KV) -> float:
+        """Return the bytes that a sequence takes in a cache that evicts, as `measure` will measure them."""
+        sizes = (len(self.prompts), max(map(len, self.prompts)), self._slots, self.task["samples"])
+        return cache_bytes(kv, self._shape, self.model.dtype.itemsize, *sizes)
 
     def _live(self, lengths: list[int]) -> float:
         return live_tokens(lengths, statistics.mean(map(len, self.prompts)))
@@ -218,7 +262,7 @@ def spans(values: Tensor, of: Any) -> list[float]:
 def line(name: str, row: dict[str, Any]) -> str:
     saved = 1 - row["bytes_per_sequence"] / row["live_bytes_16bit"]
     return (
-        f"{name:32} right {row['accuracy']:.1%} rejected {row['rejected']:.1%} k3 {row['k3']:.4f} xi p05 {row['xi_p05']:.2f} "
+        f"{name:44} right {row['accuracy']:.1%} rejected {row['rejected']:.1%} k3 {row['k3']:.4f} xi p05 {row['xi_p05']:.2f} "
         f"tokens {row['tokens']:,.0f} saved {saved:.0%} {row['tokens_per_s']:,.0f} tok/s"
     )
 
