@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -37,6 +37,8 @@ class CacheShape:
     """Tokens that a query of a windowed layer sees, itself included; None if the model has no windowed layers."""
     windowed: tuple[int, ...] = ()
     """Windowed layers, ascending. The other layers with attention see all tokens."""
+    windowed_heads: tuple[int, int, int] | None = None
+    """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
     states: tuple[LayerState, ...] = ()
     """States of the model's recurrent layers."""
     attention_free: tuple[int, ...] = ()
@@ -58,7 +60,15 @@ class CacheShape:
     @property
     def full(self) -> "CacheShape":
         """Shape of the layers whose attention sees all tokens alone."""
-        return replace(self, layers=len(self.full_layers), window=None, windowed=(), states=(), attention_free=())
+        return self._only(len(self.full_layers), (self.q_heads, self.kv_heads, self.head_dim))
+
+    @property
+    def local(self) -> "CacheShape":
+        """Shape of the windowed layers alone."""
+        return self._only(len(self.windowed), self.windowed_heads or (self.q_heads, self.kv_heads, self.head_dim))
+
+    def _only(self, layers: int, heads: tuple[int, int, int]) -> "CacheShape":
+        return CacheShape(layers, *heads, self.dtype, self.device)
 
     @property
     def state_bytes(self) -> int:

@@ -79,6 +79,8 @@ class Dimensions:
     """Tokens that a query of a windowed layer sees, itself included; None if no layer has a window."""
     windowed: tuple[int, ...] = ()
     """Windowed layers, ascending."""
+    windowed_heads: tuple[int, int, int] | None = None
+    """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
     attention_free: tuple[int, ...] = ()
     """Layers without attention, ascending."""
     states: tuple[tuple[int, int], ...] = ()
@@ -131,7 +133,17 @@ class Dimensions:
         others = len(self.windowed) + len(self.attention_free)
         if not others and not self.states:
             return self
-        return replace(self, layers=self.layers - others, window=None, windowed=(), attention_free=(), states=())
+        return self._only(self.layers - others, (self.q_heads, self.kv_heads, self.head_dim))
+
+    @cached_property
+    def local(self) -> "Dimensions":
+        """Dimensions of the windowed layers alone."""
+        return self._only(len(self.windowed), self.windowed_heads or (self.q_heads, self.kv_heads, self.head_dim))
+
+    def _only(self, layers: int, heads: tuple[int, int, int]) -> "Dimensions":
+        """Return the dimensions of `layers` layers of attention alone."""
+        of_heads = dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
+        return replace(self, layers=layers, **of_heads, window=None, windowed=(), attention_free=(), states=(), windowed_heads=None)
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of the recurrent states of a sequence."""

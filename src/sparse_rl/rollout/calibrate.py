@@ -81,13 +81,13 @@ def _run_prompts(
 
 
 class _Collecting:
-    """View of packed prompts, each attending only to itself, that passes all inputs to collectors."""
+    """View of packed prompts, each attending only to itself. Collectors get the inputs of all layers without a window."""
 
     def __init__(self, collectors: Sequence[Collector], positions_1N: torch.Tensor, bounds: torch.Tensor, longest: int):
         self.collectors, self.positions_1N, self.bounds, self.longest = collectors, positions_1N, bounds, longest
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
-        for collector in self.collectors:
+        for collector in self.collectors if form.window is None else ():
             collector.add(layer, queries_1QND, keys_1HND, values_1HND, self.positions_1N)
         return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale, form)
 

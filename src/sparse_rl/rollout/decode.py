@@ -61,8 +61,9 @@ class DecodeView:
             if cache.prompts is not None and order_S is None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
-            window_tokens = 0 if cache.windows is None else cache.windows.capacity
-            self.window_splits = splits_for(len(positions_S), cache.shape.kv_heads, window_tokens, processors)
+            if cache.windows is not None:
+                heads, tokens = cache.windows.shape.local.kv_heads, cache.windows.capacity
+                self.window_splits = splits_for(len(positions_S), heads, tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
             self.most_stored = 0 if self.prompts_S is None else int(self.prompts_S.max())
