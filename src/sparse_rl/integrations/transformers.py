@@ -127,7 +127,7 @@ class BoundedCache(Cache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self._layer(layer_idx)
         layer.place = sum(earlier.cache is not None for earlier in self.layers[:layer_idx])
-        bound = BoundKeys(layer, key_states, value_states)
+        bound = BoundKeys(layer, layer_idx, key_states, value_states)
         return bound, bound
 
     def get_conv_state(self, layer_idx, state_idx=0):

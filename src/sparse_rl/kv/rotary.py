@@ -33,9 +33,9 @@ class Rotary:
         frequencies_F = base ** (-2 * pair_F.double() / head_dim)
         return cls(pairs_F2.expand(layers, -1, -1).contiguous(), frequencies_F.expand(layers, -1).contiguous())
 
-    def statistics(self, layers: list[int]) -> dict[str, Tensor]:
-        """Return the rotation of these layers as statistics, so that they hold all that a policy needs to know about the model."""
-        return dict(zip(ROTARY, (self.pairs_LF2[layers].cpu(), self.frequencies_LF[layers].cpu()), strict=True))
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the rotation as statistics, so that they hold all that a policy needs to know about the model."""
+        return dict(zip(ROTARY, (self.pairs_LF2.cpu(), self.frequencies_LF.cpu()), strict=True))
 
     def unrotated(self, layer: int, vectors_1AND: Tensor, positions_1N: Tensor) -> Tensor:
         """Return queries or keys [1, A, N, F] of a layer before rotation, as complex64."""

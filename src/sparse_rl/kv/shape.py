@@ -36,21 +36,30 @@ class CacheShape:
     window: int | None = None
     """Tokens that a query of a windowed layer sees, itself included; None if the model has no windowed layers."""
     windowed: tuple[int, ...] = ()
-    """Windowed layers, ascending. The other layers with attention see all tokens."""
+    """Windowed layers with keys, ascending. The other layers with keys see all tokens."""
     windowed_heads: tuple[int, int, int] | None = None
     """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
+    readers: tuple[tuple[int, int], ...] = ()
+    """Layers without keys of their own, each with the layer whose keys it reads."""
     states: tuple[LayerState, ...] = ()
     """States of the model's recurrent layers."""
     attention_free: tuple[int, ...] = ()
     """Layers without attention, ascending."""
 
     @property
-    def attention_layers(self) -> list[int]:
-        return [layer for layer in range(self.layers) if layer not in self.attention_free]
+    def layers_with_keys(self) -> list[int]:
+        without = {*self.attention_free, *self.sources}
+        return [layer for layer in range(self.layers) if layer not in without]
 
     @property
     def full_layers(self) -> list[int]:
-        return [layer for layer in self.attention_layers if layer not in self.windowed]
+        """Layers with keys that a query sees however far back they are."""
+        return [layer for layer in self.layers_with_keys if layer not in self.windowed]
+
+    @property
+    def sources(self) -> dict[int, int]:
+        """Layer whose keys a layer without own keys reads."""
+        return dict(self.readers)
 
     @property
     def place(self) -> dict[int, int]:

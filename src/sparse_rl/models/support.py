@@ -177,8 +177,6 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(
             f"{kind} is an encoder-decoder model, which is not supported: use a decoder-only causal language model."
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
 def _refuse_by_layers(model: PreTrainedModel, config, kind: str) -> None:
@@ -250,6 +248,9 @@ class _Probe(AttentionProbe):
     windows: dict[int, int] = field(default_factory=dict)
     """Sliding window of each layer that has one."""
     plain: bool = True
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    """Keys of the layers so far."""
+    readers: list[tuple[int, int]] = field(default_factory=list)
     last: Tensor | None = None
     states: list[LayerState] = field(default_factory=list)
 
@@ -259,11 +260,15 @@ class _Probe(AttentionProbe):
                 f"{type(module).__name__} is not causal (is_causal = False): it attends to later tokens, so it cannot "
                 "sample. Use a causal language model, or set is_decoder if its config.json has that key."
             )
-        window = kwargs.get("sliding_window")
+        window, layer = kwargs.get("sliding_window"), cast(int, module.layer_idx)
+        source = next((earlier for earlier, keys in self.keys.items() if keys is key), None)
+        self.keys[layer] = key
         shapes = self.local_shapes if window else self.shapes
         shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
-        if window:
-            self.windows[cast(int, module.layer_idx)] = window
+        if source is not None:
+            self.readers.append((layer, source))
+        elif window:
+            self.windows[layer] = window
         self.last = key
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
@@ -298,6 +303,7 @@ class _Probe(AttentionProbe):
         assert heads is not None
         shape = CacheShape(
             *(layers, *heads, self.last.dtype, self.last.device),
+            readers=tuple(self.readers),
             states=tuple(self.states),
             attention_free=tuple(sorted(free)),
         )

@@ -60,6 +60,7 @@ def from_model(config: dict[str, Any], name: str) -> Dimensions:
         window=shape.window,
         windowed=shape.windowed,
         windowed_heads=shape.windowed_heads,
+        readers=shape.readers,
         attention_free=shape.attention_free,
         states=tuple((own, in_float32) for own, in_float32 in states.values()),
         experts=experts,

@@ -81,6 +81,8 @@ class Dimensions:
     """Windowed layers, ascending."""
     windowed_heads: tuple[int, int, int] | None = None
     """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
+    readers: tuple[tuple[int, int], ...] = ()
+    """Layers without keys of their own, each with the layer whose keys it reads."""
     attention_free: tuple[int, ...] = ()
     """Layers without attention, ascending."""
     states: tuple[tuple[int, int], ...] = ()
@@ -130,7 +132,7 @@ class Dimensions:
     @cached_property
     def full(self) -> "Dimensions":
         """Dimensions of the layers alone that attend to all tokens: those whose cache a policy bounds."""
-        others = len(self.windowed) + len(self.attention_free)
+        others = len(self.windowed) + len(self.attention_free) + len(self.readers)
         if not others and not self.states:
             return self
         return self._only(self.layers - others, (self.q_heads, self.kv_heads, self.head_dim))
@@ -142,8 +144,15 @@ class Dimensions:
 
     def _only(self, layers: int, heads: tuple[int, int, int]) -> "Dimensions":
         """Return the dimensions of `layers` layers of attention alone."""
-        of_heads = dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
-        return replace(self, layers=layers, **of_heads, window=None, windowed=(), attention_free=(), states=(), windowed_heads=None)
+        q_heads, kv_heads, head_dim = heads
+        attention = replace(self, layers=layers, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+        return replace(attention, window=None, windowed=(), windowed_heads=None, readers=(), attention_free=(), states=())
+
+    @property
+    def attending(self) -> tuple[int, int]:
+        """Number of layers that attend to all tokens, and of those that attend to a window, with or without own keys."""
+        local = sum(source in self.windowed for _, source in self.readers)
+        return self.full.layers + len(self.readers) - local, len(self.windowed) + local
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of the recurrent states of a sequence."""

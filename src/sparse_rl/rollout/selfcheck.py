@@ -201,7 +201,7 @@ def _caches_plain_keys(model: PreTrainedModel, shape: CacheShape) -> bool:
     """Return whether the model caches its keys. Some models cache a compressed form and compute keys from it."""
     cache = _own_cache(model, shape)
     model(_row(model, [0]), past_key_values=cache, use_cache=True)
-    heads = ((layer, _heads(shape, layer)) for layer in shape.attention_layers)
+    heads = ((layer, _heads(shape, layer)) for layer in shape.layers_with_keys)
     return all(cache.layers[layer].keys.shape == (1, kv_heads, 1, dim) for layer, (kv_heads, dim) in heads)
 
 
@@ -214,7 +214,7 @@ def _heads(shape: CacheShape, layer: int) -> tuple[int, int]:
 def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return the logits of the last token of a long sequence with random keys, from the model itself and through our view."""
     cache, own = _cache(shape, 1, tokens), _own_cache(model, shape)
-    for layer in shape.attention_layers:
+    for layer in shape.layers_with_keys:
         kv_heads, dim = _heads(shape, layer)
         keys, values = (
             torch.randn(1, kv_heads, tokens - 1, dim, generator=draw).to(shape.device, shape.dtype) for _ in range(2)
