@@ -14,7 +14,9 @@ from transformers import (
     DogeConfig,
     FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     GPT2Config,
@@ -61,7 +63,9 @@ SIZE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+MIXED_TWICE = MIXED | {"layer_types": ["sliding_attention", "full_attention"] * 2}
 GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8}
+GEMMA_4: dict[str, Any] = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4}
 OF_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 THREE: dict[str, Any] = SIZE | {"num_hidden_layers": 3}
@@ -94,6 +98,16 @@ RUNS: dict[str, PreTrainedConfig] = {
     "Gemma": GemmaConfig(**SIZE, head_dim=8),
     "Gemma 2": Gemma2Config(**SIZE, **MIXED, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
     "Gemma 3": Gemma3TextConfig(**SIZE, **MIXED, **GEMMA),
+    "Gemma 3n": Gemma3nTextConfig(
+        **SIZE | {"num_hidden_layers": 4}, **MIXED_TWICE, **GEMMA_4, head_dim=8, num_kv_shared_layers=2, laurel_rank=4,
+        altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "Gemma 4": Gemma4TextConfig(
+        **SIZE, **MIXED, **GEMMA_4, head_dim=8, global_head_dim=16, attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+    "Gemma 4 with shared keys": Gemma4TextConfig(
+        **SIZE | {"num_hidden_layers": 4}, **MIXED_TWICE, **GEMMA_4, head_dim=8, global_head_dim=16, num_kv_shared_layers=2,
+    ),
     "OLMo 2": Olmo2Config(**SIZE),
     "OLMo 3": Olmo3Config(**SIZE, **MIXED),
     "OLMoE": OlmoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2),

@@ -155,6 +155,8 @@ def features(model: PreTrainedModel, engine: Engine) -> str:
     config, limits = model.config.get_text_config(), engine.limits
     count, full = len(limits.shape.windowed), limits.shape.full.layers
     found = ["windows" if not full else "windows in some layers" if count else "full attention"]
+    if limits.shape.readers:
+        found.append("layers without own keys")
     if getattr(config, "attn_logit_softcapping", None):
         found.append("soft caps")
     if any(path.endswith("sinks") for path, _ in model.named_parameters()):

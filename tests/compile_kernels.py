@@ -136,4 +136,6 @@ if __name__ == "__main__":
     code_attention(12, 2, 128, 8, AttentionForm(softcap=50.0, sinks_Q=normal(12)))  # with soft caps and sinks in addition
     code_attention(12, 2, 128, 4)
     compaction(12, 2, 128)
+    attention(16, 2, 512)  # Gemma 4
+    fused_importance(normal(4, 16, 8, 512), Rows(normal(SLOTS, 2, CAPACITY, 512), torch.arange(4), CAPACITY))
     draw(151936)

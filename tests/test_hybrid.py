@@ -119,7 +119,7 @@ def assert_rounds_alike(model, rollouts, found):
 
 
 def attention_layers(engine):
-    return engine.limits.shape.attention_layers
+    return engine.limits.shape.layers_with_keys
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class AttentionShape(Protocol):
     @property
     def window(self) -> int | None: ...
     @property
-    def windowed(self) -> tuple[int, ...]: ...
+    def local(self) -> "AttentionShape": ...
 
 
 STEP_BYTES = 2
@@ -138,7 +138,7 @@ def window_bytes(shape: AttentionShape, longest: int, itemsize: int) -> int:
     """Return the bytes of keys and values in the sliding windows of a slot, for sequences of at most `longest` tokens, as
     `WindowStore` allocates them."""
     tokens = min(shape.window or 0, window_capacity(longest))
-    return tokens * len(shape.windowed) * token_bytes(shape, itemsize) // shape.layers
+    return tokens * token_bytes(shape.local, itemsize)
 
 
 def pages_of(tokens: int) -> int:

@@ -125,8 +125,8 @@ class BoundedCache(Cache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self._layer(layer_idx)
-        layer.place = sum(earlier.is_initialized for earlier in self.layers[:layer_idx])
-        bound = BoundKeys(layer, key_states, value_states)
+        layer.place = sum(earlier.cache is not None for earlier in self.layers[:layer_idx])
+        bound = BoundKeys(layer, layer_idx, key_states, value_states)
         return bound, bound
 
     def get_conv_state(self, layer_idx, state_idx=0):
@@ -183,7 +183,7 @@ class BoundedLayer(LinearAttentionLayer):
         super().__init__()
         self.kv, self.policy, self.seed, self.statistics, self.layer = kv, policy, seed, statistics, layer
         self.place = layer
-        """Number of the layer among those with attention, as statistics count layers."""
+        """Number of the layer among those that attend to all tokens, as statistics count layers."""
         self.is_initialized = False
         """True if the layer holds keys."""
         self.schedule = Schedule.of(kv, policy.evicts) if policy.evicts else DENSE

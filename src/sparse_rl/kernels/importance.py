@@ -66,7 +66,7 @@ def fused_importance(queries_BQWD: Tensor, keys: Rows) -> Tensor:
             WINDOW_PAD=window_pad,
             DIM=dim,
             DIM_PAD=max(16, next_power_of_2(dim)),
-            BLOCK=max(16, min(64, 8192 // (group_pad * window_pad))),
+            BLOCK=max(16, min(64 if dim <= 256 else 32, 8192 // (group_pad * window_pad))),
             PRECISION=precision(keys.stored_NHCD),
             num_warps=4,
         )

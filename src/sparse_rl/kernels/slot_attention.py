@@ -129,7 +129,7 @@ def _launch(
             PARTS=parts_of_row,
             CAPPED=form.softcap is not None,
             PAGE=page,
-            BLOCK=min(page, BLOCK if dim <= 128 else BLOCK // 2),
+            BLOCK=min(page, BLOCK if dim <= 128 else BLOCK // 2 if dim <= 256 else BLOCK // 4),
             PRECISION=precision(queries),
             num_warps=4,
             num_stages=1 if queries.dtype == torch.float32 else 2,

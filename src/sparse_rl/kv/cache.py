@@ -50,12 +50,14 @@ class SlotCache:
         """Layers of the model that the cache holds."""
         self.place = shape.place
         """Number in the cache of each layer that it holds."""
+        self.sources = shape.sources
+        """Layer whose keys a layer without own keys reads."""
         self.windows: WindowStore | None = None
         """Cache of the model's sliding-window layers; None until the longest sequence is known, or if there are none."""
         self.states = StateStore(shape, slots) if shape.states else None
         """States of the model's recurrent layers; None if it has none."""
         self.absent = tuple(layer for layer in range(shape.layers) if layer not in self.place)
-        """Layers of the model whose keys it does not hold, because they have a window or no attention."""
+        """Layers of the model that it does not hold: they have a window, no attention or no keys of their own."""
         self.shape, self.slots, self.capacity, self.ring = shape.full, slots, capacity, ring
         shape = self.shape
         self.numbers_L = torch.tensor(self.layers, device=shape.device) + first_layer
@@ -283,6 +285,9 @@ class SlotCache:
         slots_n = torch.tensor(slots, device=device)
         ends_n = torch.tensor(ends, device=device)
         seeds_n = torch.tensor(seeds, device=device)
+        self.lengths_S[slots_n] = budget
+        if not self.layers:  # every layer has a window
+            return torch.empty(0, len(slots), self.shape.kv_heads, held - budget, dtype=torch.int32, device=device)
         if self.prompts is not None and not policy.compares_keys:  # it scores the slot's own tokens alone
             policy = policy.after(protected)
             protected = 0
@@ -311,9 +316,6 @@ class SlotCache:
             kept_RHK = kept_RHK[..., stored:] - stored  # all of the prompt is kept, where it is
             dropped.append(_dropped(positions_RHT, kept_RHK))
             keep_in_place(*self.stored.map(_rows), _rows(self.positions_LSHC), rows_R, kept_RHK)
-        self.lengths_S[slots_n] = budget
-        if not dropped:  # every layer has a window
-            return torch.empty(0, len(slots), self.shape.kv_heads, held - budget, dtype=torch.int32, device=device)
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
     def _model_of_rows(self, policy: Policy, layer_R: Tensor) -> dict[str, Any]:

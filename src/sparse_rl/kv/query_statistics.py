@@ -57,7 +57,9 @@ class QueryStatistics:
         if self.covariance:
             mean_LQD = means["query_mean"]
             means["query_covariance"] -= mean_LQD[..., :, None] * mean_LQD[..., None, :]
-        return {name: mean.float().cpu() for name, mean in means.items()} | self.rotary.statistics()
+        return {name: mean.float().cpu() for name, mean in means.items()} | {
+            name: tensor[layers] for name, tensor in self.rotary.statistics().items()
+        }
 
 
 def _later_tokens(positions_N: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -36,19 +36,30 @@ class CacheShape:
     window: int | None = None
     """Tokens that a query of a windowed layer sees, itself included; None if the model has no windowed layers."""
     windowed: tuple[int, ...] = ()
-    """Windowed layers, ascending. The other layers with attention see all tokens."""
+    """Windowed layers with keys, ascending. The other layers with keys see all tokens."""
+    windowed_heads: tuple[int, int, int] | None = None
+    """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
+    readers: tuple[tuple[int, int], ...] = ()
+    """Layers without keys of their own, each with the layer whose keys it reads."""
     states: tuple[LayerState, ...] = ()
     """States of the model's recurrent layers."""
     attention_free: tuple[int, ...] = ()
     """Layers without attention, ascending."""
 
     @property
-    def attention_layers(self) -> list[int]:
-        return [layer for layer in range(self.layers) if layer not in self.attention_free]
+    def layers_with_keys(self) -> list[int]:
+        without = {*self.attention_free, *self.sources}
+        return [layer for layer in range(self.layers) if layer not in without]
 
     @property
     def full_layers(self) -> list[int]:
-        return [layer for layer in self.attention_layers if layer not in self.windowed]
+        """Layers with keys that a query sees however far back they are."""
+        return [layer for layer in self.layers_with_keys if layer not in self.windowed]
+
+    @property
+    def sources(self) -> dict[int, int]:
+        """Layer whose keys a layer without own keys reads."""
+        return dict(self.readers)
 
     @property
     def place(self) -> dict[int, int]:
@@ -58,7 +69,15 @@ class CacheShape:
     @property
     def full(self) -> "CacheShape":
         """Shape of the layers whose attention sees all tokens alone."""
-        return replace(self, layers=len(self.full_layers), window=None, windowed=(), states=(), attention_free=())
+        return self._only(len(self.full_layers), (self.q_heads, self.kv_heads, self.head_dim))
+
+    @property
+    def local(self) -> "CacheShape":
+        """Shape of the windowed layers alone."""
+        return self._only(len(self.windowed), self.windowed_heads or (self.q_heads, self.kv_heads, self.head_dim))
+
+    def _only(self, layers: int, heads: tuple[int, int, int]) -> "CacheShape":
+        return CacheShape(layers, *heads, self.dtype, self.device)
 
     @property
     def state_bytes(self) -> int:

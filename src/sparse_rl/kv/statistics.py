@@ -29,7 +29,7 @@ KEY_SCALES = ("key_centre", "key_step")
 
 
 class Collector(Protocol):
-    """Gathers statistics from the attention inputs of every layer."""
+    """Gathers statistics from the attention inputs of the layers that see all tokens."""
 
     def add(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor, positions_1N: Tensor) -> None:
         """Add the tokens of one pass. Queries and keys are rotated."""

@@ -20,14 +20,15 @@ class WindowStore:
         """Allocate rings for sequences of at most `longest` tokens. A ring never holds more than the window."""
         assert shape.window is not None
         self.shape, self.slots, self.capacity = shape, slots, min(shape.window, longest)
+        local = shape.local
         self.place = {layer: place for place, layer in enumerate(shape.windowed)}
         refuse_too_large(
             shape,
-            slots * self.capacity * len(self.place) * token_bytes(shape, shape.dtype.itemsize) // shape.layers,
+            slots * self.capacity * token_bytes(local, shape.dtype.itemsize),
             f"The cache of {slots:,} sliding windows of {self.capacity:,} tokens",
             "use shorter sequences or fewer slots",
         )
-        rows = (len(self.place), slots, shape.kv_heads, self.capacity, shape.head_dim)
+        rows = (local.layers, slots, local.kv_heads, self.capacity, local.head_dim)
         self.keys_lSHCD = torch.zeros(rows, dtype=shape.dtype, device=shape.device)
         self.values_lSHCD = torch.zeros_like(self.keys_lSHCD)
 

@@ -2,9 +2,8 @@
 
 # N packed tokens, Q query heads, H kv heads, L layers, T tokens of one rollout, n response tokens, D hidden dimension
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -19,6 +18,7 @@ from ..kernels.long_attention import long_causal_attention
 from ..kernels.prefix_attention import PrefixAttention, Segment
 from ..kernels.shadow import Shadow
 from ..kernels.upload import upload
+from ..kv.shape import CacheShape
 from ..kv.storage import Quantiser, same_storage
 from ..kv.trace import NEVER
 from ..models.attention import eval_mode
@@ -97,16 +97,16 @@ class PassOutput:
 
 
 def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> PassOutput:
-    device, place = model.device, prepare(model).shape.place
+    device, shape = model.device, prepare(model).shape
     evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
     keeps_all = all(evicted_at_LHT is None for evicted_at_LHT in evictions)
     row = pack_tokens(pack, share_prompts=keeps_all and may_share_prompts(model))
     quantiser = None if view == "dense" else quantiser_of(pack)
     if row.shared:
-        seen = ReplayView([], row.segments, quantiser, place)
+        seen = ReplayView([], row.segments, quantiser, shape)
     else:
         spans = [Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)]
-        seen = ReplayView(spans, quantiser=quantiser, place=place)
+        seen = ReplayView(spans, quantiser=quantiser, shape=shape)
     seen.routing = _routing(model, pack, row)
     tokens_1N, positions_1N, predicting_n = (upload(each, device) for each in row.tensors())
     hidden_nD = hidden_states(model, tokens_1N, positions_1N, seen, predicting_n)
@@ -181,8 +181,7 @@ class ReplayView:
     If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. A rollout
     without evictions may also be packed with others that have some. Its result then equals its dense result up to rounding.
     `segments` replace the spans if rollouts share prompts, of which no key was evicted. One class serves both, because compiled
-    layers are compiled again for another. With a quantiser, keys and values are read as a quantised cache stores them; `place` has
-    the number in that cache of each layer it holds.
+    layers are compiled again for another. With a quantiser, keys and values are read as a quantised cache of this shape stores them.
     """
 
     routing: ReplayedRouting | None = None
@@ -192,15 +191,16 @@ class ReplayView:
         spans: list[Span],
         segments: Sequence[Segment] = (),
         quantiser: Quantiser | None = None,
-        place: Mapping[int, int] = MappingProxyType({}),
+        shape: CacheShape | None = None,
     ):
-        self.spans, self.segments, self.quantiser, self.place = spans, segments, quantiser, place
+        self.spans, self.segments, self.quantiser = spans, segments, quantiser
+        self.place, self.sources = ({}, {}) if shape is None else (shape.place, shape.sources)
         self.bounds = [0, *(span.stop for span in spans)]
         self.longest = max((span.stop - span.start for span in spans), default=0)
         self._on: dict[torch.device, Pack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
-        pack = self._pack(queries_1QND.device)
+        pack, layer = self._pack(queries_1QND.device), self.sources.get(layer, layer)
         if pack.quantiser is not None and form.window is None:  # windows are in the model's dtype
             keys_1HND, values_1HND = pack.quantiser.restored(self.place[layer], keys_1HND, values_1HND)
         packed = (queries_1QND, keys_1HND, values_1HND)

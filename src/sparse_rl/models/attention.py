@@ -56,8 +56,13 @@ class BoundKeys:
     """New keys and values, wrapped for the view of a transformers cache."""
 
     view: AttentionView
+    layer: int
     keys_BHTD: Tensor
     values_BHTD: Tensor
+
+    def to(self, device: Any) -> "BoundKeys":
+        """Return the same keys. A layer that reads the keys of an earlier one moves them to its own device."""
+        return self
 
     def __getattr__(self, name: str):
         raise UserError(
@@ -69,6 +74,11 @@ class BoundKeys:
 def attention(module, query, key, value, attention_mask, scaling=None, sparse_view=None, **kwargs):
     bound = isinstance(key, BoundKeys)
     if bound:
+        if key.layer != module.layer_idx:
+            raise UserError(
+                f"Layer {module.layer_idx} ({type(module).__name__}) reads the keys of layer {key.layer}, which BoundedCache does "
+                "not support: sample with sparse_rl.Engine, or use transformers' DynamicCache."
+            )
         sparse_view, key, value = key.view, key.keys_BHTD, key.values_BHTD
     form = AttentionForm(kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

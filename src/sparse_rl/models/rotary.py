@@ -50,7 +50,9 @@ def rotary_of(model: PreTrainedModel, policy: str) -> Rotary:
             raise UserError(f"The rotary positions of {type(model).__name__} cannot be read ({reason}), {remedy}.") from error
         if not any(bool(frequencies_F.any()) for _, frequencies_F in of_kind.values()):
             raise UserError(f"{type(model).__name__} has no rotary positions, {remedy}.")
-        any_kind = next(iter(of_kind.values()))  # for layers without attention, whose entry is not used
+        size = prepare(model).shape.head_dim // 2
+        of_kind = {kind: found for kind, found in of_kind.items() if len(found[1]) == size}
+        any_kind = next(iter(of_kind.values()))  # for layers that hold no such keys, whose entry is not used
         pairs, frequencies = zip(*(of_kind.get(kind, any_kind) for kind in stand_ins(model)), strict=True)
         _known[model] = Rotary(torch.stack(pairs), torch.stack(frequencies))
     return _known[model]

@@ -177,8 +177,6 @@ def _refuse_by_config(model: PreTrainedModel, config, kind: str) -> None:
         raise UserError(
             f"{kind} is an encoder-decoder model, which is not supported: use a decoder-only causal language model."
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UserError(f"{kind} shares keys between layers, which is not supported by a cache per layer: use another model.")
 
 
 def _refuse_by_layers(model: PreTrainedModel, config, kind: str) -> None:
@@ -244,9 +242,15 @@ class _Probe(AttentionProbe):
 
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple] = field(default_factory=set)
+    """Heads and dimensions of the layers whose attention sees all tokens."""
+    local_shapes: set[tuple] = field(default_factory=set)
+    """The same of windowed layers."""
     windows: dict[int, int] = field(default_factory=dict)
     """Sliding window of each layer that has one."""
     plain: bool = True
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    """Keys of the layers so far."""
+    readers: list[tuple[int, int]] = field(default_factory=list)
     last: Tensor | None = None
     states: list[LayerState] = field(default_factory=list)
 
@@ -256,9 +260,15 @@ class _Probe(AttentionProbe):
                 f"{type(module).__name__} is not causal (is_causal = False): it attends to later tokens, so it cannot "
                 "sample. Use a causal language model, or set is_decoder if its config.json has that key."
             )
-        self.shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
-        if kwargs.get("sliding_window"):
-            self.windows[cast(int, module.layer_idx)] = kwargs["sliding_window"]
+        window, layer = kwargs.get("sliding_window"), cast(int, module.layer_idx)
+        source = next((earlier for earlier, keys in self.keys.items() if keys is key), None)
+        self.keys[layer] = key
+        shapes = self.local_shapes if window else self.shapes
+        shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
+        if source is not None:
+            self.readers.append((layer, source))
+        elif window:
+            self.windows[layer] = window
         self.last = key
 
     def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
@@ -275,13 +285,7 @@ class _Probe(AttentionProbe):
         layers, types = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
         if self.last is None:
             raise UserError(f"{kind} does not use transformers' attention interface: use a model that does.")
-        if len(self.shapes) > 1:
-            raise UserError(f"{kind} has layers with different head shapes, which is not supported: use another model.")
-        ((q_heads, kv_heads, q_dim, k_dim, v_dim),) = self.shapes
-        if not q_dim == k_dim == v_dim:
-            raise UserError(
-                f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
-            )
+        full, local = _heads(kind, self.shapes), _heads(kind, self.local_shapes)
         free = {state.layer for state in self.states} - set(self.layers)
         free |= {layer for layer, name in enumerate(types) if name in TOKENWISE_LAYERS}
         if sorted([*self.layers, *free]) != list(range(layers)):
@@ -295,12 +299,35 @@ class _Probe(AttentionProbe):
                 f"{kind} has layers with windows of {sizes[0]} and {sizes[-1]} tokens, but one size per model is supported: use "
                 "another model."
             )
+        heads = full or local
+        assert heads is not None
         shape = CacheShape(
-            *(layers, q_heads, kv_heads, k_dim, self.last.dtype, self.last.device),
+            *(layers, *heads, self.last.dtype, self.last.device),
+            readers=tuple(self.readers),
             states=tuple(self.states),
             attention_free=tuple(sorted(free)),
         )
-        return replace(shape, window=sizes[0], windowed=tuple(sorted(self.windows))) if sizes else shape
+        if not sizes:
+            return shape
+        return replace(
+            shape, window=sizes[0], windowed=tuple(sorted(self.windows)), windowed_heads=local if local != heads else None
+        )
+
+
+def _heads(kind: str, shapes: set[tuple]) -> tuple[int, int, int] | None:
+    """Return (query heads, kv heads, head dimension) of layers of one kind of attention; None if there are none."""
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise UserError(
+            f"{kind} has different head shapes in layers of one kind of attention, which is not supported: use another model."
+        )
+    ((q_heads, kv_heads, q_dim, k_dim, v_dim),) = shapes
+    if not q_dim == k_dim == v_dim:
+        raise UserError(
+            f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
+        )
+    return q_heads, kv_heads, k_dim
 
 
 # LM head checks

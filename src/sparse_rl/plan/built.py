@@ -59,6 +59,8 @@ def from_model(config: dict[str, Any], name: str) -> Dimensions:
         context=min((each for each in (limits.context, limits.sliding_window) if each), default=None),
         window=shape.window,
         windowed=shape.windowed,
+        windowed_heads=shape.windowed_heads,
+        readers=shape.readers,
         attention_free=shape.attention_free,
         states=tuple((own, in_float32) for own, in_float32 in states.values()),
         experts=experts,
@@ -67,7 +69,7 @@ def from_model(config: dict[str, Any], name: str) -> Dimensions:
         family=Family(max(map(norms_of, layers)), norm_copies=NORM_COPIES, qk_norm="head" if inner_norms else ""),
         model=type(model).__name__,
         counted=weights,
-        estimated_width=max(width_of(layer, active) for layer in layers) if routed or states else 0,
+        estimated_width=max(width_of(layer, active) for layer in layers) if routed or states or shape.windowed_heads else 0,
     )
 
 

@@ -79,6 +79,10 @@ class Dimensions:
     """Tokens that a query of a windowed layer sees, itself included; None if no layer has a window."""
     windowed: tuple[int, ...] = ()
     """Windowed layers, ascending."""
+    windowed_heads: tuple[int, int, int] | None = None
+    """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
+    readers: tuple[tuple[int, int], ...] = ()
+    """Layers without keys of their own, each with the layer whose keys it reads."""
     attention_free: tuple[int, ...] = ()
     """Layers without attention, ascending."""
     states: tuple[tuple[int, int], ...] = ()
@@ -128,10 +132,27 @@ class Dimensions:
     @cached_property
     def full(self) -> "Dimensions":
         """Dimensions of the layers alone that attend to all tokens: those whose cache a policy bounds."""
-        others = len(self.windowed) + len(self.attention_free)
+        others = len(self.windowed) + len(self.attention_free) + len(self.readers)
         if not others and not self.states:
             return self
-        return replace(self, layers=self.layers - others, window=None, windowed=(), attention_free=(), states=())
+        return self._only(self.layers - others, (self.q_heads, self.kv_heads, self.head_dim))
+
+    @cached_property
+    def local(self) -> "Dimensions":
+        """Dimensions of the windowed layers alone."""
+        return self._only(len(self.windowed), self.windowed_heads or (self.q_heads, self.kv_heads, self.head_dim))
+
+    def _only(self, layers: int, heads: tuple[int, int, int]) -> "Dimensions":
+        """Return the dimensions of `layers` layers of attention alone."""
+        q_heads, kv_heads, head_dim = heads
+        attention = replace(self, layers=layers, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+        return replace(attention, window=None, windowed=(), windowed_heads=None, readers=(), attention_free=(), states=())
+
+    @property
+    def attending(self) -> tuple[int, int]:
+        """Number of layers that attend to all tokens, and of those that attend to a window, with or without own keys."""
+        local = sum(source in self.windowed for _, source in self.readers)
+        return self.full.layers + len(self.readers) - local, len(self.windowed) + local
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of the recurrent states of a sequence."""

@@ -112,9 +112,9 @@ def decode_s(
     """
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.read_params(slots) * size / bandwidth)
-    of_slot = token_bytes(dims.full, size, dtype) * held
-    if dims.windowed:
-        of_slot += token_bytes(dims, size) * in_window * len(dims.windowed) / dims.layers
+    whole, local = dims.attending
+    of_slot = token_bytes(dims.full, size, dtype) * held * (whole / max(1, dims.full.layers))
+    of_slot += token_bytes(dims.local, size) * in_window * (local / max(1, len(dims.windowed)))
     of_slot += 2 * dims.state_bytes(size)
     return weights + slots * of_slot / bandwidth
 
@@ -173,8 +173,9 @@ def step_time(plan: Plan, gpu: GPU) -> StepTime:
     length = plan.prompt_tokens + rollout.max_tokens
     prompts = rollouts / samples_per_computed_prompt(plan.prompt_tokens, config, plain=dims.plain)
     tokens = rollouts * rollout.max_tokens + prompts * plan.prompt_tokens
-    attended = dims.full.layers * pairs(length, None) + len(dims.windowed) * pairs(length, dims.window)
-    forward = 2 * dims.active_params * tokens + 4 * dims.q_width * rollouts * attended
+    whole, local = dims.attending
+    attended = whole * dims.q_width * pairs(length, None) + local * dims.local.q_width * pairs(length, dims.window)
+    forward = 2 * dims.active_params * tokens + 4 * rollouts * attended
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient
     passes = 1 + backward + plan.checkpointed_layers / dims.layers
     if config.method == "smd":  # smd adds a dense pass; without gradient if the dense model is the teacher

@@ -2,7 +2,7 @@
 
 # N packed tokens, Q query heads, H kv heads, D head dimension
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -76,18 +76,26 @@ def _run_prompts(
     bounds = torch.tensor([0, *map(len, chosen)], device=device).cumsum(0, dtype=torch.int32)
     with eval_mode(model):
         for offset in sorted({last * number // max(1, PLACES - 1) for number in range(PLACES)}):
-            view = _Collecting(collectors, places_1N + offset, bounds, most)
+            view = _Collecting(collectors, prepare(model).shape.full_layers, places_1N + offset, bounds, most)
             decoder_output(model, tokens_1N, places_1N + offset, view)
 
 
 class _Collecting:
-    """View of packed prompts, each attending only to itself, that passes all inputs to collectors."""
+    """View of packed prompts, each attending only to itself, that passes the inputs of these layers to collectors."""
 
-    def __init__(self, collectors: Sequence[Collector], positions_1N: torch.Tensor, bounds: torch.Tensor, longest: int):
+    def __init__(
+        self,
+        collectors: Sequence[Collector],
+        layers: Collection[int],
+        positions_1N: torch.Tensor,
+        bounds: torch.Tensor,
+        longest: int,
+    ):
+        self.layers = layers
         self.collectors, self.positions_1N, self.bounds, self.longest = collectors, positions_1N, bounds, longest
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
-        for collector in self.collectors:
+        for collector in self.collectors if layer in self.layers else ():
             collector.add(layer, queries_1QND, keys_1HND, values_1HND, self.positions_1N)
         return packed_causal_attention(queries_1QND, keys_1HND, values_1HND, self.bounds, self.longest, scale, form)
 

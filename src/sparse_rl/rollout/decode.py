@@ -61,19 +61,21 @@ class DecodeView:
             if cache.prompts is not None and order_S is None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
-            window_tokens = 0 if cache.windows is None else cache.windows.capacity
-            self.window_splits = splits_for(len(positions_S), cache.shape.kv_heads, window_tokens, processors)
+            if cache.windows is not None:
+                heads, tokens = cache.windows.shape.local.kv_heads, cache.windows.capacity
+                self.window_splits = splits_for(len(positions_S), heads, tokens, processors)
         else:
             self.rows = torch.arange(len(positions_S), device=positions_S.device)
             self.most_stored = 0 if self.prompts_S is None else int(self.prompts_S.max())
 
     def attend(self, layer, queries_SQ1D, keys_SH1D, values_SH1D, scale, mask, form=PLAIN):
         new = (queries_SQ1D.squeeze(2), keys_SH1D.squeeze(2), values_SH1D.squeeze(2))
+        source = self.cache.sources.get(layer, layer)
         if form.window is not None:
-            out_SQD = self._windowed(layer, *new, scale, form)
+            out_SQD = self._windowed(source, *new, scale, form)  # a reader writes the same keys to the same place again
         else:
             attend = self._fused if self.fused else self._plain
-            out_SQD = attend(self.cache.place[layer], *new, scale, form)
+            out_SQD = attend(self.cache.place[source], *new, scale, form, reads=source != layer)
         return out_SQD[:, :, None]
 
     def recur(self, layer: int, mixer: Mixer, hidden_S1D: Tensor) -> Tensor:
@@ -114,10 +116,21 @@ class DecodeView:
         return min(shortest + 1, self.cache.windows.capacity), min(longest + 1, self.cache.windows.capacity)
 
     def _fused(
-        self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm
+        self,
+        layer: int,
+        queries_SQD: Tensor,
+        keys_SHD: Tensor,
+        values_SHD: Tensor,
+        scale: float,
+        form: AttentionForm,
+        *,
+        reads: bool,
     ) -> Tensor:
+        """Attend in one kernel that also stores the new token. If the layer reads the keys of another one, they are stored a second
+        time, but its queries are not."""
         cache, store, new = self.cache, self.cache.prompts, (queries_SQD, keys_SHD, values_SHD)
-        beside = (cache.positions_LSHC[layer], cache.queries_LSQWD[layer], self.lengths_S, self.positions_S)
+        ring_SQWD = cache.queries_LSQWD[layer, :, :, :0] if reads else cache.queries_LSQWD[layer]
+        beside = (cache.positions_LSHC[layer], ring_SQWD, self.lengths_S, self.positions_S)
         own = cache.stored.map(lambda tensor: tensor[layer])
         prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
         if cache.quantiser is not None:
@@ -132,11 +145,20 @@ class DecodeView:
         )
 
     def _plain(
-        self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm
+        self,
+        layer: int,
+        queries_SQD: Tensor,
+        keys_SHD: Tensor,
+        values_SHD: Tensor,
+        scale: float,
+        form: AttentionForm,
+        *,
+        reads: bool,
     ) -> Tensor:
         cache, active = self.cache, len(self.rows)
-        cache.append(layer, self.rows, keys_SHD, values_SHD)
-        cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
+        if not reads:
+            cache.append(layer, self.rows, keys_SHD, values_SHD)
+            cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
         keys_SHTD, values_SHTD = cache.read(layer, slice(active), self.longest)
         lengths_S = self.lengths_S + 1
         if cache.prompts is None or not self.most_stored:

@@ -185,6 +185,8 @@ class Engine:
     @property
     def needed_statistics(self) -> tuple[str, ...]:
         """Names of the statistics of the model that the cache and the policy need."""
+        if not self.limits.shape.full_layers:
+            return ()
         return (*(KEY_SCALES if self.kv.quantised else ()), *self.policy.uses_statistics)
 
     def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int, world: World = ALONE) -> None:
@@ -193,14 +195,15 @@ class Engine:
 
         `generate` calls this with its own prompts if there are no statistics yet, or only statistics of a few tokens.
         """
+        if not self.needed_statistics:
+            return
         collectors: list[Collector] = [KeyRanges()] if self.kv.quantised else []
         if self.rotary is not None:
             collectors.append(self.policy.collector(self.rotary))
-        if collectors:
-            longest = tokens if self.kv.quantised else 0  # queries before rotation do not depend on positions
-            with on(self.limits.shape.device):
-                calibrate(self.model, prompts, longest, collectors, world)
-            self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
+        longest = tokens if self.kv.quantised else 0  # queries before rotation do not depend on positions
+        with on(self.limits.shape.device):
+            calibrate(self.model, prompts, longest, collectors, world)
+        self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
 
     def load_statistics(self, statistics: Statistics) -> None:
         """Use these statistics from the next call on. Does nothing if the engine needs none, or if there are none. If some that
@@ -215,18 +218,16 @@ class Engine:
             return
         if not needed:
             return
-        layers, given = self.limits.shape.attention_layers, len(statistics[needed[0]])
-        if given != len(layers):
+        layers, given = self.cache.shape.layers, len(statistics[needed[0]])
+        if given != layers:
             raise UserError(
-                f"The statistics are of {given} layers, but the model has {len(layers)} with attention: use the statistics of "
-                "this model, or gather them again."
+                f"The statistics are of {given} layers, but the model has {layers} that attend to all tokens: use the statistics "
+                "of this model, or gather them again."
             )
-        device = self.limits.shape.device
-        places = [layers.index(layer) for layer in self.cache.layers]
-        of_layers = {name: statistics[name][places] for name in needed}
         if self.storage is not None:
-            self._load_scales(key_scales(of_layers), self.storage)
-        self.cache.statistics = {name: of_layers[name].to(device) for name in self.policy.uses_statistics}
+            self._load_scales(key_scales(statistics), self.storage)
+        device = self.limits.shape.device
+        self.cache.statistics = {name: statistics[name].to(device) for name in self.policy.uses_statistics}
         self.statistics, self.calibrated_tokens = {name: statistics[name] for name in needed}, ENOUGH_TOKENS
 
     def _load_scales(self, scales: KeyScales, storage: Quantiser) -> None:

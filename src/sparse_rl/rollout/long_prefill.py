@@ -26,7 +26,7 @@ from ..models.recurrent import Mixer
 from ..models.routing import RecordedRouting, ReplayedRouting, Routers, Routing
 from ..models.support import next_logits
 from ..sizes import token_bytes
-from .prefill import Prefilled, PrefillRow, PromptInSlots, recorded
+from .prefill import Prefilled, PrefillRow, PromptInSlots, SharedKeys, recorded
 
 
 def prefill_long(
@@ -157,13 +157,21 @@ class LongPrefillView:
         self.first_slot = first_slot
         self.slot_1 = torch.tensor([first_slot], device=cache.shape.device)
         self.start = self.stop = 0
+        self.shared = SharedKeys(cache.sources)
 
     def attend(self, layer, queries_1QnD, keys_1HnD, values_1HnD, scale, mask, form=PLAIN):
-        if form.window is not None:
+        if layer in self.shared:
+            seen = self.shared.read(layer)
+        elif form.window is not None:
             assert self.cache.windows is not None
-            in_window = self.cache.windows.extend(layer, self.first_slot, self.start, keys_1HnD, values_1HnD)
-            return last_tokens_attention(queries_1QnD, *in_window, scale, form)
-        layer = self.cache.place[layer]
+            seen = self.cache.windows.extend(layer, self.first_slot, self.start, keys_1HnD, values_1HnD)
+        else:
+            seen = self._add(self.cache.place[layer], queries_1QnD, keys_1HnD, values_1HnD)
+        self.shared.keep(layer, *seen)
+        return last_tokens_attention(queries_1QnD, *seen, scale, form)
+
+    def _add(self, layer: int, queries_1QnD: Tensor, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a piece. Return the keys and values of all pieces so far."""
         keys_1HTD, values_1HTD = self.pieces.add(layer, self.start, self.stop, keys_1HnD, values_1HnD)
         recent = min(self.cache.ring, self.stop - self.start)
         places_w = torch.arange(self.stop - recent, self.stop, device=queries_1QnD.device)
@@ -178,7 +186,7 @@ class LongPrefillView:
             assert isinstance(self.pieces, PiecesInScratch)
             prompt = (queries_1QwD, *self.pieces.written(layer, tokens))
             self.row.dropped.append(self.cache.fill(layer, self.row.samples, *prompt, self.schedule.budget, self.policy))
-        return last_tokens_attention(queries_1QnD, keys_1HTD, values_1HTD, scale, form)
+        return keys_1HTD, values_1HTD
 
     def recur(self, layer: int, mixer: Mixer, hidden_1nD: Tensor) -> Tensor:
         """Continue from the state after the earlier pieces, which is in the slot of the first sample."""

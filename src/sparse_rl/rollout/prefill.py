@@ -166,6 +166,24 @@ def recorded(model: PreTrainedModel, routers: Routers, passes: list[RecordedRout
     return torch.cat([each.choices_NRK.cpu() for each in passes])
 
 
+class SharedKeys:
+    """Keys and values of a pass, as attention read them, for later layers that have none of their own."""
+
+    def __init__(self, sources: dict[int, int]):
+        self.sources = sources
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self.sources
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if layer in self.sources.values():
+            self.kept[layer] = keys, values
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.kept[self.sources[layer]]
+
+
 class PrefillView:
     routing: RecordedRouting | None = None
 
@@ -183,14 +201,18 @@ class PrefillView:
     ):
         self.cache, self.policy, self.schedule, self.rows, self.packed = cache, policy, schedule, rows, packed
         self.pages, self.windows, self.cu_seqlens, self.longest = pages, windows, cu_seqlens, longest
+        self.shared = SharedKeys(cache.sources)
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
         new = (queries_1QND, keys_1HND, values_1HND)
-        if form.window is not None:
+        if layer in self.shared:
+            new = (queries_1QND, *self.shared.read(layer))
+        elif form.window is not None:
             assert self.cache.windows is not None and self.windows is not None
             self.cache.windows.fill(layer, self.windows, keys_1HND, values_1HND)
         else:
             new = self._fill(self.cache.place[layer], *new)
+        self.shared.keep(layer, *new[1:])
         if queries_1QND.is_cuda:
             return packed_causal_attention(*new, self.cu_seqlens, self.longest, scale, form)
         outputs = []

@@ -201,17 +201,23 @@ def _caches_plain_keys(model: PreTrainedModel, shape: CacheShape) -> bool:
     """Return whether the model caches its keys. Some models cache a compressed form and compute keys from it."""
     cache = _own_cache(model, shape)
     model(_row(model, [0]), past_key_values=cache, use_cache=True)
-    held = {tuple(cache.layers[layer].keys.shape) for layer in shape.attention_layers}
-    return held == {(1, shape.kv_heads, 1, shape.head_dim)}
+    heads = ((layer, _heads(shape, layer)) for layer in shape.layers_with_keys)
+    return all(cache.layers[layer].keys.shape == (1, kv_heads, 1, dim) for layer, (kv_heads, dim) in heads)
+
+
+def _heads(shape: CacheShape, layer: int) -> tuple[int, int]:
+    """Return (kv heads, head dimension) of a layer."""
+    of_kind = shape.local if layer in shape.windowed else shape
+    return of_kind.kv_heads, of_kind.head_dim
 
 
 def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return the logits of the last token of a long sequence with random keys, from the model itself and through our view."""
     cache, own = _cache(shape, 1, tokens), _own_cache(model, shape)
-    for layer in shape.attention_layers:
+    for layer in shape.layers_with_keys:
+        kv_heads, dim = _heads(shape, layer)
         keys, values = (
-            torch.randn(1, shape.kv_heads, tokens - 1, shape.head_dim, generator=draw).to(shape.device, shape.dtype)
-            for _ in range(2)
+            torch.randn(1, kv_heads, tokens - 1, dim, generator=draw).to(shape.device, shape.dtype) for _ in range(2)
         )
         own.update(keys, values, layer)
         if layer in shape.windowed:

@@ -1,0 +1,131 @@
+"""Models whose last layers read the keys of earlier ones, beside windowed layers with other head shapes: Gemma 3n and Gemma 4."""
+
+import copy
+
+import pytest
+import torch
+from transformers import Gemma3nTextConfig, Gemma4TextConfig
+
+from small_models import SIZE, random_weights
+from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
+from sparse_rl.integrations.transformers import BoundedCache
+from sparse_rl.kernels.slot_attention import attend_and_append
+from sparse_rl.models.support import next_logits
+from sparse_rl.rollout.decode import DecodeView
+
+WINDOW = 13
+FOUR = SIZE | {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": 61,
+    "hidden_size_per_layer_input": 4,
+}
+FAMILIES = {
+    "gemma-3n": Gemma3nTextConfig(**FOUR, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4),
+    "gemma-4": Gemma4TextConfig(**FOUR, global_head_dim=16),
+}
+BOUNDED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False)
+SHORT, LONG = [7, 8, 9], list(range(3, 45))
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: random_weights(config) for name, config in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["gemma-4"]
+
+
+def farthest(left, right):
+    return max(float((a.detach() - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"policy": "triattention", "window": "auto"}, {"protect_prompt": True}, {"policy": "full"}, {"dtype": "8bit"}],
+    ids=["rkv", "triattention", "protected", "full", "8bit"],
+)
+def test_replay_reproduces_the_sampler(models, name, changes):
+    model, kv = models[name], BOUNDED.model_copy(update=changes)
+    rollouts = Engine(model, kv, slots=3).generate([SHORT, LONG], 2, Sampling(max_tokens=TOKENS, stop=()))
+    assert kv.policy == "full" or all(bool((each.evicted_at != NEVER).any()) for each in rollouts)
+    assert farthest(replay(model, rollouts, "sparse"), [each.logprobs for each in rollouts]) < 1e-5
+
+
+def test_a_prompt_in_pieces_is_one_in_a_single_pass(model):
+    """A piece overwrites the ring that a layer without keys still has to read."""
+    for kv in (BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True})):
+        whole, pieces = (
+            Engine(model, kv, slots=2, prefill_tokens=size).generate([LONG], 2, Sampling(max_tokens=20, stop=()))
+            for size in (4096, 9)
+        )
+        assert [each.response for each in whole] == [each.response for each in pieces]
+        assert farthest([each.logprobs for each in whole], [each.logprobs for each in pieces]) < 1e-5
+        assert all(torch.equal(a.evicted_at, b.evicted_at) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_layers_without_keys_take_no_memory(model):
+    engine = Engine(model, BOUNDED, slots=2)
+    (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=TOKENS, stop=()))
+    full, window = 2 * 2 * 16 * 4, 2 * 2 * 8 * 4  # bytes of a token: keys and values, 2 heads, 16 and 8 dimensions
+    assert engine.stats.peak_kv_bytes == 2 * (BOUNDED.capacity * full + WINDOW * window)
+    assert rollout.trace.codes_LHT.shape[0] == 1
+    lost = (rollout.evicted_at != NEVER).flatten(1).any(dim=1)
+    assert lost.tolist() == [False, True, False, False]
+
+
+def test_the_queries_of_the_layer_that_has_the_keys_choose_them(model):
+    """Readers write neither the ring of queries nor, a second time, the choice of a prompt's keys."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in other.model.layers[2:]:
+            layer.self_attn.q_proj.weight.mul_(-1)
+    prompts, sampling = [LONG, LONG[::-1]], Sampling(max_tokens=1, stop=())
+    kept = [
+        [each.evicted_at for each in Engine(each, BOUNDED, slots=2).generate(prompts, 1, sampling)] for each in (model, other)
+    ]
+    assert all(torch.equal(left, right) for left, right in zip(*kept, strict=True))
+
+    rings = []
+    for each in (model, other):
+        engine = Engine(each, BOUNDED, slots=2)
+        engine._grow_windows(WINDOW)
+        cache, positions = engine.cache, torch.tensor([0, 0])
+        view = DecodeView(cache, positions, cache.lengths_S[:2], longest=1, even=True)
+        next_logits(each, torch.tensor([[5], [6]]), positions[:, None], view, keep=1)
+        rings.append(cache.queries_LSQWD.clone())
+    assert bool(rings[0].any()) and torch.equal(*rings)
+
+
+def test_the_decode_kernel_takes_no_queries_of_a_reader():
+    """It stores the new key a second time at the same place, and attends as for the layer that has the keys."""
+    draw = torch.Generator().manual_seed(0)
+    new = [torch.randn(2, heads, 16, generator=draw) for heads in (4, 2, 2)]
+    keys, values = (torch.randn(2, 2, 64, 16, generator=draw) for _ in range(2))
+    positions, lengths = torch.zeros(2, 2, 64, dtype=torch.int32), torch.tensor([9, 33])
+    ring = torch.zeros(2, 4, 4, 16)
+
+    def step(ring):
+        return attend_and_append(*new, keys, values, positions, ring, lengths, lengths, scale=0.25, splits=1)
+
+    expected = step(ring)
+    before = [each.clone() for each in (keys, values, ring)]
+    new[0] = new[0].neg()  # other queries
+    assert not torch.equal(step(ring[:, :, :0]), expected)
+    assert bool(ring.any()) and all(torch.equal(a, b) for a, b in zip((keys, values, ring), before, strict=True))
+
+
+def test_a_bounded_cache_of_transformers_names_the_layers(model):
+    cache = BoundedCache("rkv", 24, interval=8, window=4, sinks=2)
+    model.set_attn_implementation("sparse_rl")
+    with pytest.raises(
+        UserError, match=r"Layer 2 \(Gemma4TextAttention\) reads the keys of layer 0, which BoundedCache does not"
+    ):
+        model.generate(torch.tensor([SHORT]), past_key_values=cache, max_new_tokens=3, do_sample=False)
