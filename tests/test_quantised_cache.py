@@ -1,16 +1,18 @@
 """8-bit and 4-bit caches: everybody reads what is stored, and the bytes are those of codes and steps."""
 
 import copy
+import itertools
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from conftest import ARCHITECTURES
+from flips import recorded_codes, sampled_and_replayed
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
-from sparse_rl.kv import storage
-from sparse_rl.kv.policies import POLICIES, Policy
+from sparse_rl.kv.policies import POLICIES, Policy, Streaming
 from sparse_rl.kv.shape import CacheShape
 from test_hybrid import family as hybrid
 from test_windows import family as windowed
@@ -22,9 +24,12 @@ HYBRIDS = ["lfm2", "falcon-h1", "nemotron-h"]
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
 BOUNDED = KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False)
 DTYPES = ["8bit", "4bit"]
-PLAIN = [name for name in ARCHITECTURES if name != "llama"]
-FLIPS = 1e-3
-"""Largest share of codes and steps that may differ between sampler and replay, in float32 on a CPU."""
+EXACT = 1e-4
+"""Largest distance of sampler and replay at a token that no flipped code has reached, in float32 on a CPU."""
+FLIPS = 5e-4
+"""Largest share of codes and steps that may flip first. The largest seen is 1e-4."""
+AFTER = 0.01
+"""Largest distance at tokens after a flip. The largest seen is 0.001, and 0.0026 in longer rollouts."""
 
 
 @pytest.fixture(scope="module")
@@ -32,67 +37,66 @@ def families(models):
     return models | {name: windowed(name) for name in WINDOWED} | {name: hybrid(name) for name in HYBRIDS}
 
 
-class Codes:
-    """Record of everything that is stored, by layer, in the order of the tokens."""
-
-    def __init__(self, monkeypatch):
-        self.layers = {}
-        encode = storage.Quantiser.encode
-
-        def recorded(quantiser, layer, keys, values):
-            stored = encode(quantiser, layer, keys, values)
-            self.layers.setdefault(layer, []).append(stored)
-            return stored
-
-        monkeypatch.setattr(storage.Quantiser, "encode", recorded)
-
-    def take(self, tokens):
-        """Return all that was stored since the last call, one row of numbers per token. Prompts that are compressed are
-        encoded twice in prefill, once to attend to them and once to store them."""
-        found = []
-        for calls in self.layers.values():
-            prompt, rest = calls[0], [call for call in calls[1:] if call.keys.shape[2] == 1]
-            parts = [torch.cat(each, dim=2) for each in zip(prompt, *rest, strict=True)]
-            assert parts[0].shape[2] == tokens
-            found += [part.transpose(1, 2).flatten(2)[0].float() for part in parts]
-        self.layers = {}
-        return torch.cat(found, dim=1)
-
-
 @pytest.mark.parametrize(
-    ("policy", "architecture", "dtype"),
+    ("architecture", "policy", "dtype"),
     [
-        *((policy, "llama", dtype) for policy in POLICIES for dtype in DTYPES),
-        *((policy, name, dtype) for policy in ("rkv", "full") for name in PLAIN for dtype in DTYPES),
-        *((policy, name, dtype) for policy, dtype in (("rkv", "8bit"), ("full", "4bit")) for name in (*WINDOWED, *HYBRIDS)),
+        *itertools.product(ARCHITECTURES, POLICIES, DTYPES),
+        *((name, *cache) for name in (*WINDOWED, *HYBRIDS) for cache in (("rkv", "8bit"), ("full", "4bit"))),
     ],
 )
-def test_replay_reproduces_the_sampler_up_to_flips(families, policy, architecture, dtype, monkeypatch):
-    """Rounding may flip a code, and then all later tokens see another key. Few codes flip, and all tokens before are exact."""
-    model = families[architecture]
-    codes = Codes(monkeypatch)
-    engine = Engine(model, BOUNDED.model_copy(update={"policy": policy, "dtype": dtype}), slots=1)
-    (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=50, stop=()))
-    assert len(codes.layers) == len(engine.limits.shape.full_layers)  # windows and states are not quantised
-    sampled = codes.take(len(LONG) + 49)
-    (replayed,) = replay(model, [rollout], "sparse")
-    differs = sampled != codes.take(len(LONG) + 49)
-    assert float(differs.float().mean()) < FLIPS
-    flipped = torch.nonzero(differs.any(dim=1)).flatten().tolist()
-    before = max(0, min([*flipped, len(LONG) + 49]) - len(LONG) + 1)  # tokens that no flipped key has reached
-    assert bool(((replayed.detach() - rollout.logprobs)[:before].abs() < 1e-4).all())
-    (dense,) = replay(model, [rollout], "dense")
-    assert float((dense.detach() - rollout.logprobs).abs().max()) > 1e-4  # else the replay above proves nothing
-    if policy == "full":
-        assert bool((rollout.evicted_at == NEVER).all())
+def test_replay_reproduces_the_sampler_up_to_flips(families, policy, architecture, dtype):
+    """Rounding may flip a code, and then all later tokens see another key. Few codes flip, all tokens before are exact, and those
+    after are close."""
+    prompts, tokens = [LONG[n:] + LONG[:n] for n in range(5)], 10
+    kv = BOUNDED.model_copy(update={"policy": policy, "dtype": dtype, "interval": 4})
+    found = sampled_and_replayed(Engine(families[architecture], kv, slots=5), prompts, tokens)
+    assert found.first_flips < FLIPS
+    assert int(found.exact_Rt.sum()) >= len(prompts) * tokens // 3
+    assert found.exact_max < EXACT and float(found.gaps_Rt.max()) < AFTER
+    assert float(found.dense_gaps_Rt.max()) > EXACT  # else the replay above proves nothing
+    evicted = [bool((rollout.evicted_at != NEVER).any()) for rollout in found.rollouts]
+    assert evicted == [policy != "full"] * len(prompts)
+
+
+class Recorder(Streaming):
+    """Streaming, with a record of the keys and values from which it selects, and of what it keeps."""
+
+    uses_values = True
+    calls: ClassVar[list] = []
+
+    def select(self, queries, keys, values, budget, **more):
+        kept = super().select(queries, keys, values, budget, **more)
+        self.calls.append((keys, values, kept))
+        return kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prefill_tokens", [8192, 16])
+def test_policies_read_prompts_as_they_are_stored(families, dtype, prefill_tokens, monkeypatch):
+    """A prompt that is compressed, whole or in pieces: what the policy sees of each kept key is what the slot holds."""
+    monkeypatch.setattr(Recorder, "calls", [])
+    kv = BOUNDED.model_copy(update={"policy": "test_quantised_cache:Recorder", "dtype": dtype})
+    engine = Engine(families["qwen2"], kv, slots=1, prefill_tokens=prefill_tokens)
+    engine.generate([LONG], sampling=Sampling(max_tokens=1, stop=()))
+    cache = engine.cache
+    assert len(Recorder.calls) == 2
+    for layer, (keys, values, kept) in enumerate(Recorder.calls):
+        assert keys.shape[2] == len(LONG)
+        stored = cache.stored.map(lambda each, layer=layer: each[layer, :, :, : kv.budget])
+        held = (
+            cache.quantiser.decode_keys(layer, stored.keys, stored.key_steps, torch.float32),
+            cache.quantiser.decode_values(stored.values, stored.value_steps, torch.float32),
+        )
+        for seen, decoded in zip((keys, values), held, strict=True):
+            assert torch.equal(seen.gather(2, kept[..., None].expand_as(decoded)), decoded)
 
 
 @pytest.mark.parametrize("protect_prompt", [False, True])
-def test_a_prompt_is_encoded_once_for_all_its_samples(families, protect_prompt, monkeypatch):
-    codes = Codes(monkeypatch)
+def test_a_prompt_is_encoded_once_for_all_its_samples(families, protect_prompt):
     engine = Engine(families["qwen2"], BOUNDED.model_copy(update={"dtype": "8bit", "protect_prompt": protect_prompt}), slots=4)
-    engine.generate([SHORT], 4, Sampling(max_tokens=1))
-    assert [len(calls) for calls in codes.layers.values()] == [1, 1]
+    with recorded_codes() as codes:
+        engine.generate([SHORT], 4, Sampling(max_tokens=1))
+    assert [len(calls) for calls in codes.values()] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_a_stored_prompt_is_read_as_a_slot_is(families, name, dtype, prefill_tok
     kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True, dtype=dtype)
     prompts = [[5], LONG, [3 + number % 50 for number in range(150)]]
     engine = Engine(model, kv, slots=3, prefill_tokens=prefill_tokens)
-    rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=50, stop=()))
+    rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=40, stop=()))
     gaps = torch.stack(
         [(ours.detach() - each.logprobs).abs() for ours, each in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)]
     )
