@@ -8,7 +8,7 @@ import torch
 from conftest import noise_early_and_late, random_model
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.cli import main
-from sparse_rl.kernels import long_attention, shadow
+from sparse_rl.kernels import jit, long_attention, shadow
 from sparse_rl.kernels.attention import causal_attention, packed_causal_attention
 from sparse_rl.kernels.prefix_attention import PrefixAttention, Segment, last_tokens_attention
 from sparse_rl.kv.policies import POLICIES
@@ -17,6 +17,7 @@ from sparse_rl.kv.trace import NEVER
 from sparse_rl.learner.logprobs import token_logprobs
 from sparse_rl.learner.replay import ReplayView, Span
 from sparse_rl.models.head import Head
+from sparse_rl.rollout import runner
 from sparse_rl.sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS
 from sparse_rl.train.run_folder import RunFolder
 
@@ -56,6 +57,18 @@ def test_replay_reproduces_a_quantised_sampler(policy, stored, protect_prompt):
     pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
     gaps = torch.stack([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
     assert float((gaps < 1e-3).float().mean()) > 0.5 and float(gaps.mean()) < 0.02
+
+
+@pytest.mark.parametrize("stored", ["8bit", "4bit"])
+def test_a_gpu_without_kernels_samples_as_a_cpu(stored, monkeypatch, capsys):
+    model, kv = random_model("qwen2"), KV(policy="full", dtype=stored)
+    expected = Engine(model, kv, slots=2).generate(PROMPTS, sampling=Sampling(max_tokens=20, stop=()))
+    monkeypatch.setattr(jit, "why_not", lambda device: "a test")
+    monkeypatch.setattr(runner, "why_not", jit.why_not)
+    engine = Engine(model.cuda(), kv, slots=2)
+    assert not engine.use_graphs and f"With kv.dtype = {stored}" in capsys.readouterr().err
+    found = engine.generate(PROMPTS, sampling=Sampling(max_tokens=20, stop=()))
+    assert [each.response for each in found] == [each.response for each in expected]
 
 
 @pytest.mark.parametrize("stored", ["8bit", "4bit"])

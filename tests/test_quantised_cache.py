@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from conftest import ARCHITECTURES
 from flips import recorded_codes, sampled_and_replayed
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
+from sparse_rl.kernels import jit
 from sparse_rl.kv.policies import POLICIES, Policy, Streaming
 from sparse_rl.kv.shape import CacheShape
+from sparse_rl.rollout import engine as engines
+from sparse_rl.rollout import runner
 from test_hybrid import family as hybrid
 from test_windows import family as windowed
 
@@ -185,6 +188,22 @@ def test_bytes_are_codes_and_steps_of_pages_and_slots(model, dtype, head):
     token = 2 * 2 * 2 * head  # keys and values, layers, heads
     assert sum(allocated.values()) == (32 * 18 * 64 + 256 * 640) * token == engine.stats.peak_kv_bytes
     assert cache.token_bytes == token == sizes.token_bytes(engine.limits.shape, 4, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "8bit"])
+def test_a_gpu_without_kernels_is_named_once(model, dtype, monkeypatch, capsys):
+    """The engine then decodes with the torch reference, here on a CPU: the same tokens."""
+    monkeypatch.setattr(jit, "why_not", lambda device: "it is from 2015")
+    monkeypatch.setattr(runner, "why_not", jit.why_not)
+    kv, sampling = KV(policy="full", dtype=dtype), Sampling(max_tokens=12, stop=())
+    expected = Engine(model, kv, slots=1).generate([LONG], sampling=sampling)[0]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(engines, "graphs_work_on", lambda _, kv: runner.graphs_work_on(torch.device("cuda"), kv))
+    found = [Engine(model, kv, slots=1).generate([LONG], sampling=sampling)[0] for _ in range(2)]
+    assert all(each.response == expected.response for each in found)
+    sentence = "Triton is not available on this GPU (it is from 2015): decoding runs eagerly and is slower."
+    codes = " With kv.dtype = 8bit, each step also decodes all stored keys and values." if dtype == "8bit" else ""
+    assert capsys.readouterr().err == f"sparse-rl: {sentence}{codes}\n"
 
 
 class Precise(Policy):
