@@ -3,6 +3,7 @@
 import copy
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -13,8 +14,12 @@ from conftest import ARCHITECTURES
 from flips import recorded_codes, sampled_and_replayed
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
 from sparse_rl.kernels import jit
+from sparse_rl.kv.cache import SlotCache
 from sparse_rl.kv.policies import POLICIES, Policy, Streaming
+from sparse_rl.kv.prompt_store import PromptStore
 from sparse_rl.kv.shape import CacheShape
+from sparse_rl.kv.storage import KeyScales, Quantiser
+from sparse_rl.models.shapes import SHAPES
 from sparse_rl.rollout import engine as engines
 from sparse_rl.rollout import runner
 from test_hybrid import family as hybrid
@@ -172,22 +177,47 @@ def test_soft_caps_and_sinks_depend_on_the_centre_of_keys(name):
     assert float((whole - dense).abs().mean()) < 0.25 * float((centred - dense).abs().mean())
 
 
-@pytest.mark.parametrize(("dtype", "head"), [("auto", 64), ("8bit", 16 + 2), ("4bit", 8 + 2 * 2)])
-def test_bytes_are_codes_and_steps_of_pages_and_slots(model, dtype, head):
-    """32 prompts of 1,100 tokens, 8 samples of each: the prompts once, and 640 response tokens for each sample. A head of 16
-    channels has two groups of 8 channels in 4 bits."""
-    kv = KV(policy="streaming", budget=512, interval=128, protect_prompt=True, dtype=dtype)
-    engine = Engine(model, kv, slots=256)
+@pytest.mark.parametrize(
+    ("policy", "dtype", "head", "ring"),
+    [("streaming", "auto", 32, 0), ("rkv", "8bit", 16 + 2, 8), ("streaming", "4bit", 8 + 2 * 2, 0)],
+)
+def test_bytes_are_codes_and_steps_of_pages_and_slots(model, policy, dtype, head, ring):
+    """32 prompts of 1,100 tokens, 8 samples of each: the prompts once, and 640 response tokens for each sample. R-KV also keeps the
+    last 8 queries of each sample in 16 bits. A head of 16 channels has two groups of 8 channels in 4 bits."""
+    kv = KV(policy=policy, budget=512, interval=128, protect_prompt=True, dtype=dtype)
+    engine = Engine(copy.deepcopy(model).bfloat16(), kv, slots=256)
     engine.generate([[5] * 1100] * 32, samples=8, sampling=Sampling(max_tokens=1, stop=()))
     cache, store = engine.cache, engine.cache.prompts
-    allocated = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*cache.stored, *store.stored)
-        if tensor.numel()
-    }
     token = 2 * 2 * 2 * head  # keys and values, layers, heads
-    assert sum(allocated.values()) == (32 * 18 * 64 + 256 * 640) * token == engine.stats.peak_kv_bytes
-    assert cache.token_bytes == token == sizes.token_bytes(engine.limits.shape, 4, dtype)
+    assert storage_bytes(*cache.stored, *store.stored) == (32 * 18 * 64 + 256 * 640) * token == engine.stats.peak_kv_bytes
+    assert cache.token_bytes == token == sizes.token_bytes(engine.limits.shape, 2, dtype)
+    queries = 2 * 256 * 4 * ring * 16 * 2  # layers, slots, heads, tokens, channels, bytes
+    assert storage_bytes(cache.queries_LSQWD) == queries
+    positions, lengths, tables = 2 * 256 * 2 * 640 * 4, 256 * 8, store.pages_SP.numel() * 4
+    assert engine.stats.side_bytes == positions + lengths + tables + queries
+
+
+def storage_bytes(*tensors):
+    """Bytes allocated for these tensors, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
+    return sum({storage.data_ptr() or id(storage): storage.nbytes() for storage in storages}.values())
+
+
+def test_the_docs_state_the_bytes_of_a_1_5b_model():
+    """Counted from storage on the meta device: 32 prompts of 1,100 tokens, 8 samples of each, 512 + 128."""
+    fields = SHAPES["1.5B"]
+    heads = fields["num_attention_heads"]
+    dim = fields["hidden_size"] // heads
+    layers, kv_heads, device = fields["num_hidden_layers"], fields["num_key_value_heads"], torch.device("meta")
+    shape = CacheShape(layers, heads, kv_heads, dim, torch.bfloat16, device)
+    page = (Path(__file__).parents[1] / "docs/choosing-a-budget.md").read_text()
+    for dtype, name in (("auto", "`auto` (bf16)"), ("8bit", "`8bit`"), ("4bit", "`4bit`")):
+        quantiser = None if dtype == "auto" else Quantiser(dtype, KeyScales.unset(layers, kv_heads, dim, device))
+        cache = SlotCache(shape, 256, 640, 8, quantiser=quantiser)
+        store = PromptStore(shape, 256, sizes.pages_of(1100) * 32, 1100, quantiser)
+        cells = [storage_bytes(*store.stored), storage_bytes(*cache.stored), storage_bytes(cache.queries_LSQWD)]
+        cells.insert(2, storage_bytes(*store.stored, *cache.stored))
+        assert f"| {name} | " + " | ".join(f"{each / 2**30:.2f}" for each in cells) + " |" in page
 
 
 @pytest.mark.parametrize("dtype", ["auto", "8bit"])
