@@ -4,10 +4,12 @@ python benchmarks/same_memory.py ours --sequences 256 --json benchmarks/results/
 python benchmarks/same_memory.py dense --sequences 256 --json benchmarks/results/same-memory-256.json
 python benchmarks/same_memory.py vllm --sequences 256 --json benchmarks/results/same-memory-256.json [--seconds 100]
 python benchmarks/same_memory.py dense --kv-dtype 4bit …   (8bit or 4bit; vllm: fp8)
+python benchmarks/same_memory.py ours --kv-dtype 8bit --budget 992 …   (as many bytes as 512 in bfloat16; 4bit: 1776)
 
 Prompts of 256 tokens in groups of 8; responses uniform from a sixteenth of the longest to all of it; log-probs of sampled
-tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. vLLM gets the bytes that ours
-allocated for keys, values and side tables, pages them, shares prompts and preempts by its own rules; so does our dense engine.
+tokens are returned. Ours runs all sequences at once in slots of budget + interval tokens. In the model's dtype it sets the memory:
+vLLM gets the bytes that it allocated for keys, values and side tables, pages them, shares prompts and preempts by its own rules; so
+does our dense engine. In 8 or 4 bits, ours is another arm, and its budget must fit these bytes.
 `--seconds` ends vLLM early and counts the tokens it has by then. That favours vLLM: sequences are still short, and the tail never
 comes.
 """
@@ -20,26 +22,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS, GROUP = 256, 8
+GROUP = 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=["ours", "dense", "vllm"])
-    parser.add_argument("--model", default="1.5B", help="a shape of sparse_rl.models.shapes; weights are random")
+    parser.add_argument("--model", default="1.5B", help="a shape of sparse_rl.models.shapes with random weights, or tiny")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--longest", type=int, default=16384)
-    parser.add_argument("--kv-dtype", default="auto", help="storage of keys and values, of dense (8bit, 4bit) and vllm (fp8)")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--budget", type=int, default=512, help="kv.budget of ours; its interval is a quarter of that")
+    parser.add_argument(
+        "--kv-dtype", default="auto", help="storage of keys and values, of ours and dense (8bit, 4bit) and vllm (fp8)"
+    )
     parser.add_argument("--seconds", type=float, help="end vLLM after this long")
     parser.add_argument(
         "--json", type=Path, required=True, help="ours writes it; vLLM reads the bytes there and adds its part"
     )
     args = parser.parse_args()
     args.name = args.engine if args.kv_dtype == "auto" else f"{args.engine} {args.kv_dtype}"
-    if args.engine == "ours" and args.kv_dtype != "auto":
-        parser.error("ours sets the memory of the others: it has no --kv-dtype")
-    rng = random.Random(0)
-    prompts = [[rng.randrange(5, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(-(-args.sequences // GROUP))]
+    rng, vocab = random.Random(0), 20 if args.model == "tiny" else 100_000
+    prompts = [[rng.randrange(5, vocab) for _ in range(args.prompt_tokens)] for _ in range(-(-args.sequences // GROUP))]
     lengths = [rng.randint(args.longest // 16, args.longest) for _ in range(len(prompts) * GROUP)]
     runs = {"ours": ours, "dense": dense, "vllm": vllm}
     record = runs[args.engine](args, prompts, lengths)
@@ -48,66 +53,71 @@ def main() -> None:
 
 
 def ours(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
-    import torch
-
     from sparse_rl import KV, Engine, Sampling
     from sparse_rl.bench.record import environment
     from sparse_rl.bench.rollout import warm_up
-    from sparse_rl.models.shapes import random_model
 
-    model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
-    kv = KV(policy="rkv", budget=512, interval=128, protect_prompt=False)
+    model = model_of(args)
+    kv = KV(policy="rkv", budget=args.budget, interval=args.budget // 4, protect_prompt=False, dtype=args.kv_dtype)
     engine = Engine(model, kv, slots=len(lengths))
+    kv_bytes, side_bytes = engine.cache.kv_bytes, engine.cache.side_bytes
+    if kv.quantised:
+        record = json.loads(args.json.read_text())
+        room = record["kv_bytes"] + record["side_bytes"]
+        if kv_bytes + side_bytes > room:
+            raise SystemExit(
+                f"--budget {args.budget} takes {kv_bytes + side_bytes:,} bytes, more than the {room:,} of ours: lower it."
+            )
+    else:
+        record = environment("same-memory", model.device) | {
+            "model": args.model,
+            "sequences": len(lengths),
+            "longest": args.longest,
+            "prompt_tokens": args.prompt_tokens,
+            "group": GROUP,
+            "kv": kv.model_dump(),
+            "kv_bytes": kv_bytes,
+            "side_bytes": side_bytes,
+        }
     warm_up(engine, (prompts * GROUP)[: engine.slots], kv.capacity, uniform=True)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = now(args)
     rollouts = engine.generate(prompts, GROUP, Sampling(max_tokens=args.longest, stop=()), limits=lengths)
-    seconds = time.perf_counter() - started
+    seconds = now(args) - started
     stats, tokens = engine.stats, sum(len(rollout.response) for rollout in rollouts)
-    return environment("same-memory", model.device) | {
-        "model": args.model,
-        "sequences": len(lengths),
-        "longest": args.longest,
-        "prompt_tokens": PROMPT_TOKENS,
-        "group": GROUP,
-        "kv": kv.model_dump(),
-        "kv_bytes": stats.peak_kv_bytes,
-        "side_bytes": stats.side_bytes,
-        "ours": {
-            "tokens": tokens,
-            "seconds": seconds,
-            "tokens_per_s": tokens / seconds,
-            "idle_share": stats.idle_share,
-            **{f"{part}_s": getattr(stats, f"{part}_s") for part in ("prefill", "decode", "compaction", "host")},
-        },
+    assert (stats.peak_kv_bytes, stats.side_bytes) == (kv_bytes, side_bytes)
+    found = {
+        "budget": args.budget,
+        "bytes": kv_bytes + side_bytes,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "idle_share": stats.idle_share,
+        **{f"{part}_s": getattr(stats, f"{part}_s") for part in ("prefill", "decode", "compaction", "host")},
     }
+    return record | {args.name: found}
 
 
 def dense(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
     """Our dense engine in as many bytes as the sparse cache and its side tables take. Sequences take pages as they grow."""
-    import torch
-
     from sparse_rl import KV, Engine, Sampling
     from sparse_rl.bench.lengths import live_tokens
     from sparse_rl.bench.rollout import DENSE_SLOTS, warm_up
-    from sparse_rl.models.shapes import random_model
     from sparse_rl.sizes import token_bytes
 
     record = json.loads(args.json.read_text())
     kv_bytes = record["kv_bytes"] + record["side_bytes"]
-    model = random_model(args.model, dtype=torch.bfloat16, device="cuda", seed=0)
+    model = model_of(args)
     kv = KV(policy="full", dtype=args.kv_dtype)
     probe = Engine(model, kv, slots=1)
     tokens = kv_bytes / token_bytes(probe.limits.shape, model.dtype.itemsize, kv.dtype)
-    slots = min(len(lengths), int(DENSE_SLOTS * tokens / live_tokens(lengths, PROMPT_TOKENS)))
+    slots = min(len(lengths), int(DENSE_SLOTS * tokens / live_tokens(lengths, args.prompt_tokens)))
     del probe
     engine = Engine(model, kv, slots=slots)
-    engine.reserve_dense(PROMPT_TOKENS, args.longest, len(prompts), GROUP, kv_bytes=kv_bytes)
+    engine.reserve_dense(args.prompt_tokens, args.longest, len(prompts), GROUP, kv_bytes=kv_bytes)
     warm_up(engine, (prompts * GROUP)[: engine.slots], 256, uniform=True)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = now(args)
     rollouts = engine.generate(prompts, GROUP, Sampling(max_tokens=args.longest, stop=()), limits=lengths)
-    seconds = time.perf_counter() - started
+    seconds = now(args) - started
     stats, sampled = engine.stats, sum(len(rollout.response) for rollout in rollouts)
     found = {"slots": slots, "tokens": sampled, "seconds": seconds, "tokens_per_s": sampled / seconds}
     for name in ("peak_kv_bytes", "preemptions", "recomputed_tokens", "page_waste", "idle_share", "prefill_s", "decode_s"):
@@ -126,7 +136,7 @@ def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=args.longest + PROMPT_TOKENS + 8,
+        max_model_len=args.longest + args.prompt_tokens + 8,
         max_num_seqs=len(lengths),
         kv_cache_dtype=args.kv_dtype,
         kv_cache_memory_bytes=record["kv_bytes"] + record["side_bytes"],
@@ -159,6 +169,26 @@ def vllm(args: argparse.Namespace, prompts: list[list[int]], lengths: list[int])
         "tokens_by_second": marks,
     }
     return record
+
+
+def model_of(args: argparse.Namespace) -> Any:
+    import torch
+
+    from sparse_rl import load_model
+    from sparse_rl.models.shapes import random_model
+
+    if args.model == "tiny":
+        return load_model("tiny", dtype="float32", device=args.device)
+    return random_model(args.model, dtype=torch.bfloat16, device=args.device, seed=0)
+
+
+def now(args: argparse.Namespace) -> float:
+    """Return the time after all launched work."""
+    import torch
+
+    if args.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def running_tokens(engine) -> int:

@@ -232,6 +232,21 @@ def test_a_card_names_the_base_model_and_the_data_of_the_hub():
         model_card(own, own.sampler_kv, [], 100, "me/mine")
 
 
+@pytest.mark.parametrize(
+    ("kv", "cache"),
+    [
+        ({"policy": "full", "dtype": "4bit"}, "a KV cache with all keys in 4 bits."),
+        (
+            {"policy": "streaming", "dtype": "8bit"},
+            "a KV cache of at most 640 tokens per layer and head in 8 bits, the prompt beside them.",
+        ),
+    ],
+)
+def test_a_card_names_the_bits_of_the_cache(kv, cache):
+    config = Config(kv=kv)
+    assert f"Rollouts ran on {cache}" in model_card(config, config.sampler_kv, [], 100, "me/mine")
+
+
 def test_a_card_shows_no_folder_of_the_machine(tmp_path):
     config = Config(
         model={"path": str(tmp_path / "models/base")},

@@ -5,11 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Gemma2Config, MistralConfig
 
 from sparse_rl.cli import main
 from sparse_rl.config import Config, recipe
 from sparse_rl.format import duration
+from sparse_rl.kv.cache import SlotCache
+from sparse_rl.kv.shape import CacheShape
+from sparse_rl.kv.storage import KeyScales, Quantiser
 from sparse_rl.plan import dimensions, make_plan
 from sparse_rl.plan.budgets import (
     FASTER,
@@ -17,6 +21,7 @@ from sparse_rl.plan.budgets import (
     MEASURED_BITS,
     MEASURED_DENSE,
     MEASURED_TRIATTENTION,
+    bits_advice,
     evidence,
     fewer_prompts,
     sweep,
@@ -25,6 +30,7 @@ from sparse_rl.plan.budgets import (
 )
 from sparse_rl.plan.memory import CONTEXT_BYTES
 from sparse_rl.plan.roofline import GPUS, step_time, steps_s
+from sparse_rl.sizes import PAGE_TOKENS, pages_of
 
 CARD = GPUS["rtx 4090"]
 ROOT = Path(__file__).parents[1]
@@ -106,6 +112,37 @@ def test_the_evidence_is_that_of_the_page():
     assert f"\n| dense | 24.2 % | {dense} % [" in PAGE
     bits = re.search(r"^\| `full`, 4 bits, `paper` \| [\d.]+ % \| ([\d.]+) % \[.*?\] \| (\d+) % \|", PAGE, flags=re.MULTILINE)
     assert bits.groups() == (str(trained), str(rejected))
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {"policy": "rkv", "budget": 512, "interval": 128, "protect_prompt": False},
+        {"policy": "streaming", "budget": 1024, "interval": 256, "dtype": "8bit"},
+        {"budget": 2048, "interval": 512, "dtype": "4bit"},
+    ],
+)
+def test_the_length_from_which_eviction_saves_bytes_is_named(kv):
+    """Counted from storage: answers of that length take as many bytes in 4 bits as the budget does, to two digits."""
+    made = planned(kv=kv)
+    samples, prompt = made.config.rollout.samples_per_prompt, pages_of(made.prompt_tokens) * PAGE_TOKENS
+    shape = CacheShape(28, 12, 2, 128, torch.bfloat16, torch.device("meta"))
+
+    def bytes_of(slot_tokens, ring, paged_tokens, dtype):
+        quantiser = None if dtype == "auto" else Quantiser(dtype, KeyScales.unset(28, 2, 128, shape.device))
+        cache = SlotCache(shape, 1, slot_tokens, ring, quantiser=quantiser)
+        return cache.kv_bytes + cache.side_bytes + paged_tokens * cache.token_bytes
+
+    own = made.config.kv
+    stored = prompt / samples if own.protect_prompt else 0
+    evicting = bytes_of(own.capacity, own.recent if own.policy == "rkv" else 0, stored, own.dtype)
+    length = int(
+        re.search(rf"fewer than those of {re.escape(own.label)} up to answers of about ([\d,]+) tokens", bits_advice(made))[
+            1
+        ].replace(",", "")
+    )
+    below, above = (bytes_of(64, 0, prompt / samples + tokens / 2, "4bit") for tokens in (length, 1.1 * length))
+    assert below <= evicting < above
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.9, "at 65%"), (0.45, "at 42%"), (0.25, "at 25%"), (0.1, "at 25%")])

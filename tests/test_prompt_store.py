@@ -20,6 +20,7 @@ from sparse_rl.rollout.request import Request
 from sparse_rl.rollout.sampling import sample
 from sparse_rl.rollout.scheduler import Scheduler
 from sparse_rl.sizes import PAGE_TOKENS, pages_of, pool_pages
+from sparse_rl.train.metrics import kv_metrics
 
 PROTECTED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True)
 EVICTING = [name for name in POLICIES if name != "full"]
@@ -174,6 +175,21 @@ def test_a_group_is_prefilled_once_and_keeps_its_pages_until_its_last_sample(mod
     assert stats.page_waste == pytest.approx(1 - 170 / (4 * PAGE_TOKENS))
     assert stats.peak_pages <= stats.pool_pages == 4
     assert 0 < stats.straggler_share < 0.5
+
+
+def test_metrics_of_pages_over_two_calls(model):
+    """Two pages for 24 steps, of which one sample runs 16 alone, and then one full page for 8 steps."""
+    engine = Engine(model, PROTECTED, slots=2)
+    engine.reserve_prompts(192, prompts=2, samples=2)
+    stats, rollouts = [], []
+    for tokens, limits in ((100, [9, 25]), (64, [9, 9])):
+        rollouts += engine.generate([prompt_of(tokens)], 2, Sampling(max_tokens=25, stop=()), limits=limits)
+        stats.append(engine.stats)
+    assert engine.chunk == 8 and [each.steps for each in stats] == [24, 8]
+    found = kv_metrics(stats, rollouts, engine)
+    assert found["kv/pool_used"] == 2 / 6
+    assert found["kv/page_waste"] == pytest.approx(1 - 164 / 192)
+    assert found["kv/straggler_pages"] == pytest.approx(2 * 16 / (2 * 24 + 1 * 8))
 
 
 def test_the_scheduler_admits_a_group_only_with_its_pages():

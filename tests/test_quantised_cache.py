@@ -1,17 +1,27 @@
 """8-bit and 4-bit caches: everybody reads what is stored, and the bytes are those of codes and steps."""
 
 import copy
+import itertools
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from conftest import ARCHITECTURES
+from flips import recorded_codes, sampled_and_replayed
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
-from sparse_rl.kv import storage
-from sparse_rl.kv.policies import POLICIES, Policy
+from sparse_rl.kernels import jit
+from sparse_rl.kv.cache import SlotCache
+from sparse_rl.kv.policies import POLICIES, Policy, Streaming
+from sparse_rl.kv.prompt_store import PromptStore
 from sparse_rl.kv.shape import CacheShape
+from sparse_rl.kv.storage import KeyScales, Quantiser
+from sparse_rl.models.shapes import SHAPES
+from sparse_rl.rollout import engine as engines
+from sparse_rl.rollout import runner
 from test_hybrid import family as hybrid
 from test_windows import family as windowed
 
@@ -22,9 +32,12 @@ HYBRIDS = ["lfm2", "falcon-h1", "nemotron-h"]
 SHORT, LONG = [7, 8, 9, 10, 11], list(range(3, 60))
 BOUNDED = KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False)
 DTYPES = ["8bit", "4bit"]
-PLAIN = [name for name in ARCHITECTURES if name != "llama"]
-FLIPS = 1e-3
-"""Largest share of codes and steps that may differ between sampler and replay, in float32 on a CPU."""
+EXACT = 1e-4
+"""Largest distance of sampler and replay at a token that no flipped code has reached, in float32 on a CPU."""
+FLIPS = 5e-4
+"""Largest share of codes and steps that may flip first. The largest seen is 1e-4."""
+AFTER = 0.01
+"""Largest distance at tokens after a flip. The largest seen is 0.001, and 0.0026 in longer rollouts."""
 
 
 @pytest.fixture(scope="module")
@@ -32,67 +45,66 @@ def families(models):
     return models | {name: windowed(name) for name in WINDOWED} | {name: hybrid(name) for name in HYBRIDS}
 
 
-class Codes:
-    """Record of everything that is stored, by layer, in the order of the tokens."""
-
-    def __init__(self, monkeypatch):
-        self.layers = {}
-        encode = storage.Quantiser.encode
-
-        def recorded(quantiser, layer, keys, values):
-            stored = encode(quantiser, layer, keys, values)
-            self.layers.setdefault(layer, []).append(stored)
-            return stored
-
-        monkeypatch.setattr(storage.Quantiser, "encode", recorded)
-
-    def take(self, tokens):
-        """Return all that was stored since the last call, one row of numbers per token. Prompts that are compressed are
-        encoded twice in prefill, once to attend to them and once to store them."""
-        found = []
-        for calls in self.layers.values():
-            prompt, rest = calls[0], [call for call in calls[1:] if call.keys.shape[2] == 1]
-            parts = [torch.cat(each, dim=2) for each in zip(prompt, *rest, strict=True)]
-            assert parts[0].shape[2] == tokens
-            found += [part.transpose(1, 2).flatten(2)[0].float() for part in parts]
-        self.layers = {}
-        return torch.cat(found, dim=1)
-
-
 @pytest.mark.parametrize(
-    ("policy", "architecture", "dtype"),
+    ("architecture", "policy", "dtype"),
     [
-        *((policy, "llama", dtype) for policy in POLICIES for dtype in DTYPES),
-        *((policy, name, dtype) for policy in ("rkv", "full") for name in PLAIN for dtype in DTYPES),
-        *((policy, name, dtype) for policy, dtype in (("rkv", "8bit"), ("full", "4bit")) for name in (*WINDOWED, *HYBRIDS)),
+        *itertools.product(ARCHITECTURES, POLICIES, DTYPES),
+        *((name, *cache) for name in (*WINDOWED, *HYBRIDS) for cache in (("rkv", "8bit"), ("full", "4bit"))),
     ],
 )
-def test_replay_reproduces_the_sampler_up_to_flips(families, policy, architecture, dtype, monkeypatch):
-    """Rounding may flip a code, and then all later tokens see another key. Few codes flip, and all tokens before are exact."""
-    model = families[architecture]
-    codes = Codes(monkeypatch)
-    engine = Engine(model, BOUNDED.model_copy(update={"policy": policy, "dtype": dtype}), slots=1)
-    (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=50, stop=()))
-    assert len(codes.layers) == len(engine.limits.shape.full_layers)  # windows and states are not quantised
-    sampled = codes.take(len(LONG) + 49)
-    (replayed,) = replay(model, [rollout], "sparse")
-    differs = sampled != codes.take(len(LONG) + 49)
-    assert float(differs.float().mean()) < FLIPS
-    flipped = torch.nonzero(differs.any(dim=1)).flatten().tolist()
-    before = max(0, min([*flipped, len(LONG) + 49]) - len(LONG) + 1)  # tokens that no flipped key has reached
-    assert bool(((replayed.detach() - rollout.logprobs)[:before].abs() < 1e-4).all())
-    (dense,) = replay(model, [rollout], "dense")
-    assert float((dense.detach() - rollout.logprobs).abs().max()) > 1e-4  # else the replay above proves nothing
-    if policy == "full":
-        assert bool((rollout.evicted_at == NEVER).all())
+def test_replay_reproduces_the_sampler_up_to_flips(families, policy, architecture, dtype):
+    """Rounding may flip a code, and then all later tokens see another key. Few codes flip, all tokens before are exact, and those
+    after are close."""
+    prompts, tokens = [LONG[n:] + LONG[:n] for n in range(5)], 10
+    kv = BOUNDED.model_copy(update={"policy": policy, "dtype": dtype, "interval": 4})
+    found = sampled_and_replayed(Engine(families[architecture], kv, slots=5), prompts, tokens)
+    assert found.first_flips < FLIPS
+    assert int(found.exact_Rt.sum()) >= len(prompts) * tokens // 3
+    assert found.exact_max < EXACT and float(found.gaps_Rt.max()) < AFTER
+    assert float(found.dense_gaps_Rt.max()) > EXACT  # else the replay above proves nothing
+    evicted = [bool((rollout.evicted_at != NEVER).any()) for rollout in found.rollouts]
+    assert evicted == [policy != "full"] * len(prompts)
+
+
+class Recorder(Streaming):
+    """Streaming, with a record of the keys and values from which it selects, and of what it keeps."""
+
+    uses_values = True
+    calls: ClassVar[list] = []
+
+    def select(self, queries, keys, values, budget, **more):
+        kept = super().select(queries, keys, values, budget, **more)
+        self.calls.append((keys, values, kept))
+        return kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prefill_tokens", [8192, 16])
+def test_policies_read_prompts_as_they_are_stored(families, dtype, prefill_tokens, monkeypatch):
+    """A prompt that is compressed, whole or in pieces: what the policy sees of each kept key is what the slot holds."""
+    monkeypatch.setattr(Recorder, "calls", [])
+    kv = BOUNDED.model_copy(update={"policy": "test_quantised_cache:Recorder", "dtype": dtype})
+    engine = Engine(families["qwen2"], kv, slots=1, prefill_tokens=prefill_tokens)
+    engine.generate([LONG], sampling=Sampling(max_tokens=1, stop=()))
+    cache = engine.cache
+    assert len(Recorder.calls) == 2
+    for layer, (keys, values, kept) in enumerate(Recorder.calls):
+        assert keys.shape[2] == len(LONG)
+        stored = cache.stored.map(lambda each, layer=layer: each[layer, :, :, : kv.budget])
+        held = (
+            cache.quantiser.decode_keys(layer, stored.keys, stored.key_steps, torch.float32),
+            cache.quantiser.decode_values(stored.values, stored.value_steps, torch.float32),
+        )
+        for seen, decoded in zip((keys, values), held, strict=True):
+            assert torch.equal(seen.gather(2, kept[..., None].expand_as(decoded)), decoded)
 
 
 @pytest.mark.parametrize("protect_prompt", [False, True])
-def test_a_prompt_is_encoded_once_for_all_its_samples(families, protect_prompt, monkeypatch):
-    codes = Codes(monkeypatch)
+def test_a_prompt_is_encoded_once_for_all_its_samples(families, protect_prompt):
     engine = Engine(families["qwen2"], BOUNDED.model_copy(update={"dtype": "8bit", "protect_prompt": protect_prompt}), slots=4)
-    engine.generate([SHORT], 4, Sampling(max_tokens=1))
-    assert [len(calls) for calls in codes.layers.values()] == [1, 1]
+    with recorded_codes() as codes:
+        engine.generate([SHORT], 4, Sampling(max_tokens=1))
+    assert [len(calls) for calls in codes.values()] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +120,7 @@ def test_a_stored_prompt_is_read_as_a_slot_is(families, name, dtype, prefill_tok
     kv = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=True, dtype=dtype)
     prompts = [[5], LONG, [3 + number % 50 for number in range(150)]]
     engine = Engine(model, kv, slots=3, prefill_tokens=prefill_tokens)
-    rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=50, stop=()))
+    rollouts = engine.generate(prompts, samples=2, sampling=Sampling(max_tokens=40, stop=()))
     gaps = torch.stack(
         [(ours.detach() - each.logprobs).abs() for ours, each in zip(replay(model, rollouts, "sparse"), rollouts, strict=True)]
     )
@@ -165,22 +177,63 @@ def test_soft_caps_and_sinks_depend_on_the_centre_of_keys(name):
     assert float((whole - dense).abs().mean()) < 0.25 * float((centred - dense).abs().mean())
 
 
-@pytest.mark.parametrize(("dtype", "head"), [("auto", 64), ("8bit", 16 + 2), ("4bit", 8 + 2 * 2)])
-def test_bytes_are_codes_and_steps_of_pages_and_slots(model, dtype, head):
-    """32 prompts of 1,100 tokens, 8 samples of each: the prompts once, and 640 response tokens for each sample. A head of 16
-    channels has two groups of 8 channels in 4 bits."""
-    kv = KV(policy="streaming", budget=512, interval=128, protect_prompt=True, dtype=dtype)
-    engine = Engine(model, kv, slots=256)
+@pytest.mark.parametrize(
+    ("policy", "dtype", "head", "ring"),
+    [("streaming", "auto", 32, 0), ("rkv", "8bit", 16 + 2, 8), ("streaming", "4bit", 8 + 2 * 2, 0)],
+)
+def test_bytes_are_codes_and_steps_of_pages_and_slots(model, policy, dtype, head, ring):
+    """32 prompts of 1,100 tokens, 8 samples of each: the prompts once, and 640 response tokens for each sample. R-KV also keeps the
+    last 8 queries of each sample in 16 bits. A head of 16 channels has two groups of 8 channels in 4 bits."""
+    kv = KV(policy=policy, budget=512, interval=128, protect_prompt=True, dtype=dtype)
+    engine = Engine(copy.deepcopy(model).bfloat16(), kv, slots=256)
     engine.generate([[5] * 1100] * 32, samples=8, sampling=Sampling(max_tokens=1, stop=()))
     cache, store = engine.cache, engine.cache.prompts
-    allocated = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*cache.stored, *store.stored)
-        if tensor.numel()
-    }
     token = 2 * 2 * 2 * head  # keys and values, layers, heads
-    assert sum(allocated.values()) == (32 * 18 * 64 + 256 * 640) * token == engine.stats.peak_kv_bytes
-    assert cache.token_bytes == token == sizes.token_bytes(engine.limits.shape, 4, dtype)
+    assert storage_bytes(*cache.stored, *store.stored) == (32 * 18 * 64 + 256 * 640) * token == engine.stats.peak_kv_bytes
+    assert cache.token_bytes == token == sizes.token_bytes(engine.limits.shape, 2, dtype)
+    queries = 2 * 256 * 4 * ring * 16 * 2  # layers, slots, heads, tokens, channels, bytes
+    assert storage_bytes(cache.queries_LSQWD) == queries
+    positions, lengths, tables = 2 * 256 * 2 * 640 * 4, 256 * 8, store.pages_SP.numel() * 4
+    assert engine.stats.side_bytes == positions + lengths + tables + queries
+
+
+def storage_bytes(*tensors):
+    """Bytes allocated for these tensors, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
+    return sum({storage.data_ptr() or id(storage): storage.nbytes() for storage in storages}.values())
+
+
+def test_the_docs_state_the_bytes_of_a_1_5b_model():
+    """Counted from storage on the meta device: 32 prompts of 1,100 tokens, 8 samples of each, 512 + 128."""
+    fields = SHAPES["1.5B"]
+    heads = fields["num_attention_heads"]
+    dim = fields["hidden_size"] // heads
+    layers, kv_heads, device = fields["num_hidden_layers"], fields["num_key_value_heads"], torch.device("meta")
+    shape = CacheShape(layers, heads, kv_heads, dim, torch.bfloat16, device)
+    page = (Path(__file__).parents[1] / "docs/choosing-a-budget.md").read_text()
+    for dtype, name in (("auto", "`auto` (bf16)"), ("8bit", "`8bit`"), ("4bit", "`4bit`")):
+        quantiser = None if dtype == "auto" else Quantiser(dtype, KeyScales.unset(layers, kv_heads, dim, device))
+        cache = SlotCache(shape, 256, 640, 8, quantiser=quantiser)
+        store = PromptStore(shape, 256, sizes.pages_of(1100) * 32, 1100, quantiser)
+        cells = [storage_bytes(*store.stored), storage_bytes(*cache.stored), storage_bytes(cache.queries_LSQWD)]
+        cells.insert(2, storage_bytes(*store.stored, *cache.stored))
+        assert f"| {name} | " + " | ".join(f"{each / 2**30:.2f}" for each in cells) + " |" in page
+
+
+@pytest.mark.parametrize("dtype", ["auto", "8bit"])
+def test_a_gpu_without_kernels_is_named_once(model, dtype, monkeypatch, capsys):
+    """The engine then decodes with the torch reference, here on a CPU: the same tokens."""
+    monkeypatch.setattr(jit, "why_not", lambda device: "it is from 2015")
+    monkeypatch.setattr(runner, "why_not", jit.why_not)
+    kv, sampling = KV(policy="full", dtype=dtype), Sampling(max_tokens=12, stop=())
+    expected = Engine(model, kv, slots=1).generate([LONG], sampling=sampling)[0]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(engines, "graphs_work_on", lambda _, kv: runner.graphs_work_on(torch.device("cuda"), kv))
+    found = [Engine(model, kv, slots=1).generate([LONG], sampling=sampling)[0] for _ in range(2)]
+    assert all(each.response == expected.response for each in found)
+    sentence = "Triton is not available on this GPU (it is from 2015): decoding runs eagerly and is slower."
+    codes = " With kv.dtype = 8bit, each step also decodes all stored keys and values." if dtype == "8bit" else ""
+    assert capsys.readouterr().err == f"sparse-rl: {sentence}{codes}\n"
 
 
 class Precise(Policy):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from small_runs import arguments, metrics, one_thread, refused, train
-from sparse_rl import KV, Engine, Sampling, UserError, replay
+from sparse_rl import KV, Config, Engine, Sampling, UserError, replay
 from sparse_rl.cli import main
 from sparse_rl.evaluate.compare import settings
 from sparse_rl.integrations.transformers import BoundedCache
@@ -16,6 +16,7 @@ from sparse_rl.kv.statistics import KeyRanges
 from sparse_rl.models.stored_statistics import stored_statistics
 from sparse_rl.rollout.calibrate import calibrate
 from sparse_rl.train import probe
+from sparse_rl.train.run import refuse_unused_bits
 from test_transformers_cache import PROMPTS, SETTINGS, greedy
 
 LONG = list(range(3, 60))
@@ -146,6 +147,18 @@ def test_a_cache_that_ruins_the_model_is_refused(world, tmp_path, capsys, monkey
     assert probe.Probe("8bit", 1e-4, 0.99, 0.0).warning() is None
     with pytest.raises(UserError, match="ruins"):
         probe.Probe("4bit", 0.001, 0.5, 0.6).warning()
+
+
+def test_method_dense_refuses_bits_that_it_would_not_use(world, tmp_path, capsys):
+    """A comparison may have both: its dense arm is the reference in the model's dtype."""
+    flags = ["--method", "dense", "--kv.dtype", "4bit"]
+    for more in ([], ["--dry-run"]):
+        assert refused(capsys, *arguments(world, tmp_path / "run", *flags), *more) == (
+            "kv.dtype = 4bit has no effect with method = dense, which samples in the model's dtype: set method = sparse_rl and "
+            "kv.policy = full to keep all keys in 4 bits, or kv.dtype = auto."
+        )
+    assert not (tmp_path / "run").exists()
+    refuse_unused_bits(Config(method="dense", compare=("dense", "sparse_rl"), kv={"dtype": "4bit"}))
 
 
 # Evaluation

@@ -31,6 +31,7 @@ from sparse_rl.learner.batch import make_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.update import accumulate
 from sparse_rl.models.load import TINY
+from sparse_rl.train import probe
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIGHT = KV(policy="random", budget=28, interval=4, window=4, sinks=2, protect_prompt=False)
@@ -257,6 +258,18 @@ def test_a_resumed_run_ends_like_one_that_was_not_stopped(tmp_path):
     statistics = whole.rollouts.engine.statistics
     assert {"key_step", "query_mean"} <= statistics.keys()
     assert all(torch.equal(resumed.rollouts.engine.statistics[name], each) for name, each in statistics.items())
+
+
+def test_quantisation_is_measured_once_before_the_first_step(tmp_path, capsys, monkeypatch):
+    kv = KV(policy="full", dtype="4bit")
+    trainer = trainer_of(tmp_path, kv=kv, max_completion_length=8)
+    generated(trainer)
+    assert capsys.readouterr().err.count("kv.dtype = 4bit without eviction: mismatch k3") == 1
+    assert trainer.model.config._attn_implementation != "sparse_rl"
+    monkeypatch.setattr(probe, "REFUSED_K3", 1e-9)
+    generated(trainer)  # measured already
+    with pytest.raises(UserError, match=r"Quantisation ruins this model: set kv\.dtype = 8bit or auto\."):
+        generated(trainer_of(tmp_path, kv=kv, max_completion_length=8))
 
 
 @pytest.mark.parametrize("kind", ["full", "merged", "unmerged"])

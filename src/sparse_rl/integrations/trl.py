@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -23,6 +24,7 @@ from ..errors import UserError, notice
 from ..learner.correction import Corrected, correct
 from ..models.attention import eval_mode
 from ..train.metrics import kv_metrics
+from ..train.probe import ROLLOUTS, measured
 from .trl_version import require_trl
 
 EXACT = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
@@ -38,7 +40,7 @@ require_trl("sparse_rl.integrations.trl")
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from .trl_rollouts import SparseRollouts, refuse_images, refuse_settings  # noqa: E402
+from .trl_rollouts import SparseRollouts, refuse_images, refuse_settings, unchanged_attention  # noqa: E402
 
 __all__ = ["SparseGRPOConfig", "SparseGRPOTrainer", "SparseRollouts"]
 
@@ -102,11 +104,14 @@ class SparseGRPOTrainer(GRPOTrainer):
         rollouts = SparseRollouts(kv, slots=own["slots"], merge_lora=own["merge_lora"])
         super().__init__(model, reward_funcs, args, *more, **options)
         refuse_loss(self.args, self.correction)
+        self._measured = False
         self.rollouts = self.rollout_func = rollouts  # set here: as an argument it would warn
         rollouts.prepare(self)  # a model that cannot run is refused before the first step
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
+        if self.model.training and not self._measured:
+            self._measure_quantisation()
         advantages_BT, corrected = self.token_advantages(output)
         engine = self.rollouts.prepare(self)
         metrics = {**corrected.metrics, **kv_metrics([engine.stats], self.rollouts.rollouts, engine)}
@@ -129,6 +134,20 @@ class SparseGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.rollouts.load(checkpoint)
+
+    def _measure_quantisation(self) -> None:
+        """Measure the mismatch of a quantised cache on the first completions of a run, before they train. Warn if it is large, and
+        refuse a model that quantisation ruins."""
+        self._measured = True
+        engine, rollouts = self.rollouts.prepare(self), self.rollouts.rollouts
+        if not engine.kv.quantised or self.state.global_step:
+            return
+        with unchanged_attention(engine.model):
+            found = measured(engine, engine.model, rollouts[:: -(-len(rollouts) // ROLLOUTS)])
+        found = gather_object([found])[0]  # ranks must agree
+        warning = found.warning()
+        if self.accelerator.is_main_process:
+            notice(warning or f"{found.sentence}.")
 
     def token_advantages(self, output: dict[str, Any]) -> tuple[Tensor, Corrected]:
         """Return (weight * A of this process's completions [B, T], the correction of all processes' completions).

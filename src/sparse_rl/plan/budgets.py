@@ -6,9 +6,11 @@ from rich.table import Table
 
 from ..config import KV
 from ..format import duration
+from ..sizes import PAGE_TOKENS, pages_of, slot_bytes, token_bytes
 from ..terminal import Terminal, titled_table
 from .evaluation import without_evaluation
 from .memory import Plan, largest
+from .parts import itemsize
 from .remedies import Remedy, faster
 from .roofline import GPU, step_time, steps_s
 
@@ -66,7 +68,7 @@ def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal, host_byt
     rows = sweep(plan, gpu) if plan.config.kv.policy != "full" else []
     if rows:
         console.print(budget_table(plan, rows, gpu, flags))
-        lines[:0] = [advice(plan, rows, gpu), bits_advice() if plan.dims.takes_codes else None]
+        lines[:0] = [advice(plan, rows, gpu), bits_advice(plan) if plan.dims.takes_codes else None]
     for line in filter(None, lines):
         console.print_line(line)
     return rows
@@ -195,14 +197,31 @@ def evidence(share: float, policy: str) -> str:
     )
 
 
-def bits_advice() -> str:
-    """Return a sentence with the training run that kept all keys in 4 bits."""
+def bits_advice(plan: Plan) -> str:
+    """Return sentences with the training run that kept all keys in 4 bits, and the length up to which that takes fewer bytes."""
     rejected, trained, dense = MEASURED_BITS
+    length, kv = fewer_bits_length(plan), plan.config.kv
     return (
         f"All keys in 4 bits (--kv.policy full --kv.dtype 4bit): {rejected}% of rollouts rejected at first, {trained}% right after "
         f"training, {dense}% dense (1.5B, 16 problems in a prompt, answers of 2,500 tokens, one seed each; "
-        "docs/choosing-a-budget.md). Its bytes grow with the answers."
+        "docs/choosing-a-budget.md). Its bytes grow with the answers"
+        + (f": they are fewer than those of {kv.label} up to answers of about {length:,} tokens." if length else ".")
     )
+
+
+def fewer_bits_length(plan: Plan) -> int:
+    """Return the response length up to which all keys in 4 bits take fewer bytes than the configured budget, to two digits.
+
+    A running sequence of final length L holds L / 2 tokens on average, and shares its prompt with the other samples.
+    """
+    kv, shape, size = plan.config.kv, plan.dims.full, itemsize(plan.config)
+    of_prompt = pages_of(plan.prompt_tokens) * PAGE_TOKENS / plan.config.rollout.samples_per_prompt
+    stored = of_prompt * token_bytes(shape, size, kv.dtype) if kv.stores_prompts else 0
+    of_token = token_bytes(shape, size, FEWER_BITS.dtype)
+    free = sum(slot_bytes(shape, kv, size)) + stored - sum(slot_bytes(shape, FEWER_BITS, size))
+    length = max(0, int(2 * (free / of_token - of_prompt)))
+    digits = 10 ** max(0, len(str(length)) - 2)
+    return length // digits * digits
 
 
 def fewer_prompts(plan: Plan, gpu: GPU) -> str | None:

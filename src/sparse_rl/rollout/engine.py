@@ -97,7 +97,7 @@ class Engine:
         self.chunk = CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"])
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
         self.graphs: GraphRunner | None = None
-        self.use_graphs = graphs_work_on(device)
+        self.use_graphs = graphs_work_on(device, self.kv)
         self.stats = Stats()
         if self.is_sparse and not self.limits.shape.full_layers:
             window = self.limits.shape.window

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import Sampling
+from ..config import KV, Sampling
 from ..errors import first_line, notice
 from ..kernels.counter_rng import uniform
 from ..kernels.draw import draw_and_advance
@@ -312,12 +312,13 @@ def truncates(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
-def graphs_work_on(device: torch.device) -> bool:
+def graphs_work_on(device: torch.device, kv: KV) -> bool:
     """Return whether decode steps can be captured as CUDA graphs on this device. Prints a notice if the device is a GPU
     without Triton."""
     if device.type != "cuda":
         return False
     if not usable(device):
-        notice(f"Triton is not available on this GPU ({why_not(device)}): decoding runs eagerly and is slower.")
+        codes = f" With kv.dtype = {kv.dtype}, each step also decodes all stored keys and values." if kv.quantised else ""
+        notice(f"Triton is not available on this GPU ({why_not(device)}): decoding runs eagerly and is slower.{codes}")
         return False
     return True

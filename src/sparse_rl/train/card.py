@@ -62,8 +62,11 @@ def _metadata(config: Config, adapter: bool) -> str:
 
 
 def _summary(kv: KV) -> str:
-    bound = f"at most {kv.capacity:,} tokens per layer and head" + (", the prompt beside them" if kv.stores_prompts else "")
-    cache = "a dense KV cache" if kv.policy == "full" else f"a KV cache of {bound}"
+    bits = f" in {kv.dtype.removesuffix('bit')} bits" if kv.quantised else ""
+    beside = ", the prompt beside them" if kv.stores_prompts else ""
+    cache = f"a KV cache of at most {kv.capacity:,} tokens per layer and head{bits}{beside}"
+    if kv.policy == "full":
+        cache = f"a KV cache with all keys{bits}" if bits else "a dense KV cache"
     return f"Trained by reinforcement learning with sparse-rl. Rollouts ran on {cache}."
 
 

@@ -12,6 +12,7 @@ from ..learner.batch import padded, response_mask
 from ..learner.correction import correct
 from ..learner.replay import replay
 from ..rollout.engine import Engine
+from ..rollout.rollout import Rollout
 
 ROLLOUTS = 8
 TOKENS = 128
@@ -56,7 +57,7 @@ class Probe:
 def probe(
     engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, *, most: int, samples: int
 ) -> Probe:
-    """Sample a few short responses and compare their log-probs with stored and with unquantised keys and values.
+    """Sample a few short responses and measure their mismatch.
 
     `most` prompts with `samples` samples each are those of a step, for which the cache is reserved.
     """
@@ -64,6 +65,12 @@ def probe(
     asked = prompts[:: -(-len(prompts) // count)]
     short = sampling.changed(max_tokens=min(TOKENS, sampling.max_tokens))
     rollouts = engine.generate(asked, samples, short, record=False)
+    return measured(engine, model, rollouts)
+
+
+@torch.no_grad()
+def measured(engine: Engine, model: PreTrainedModel, rollouts: list[Rollout]) -> Probe:
+    """Compare the log-probs of these responses with stored and with unquantised keys and values."""
     dense, stored = (replay(model, rollouts, view) for view in ("dense", "quantised"))
     log_ratio = padded([(all_keys - own).cpu() for all_keys, own in zip(dense, stored, strict=True)])
     metrics = correct(log_ratio, response_mask(rollouts), "paper").metrics

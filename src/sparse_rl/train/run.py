@@ -45,6 +45,7 @@ def dry_run(config: Config) -> None:
 
     A missing package or an unreachable hub is reported, not fatal.
     """
+    refuse_unused_bits(config)
     check_sources(config.data, evaluates=config.eval.problems > 0)
     if config.model.path != "tiny" and config.model.path not in HUB_SHAPES:
         refuse_missing(config.model.path)
@@ -89,6 +90,15 @@ def dry_run(config: Config) -> None:
             console.print(f"first prompt, {len(ids)} tokens: {shown}", markup=False)
     if tried and tried.fault:
         raise UserError(tried.sentence)
+
+
+def refuse_unused_bits(config: Config) -> None:
+    """Raise UserError if a run with method dense asks for a quantised cache. In a comparison, the other methods use it."""
+    if config.method == "dense" and not config.compare and config.kv.quantised:
+        raise UserError(
+            f"kv.dtype = {config.kv.dtype} has no effect with method = dense, which samples in the model's dtype: set method = "
+            f"sparse_rl and kv.policy = full to keep all keys in {config.kv.dtype.removesuffix('bit')} bits, or kv.dtype = auto."
+        )
 
 
 @contextmanager
@@ -154,6 +164,8 @@ def train_all(
     launch: str,
     objects: PythonObjects,
 ) -> list[TrainResult]:
+    if not resume:
+        refuse_unused_bits(config)
     configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
