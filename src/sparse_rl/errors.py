@@ -62,8 +62,10 @@ def first_line(error: BaseException) -> str:
 
 
 def without_torchaos_warnings() -> None:
-    """Silence a torch warning about how torchao registers its enums, because a user cannot fix it."""
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    """Silence warnings about torchao that a user cannot fix: how it registers its enums, and which of its compiled kernels do not
+    load. sparse-rl uses none of them."""
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def say(text: str, rank: int | None = None) -> None:
