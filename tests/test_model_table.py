@@ -4,11 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import MixtralConfig
+from transformers import Gemma3Config, MixtralConfig
 
 from sparse_rl import UserError
 from sparse_rl.config import LoraConfig
-from sparse_rl.models.actor import Actor
+from sparse_rl.models.actor import Actor, linear_names
+from sparse_rl.models.compile import decoder_layers
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS))
@@ -43,3 +44,14 @@ def test_adapters_of_experts_are_refused_in_a_sentence():
     model = families.build(MixtralConfig(**families.SIZE, **families.LOCAL))
     with pytest.raises(UserError, match="adapts the experts of MixtralForCausalLM.*set model.lora.targets = q_proj,k_proj"):
         Actor(model, LoraConfig(rank=2, targets="q_proj,w1,w2,w3"))
+
+
+def test_layers_for_images_are_neither_adapted_nor_taken_for_the_decoder():
+    """They are never run. Here there are as many as the decoder has."""
+    images = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = families.RUNS["Gemma 3"].to_dict()
+    model = families.build(Gemma3Config(text_config=text, vision_config=images | {"image_size": 28, "patch_size": 14}))
+    assert {type(layer).__name__ for layer in decoder_layers(model)} == {"Gemma3DecoderLayer"}
+    counted = linear_names(model)
+    adapted = [path for path, module in Actor(model, LoraConfig(rank=2)).learner.named_modules() if hasattr(module, "lora_A")]
+    assert adapted == counted and len(adapted) == 2 * 7 and all("language_model" in path for path in adapted)
