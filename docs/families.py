@@ -24,8 +24,11 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -41,10 +44,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -76,6 +81,7 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4,
     "mamba_d_head": 8,
@@ -123,9 +129,11 @@ RUNS: dict[str, PreTrainedConfig] = {
     "Arcee": ArceeConfig(**SIZE),
     "StarCoder2": Starcoder2Config(**SIZE, sliding_window=None),
     "Qwen3.5": Qwen3_5TextConfig(**THREE, **DELTA, head_dim=16),
+    "Qwen3.5-MoE": Qwen3_5MoeTextConfig(**THREE, **DELTA, **OF_EXPERTS, head_dim=16, shared_expert_intermediate_size=16),
     "Qwen3-Next": Qwen3NextConfig(**THREE, **DELTA, **OF_EXPERTS, head_dim=16, shared_expert_intermediate_size=16),
     "OLMo-Hybrid": OlmoHybridConfig(**THREE, **DELTA),
-    "LFM2": Lfm2Config(**THREE, layer_types=["conv", "full_attention", "conv"]),
+    "LFM2": Lfm2Config(**THREE, **CONVOLUTIONS),
+    "LFM2-MoE": Lfm2MoeConfig(**THREE, **CONVOLUTIONS, **OF_EXPERTS, num_dense_layers=1),
     "Falcon-H1": FalconH1Config(**SIZE, **MAMBA, head_dim=16, mamba_d_ssm=32),
     "Nemotron-H": NemotronHConfig(
         **{name: value for name, value in SIZE.items() if name != "num_hidden_layers"}, head_dim=16,
@@ -142,14 +150,26 @@ RUNS: dict[str, PreTrainedConfig] = {
         word_embed_proj_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     ),
 }  # fmt: skip
+MLA: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+ROUTED: dict[str, Any] = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+                          "topk_group": 1}  # fmt: skip
 HYBRID: dict[str, Any] = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
 REFUSED: dict[str, PreTrainedConfig] = {
     "DeepSeek-V3": DeepseekV3Config(
-        **SIZE | {"num_key_value_heads": 4}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
-        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2,
+        **SIZE | {"num_key_value_heads": 4}, **MLA, **ROUTED, q_lora_rank=8, first_k_dense_replace=2
+    ),
+    "Kimi-Linear": KimiLinearConfig(
+        **SIZE | {"num_hidden_layers": 4, "num_key_value_heads": 4}, **MLA, **ROUTED, q_lora_rank=None, first_k_dense_replace=4
+    ),
+    "Longcat-Flash": LongcatFlashConfig(
+        **SIZE | {"num_key_value_heads": 4}, **MLA, q_lora_rank=8, n_routed_experts=4, zero_expert_num=1, moe_topk=2,
+        ffn_hidden_size=32, expert_ffn_hidden_size=16, num_layers=1, head_dim=8,
     ),
     "Jamba": JambaConfig(
         **SIZE | {"num_hidden_layers": 4}, **HYBRID, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1
+    ),
+    "RecurrentGemma": RecurrentGemmaConfig(
+        **SIZE | {"num_hidden_layers": 4}, lru_width=32, block_types=["recurrent", "recurrent", "attention"]
     ),
     "Doge": DogeConfig(**SIZE, keep_window_size=8),
     "BLOOM": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),

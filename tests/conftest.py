@@ -72,6 +72,7 @@ LONGEST = [
     "hybrid",
     "train",
     "docs",
+    "families",
     "model_table",
     "kernels",
     "plan",

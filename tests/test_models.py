@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -16,16 +17,20 @@ from transformers import (
     DogeConfig,
     GPT2Config,
     JambaConfig,
+    Kimi_K25Config,
     Llama4TextConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     Olmo3Config,
     OPTConfig,
     Phi3Config,
     PhimoeConfig,
     Qwen2Config,
+    RecurrentGemmaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.dynamic_module_utils import resolve_trust_remote_code
 
 from sparse_rl import KV, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.errors import UNREACHABLE
@@ -77,10 +82,21 @@ def scaled(model, scale):
                         num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4),
             r"has layer 0 of type linear_attention \(JambaMambaMixer\), which is not supported: attention is, and the recurrent layers",
         ),
+        (
+            RecurrentGemmaConfig(**{**SIZE, "num_hidden_layers": 3}, lru_width=32, block_types=["recurrent", "recurrent", "attention"]),
+            r"has layer 0 without attention \(RecurrentGemmaRecurrentBlock\), which is not supported: attention is, and the recurrent",
+        ),
+        (
+            LongcatFlashConfig(
+                **{**SIZE, "num_key_value_heads": 2}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                n_routed_experts=4, moe_topk=2, ffn_hidden_size=32, expert_ffn_hidden_size=16, num_layers=1, head_dim=16,
+            ),
+            r"does not run in transformers \(The size of tensor .*\): correct its config.json, or use another model.",
+        ),
         (DogeConfig(**SIZE, keep_window_size=8), "uses a custom attention mask, which is not supported: use another model."),
         (BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=2), "does not"),
     ],
-    ids=["deepseek-mla", "jamba-hybrid", "doge", "bloom-alibi"],
+    ids=["deepseek-mla", "jamba-hybrid", "recurrent-gemma", "longcat-of-wrong-size", "doge", "bloom-alibi"],
 )  # fmt: skip
 def test_attention_we_do_not_get_right_is_refused(config, sentence):
     model = scaled(build(config), 4)
@@ -542,6 +558,34 @@ def test_only_safetensors_are_asked_for_and_no_remote_code(monkeypatch):
     with pytest.raises(UserError, match="enough"):
         load_model("someone/something")
     assert asked["use_safetensors"] is True and asked["trust_remote_code"] is False
+
+
+def test_custom_code_is_refused_in_the_same_words_for_a_folder_and_for_the_hub(tmp_path, monkeypatch):
+    def from_pretrained(path, **options):
+        resolve_trust_remote_code(options["trust_remote_code"], path, has_local_code=False, has_remote_code=True)
+
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}')
+    monkeypatch.setattr(loading, "why_unreachable", lambda ask, path: None)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", from_pretrained)
+    for load, path in ((load_model, str(tmp_path)), (load_model, "some/model"), (load_tokenizer, "some/model")):
+        with pytest.raises(UserError) as error:
+            load(path)
+        assert str(error.value) == (
+            f"The model {path} needs custom code, which is not run by default: set trust_remote_code if you trust the model, or "
+            "use another model."
+        )
+
+
+def test_a_configuration_without_a_causal_language_model_is_named(tmp_path):
+    Kimi_K25Config().save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError) as error:
+        load_model(str(tmp_path))
+    assert str(error.value) == (
+        f"The model '{tmp_path}' has a Kimi_K25Config, for which transformers has no causal language model: use its text model if "
+        "it is published separately, or another model."
+    )
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])

@@ -10,11 +10,14 @@ from transformers import (
     AutoModelForCausalLM,
     FlexOlmoConfig,
     GptOssConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     PhimoeConfig,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from small_models import SIZE, covering, random_weights
@@ -34,11 +37,23 @@ EXPERTS, CHOSEN = 8, 2
 EIGHT = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
 LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
 QWEN3 = {**SIZE, **EIGHT, "head_dim": 8, "moe_intermediate_size": 16}
+HYBRID = {
+    **QWEN3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+}
 FAMILIES = {
     "mixtral": MixtralConfig(**SIZE, **LOCAL, sliding_window=None),
     "qwen2-moe": Qwen2MoeConfig(**SIZE, **EIGHT, moe_intermediate_size=16, shared_expert_intermediate_size=16),
     "qwen3-moe": Qwen3MoeConfig(**QWEN3, norm_topk_prob=True),
     "qwen3-moe, first layer dense": Qwen3MoeConfig(**QWEN3, norm_topk_prob=False, mlp_only_layers=[0]),
+    "qwen3-next": Qwen3NextConfig(**HYBRID, norm_topk_prob=True),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(**HYBRID),
     "olmoe": OlmoeConfig(**SIZE, **EIGHT),
     "flex-olmo": FlexOlmoConfig(**SIZE, **EIGHT),
     "gpt-oss": GptOssConfig(**SIZE, **LOCAL, head_dim=8, layer_types=["full_attention"] * 2),
@@ -204,7 +219,7 @@ def fixed(router, chosen_NK, family):
             logits_NE = logits_NE + router.bias
             return logits_NE, logits_NE.gather(1, chosen_NK).softmax(dim=-1), chosen_NK
         weights_NK = logits_NE.softmax(dim=-1).gather(1, chosen_NK)
-        if family == "mixtral" or router.norm_topk_prob:
+        if getattr(router, "norm_topk_prob", True):
             weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
         return logits_NE, weights_NK, chosen_NK
 
@@ -338,6 +353,10 @@ def test_models_without_supported_routers_are_refused_by_name(world, tmp_path, c
     phimoe = random_weights(PhimoeConfig(**SIZE, **LOCAL, sliding_window=64))
     with pytest.raises(UserError, match=r"PhimoeForCausalLM routes tokens by .*Router.* \(it supports Mixtral, Qwen2-MoE, "):
         install(phimoe)
+    lfm2 = random_weights(Lfm2MoeConfig(**QWEN3, layer_types=["conv", "full_attention"], num_dense_layers=0))
+    modules = "Lfm2MoeExperts, Lfm2MoeSparseMoeBlock, Lfm2MoeTopKRouter"  # and no norm of this family, whose name has Moe
+    with pytest.raises(UserError, match=f"Lfm2MoeForCausalLM routes tokens by {modules}, which"):
+        install(lfm2)
 
 
 def test_several_ranks_are_refused():

@@ -1,6 +1,8 @@
 """FSDP2 forced upon one rank, on each kind of device: whole runs that shard, gather, reduce, sync and save, and learn what runs
 without it learn. On CUDA with NCCL: `pytest -m gpu tests/test_sharded.py`."""
 
+import copy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +13,16 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from small_runs import arguments, metrics, one_thread, without_clock
-from sparse_rl import load_model
+from sparse_rl import KV, Engine, Sampling, load_model
 from sparse_rl.cli import main
+from sparse_rl.config import LoraConfig, RanksConfig
+from sparse_rl.learner.replay import forward, response_logprobs
 from sparse_rl.models.actor import Actor
+from sparse_rl.models.sharded import sum_over_ranks, with_weights
 from sparse_rl.train import trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+from families import RUNS, build
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
@@ -125,6 +133,31 @@ def test_a_sharded_run_that_is_resumed_learns_what_a_whole_one_learns(
         apart = [(weights(whole)[name] - weight).abs().flatten() for name, weight in weights(spread).items()]
         assert float((torch.cat(apart) > 1e-5).float().mean()) < 1e-3
     assert_same_metrics(whole, spread, steps=2, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("family", ["gpt-oss", "Gemma 2", "Qwen3.5", "Falcon-H1", "Nemotron-H", "LFM2"])
+def test_shards_of_every_kind_of_layer_have_the_gradients_of_the_whole(family, device, group):
+    """Sinks, experts, soft caps, windows, recurrent layers, and layers that do not mix tokens."""
+    model = build(RUNS[family])
+    whole = copy.deepcopy(model)
+    kv = KV(policy="rkv", budget=16, interval=4, window=4, sinks=2, protect_prompt=False)
+    rollouts = Engine(model, kv, slots=2).generate([[7, 8, 9], list(range(3, 31))], 1, Sampling(max_tokens=24, stop=()))
+
+    def logprobs(learner) -> torch.Tensor:
+        return torch.cat(response_logprobs(learner, forward(learner, rollouts, "sparse")))
+
+    actor = Actor(model, LoraConfig(), ranks=RanksConfig(count=2))
+    assert sum_over_ranks(actor.learner, now=True) == 1
+    ours, theirs = with_weights(actor.learner, logprobs), logprobs(whole)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    (ours.sum() + theirs.sum()).backward()
+    for (name, spread), weight in zip(actor.learner.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(spread, DTensor) and (spread.grad is None) == (weight.grad is None), name
+        if weight.grad is not None:
+            torch.testing.assert_close(spread.grad.full_tensor(), weight.grad, atol=1e-6, rtol=1e-4, msg=name)
+    actor.sync()
+    assert_sampler_has_what_was_learned(actor)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -35,7 +35,7 @@ FAMILIES = {
     "gpt-oss": GptOssConfig(**SIZE, **MIXED, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
 }
 KINDS = ["mistral", "gemma3", "gemma2", "gpt-oss"]
-"""Windows in all layers, in some, with soft caps, and with learned sinks. `test_model_table.py` measures every family."""
+"""Windows in all layers, in some, with soft caps, and with learned sinks. `test_families.py` measures every family."""
 BOUNDED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False)
 CACHES = [BOUNDED, BOUNDED.model_copy(update={"protect_prompt": True}), KV(policy="full")]
 CACHE_NAMES = ["rkv", "protected", "full"]
@@ -88,17 +88,17 @@ def farthest(left, right):
 @pytest.mark.parametrize("name", KINDS)
 def test_the_default_cache_works_beside_windows(models, name):
     rollouts = Engine(models[name], KV(budget=24, interval=8), slots=2).generate(
-        [LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=())
+        [LONG], samples=2, sampling=Sampling(max_tokens=TOKENS // 2, stop=())
     )
     sampled = [rollout.logprobs for rollout in rollouts]
     assert farthest(replay(models[name], rollouts, "sparse"), sampled) < ROUNDING * 5
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("protect_prompt", [False, True])
-def test_replay_reproduces_the_sampler_beyond_the_window(models, name, protect_prompt):
+def test_with_a_protected_prompt_replay_reproduces_the_sampler_beyond_the_window(models, name):
+    """`test_families.py` does so without protection."""
     model = models[name]
-    engine = Engine(model, BOUNDED.model_copy(update={"protect_prompt": protect_prompt}), slots=4)
+    engine = Engine(model, BOUNDED.model_copy(update={"protect_prompt": True}), slots=4)
     rollouts = engine.generate([SHORT, LONG], samples=2, sampling=Sampling(max_tokens=TOKENS, stop=()))
     sampled = [rollout.logprobs for rollout in rollouts]
     for tokens_per_pass in (1, 4096):  # unpacked and packed
@@ -111,28 +111,6 @@ def test_replay_reproduces_the_sampler_beyond_the_window(models, name, protect_p
         evicted_at = rollouts[0].evicted_at[full]
         assert len(evicted_at[evicted_at != NEVER].unique()) >= 5
         assert farthest(replay(model, rollouts, "dense"), sampled) > 0.01  # else the replay above proves nothing
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_dense_cache_gives_the_logits_of_generate(models, name):
-    model, reference = models[name], plain(models[name])
-    engine = Engine(model, KV(policy="full"), slots=2)
-    rollouts = engine.generate([SHORT, LONG], sampling=Sampling(max_tokens=TOKENS, stop=(), temperature=0))
-    for rollout in rollouts:
-        out = reference.generate(
-            torch.tensor([rollout.prompt]),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        assert out.sequences[0, len(rollout.prompt) :].tolist() == rollout.response
-        gap = farthest([chosen(torch.cat(out.logits), rollout.response)], [rollout.logprobs])
-        if gap >= ROUNDING:
-            assert gap < 2 * farthest(*zip(own_logprobs(reference, rollout)))  # what transformers itself differs by
-    for view in ("sparse", "dense"):
-        assert farthest(replay(model, rollouts, view), [rollout.logprobs for rollout in rollouts]) < 5 * ROUNDING
 
 
 @pytest.mark.parametrize("kv", CACHES, ids=CACHE_NAMES)
@@ -175,18 +153,6 @@ def test_windowed_layers_hold_their_window_and_no_more(models, policy, dtype, he
         assert engine.stats.peak_kv_bytes == (2 * capacity + pages) * full_bytes + 2 * WINDOW * window_bytes
         assert engine.cache.dense_bytes(tokens) == (tokens + 2 * WINDOW) * window_bytes  # in the model's dtype
         assert rollout.trace.codes_LHT.shape == (1, 2, len(SHORT) + tokens)  # no codes of the windowed layer
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_bfloat16_rounds_no_more_than_transformers(name):
-    """Sampler against replay, in half precision: the bound is how far transformers' cached and parallel passes differ."""
-    model = family(name, torch.bfloat16)
-    reference = plain(model)
-    rollouts = Engine(model, BOUNDED, slots=2).generate([SHORT, LONG], 1, Sampling(max_tokens=40, stop=()))
-    gaps = torch.cat([left - right for left, right in (own_logprobs(reference, rollout) for rollout in rollouts)]).abs()
-    ours = replay(model, rollouts, "sparse")
-    noise = torch.cat([each.detach() - rollout.logprobs for each, rollout in zip(ours, rollouts, strict=True)]).abs()
-    assert float(noise.mean()) < max(0.01, 1.5 * float(gaps.mean()))
 
 
 def own_parallel(model, rollout):

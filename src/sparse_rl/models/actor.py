@@ -26,6 +26,8 @@ from .four_bit import is_four_bit
 from .recurrent import MAMBA, MIXERS
 
 ADAPTER = "default"
+LINEAR = ("Linear", "Linear4bit")
+"""Classes of linear layers. Routers may inherit from them."""
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -161,12 +163,15 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
 
 def linear_names(model: PreTrainedModel) -> str | list[str]:
     """Return the targets of all-linear. Where a layer has stacked experts or convolutions, name every linear layer, because peft
-    would adapt experts and routers, too.
+    would adapt experts and routers, too. Do so for a multimodal model, whose layers for images are never run.
 
     Two kinds get no adapter. In a model with experts, peft takes every gate, up and down projection for one of theirs. The
     kernels of Mamba layers read the weight of the output projection without calling the layer.
     """
-    if not any(weight.dim() == 3 for weight in model.parameters()):
+    decoder = set(model.get_decoder().modules())
+    outside = [module for module in model.modules() if module not in decoder and module is not model.get_output_embeddings()]
+    multimodal = any(type(module).__name__ in LINEAR for module in outside)
+    if not multimodal and not any(weight.dim() == 3 for weight in model.parameters()):
         return "all-linear"
     modules = dict(model.named_modules())
     has_experts = any(path.endswith(".experts") for path in modules)
@@ -176,11 +181,6 @@ def linear_names(model: PreTrainedModel) -> str | list[str]:
         parent, _, name = path.rpartition(".")
         taken_for_experts = has_experts and name in EXPERT_PROJECTIONS
         read_by_kernel = name == "out_proj" and parent in mamba
-        if (
-            type(module).__name__ in ("Linear", "Linear4bit")  # routers may inherit from them
-            and module is not model.get_output_embeddings()
-            and not taken_for_experts
-            and not read_by_kernel
-        ):
+        if type(module).__name__ in LINEAR and module in decoder and not taken_for_experts and not read_by_kernel:
             found.append(path)
     return found

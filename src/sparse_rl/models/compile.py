@@ -269,9 +269,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the module list that holds the decoder's layers, or None."""
+    """Return the module list that holds the decoder's layers, or None. The layers for images of a multimodal model are not in
+    its decoder."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
+    for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     return None

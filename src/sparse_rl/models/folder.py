@@ -167,13 +167,17 @@ def _refuse_unknown(folder: Path, config: dict[str, Any], trust_remote_code: boo
     if kind is None or (isinstance(kind, str) and kind in CONFIG_MAPPING) or (own_code and trust_remote_code):
         return
     if own_code:
-        raise UserError(
-            f"The model {folder} needs custom code, which is not run by default: set trust_remote_code if you trust the "
-            "model, or use another model."
-        )
+        raise needs_custom_code(str(folder))
     raise UserError(
         f"{folder / CONFIG} has model_type = {quoted(kind)}, which transformers {__version__} does not support: use "
         "another model, or a newer version of transformers."
+    )
+
+
+def needs_custom_code(name: str) -> UserError:
+    return UserError(
+        f"The model {name} needs custom code, which is not run by default: set trust_remote_code if you trust the model, or use "
+        "another model."
     )
 
 

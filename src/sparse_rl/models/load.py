@@ -5,6 +5,7 @@ Weights are read only from safetensors, because a pickle may run code.
 
 import contextlib
 import difflib
+import re
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -20,7 +21,7 @@ from ..errors import UNREACHABLE, MissingResource, UserError, first_line, notice
 from ..hub import why_unreachable
 from ..text import listed, printable, quoted
 from . import gguf
-from .folder import check_model_folder, check_tokenizer_folder, refuse_missing
+from .folder import check_model_folder, check_tokenizer_folder, needs_custom_code, refuse_missing
 from .four_bit import quantize_layers
 from .stored_kv import stored_base
 
@@ -59,7 +60,7 @@ def load_model(
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # values of config.json can cause errors anywhere in the model code
-        raise UserError(_sentence("model", path, error)) from error
+        raise _refusal("model", path, error) from error
     _refuse_incomplete(path, info)
     if base == "4bit" or (hasattr(model, "peft_config") and stored_base(folder) == "4bit"):
         quantize_layers(model)
@@ -141,7 +142,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     except (UserError, MemoryError):
         raise
     except Exception as error:  # tokenizers raises its own errors
-        raise UserError(_sentence("tokenizer of", path, error)) from error
+        raise _refusal("tokenizer of", path, error) from error
     if words < 1:  # transformers creates an empty tokenizer if it finds no files
         raise UserError(
             f"The model {quoted(path, 200)} has no tokenizer files (tokenizer.json, or tokenizer.model): copy them into its folder."
@@ -197,8 +198,17 @@ def _hub_asked_once(path: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _sentence(kind: str, path: str, error: Exception) -> str:
-    return (
+def _refusal(kind: str, path: str, error: Exception) -> UserError:
+    """Return the error for a user. The files of a hub id are not read before transformers reads them, so some reasons are known
+    from its message alone."""
+    if "trust_remote_code" in str(error):
+        return needs_custom_code(path)
+    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
+        return UserError(
+            f"The model {path!r} has a {found[1]}, for which transformers has no causal language model: use its text model if it "
+            "is published separately, or another model."
+        )
+    return UserError(
         f"The {kind} {path!r} could not be loaded ({printable(first_line(error), 200)}): pass a hub id, a folder with a "
         "Hugging Face model (safetensors), a GGUF file, or tiny."
     )

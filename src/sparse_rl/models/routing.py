@@ -27,13 +27,15 @@ ROUTERS = {
     "MixtralTopKRouter": "Mixtral",
     "Qwen2MoeTopKRouter": "Qwen2-MoE",
     "Qwen3MoeTopKRouter": "Qwen3-MoE",
+    "Qwen3NextTopKRouter": "Qwen3-Next",
+    "Qwen3_5MoeTopKRouter": "Qwen3.5-MoE",
     "OlmoeTopKRouter": "OLMoE",
     "FlexOlmoTopKRouter": "FlexOlmo",
     "GptOssTopKRouter": "GPT-OSS",
 }
 """Classes of the supported routers, and their model families."""
-MODULE_NAMES = ("Router", "Experts", "Moe", "MoE")
-"""Parts of the class names of modules in mixture-of-experts layers."""
+MODULE_NAMES = ("Router", "Experts", "Moe", "MoE", "MoeBlock")
+"""Ends of the class names of modules in mixture-of-experts layers."""
 INSTALLED = "sparse_rl_routers"
 """Attribute of a model that holds its `Routers`. A copy of the model keeps it, as it keeps the hooks."""
 ROUTING = "sparse_rl_routing"
@@ -123,7 +125,7 @@ def _install(model: PreTrainedModel) -> Routers:
 
 def _unsupported(model: PreTrainedModel) -> str:
     names = {type(module).__name__ for layer in decoder_layers(model) for module in layer.modules() if module is not layer}
-    parts = sorted(name for name in names if any(part in name for part in MODULE_NAMES))
+    parts = sorted(name for name in names if name.endswith(MODULE_NAMES))
     if not parts:
         return f"{type(model).__name__} has no routers, so it does not support model.routing_replay = true: set it to false."
     return (

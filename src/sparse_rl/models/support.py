@@ -26,6 +26,7 @@ from ..errors import UserError, first_line
 from ..kernels.form import PLAIN, capped
 from ..kv.shape import CacheShape, LayerState
 from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
+from .compile import decoder_layers
 from .folder import changes_with_length, context_length
 from .head import Head, decoder_output, hidden_states
 from .recurrent import FAMILIES, Mixer, bind, layer_of, mixers
@@ -96,12 +97,13 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
             run(model, token, token, probe, keep=1)
             if not token.is_meta:
                 run(model, token, token + 1, _OneToken(), keep=1)
+        _refuse_unseen_layers(model, config, kind, probe)
         shape = probe.shape(kind, config)
     except Exception as error:
         model.set_attn_implementation(before)
         if isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
-        raise UserError(f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model.") from error
+        raise UserError(_failure(model, kind, error)) from error
     windows, context = _windows_of_the_mask(config, shape), _context(config)
     positions = _positions(model, config, context, lookups)
     context = min((each for each in (context, positions) if each is not None), default=None)
@@ -185,10 +187,36 @@ def _refuse_by_layers(model: PreTrainedModel, config, kind: str) -> None:
     for layer, name in enumerate(getattr(config, "layer_types", None) or ()):
         if name not in KNOWN_LAYERS | TOKENWISE_LAYERS and layer not in recurrent:
             modules = [type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == layer]
-            raise UserError(
-                f"{kind} has layer {layer} of type {name}{f' ({modules[0]})' if modules else ''}, which is not supported: attention "
-                f"is, and the recurrent layers of {FAMILIES}. Use another model."
-            )
+            raise _unknown_layer(kind, f"layer {layer} of type {name}{f' ({modules[0]})' if modules else ''}")
+
+
+def _refuse_unseen_layers(model: PreTrainedModel, config, kind: str, probe: "_Probe") -> None:
+    """Raise if the configuration does not name the types of its layers, and one of them reached the probe neither by attention
+    nor as a recurrent layer."""
+    layers = decoder_layers(model)
+    unseen = set(range(len(layers))) - set(probe.layers) - {state.layer for state in probe.states}
+    if getattr(config, "layer_types", None) or not (unseen and probe.layers):
+        return
+    layer, known = min(unseen), {type(module) for module in layers[probe.layers[0]].modules()}
+    own = [type(module).__name__ for module in layers[layer].modules() if type(module) not in known]
+    raise _unknown_layer(kind, f"layer {layer} without attention{f' ({own[0]})' if own else ''}")
+
+
+def _unknown_layer(kind: str, layer: str) -> UserError:
+    return UserError(
+        f"{kind} has {layer}, which is not supported: attention is, and the recurrent layers of {FAMILIES}. Use another model."
+    )
+
+
+def _failure(model: PreTrainedModel, kind: str, error: Exception) -> str:
+    """Return a sentence about a pass that failed. If transformers alone fails too, our attention is not the reason."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad(), eval_mode(model):
+            model(token, use_cache=False)
+    except Exception as own:
+        return f"{kind} does not run in transformers ({first_line(own)}): correct its config.json, or use another model."
+    return f"{kind} does not run with sparse-rl's attention ({first_line(error)}): use another model."
 
 
 def _context(config) -> int | None:
