@@ -3,8 +3,8 @@
 python benchmarks/noise.py --model 1.5B --json benchmarks/results/noise.json
 python benchmarks/noise.py --model FOLDER --policies full rkv --kv-dtype auto 8bit 4bit --head-dtypes float32 --json OUT.json
 
-Every policy and kv.dtype runs with the same weights and prompts. `mismatch` is the mean distance from the dense replay: what the noise
-of a quantised cache must stay far below.
+Every policy and kv.dtype runs with the same weights and prompts. `mismatch` is the mean distance from the dense replay. Under `full` it is
+that of quantisation alone, which the noise must stay far below; under other policies it includes evictions.
 """
 
 import argparse

@@ -49,7 +49,7 @@ def test_targets_are_those_of_the_correction_and_the_alerts():
     kv = KV(target_rejected=0.1)
     assert Criteria(PRESETS["paper"], AlertsConfig()).targets(kv) == Targets(0.1, 0.6, "rejected")
     found = Criteria(PRESETS["tis"], AlertsConfig(xi_p05="none")).targets(kv)
-    assert found == Targets(0.1, 0.0, "unlikely") and str(found) == "at most 10.0% unlikely"
+    assert found == Targets(0.1, 0.0, "unlikely") and str(found) == "at most 10.0% of rollouts with a xi below 1e-4"
 
 
 def test_eval_names_the_smallest_budget_within_the_targets(world, tmp_path, capsys):
@@ -137,7 +137,7 @@ def test_eval_takes_the_correction_and_the_target_of_the_tail(search, tmp_path, 
 def test_a_correction_that_rejects_nothing_is_judged_by_unlikely_rollouts(search, tmp_path, capsys):
     with one_thread():
         main([*search[:-1], "rkv@16", "--problems", "2", "--correction.preset", "none"])
-    assert "at most 2.0% unlikely and xi p05" in capsys.readouterr().out
+    assert "at most 2.0% of rollouts with a xi below 1e-4 and xi p05" in capsys.readouterr().out
     assert mismatches(tmp_path / "eval")["rkv@16"]["rejection_rate"] == 0
 
 
@@ -172,7 +172,7 @@ def test_eval_refuses_a_search_that_cannot_end(search, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--alerts.xi-p05", "0.5"], "alerts.xi_p05 has no effect, because it judges the mismatch: add --mismatch."),
+        (["--alerts.xi-p05", "0.5"], "--alerts.xi-p05 needs --mismatch, whose figures it judges: add --mismatch."),
         (["--mismatch", "--correction.drop", "mean"], "correction.drop = mean has no bound: set correction.low or"),
     ],
 )

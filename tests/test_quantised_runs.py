@@ -69,7 +69,7 @@ def test_statistics_stay_until_they_are_gathered_again(model, tmp_path):
     other.calibrate([[9, 9, 9]], 100)
     assert torch.equal(first.quantiser.scales.step_LHD, before["key_step"]) and not equal(other.statistics, before)
     with pytest.raises(UserError, match="the model has"):
-        other.load_statistics({name: each[:1] for name, each in before.items()})
+        other.load_statistics({name: each[:, :1] for name, each in before.items()})
     (tmp_path / statistics.FILE).write_text("no tensors")
     with pytest.raises(UserError, match="remove it"):
         statistics.load(tmp_path)
@@ -117,7 +117,7 @@ def test_the_model_names_its_statistics_and_refuses_others(world, tmp_path, caps
         with pytest.raises(SystemExit), one_thread():
             main(command)
         assert capsys.readouterr().err.splitlines()[-1] == (
-            f"sparse-rl: {file} has another SHA-256 than is named in sparse_rl.json: copy the whole model folder again, or remove "
+            f"sparse-rl: {file} does not match the SHA-256 in sparse_rl.json: copy the whole model folder again, or remove "
             "the file and the entry statistics of sparse_rl.json to gather the statistics again."
         )
     file.unlink()

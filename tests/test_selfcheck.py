@@ -127,13 +127,13 @@ def test_the_stand_in_has_a_layer_of_each_kind_in_float32_and_says_what_the_mode
 def test_a_rule_that_the_stand_in_breaks_refuses_the_model(monkeypatch, dtype):
     """In half precision the whole model is looked at more loosely, so that is no way out."""
 
-    def with_shared_keys(model):
+    def as_encoder_decoder(model):
         small = reduced(model)
-        small.config.num_kv_shared_layers = 1
+        small.config.is_encoder_decoder = True
         return small
 
-    monkeypatch.setattr(selfcheck, "reduced", with_shared_keys)
-    with pytest.raises(UserError, match="shares keys between layers"):
+    monkeypatch.setattr(selfcheck, "reduced", as_encoder_decoder)
+    with pytest.raises(UserError, match="is an encoder-decoder model"):
         Engine(build(LlamaConfig(**SIZE)).to(dtype), SMALL, slots=1)
 
 

@@ -10,23 +10,30 @@ from small_models import SIZE, random_weights
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kernels.slot_attention import attend_and_append
+from sparse_rl.models.reduced import reduced, stand_ins
 from sparse_rl.models.support import next_logits
 from sparse_rl.rollout.decode import DecodeView
 
 WINDOW = 13
-FOUR = SIZE | {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": WINDOW,
-    "head_dim": 8,
-    "vocab_size_per_layer_input": 61,
-    "hidden_size_per_layer_input": 4,
-}
-FAMILIES = {
-    "gemma-3n": Gemma3nTextConfig(**FOUR, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4),
-    "gemma-4": Gemma4TextConfig(**FOUR, global_head_dim=16),
-}
+
+
+def config_of(name, layers=4, shared=2):
+    """A configuration whose last `shared` layers have no keys of their own. Windowed and full layers alternate."""
+    kwargs = SIZE | {
+        "num_hidden_layers": layers,
+        "num_kv_shared_layers": shared,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        "vocab_size_per_layer_input": 61,
+        "hidden_size_per_layer_input": 4,
+    }
+    if name == "gemma-4":
+        return Gemma4TextConfig(**kwargs, global_head_dim=16)
+    return Gemma3nTextConfig(**kwargs, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * layers)
+
+
+FAMILIES = ["gemma-3n", "gemma-4"]
 BOUNDED = KV(policy="rkv", budget=24, interval=8, window=4, sinks=2, protect_prompt=False)
 SHORT, LONG = [7, 8, 9], list(range(3, 45))
 TOKENS = 40
@@ -34,7 +41,7 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def models():
-    return {name: random_weights(config) for name, config in FAMILIES.items()}
+    return {name: random_weights(config_of(name)) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,19 @@ def test_a_prompt_in_pieces_is_one_in_a_single_pass(model):
         assert [each.response for each in whole] == [each.response for each in pieces]
         assert farthest([each.logprobs for each in whole], [each.logprobs for each in pieces]) < 1e-5
         assert all(torch.equal(a.evicted_at, b.evicted_at) for a, b in zip(whole, pieces, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_deep_model_is_checked_on_one_layer_of_each_kind(name):
+    """Both families give every layer an input of its own, which a smaller model must not mix up. In half precision a whole model
+    of this depth would differ too much to be checked."""
+    model = random_weights(config_of(name, layers=24, shared=10), torch.bfloat16)
+    small = reduced(model)
+    assert len(small.model.layers) == len(set(stand_ins(model))) == 6
+    assert small.model.embed_tokens_per_layer.weight.shape == (61, 6 * 4)
+    kv = BOUNDED.model_copy(update={"policy": "triattention", "window": "auto"})
+    rollouts = Engine(model, kv, slots=2).generate([SHORT], 2, Sampling(max_tokens=8, stop=()))
+    assert [len(each.response) for each in rollouts] == [8, 8]
 
 
 def test_layers_without_keys_take_no_memory(model):

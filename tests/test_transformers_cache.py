@@ -51,6 +51,25 @@ def test_the_window_of_a_bounded_cache_follows_its_budget(model):
     assert cache.layers[0].policy.window == 12
 
 
+def test_statistics_of_another_number_of_layers_are_not_used(model, capsys):
+    """Such as those of a model with windows, stored when statistics had an entry for every layer."""
+    settings = KV(policy="triattention", budget=24, interval=6)
+    engine = Engine(model, settings, slots=1)
+    engine.generate(PROMPTS, sampling=Sampling(max_tokens=1, stop=()))
+    more = {name: torch.cat([each, each]) for name, each in engine.statistics.items()}
+    other = Engine(model, settings, slots=1)
+    other.load_statistics(more)
+    assert not other.statistics
+    assert (
+        "are of 4 layers, but 2 of the model attend to all tokens: all statistics are gathered again"
+        in capsys.readouterr().err
+    )
+    cache = BoundedCache("triattention", 24, interval=6, statistics=more)
+    model.set_attn_implementation("sparse_rl")
+    with pytest.raises(UserError, match="The statistics are of 4 layers, but 2 of the model attend to all tokens"):
+        model.generate(torch.tensor(PROMPTS[:1]), past_key_values=cache, max_new_tokens=3, do_sample=False)
+
+
 def test_a_policy_without_its_statistics_is_refused():
     with pytest.raises(UserError, match="Policy triattention needs statistics of the model: pass statistics"):
         BoundedCache("triattention", **SETTINGS)

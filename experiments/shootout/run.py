@@ -106,7 +106,8 @@ class Runner:
         out, started = file_of(self.args.out, task, arm.name), time.monotonic()
         try:
             work = self._work(task)
-            kv = arm.cache(work.task, work.bytes_of, self._dense_bytes(task))
+            dense_bytes = 0.0 if arm.saved is None else self._dense_bytes(task)
+            kv = arm.cache(work.task, work.bytes_of, dense_bytes)
             summary, raw = work.measure(kv)
         except Exception as error:  # one arm that a model cannot run does not end the others
             print(f"{task} {arm.name}: failed: {first_line(error)}", flush=True)
@@ -143,7 +144,9 @@ class Runner:
 
     def _dense_bytes(self, task: str) -> float:
         file = file_of(self.args.out, task, DENSE)
-        return json.loads(file.read_text())["live_bytes_16bit"] if file.exists() else float("nan")
+        if not file.exists():
+            raise ValueError(f"{DENSE} has no result, which the bytes are relative to")
+        return json.loads(file.read_text())["live_bytes_16bit"]
 
 
 class Work:

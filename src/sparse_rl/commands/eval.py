@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         f"{section.section}.{name}" for section in (CorrectionConfig, AlertsConfig) for name in flag_values(args, section)
     ]
     if judging and not args.mismatch:
-        raise UserError(f"{judging[0]} has no effect, because it judges the mismatch: add --mismatch.")
+        raise UserError(f"--{judging[0].replace('_', '-')} needs --mismatch, whose figures it judges: add --mismatch.")
     flags = flag_values(args, KV)
     caches = settings(args.compare, flags, {} if args.compare else stored_kv(args.model, flags))
     workers = min(8, max(2, (os.cpu_count() or 2) // 2))  # more workers: the GPU idles while a chunk is graded

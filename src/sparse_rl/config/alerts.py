@@ -27,7 +27,7 @@ class AlertsConfig(Section):
         2.5, description="Largest policy/grad_norm, relative to its median over the first ten steps."
     )
     xi_p05: Share = Field(
-        0.6, description="Smallest sparse/xi_p05, and smallest sparse/xi_p05_long that kv.budget = auto holds."
+        0.6, description="Smallest sparse/xi_p05. With kv.budget = auto, also the target of sparse/xi_p05_long."
     )
     rejected: Share = Field(0.4, description="Largest sparse/rejection_rate or sparse/wasted_tokens.")
     zero_std_groups: Share = Field(0.9, description="Largest reward/zero_std_groups.")

@@ -92,6 +92,7 @@ class BoundedCache(Cache):
         super().__init__(layer_class_to_replicate=partial(BoundedLayer, self.kv, chosen, seed, statistics))
         self.continues = False
         """True if the current pass continues earlier ones."""
+        self.statistics, self.checked = statistics, False
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, seed: int = 0) -> "BoundedCache":
@@ -125,9 +126,22 @@ class BoundedCache(Cache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self._layer(layer_idx)
+        if layer.is_initialized and not self.checked:
+            self._check_statistics()
         layer.place = sum(earlier.cache is not None for earlier in self.layers[:layer_idx])
         bound = BoundKeys(layer, layer_idx, key_states, value_states)
         return bound, bound
+
+    def _check_statistics(self) -> None:
+        """Raise if the statistics are of another number of layers than the first pass has found."""
+        self.checked = True
+        given = {len(tensor) for tensor in self.statistics.values()}
+        layers = sum(layer.cache is not None for layer in self.layers)
+        if given - {layers}:
+            raise UserError(
+                f"The statistics are of {max(given)} layers, but {layers} of the model attend to all tokens: gather them again with "
+                "an Engine (engine.calibrate), or omit statistics."
+            )
 
     def get_conv_state(self, layer_idx, state_idx=0):
         self._layer(layer_idx, state_idx)

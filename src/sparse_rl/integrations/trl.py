@@ -11,11 +11,10 @@ each sign of A.
 # B completions of this process, T tokens of the longest, N completions of all processes
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -24,7 +23,7 @@ from ..errors import UserError, notice
 from ..learner.correction import Corrected, correct
 from ..models.attention import eval_mode
 from ..train.metrics import kv_metrics
-from ..train.probe import ROLLOUTS, measured
+from ..train.probe import ROLLOUTS, TOKENS, measured
 from .trl_version import require_trl
 
 EXACT = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
@@ -142,9 +141,12 @@ class SparseGRPOTrainer(GRPOTrainer):
         engine, rollouts = self.rollouts.prepare(self), self.rollouts.rollouts
         if not engine.kv.quantised or self.state.global_step:
             return
+        chosen = [
+            replace(each, response=each.response[:TOKENS], logprobs=each.logprobs[:TOKENS])
+            for each in rollouts[:: -(-len(rollouts) // ROLLOUTS)]
+        ]
         with unchanged_attention(engine.model):
-            found = measured(engine, engine.model, rollouts[:: -(-len(rollouts) // ROLLOUTS)])
-        found = gather_object([found])[0]  # ranks must agree
+            found = measured(engine, engine.model, chosen, self.rollouts.world)
         warning = found.warning()
         if self.accelerator.is_main_process:
             notice(warning or f"{found.sentence}.")

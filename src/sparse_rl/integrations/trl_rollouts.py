@@ -29,7 +29,7 @@ from ..kv import statistics
 from ..rollout.calibrate import is_due
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
-from ..world import ALONE, World
+from ..world import ALONE, World, agreed
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_SLOTS = 64
@@ -75,8 +75,12 @@ class SparseRollouts:
         self.weights.sync()
         with unchanged_attention(engine.model):
             if engine.needed_statistics and not engine.statistics:
-                for prompt in unique:
-                    engine.check_prompt(prompt, sampling)
+
+                def check() -> None:
+                    for prompt in unique:
+                        engine.check_prompt(prompt, sampling)
+
+                agreed(self.world, check)  # else the other ranks would wait for this one
                 self._calibrate(engine, unique, longest)
             self.rollouts = engine.generate(unique, samples, sampling, seeds=self._seeds(trainer, len(ids)), record=False)
             if trainer.model.training:

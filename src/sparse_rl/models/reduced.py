@@ -16,6 +16,10 @@ from .four_bit import compute_in_float32
 
 ROWS = 1024
 """Maximum number of vocabulary rows."""
+PER_LAYER_TABLE, PER_LAYER_PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
+"""Modules of Gemma 3n and Gemma 4 whose outputs are one input for every layer, side by side."""
+SOURCE = "kv_shared_layer_index"
+"""Setting of Gemma 3n's attention: the layer whose keys it reads."""
 
 
 def reduced(model: PreTrainedModel) -> PreTrainedModel:
@@ -26,10 +30,13 @@ def reduced(model: PreTrainedModel) -> PreTrainedModel:
     numbered = _numbered(layers)
     kept = sorted(set(_first_of_kind(layers, model.config.get_text_config(), numbered)))
     memo: dict[int, Any] = {id(layers): nn.ModuleList()}
+    _share_per_layer(model, kept, len(layers), memo)
     _share_in_float32(model, layers, [layers[index] for index in kept], memo)
     small = copy.deepcopy(model, memo)
     vars(small).pop("forward", None)  # a trainer may wrap the forward of an instance; the copied wrapper calls the original
-    small.get_input_embeddings().padding_idx = None  # it may exceed the number of rows, and only gradients use it
+    for module in small.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # it may exceed the number of rows, and only gradients use it
     memo[id(layers)].extend(copy.deepcopy(layers[index], memo) for index in kept)
     _renumber(small, memo[id(layers)], kept, len(layers), numbered)
     compute_in_float32(small)
@@ -97,6 +104,20 @@ def _share_in_float32(model: PreTrainedModel, layers: nn.ModuleList, kept: list[
             memo[id(tensor)] = _float32(tensor)
 
 
+def _share_per_layer(model: PreTrainedModel, kept: list[int], total: int, memo: dict[int, Any]) -> None:
+    """Keep the parts of the kept layers in modules that compute an input for every layer, and the first rows of their table."""
+    width = total * (getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None) or 0)
+    for path, weight in model.named_parameters():
+        names = path.split(".")  # of an adapter, too
+        if PER_LAYER_TABLE in names and weight.shape[1] == width:
+            parts = weight[:ROWS].unflatten(1, (total, -1))[:, kept].flatten(1)
+        elif PER_LAYER_PROJECTION in names and len(weight) == width:
+            parts = weight.unflatten(0, (total, -1))[kept].flatten(0, 1)
+        else:
+            continue
+        memo[id(weight)] = nn.Parameter(_float32(parts), requires_grad=False)
+
+
 def _float32(tensor: Tensor) -> Tensor:
     wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
     return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
@@ -116,3 +137,6 @@ def _renumber(
         for path, name in numbered:
             if path in modules:
                 setattr(modules[path], name, number)
+        for module in modules.values():
+            if (source := getattr(module, SOURCE, None)) is not None:
+                setattr(module, SOURCE, kept.index(source))

@@ -27,7 +27,7 @@ def stored_statistics(path: str) -> Statistics:
     file = stored_file(path, STATISTICS) if settings or Path(path).is_dir() else None
     named = _named(settings) if settings else None
     if named is not None and (file is None or described(file) != named):
-        what = f"{file} has another SHA-256 than is named" if file else f"{Path(path) / STATISTICS} is missing, but named"
+        what = f"{file} does not match the SHA-256" if file else f"{Path(path) / STATISTICS} is missing, but named"
         raise UserError(
             f"{what} in {FILE}: copy the whole model folder again, or remove the file and the entry {ENTRY} of {FILE} to gather "
             "the statistics again."

@@ -293,6 +293,11 @@ class _Probe(AttentionProbe):
         self.keys[layer] = key
         shapes = self.local_shapes if window else self.shapes
         shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
+        if source is not None and self.windows.get(source) != (window or None):
+            raise UserError(
+                f"{type(module).__name__} of layer {layer} reads the keys of layer {source}, whose window differs, which is not "
+                "supported: use another model."
+            )
         if source is not None:
             self.readers.append((layer, source))
         elif window:

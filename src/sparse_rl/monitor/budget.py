@@ -65,7 +65,8 @@ class Targets:
 
     def __str__(self) -> str:
         tail = f" and xi p05 of long responses at least {self.tail:g}" if self.tail else ""
-        return f"at most {self.rejected:.1%} {self.judged}{tail}"
+        what = "rejected" if self.judged == "rejected" else "of rollouts with a xi below 1e-4"
+        return f"at most {self.rejected:.1%} {what}{tail}"
 
 
 @dataclass(frozen=True)

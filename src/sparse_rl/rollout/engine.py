@@ -209,21 +209,17 @@ class Engine:
         """Use these statistics from the next call on. Does nothing if the engine needs none, or if there are none. If some that
         it needs are missing, say so and use none of them."""
         needed = self.needed_statistics
-        if missing := [name for name in needed if name not in statistics]:
-            if len(missing) < len(needed) or statistics:
-                notice(
-                    f"The stored statistics lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = "
-                    f"{self.kv.dtype} need: all statistics are gathered again, and results may differ slightly."
-                )
+        if not needed or not statistics:
             return
-        if not needed:
-            return
-        layers, given = self.cache.shape.layers, len(statistics[needed[0]])
-        if given != layers:
-            raise UserError(
-                f"The statistics are of {given} layers, but the model has {layers} that attend to all tokens: use the statistics "
-                "of this model, or gather them again."
+        missing, layers = [name for name in needed if name not in statistics], self.cache.shape.layers
+        if missing or any(len(statistics[name]) != layers for name in needed):
+            why = (
+                f"lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = {self.kv.dtype} need"
+                if missing
+                else f"are of {len(statistics[needed[0]])} layers, but {layers} of the model attend to all tokens"
             )
+            notice(f"The stored statistics {why}: all statistics are gathered again, and results may differ slightly.")
+            return
         if self.storage is not None:
             self._load_scales(key_scales(statistics), self.storage)
         device = self.limits.shape.device

@@ -1,6 +1,6 @@
 """Prefill: pack prompts into one row of tokens, let each attend only to itself, and compress them layer by layer.
 
-Besides the cache, only one layer's keys of the packed prompts exist at a time, in scratch memory. Prompts that fit enter their
+Besides the cache, only one layer's keys of the packed prompts exist at a time, in scratch memory, and those that later layers read. Prompts that fit enter their
 slots together. Protected prompts enter the pages of their group instead, once for all its samples. Prompts of the same length
 are adjacent, so that they are compressed together. `long_prefill.py` prefills a prompt that exceeds one forward pass.
 """

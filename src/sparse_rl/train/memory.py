@@ -8,6 +8,7 @@ from ..config import Config
 from ..errors import UserError
 from ..format import gib
 from ..gpu_memory import room_bytes
+from ..host_memory import machine_bytes
 from ..models.four_bit import weight_count
 from ..monitor.budget import ladder
 from ..plan import Plan, dimensions, make_plan
@@ -137,7 +138,7 @@ def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
     fixed = " Slots need a fixed budget: set kv.budget to a number, too." if config.kv.budget == "auto" else ""
     return UserError(
         f"The GPU's memory of {gib(plan.memory_bytes or 0)} GiB is too small for a training step, which needs "
-        f"{gib(plan.needed_bytes)} GiB or more: {sentence(plan, ran_out=True)}.{fixed}"
+        f"{gib(plan.needed_bytes)} GiB or more: {sentence(plan, ran_out=True, host_bytes=machine_bytes())}.{fixed}"
     )
 
 

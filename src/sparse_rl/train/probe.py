@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..config import Sampling
+from ..config import PRESETS, Sampling
 from ..errors import UserError
-from ..learner.batch import padded, response_mask
-from ..learner.correction import correct
+from ..learner.mismatch import measure
 from ..learner.replay import replay
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
+from ..world import ALONE, World
 
 ROLLOUTS = 8
 TOKENS = 128
@@ -69,9 +69,9 @@ def probe(
 
 
 @torch.no_grad()
-def measured(engine: Engine, model: PreTrainedModel, rollouts: list[Rollout]) -> Probe:
-    """Compare the log-probs of these responses with stored and with unquantised keys and values."""
+def measured(engine: Engine, model: PreTrainedModel, rollouts: list[Rollout], world: World = ALONE) -> Probe:
+    """Compare the log-probs of these responses, on all ranks, with stored and with unquantised keys and values."""
     dense, stored = (replay(model, rollouts, view) for view in ("dense", "quantised"))
-    log_ratio = padded([(all_keys - own).cpu() for all_keys, own in zip(dense, stored, strict=True)])
-    metrics = correct(log_ratio, response_mask(rollouts), "paper").metrics
+    own = [(all_keys - codes).cpu() for all_keys, codes in zip(dense, stored, strict=True)]
+    metrics = measure([each for part in world.gather(own) for each in part], PRESETS["paper"]).metrics
     return Probe(engine.kv.dtype, metrics["sparse/mismatch_k3"], metrics["sparse/xi_p05"], metrics["sparse/rejection_rate"])
