@@ -136,6 +136,10 @@ if __name__ == "__main__":
     code_attention(12, 2, 128, 8, AttentionForm(softcap=50.0, sinks_Q=normal(12)))  # with soft caps and sinks in addition
     code_attention(12, 2, 128, 4)
     compaction(12, 2, 128)
-    attention(16, 2, 512)  # Gemma 4
+    wide = [normal(SLOTS, heads, 512) for heads in (16, 2, 2)], [normal(16, 2, PAGE, 512) for _ in range(2)]  # of Gemma 4
+    lengths, cached = torch.zeros(SLOTS, dtype=torch.int64), [normal(SLOTS, 2, CAPACITY, 512) for _ in range(2)]
+    once = StoredPrompts(*wide[1], torch.zeros(SLOTS, 4, dtype=torch.int32), lengths, lengths)
+    positions, ring = torch.zeros(SLOTS, 2, CAPACITY, dtype=torch.int32), normal(SLOTS, 16, 8, 512)
+    attend_and_append(*wide[0], *cached, positions, ring, lengths, lengths, scale=0.1, splits=4, prompts=once)
     fused_importance(normal(4, 16, 8, 512), Rows(normal(SLOTS, 2, CAPACITY, 512), torch.arange(4), CAPACITY))
     draw(151936)

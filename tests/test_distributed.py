@@ -44,18 +44,7 @@ KINDS = {
         *("--kv.budget", "auto", "--kv.target-rejected", "0.3", "--correction.veto", "0.4"),
         *("--rollout.samples-per-prompt", "16"),  # so many slots that the 128 rollouts of a probe take few steps
     ],
-    "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo", *TESTED],
-    "few slots again": [
-        "--rollout.slots",
-        "2",
-        "--method",
-        "naive",
-        "--eval.slots",
-        "1",
-        *TESTED[2:],
-        "--data.test",
-        "{problems}",
-    ],
+    "few slots": ["--rollout.slots", "3", "--method", "dense", "--loss.name", "dapo", "--eval.slots", "1", *TESTED],
 }
 OF_ONE_RANK = {"kv/dense_bytes", "kv/peak_bytes", "kv/pool_used", "kv/straggler_pages"}
 

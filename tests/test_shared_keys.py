@@ -17,19 +17,20 @@ from sparse_rl.rollout.decode import DecodeView
 WINDOW = 13
 
 
-def config_of(name, layers=4, shared=2):
-    """A configuration whose last `shared` layers have no keys of their own. Windowed and full layers alternate."""
+def config_of(name, layers=4, shared=2, dim=8, full_dim=16):
+    """A configuration whose last `shared` layers have no keys of their own. Windowed and full layers alternate. Heads of Gemma 4's
+    full layers have `full_dim` channels, all others `dim`."""
     kwargs = SIZE | {
         "num_hidden_layers": layers,
         "num_kv_shared_layers": shared,
         "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
         "sliding_window": WINDOW,
-        "head_dim": 8,
+        "head_dim": dim,
         "vocab_size_per_layer_input": 61,
         "hidden_size_per_layer_input": 4,
     }
     if name == "gemma-4":
-        return Gemma4TextConfig(**kwargs, global_head_dim=16)
+        return Gemma4TextConfig(**kwargs, global_head_dim=full_dim)
     return Gemma3nTextConfig(**kwargs, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * layers)
 
 
@@ -149,3 +150,19 @@ def test_a_bounded_cache_of_transformers_names_the_layers(model):
         UserError, match=r"Layer 2 \(Gemma4TextAttention\) reads the keys of layer 0, which BoundedCache does not"
     ):
         model.generate(torch.tensor([SHORT]), past_key_values=cache, max_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("full_dim", [16, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, {"protect_prompt": True}, {"policy": "full"}], ids=["rkv", "protected", "full"])
+def test_on_a_gpu_replay_reproduces_the_sampler(name, full_dim, dtype, changes):
+    """Graphs, kernels at the head sizes of Gemma 4, and the learner's attention beyond 256 channels."""
+    model = random_weights(config_of(name, dim=16, full_dim=full_dim), dtype).cuda()
+    kv = BOUNDED.model_copy(update=changes)
+    rollouts = Engine(model, kv, slots=4).generate([SHORT, LONG], 3, Sampling(max_tokens=TOKENS, stop=()))
+    pairs = zip(replay(model, rollouts, "sparse"), rollouts, strict=True)
+    gaps = torch.cat([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs])
+    assert float(gaps.max() if dtype == torch.float32 else gaps.mean()) < (2e-3 if dtype == torch.float32 else 0.03)
