@@ -24,6 +24,9 @@ PROMPT_TOKENS = 1024
 RESPONSE_TOKENS = 8192
 """The same for a dense cache, whose pages also hold responses."""
 
+NewToken = tuple[Tensor, Tensor, Tensor]
+"""Queries [S, Q, D], keys [S, H, D] and values [S, H, D] of the new token of each slot."""
+
 
 class DecodeView:
     """Attention view of slots 0 to n - 1 of the cache, each with one new token.
@@ -75,7 +78,7 @@ class DecodeView:
             out_SQD = self._windowed(source, *new, scale, form)  # a reader writes the same keys to the same place again
         else:
             attend = self._fused if self.fused else self._plain
-            out_SQD = attend(self.cache.place[source], *new, scale, form, reads=source != layer)
+            out_SQD = attend(self.cache.place[source], new, scale, form, reads=source != layer)
         return out_SQD[:, :, None]
 
     def recur(self, layer: int, mixer: Mixer, hidden_S1D: Tensor) -> Tensor:
@@ -115,20 +118,10 @@ class DecodeView:
         shortest, longest = torch.stack(torch.aminmax(self.positions_S)).tolist()
         return min(shortest + 1, self.cache.windows.capacity), min(longest + 1, self.cache.windows.capacity)
 
-    def _fused(
-        self,
-        layer: int,
-        queries_SQD: Tensor,
-        keys_SHD: Tensor,
-        values_SHD: Tensor,
-        scale: float,
-        form: AttentionForm,
-        *,
-        reads: bool,
-    ) -> Tensor:
+    def _fused(self, layer: int, new: NewToken, scale: float, form: AttentionForm, *, reads: bool) -> Tensor:
         """Attend in one kernel that also stores the new token. If the layer reads the keys of another one, they are stored a second
         time, but its queries are not."""
-        cache, store, new = self.cache, self.cache.prompts, (queries_SQD, keys_SHD, values_SHD)
+        cache, store = self.cache, self.cache.prompts
         ring_SQWD = cache.queries_LSQWD[layer, :, :, :0] if reads else cache.queries_LSQWD[layer]
         beside = (cache.positions_LSHC[layer], ring_SQWD, self.lengths_S, self.positions_S)
         own = cache.stored.map(lambda tensor: tensor[layer])
@@ -144,18 +137,9 @@ class DecodeView:
             *new, own.keys, own.values, *beside, prompts=prompts, scale=scale, form=form, splits=self.splits
         )
 
-    def _plain(
-        self,
-        layer: int,
-        queries_SQD: Tensor,
-        keys_SHD: Tensor,
-        values_SHD: Tensor,
-        scale: float,
-        form: AttentionForm,
-        *,
-        reads: bool,
-    ) -> Tensor:
+    def _plain(self, layer: int, new: NewToken, scale: float, form: AttentionForm, *, reads: bool) -> Tensor:
         cache, active = self.cache, len(self.rows)
+        queries_SQD, keys_SHD, values_SHD = new
         if not reads:
             cache.append(layer, self.rows, keys_SHD, values_SHD)
             cache.append_queries(layer, self.rows, queries_SQD, self.positions_S)
