@@ -9,7 +9,7 @@ function of `learner.mismatch`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -102,17 +102,6 @@ def k3(log_ratio: Tensor) -> float:
 def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample], spec: CorrectionSpec) -> Mismatch:
     """Return the mismatch metrics over all tokens. `log_xi` holds one array per chunk."""
     found = measure(torch.from_numpy(np.concatenate(log_xi)).split([sample.tokens for sample in samples]), spec)
-    names = (
-        "rejection_rate",
-        "unlikely",
-        "wasted_tokens",
-        "mismatch_k1",
-        "mismatch_k3",
-        "xi_p05",
-        "xi_p05_long",
-        "xi_min",
-        "ess",
-    )
     tokens = sum(sample.tokens for sample in samples)
     split: dict[str, float] = {}
     if all(sample.quantisation_k3 is not None for sample in samples):
@@ -123,6 +112,6 @@ def summary(log_xi: Sequence[np.ndarray], samples: Sequence[EvalSample], spec: C
     return Mismatch(
         figures=found.figures,
         engine_noise=sum((sample.noise or 0.0) * sample.tokens for sample in samples) / tokens,
-        **{name: found.metrics[f"sparse/{name}"] for name in names},
+        **{each.name: found.metrics[name] for each in fields(Mismatch) if (name := f"sparse/{each.name}") in found.metrics},
         **split,
     )
