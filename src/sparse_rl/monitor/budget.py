@@ -32,6 +32,9 @@ RETRY_STEPS = 64
 MOST_CHANGES = 256
 """Changes that a checkpoint stores: the latest ones."""
 
+WORDS = {"rejected": "rejected", "unlikely": "of rollouts with a xi below 1e-4"}
+"""What a share of rollouts is, by `CorrectionSpec.judged`."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -65,8 +68,7 @@ class Targets:
 
     def __str__(self) -> str:
         tail = f" and xi p05 of long responses at least {self.tail:g}" if self.tail else ""
-        what = "rejected" if self.judged == "rejected" else "of rollouts with a xi below 1e-4"
-        return f"at most {self.rejected:.1%} {what}{tail}"
+        return f"at most {self.rejected:.1%} {WORDS[self.judged]}{tail}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Literal
 from ..config import AlertsConfig
 from ..format import size
 from ..monitor.alerts import check
+from ..monitor.budget import WORDS
 from ..monitor.limits import limit
 from .curve import Curve
 from .held_out import apart, benchmark_of, moved_scores, scores
@@ -250,7 +251,7 @@ def _budget(run: Run) -> list[str]:
         if not changed
         else f"went from {first:,} to {last:,} tokens in {changed} change{'s' * (changed > 1)}"
     )
-    target = "" if run.target_rejected is None else f", to hold {run.target_rejected:.1%} {run.correction.judged}"
+    target = "" if run.target_rejected is None else f", to hold {run.target_rejected:.1%} {WORDS[run.correction.judged]}"
     return [f"Budget: set by the run, {path}{target}."]
 
 
