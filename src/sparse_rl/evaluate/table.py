@@ -26,7 +26,7 @@ MISMATCH: list[tuple[str, Callable[[Mismatch], str]]] = [
 ]
 """Heading and formatter of each column of the mismatch table."""
 UNLIKELY: list[tuple[str, Callable[[Mismatch], str]]] = [("unlikely", lambda each: f"{each.unlikely:.1%}")]
-"""Column that comes first if the correction rejects others than the paper's."""
+"""First column, if the correction does not reject the same rollouts as the paper's."""
 SPLIT: list[tuple[str, Callable[[Mismatch], str]]] = [
     ("k3, quantised", lambda each: "" if each.quantisation_k3 is None else f"{each.quantisation_k3:.2e}"),
     ("k3, evicted", lambda each: "" if each.eviction_k3 is None else f"{each.eviction_k3:.2e}"),

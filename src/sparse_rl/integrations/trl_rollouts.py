@@ -122,10 +122,7 @@ class SparseRollouts:
         assert self.engine is not None
         stored = self.world.gather(statistics.load(Path(folder)) if self.world.is_main else {})[0]
         if self.engine.needed_statistics and not stored:
-            notice(
-                f"{folder} has no statistics of queries or keys: they are gathered again, and the run continues with slightly "
-                "different ones."
-            )
+            notice(f"{folder} has no statistics of queries or keys: they are gathered again, and results may differ slightly.")
         self._training_calls = int(stored.pop(TRAINING_CALLS, 0))
         self.engine.load_statistics(stored)
 
