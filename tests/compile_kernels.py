@@ -118,7 +118,9 @@ def compaction(q_heads: int, kv_heads: int, dim: int) -> None:
     fused_logits(virtual, spread, Rows(keys, rows, CAPACITY), torch.zeros(4, dim // 2, 2, dtype=torch.int64))
     chosen = torch.zeros(4, kv_heads, 512, dtype=torch.int64)
     empty = normal(SLOTS, kv_heads, CAPACITY, 0, dtype=torch.float16)
-    fused_keep(keys, keys.clone(), empty, empty, torch.zeros(SLOTS, kv_heads, CAPACITY, dtype=torch.int32), rows, chosen)
+    fused_keep(
+        keys, keys.clone(), empty, empty, torch.zeros(SLOTS, kv_heads, CAPACITY, dtype=torch.int32), rows, chosen, CAPACITY
+    )
     fused_choose(torch.zeros(4, kv_heads, 632), CAPACITY, 512, 4, None, 1e-5)
 
 

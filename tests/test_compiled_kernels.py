@@ -19,5 +19,15 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(row["shared"] <= SHARED for row in rows), rows
     named = {row["kernel"] for row in rows}
-    assert {"_attend", "_attend_prompts", "_combine", "_decode", "_importance", "_similarities", "_logits"} <= named
+    assert {
+        "_attend",
+        "_attend_8bit",
+        "_attend_4bit",
+        "_attend_prompts",
+        "_combine",
+        "_decode",
+        "_importance",
+        "_similarities",
+        "_logits",
+    } <= named
     assert {"_keep", "_choose", "_draw", "_cut"} <= named

@@ -1,30 +1,27 @@
-"""One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch: encode and store the new key and value, store
-the query, and attend over the stored prompt and the slot.
+"""One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch. `attention_8bit.py` and `attention_4bit.py` have
+the kernels.
 
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
-`attention_part` with a prompt store. A program works as in `slot_attention.py`, but reads codes. The query is multiplied by the
-channel steps once. A logit is then a product with codes times the token's step. The centre of keys is left out, because it adds
-the same number to all logits of a query. Soft caps and sinks depend on that number, so it is then computed once and added.
-
-The product of a head is the sum of the products of its parts (`codes.py`). The products of a 16-bit model run in float16, in which
-all codes are exact.
+`attention_part` with a prompt store.
 """
 
 # S slots, Q query heads, H kv heads, G query heads per kv head or steps of a token, C capacity, D head dimension, W window, d
 # bytes of a token's codes in one head; in stored prompts: N pages of the pool, T tokens of a page, P pages of the longest prompt
-
-# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .codes import WEIGHT_FACTOR, _channel, _encode, _parts, _spread
+from .attention_4bit import _attend_4bit
+from .attention_8bit import _attend_8bit
 from .form import PLAIN, AttentionForm
-from .jit import jit, next_power_of_2, precision, product, tl
+from .jit import next_power_of_2, precision
 from .rows import StoredCodes
-from .slot_attention import BLOCK, _cap, _rows, combine
+from .slot_attention import _rows, combine
+
+BLOCK = 64
+"""Most tokens that a program reads at a time: a page of a stored prompt."""
 
 
 def attend_and_append_codes(
@@ -61,37 +58,39 @@ def attend_and_append_codes(
     if splits > 1:
         sums = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
         marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
-    block, warps, stages = _launch_shape(bits, dim)
-    stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, block
+    stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, BLOCK
     if prompts is not None:
         stored, table = prompts.stored, (prompts.pages_SP, prompts.lengths_S)
         pages_slot, page = prompts.pages_SP.stride(0), prompts.stored[0].shape[2]
+    options = {
+        "GROUP": group,
+        "HEADS": kv_heads,
+        "DIM": dim,
+        "WINDOW": window,
+        "SPLITS": splits,
+        "STORED": prompts is not None,
+        "SHIFTED": not form.is_plain,
+        "CAPPED": form.softcap is not None,
+        "SINKS": form.sinks_Q is not None,
+        "PAGE": page,
+        "PRECISION": precision(queries),
+        "FLOAT32": queries.dtype == torch.float32,
+    }
     words_pad = max(16, next_power_of_2(words))
-    _attend[(slots, kv_heads, splits)](
-        *(queries, keys, values, *_in_words(cached), positions_SHC, ring_SQWD, *_in_words(stored), *table, pages_slot),
+    if bits == 8:
+        kernel, (tokens, warps, stages) = _attend_8bit, _shape_8bit(dim)
+        options |= {"GROUP_PAD": max(8, next_power_of_2(group)), "DIM_PAD": 2 * words_pad, "WARPS": warps, "TOKENS": tokens}
+    else:
+        kernel, warps, stages = _attend_4bit, 1, 3  # the fastest of 22 on an H200
+        options |= {"GROUP_PAD": max(16, next_power_of_2(group)), "WORDS": words, "WORDS_PAD": words_pad, "STEPS": steps}
+        options |= {"STEPS_PAD": words_pad * steps // (2 * words), "BLOCK": BLOCK // 2}
+        cached, stored = _in_words(cached), _in_words(stored)
+    kernel[(slots, kv_heads, splits)](
+        *(queries, keys, values, *cached, positions_SHC, ring_SQWD, *stored, *table, pages_slot),
         *(lengths_S, next_positions_S, centre_HD, step_HD, out, sums, marks, scale),
         *(1.0 if form.softcap is None else form.softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
         *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), capacity),
-        BITS=bits,
-        PARTS=16 // bits,
-        GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)),
-        HEADS=kv_heads,
-        DIM=dim,
-        WORDS=words,
-        WORDS_PAD=words_pad,
-        STEPS=steps,
-        STEPS_PAD=1 if bits == 8 else words_pad * steps // (2 * words),
-        WINDOW=window,
-        SPLITS=splits,
-        STORED=prompts is not None,
-        SHIFTED=not form.is_plain,
-        CAPPED=form.softcap is not None,
-        SINKS=form.sinks_Q is not None,
-        PAGE=page,
-        BLOCK=block,
-        PRECISION=precision(queries),
-        FLOAT32=queries.dtype == torch.float32,
+        **options,
         num_warps=warps,
         num_stages=stages,
     )
@@ -100,227 +99,14 @@ def attend_and_append_codes(
     return out
 
 
-def _launch_shape(bits: int, dim: int) -> tuple[int, int, int]:
-    """Return (keys that a program reads at a time, warps, stages): the fastest of 22 on an H200. A block may not be longer than a
-    page of a prompt.
+def _shape_8bit(dim: int) -> tuple[int, int, int]:
+    """Return (tokens that a warp reads at a time, warps, stages), the fastest of 20 on an H200 for heads of 128 channels.
 
-    With two warps of up to 255 registers, an H200 runs four programs per multiprocessor: all of 256 slots with two kv heads at once.
+    Warps that share a program wait for each other, so one is faster. The sums of larger heads fill its registers.
     """
-    if bits == 4:
-        return BLOCK // 2, 1, 3
-    return (BLOCK, 2, 3) if dim <= 128 else (BLOCK // 2, 4, 2)  # shared memory of a 24 GB GPU
+    return (BLOCK, 1, 2) if dim <= 128 else (16, 2, 2)
 
 
 def _in_words(stored: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys, values, key_steps, value_steps = stored
     return keys.view(torch.int16), values.view(torch.int16), key_steps, value_steps
-
-
-# Attend to a block of tokens
-
-
-@jit
-def _load(
-    codes_ptr, steps_ptr, tokens, held, w, TYPE: tl.constexpr, PRECISION: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
-    STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the parts [BLOCK, WORDS_PAD]. 8-bit codes are returned as they are, 4-bit codes are multiplied by their steps."""
-    mask = held[:, None] & (w < WORDS)[None, :]
-    words = tl.load(codes_ptr + tokens[:, None] * WORDS + w[None, :], mask=mask, other=0)
-    parts = _parts(words, TYPE, PRECISION, BITS)
-    if BITS == 8:
-        return parts
-    else:
-        g = tl.arange(0, STEPS_PAD)
-        has_step = held[:, None] & (g < STEPS // 2)[None, :]
-        scaled = ()
-        for half in tl.static_range(2):
-            of_token = steps_ptr + tokens[:, None] * STEPS + half * (STEPS // 2) + g[None, :]
-            step = _spread(tl.load(of_token, mask=has_step, other=0.0).to(TYPE), BLOCK, STEPS_PAD, WORDS_PAD)
-            for byte in tl.static_range(2):
-                scaled = scaled + (parts[2 * half + byte] * step,)
-        return scaled
-
-
-@jit
-def _steps(key_steps_ptr, value_steps_ptr, tokens, held, BITS: tl.constexpr):
-    """Return the 8-bit steps of keys and of values, [BLOCK] each. 4-bit steps are loaded with their codes."""
-    if BITS == 8:
-        return (tl.load(key_steps_ptr + tokens, mask=held, other=0.0), tl.load(value_steps_ptr + tokens, mask=held, other=0.0))
-    else:
-        return (0, 0)
-
-
-@jit
-def _attend_block(
-    query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, tokens, held, steps, w, scale, shift, softcap, top, weight, totals,
-    BITS: tl.constexpr, PARTS: tl.constexpr, GROUP_PAD: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr,
-    STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    SHIFTED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """Add a block of keys to the running softmax: maximum, sum of weights, and weighted sum of each part of values."""
-    keys = _load(
-        keys_ptr, key_steps_ptr, tokens, held, w, query[0].dtype, PRECISION, BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK
-    )
-    logits = tl.zeros([GROUP_PAD, BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        logits += product(query[part], tl.trans(keys[part]), PRECISION)
-    logits *= scale[:, None]
-    if BITS == 8:
-        logits *= steps[0].to(tl.float32)[None, :]
-    if SHIFTED:
-        logits = _cap(logits + shift[:, None], softcap, CAPPED)
-    logits = tl.where(held[None, :], logits, float("-inf"))
-    new_top = tl.maximum(top, tl.max(logits, axis=1))
-    shrink = tl.exp(top - new_top)
-    probs = tl.exp(logits - new_top[:, None])
-    weight = weight * shrink + tl.sum(probs, axis=1)
-    values = _load(
-        values_ptr,
-        value_steps_ptr,
-        tokens,
-        held,
-        w,
-        query[0].dtype,
-        PRECISION,
-        BITS,
-        WORDS,
-        WORDS_PAD,
-        STEPS,
-        STEPS_PAD,
-        BLOCK,
-    )
-    if BITS == 8:
-        probs *= steps[1].to(tl.float32)[None, :] * WEIGHT_FACTOR
-    probs, added = probs.to(query[0].dtype), ()
-    for part in tl.static_range(PARTS):
-        added = added + (totals[part] * shrink[:, None] + product(probs, values[part], PRECISION),)
-    return new_top, weight, added
-
-
-@jit
-def _attend(
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, positions_ptr, ring_ptr,
-    prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr, pages_ptr, prompts_ptr, pages_slot,
-    lengths_ptr, next_positions_ptr, centre_ptr, step_ptr, out_ptr, sums_ptr, marks_ptr, scale, softcap, sinks_ptr,
-    q_slot, q_head, k_slot, k_head, v_slot, v_head, capacity,
-    BITS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr,
-    SHIFTED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, FLOAT32: tl.constexpr,
-):  # fmt: skip
-    slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths_ptr + slot).to(tl.int32)
-    position = tl.load(next_positions_ptr + slot)
-    g, w = tl.arange(0, GROUP_PAD), tl.arange(0, WORDS_PAD)
-    in_group, in_words = g < GROUP, w < WORDS
-    q_head_of = head * GROUP + g
-    in_query = in_group[:, None] & in_words[None, :]
-    row = (slot * HEADS + head) * capacity
-    if split == 0:
-        tl.store(positions_ptr + row + length, position.to(tl.int32))
-
-    # The query, and the new token as it is stored
-    query, key, value = (), (), ()
-    largest = tl.zeros([GROUP_PAD], tl.float32) + 1e-30
-    shift = tl.zeros([GROUP_PAD], tl.float32)  # what the centre adds to all logits of a query
-    for part in tl.static_range(PARTS):
-        c = _channel(w, part, DIM)
-        q = tl.load(q_ptr + slot * q_slot + q_head_of[:, None] * q_head + c[None, :], mask=in_query, other=0.0)
-        if WINDOW > 0:
-            if split == 0:
-                place = (slot * HEADS * GROUP + q_head_of[:, None]) * WINDOW + position % WINDOW
-                tl.store(ring_ptr + place * DIM + c[None, :], q, mask=in_query)
-        centre = tl.load(centre_ptr + head * DIM + c, mask=in_words, other=0.0).to(tl.float32)
-        step = tl.load(step_ptr + head * DIM + c, mask=in_words, other=1.0).to(tl.float32)
-        k = tl.load(k_ptr + slot * k_slot + head * k_head + c, mask=in_words, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + slot * v_slot + head * v_head + c, mask=in_words, other=0.0).to(tl.float32)
-        q = q.to(tl.float32)
-        if SHIFTED:
-            shift += tl.sum(q * centre[None, :], axis=1) * scale
-        q = q * step[None, :]
-        largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
-        query, key, value = query + (q,), key + (tl.div_rn(k - centre, step),), value + (v,)
-    place = row + length
-    key = _encode(
-        key, keys_ptr + place * WORDS, key_steps_ptr + place * STEPS, split == 0, w, BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD
-    )
-    value = _encode(
-        value, values_ptr + place * WORDS, value_steps_ptr + place * STEPS, split == 0, w,
-        BITS, WORDS, WORDS_PAD, STEPS, STEPS_PAD,
-    )  # fmt: skip
-
-    # The new token initializes the sums of split 0. The other splits start empty.
-    is_first = tl.where(split == 0, 1.0, 0.0)
-    factor: tl.constexpr = WEIGHT_FACTOR if BITS == 8 else 1.0
-    mine = tl.zeros([GROUP_PAD], tl.float32)
-    scaled, totals = (), ()
-    for part in tl.static_range(PARTS):
-        mine += tl.sum(query[part] * key[part][None, :], axis=1)
-        if FLOAT32:
-            scaled = scaled + (query[part],)
-        else:
-            scaled = scaled + ((query[part] / largest[:, None]).to(tl.float16),)
-    query = scaled
-    mine = _cap(mine * scale + shift, softcap, CAPPED)
-    top, own, extra = mine, tl.full([GROUP_PAD], 1.0, tl.float32), tl.zeros([GROUP_PAD], tl.float32)
-    if SINKS:  # a sink adds to the sum of weights, and not to that of values
-        sink = tl.load(sinks_ptr + q_head_of, mask=in_group, other=0.0).to(tl.float32)
-        top = tl.maximum(mine, sink)
-        own, extra = tl.exp(mine - top), tl.exp(sink - top)
-    top = tl.where(split == 0, top, float("-inf"))
-    weight = is_first * (own + extra)
-    for part in tl.static_range(PARTS):
-        totals = totals + (is_first * factor * own[:, None] * value[part][None, :],)
-    scales = tl.zeros([GROUP_PAD], tl.float32) + scale
-    if not FLOAT32:
-        scales *= largest
-
-    # The splits share the blocks of the row: first the prompt's, then the slot's own.
-    n = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(length, BLOCK)
-    if STORED:
-        prompt = tl.load(prompts_ptr + slot).to(tl.int32)
-        prompt_blocks = tl.cdiv(prompt, BLOCK)
-        blocks += prompt_blocks
-    share = tl.cdiv(blocks, SPLITS)
-    first, last = split * share, (split + 1) * share
-    if STORED:
-        for block in range(first, tl.minimum(last, prompt_blocks)):
-            start = block * BLOCK
-            page = tl.load(pages_ptr + slot * pages_slot + start // PAGE).to(tl.int64)
-            tokens = (page * HEADS + head) * PAGE + start % PAGE + n
-            steps = _steps(prompt_key_steps_ptr, prompt_value_steps_ptr, tokens, start + n < prompt, BITS)
-            top, weight, totals = _attend_block(
-                query, prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr,
-                tokens, start + n < prompt, steps, w, scales, shift, softcap,
-                top, weight, totals,
-                BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION, SHIFTED, CAPPED,
-            )  # fmt: skip
-        first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
-    steps = _steps(key_steps_ptr, value_steps_ptr, row + first * BLOCK + n, first * BLOCK + n < length, BITS)
-    for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
-        later = start + BLOCK + n  # the next block's steps are loaded while this block is attended to
-        next_steps = _steps(key_steps_ptr, value_steps_ptr, row + later, later < length, BITS)
-        top, weight, totals = _attend_block(
-            query, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr,
-            row + start + n, start + n < length, steps, w, scales, shift, softcap, top, weight, totals,
-            BITS, PARTS, GROUP_PAD, WORDS, WORDS_PAD, STEPS, STEPS_PAD, BLOCK, PRECISION, SHIFTED, CAPPED,
-        )  # fmt: skip
-        steps = next_steps
-
-    weight *= factor
-    out_row = slot * HEADS * GROUP + q_head_of
-    for part in tl.static_range(PARTS):
-        c = _channel(w, part, DIM)
-        if SPLITS == 1:
-            out = (totals[part] / weight[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_row[:, None] * DIM + c[None, :], out, mask=in_query)
-        else:
-            place = (out_row * SPLITS + split)[:, None] * DIM + c[None, :]
-            tl.store(sums_ptr + place, totals[part], mask=in_query)
-    if SPLITS > 1:
-        tl.store(marks_ptr + (out_row * SPLITS + split) * 2, top, mask=in_group)
-        tl.store(marks_ptr + (out_row * SPLITS + split) * 2 + 1, weight, mask=in_group)

@@ -90,6 +90,13 @@ def _rounded(x):
 
 
 @jit
+def _step_of_token(largest):
+    """Return the 8-bit step of a token, as it is stored, from its largest magnitude."""
+    step = tl.minimum(tl.div_rn(largest, 127.0), CLAMP).to(tl.float16).to(tl.float32)
+    return tl.where(step == 0.0, 5.9604644775390625e-08, step)
+
+
+@jit
 def _group_steps(x, first: tl.constexpr, STEPS_PAD: tl.constexpr, WORDS_PAD: tl.constexpr):
     """Return the 4-bit steps [STEPS_PAD] of two parts: the value of largest magnitude of each group gets the code -8."""
     high, low = tl.maximum(x[first], x[first + 1]), tl.minimum(x[first], x[first + 1])
@@ -103,32 +110,21 @@ def _group_steps(x, first: tl.constexpr, STEPS_PAD: tl.constexpr, WORDS_PAD: tl.
 @jit
 def _encode(
     x, codes_ptr, steps_ptr, stores, w,
-    BITS: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes and steps of one token, whose values are given by part. Return its values as they are stored."""
+    """Store the 4-bit codes and steps of one token, whose values are given by part. Return its values as they are stored."""
     stored = ()
     word = tl.zeros([WORDS_PAD], tl.int32)
-    if BITS == 8:
-        largest = tl.max(tl.maximum(tl.abs(x[0]), tl.abs(x[1])), axis=0)
-        step = tl.minimum(tl.div_rn(largest, 127.0), CLAMP).to(tl.float16).to(tl.float32)
-        step = tl.where(step == 0.0, 5.9604644775390625e-08, step)
-        for part in tl.static_range(2):
-            code = tl.minimum(tl.maximum(_rounded(tl.div_rn(x[part], step)), -128.0), 127.0)
-            word |= (code.to(tl.int32) & 255) << (8 * part)
+    g = tl.arange(0, STEPS_PAD)
+    for half in tl.static_range(2):
+        steps = _group_steps(x, 2 * half, STEPS_PAD, WORDS_PAD)
+        step = tl.reshape(_spread(steps[None, :], 1, STEPS_PAD, WORDS_PAD), [WORDS_PAD])
+        for byte in tl.static_range(2):
+            code = tl.minimum(tl.maximum(_rounded(tl.div_rn(x[2 * half + byte], step)), -8.0), 7.0)
+            word |= (code.to(tl.int32) + 8) << (8 * byte + 4 * half)
             stored = stored + (code * step,)
         if stores:
-            tl.store(steps_ptr, step.to(tl.float16))
-    else:
-        g = tl.arange(0, STEPS_PAD)
-        for half in tl.static_range(2):
-            steps = _group_steps(x, 2 * half, STEPS_PAD, WORDS_PAD)
-            step = tl.reshape(_spread(steps[None, :], 1, STEPS_PAD, WORDS_PAD), [WORDS_PAD])
-            for byte in tl.static_range(2):
-                code = tl.minimum(tl.maximum(_rounded(tl.div_rn(x[2 * half + byte], step)), -8.0), 7.0)
-                word |= (code.to(tl.int32) + 8) << (8 * byte + 4 * half)
-                stored = stored + (code * step,)
-            if stores:
-                tl.store(steps_ptr + half * (STEPS // 2) + g, steps.to(tl.float16), mask=g < STEPS // 2)
+            tl.store(steps_ptr + half * (STEPS // 2) + g, steps.to(tl.float16), mask=g < STEPS // 2)
     if stores:
         tl.store(codes_ptr + w, word.to(tl.int16), mask=w < WORDS)
     return stored
