@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--model", default="1.5B", choices=SHAPES, help="shape of the random weights [1.5B]")
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 128, 32], help="active slots, most first [256 128 32]")
     parser.add_argument("--tokens", type=int, default=4096, help="response tokens of the update's rollouts [4096]")
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "8bit", "4bit"], help="bits of keys and values [auto]")
     parser.add_argument("--head-dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--top", type=int, default=16, help="kernels to print [16]")
     args = parser.parse_args()
@@ -43,7 +44,10 @@ def main() -> None:
 
 
 def decode(model, args: argparse.Namespace) -> None:
-    engine = Engine(model, KV(policy="rkv", budget=BUDGET, interval=INTERVAL, protect_prompt=False), slots=args.slots[0])
+    kv = KV(policy="rkv", budget=BUDGET, interval=INTERVAL, protect_prompt=False, dtype=args.kv_dtype)
+    engine = Engine(model, kv, slots=args.slots[0])
+    if engine.needed_statistics:
+        engine.calibrate([[5] * PROMPT_TOKENS], PROMPT_TOKENS)
     engine.generate([[5] * PROMPT_TOKENS], 8, Sampling(max_tokens=engine.chunk, stop=()))
     graphs, clock, held = engine._graphs(), Clock(model.device), BUDGET + INTERVAL // 2
     assert graphs is not None
