@@ -17,7 +17,7 @@ from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kernels.draw import BLOCK, draw_and_advance
 from sparse_rl.kernels.form import AttentionForm
-from sparse_rl.kernels.gather import fused_keep, keep_in_place
+from sparse_rl.kernels.gather import dropped_positions, fused_keep, keep_in_place
 from sparse_rl.kernels.importance import decode_importance, fused_importance, window_logits
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
@@ -25,7 +25,6 @@ from sparse_rl.kernels.predicted import fused_logits
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
 from sparse_rl.kernels.rows import Rows, StoredPrompts
 from sparse_rl.kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
-from sparse_rl.kv.cache import _dropped
 from sparse_rl.kv.policies.base import ROUNDING, rank
 from sparse_rl.kv.policies.triattention import predicted_logits
 from sparse_rl.rollout.sampling import sample, truncate
@@ -482,12 +481,12 @@ def test_what_is_kept_moves_to_the_front_in_place(dtype, groups):
     steps = torch.randn(2, rows, heads, capacity, groups, device=DEVICE).half()
     positions = torch.randint(1000, (rows, heads, capacity), dtype=torch.int32, device=DEVICE)
     chosen = torch.tensor([3, 0], device=DEVICE)
-    order = torch.rand(2, heads, capacity, device=DEVICE).argsort(dim=-1)[..., :kept].sort(dim=-1).values
+    order = torch.rand(2, heads, 200, device=DEVICE).argsort(dim=-1)[..., :kept].sort(dim=-1).values
     moved = (keys, values, *steps, positions)
     before = [tensor.clone() for tensor in moved]
     plain = [tensor.clone() for tensor in before]
-    keep_in_place(*plain, chosen, order)  # torch, on a CPU
-    fused_keep(*moved, chosen, order)
+    dropped = keep_in_place(*plain, chosen, order, held=200)  # torch, on a CPU
+    torch.testing.assert_close(fused_keep(*moved, chosen, order, held=200), dropped, rtol=0, atol=0)
     for now, torchs in zip(moved, plain, strict=True):
         torch.testing.assert_close(now[:, :, :kept], torchs[:, :, :kept], rtol=0, atol=0)
     for now, then in zip(moved, before, strict=True):
@@ -524,4 +523,4 @@ def test_who_stays_is_who_the_sorts_would_keep(kind, scored, window, kept, sinks
         assert torch.equal(chosen, torch.cat([best, last], dim=-1))
         positions = torch.randint(1000, (rows, heads, scored + window), device=DEVICE).int()
         gone = torch.ones_like(positions, dtype=torch.bool).scatter_(2, chosen, False)
-        assert torch.equal(_dropped(positions, chosen).flatten(), positions[gone])
+        assert torch.equal(dropped_positions(positions, chosen).flatten(), positions[gone])

@@ -1,6 +1,7 @@
 """Compact cached rows in place: move kept tokens to the front, in order, without copying the row."""
 
-# N cached rows, R compacted rows, H kv heads, C capacity, K kept tokens, D head dimension, G steps of a token
+# N cached rows, R compacted rows, H kv heads, C capacity, T held tokens, K kept and n = T - K dropped tokens, D head dimension, G steps
+# of a token
 
 from __future__ import annotations
 
@@ -18,13 +19,18 @@ def keep_in_place(
     positions_NHC: Tensor,
     rows_R: Tensor,
     kept_RHK: Tensor,
-) -> None:
-    """Move token `kept[r, h, i]` of row `rows[r]` to index i. `kept` is ascending, so no token is overwritten before it is
-    read. Keys and values may be codes; the steps of other caches are empty."""
+    held: int,
+) -> Tensor:
+    """Move token `kept[r, h, i]` of row `rows[r]` to index i. Return the positions [R, H, n] of the other of its `held` tokens, in
+    order.
+
+    `kept` is ascending, so no token is overwritten before it is read. Keys and values may be codes; the steps of other caches are
+    empty.
+    """
     moved = (keys_NHCD, values_NHCD, key_steps_NHCG, value_steps_NHCG, positions_NHC)
     if usable(keys_NHCD.device):
-        fused_keep(*moved, rows_R, kept_RHK)
-        return
+        return fused_keep(*moved, rows_R, kept_RHK, held)
+    dropped_RHn = dropped_positions(positions_NHC[rows_R, :, :held], kept_RHK)
     heads, capacity = keys_NHCD.shape[1:3]
     first_RH1 = ((rows_R[:, None] * heads + torch.arange(heads, device=rows_R.device)) * capacity)[..., None]
     to = (first_RH1 + torch.arange(kept_RHK.shape[2], device=rows_R.device)).flatten()
@@ -32,6 +38,20 @@ def keep_in_place(
     for tensor in moved:
         flat = tensor.flatten(0, 2)
         flat.index_copy_(0, to, flat.index_select(0, source))
+    return dropped_RHn
+
+
+def dropped_positions(positions_RHT: Tensor, kept_RHK: Tensor) -> Tensor:
+    """Return the positions that are not kept, ascending, as int32 [R, H, n].
+
+    Before kept token k there are kept[k] - k dropped tokens. The number of kept tokens before the d-th dropped token is
+    therefore the number of k whose count is at most d.
+    """
+    kept = kept_RHK.shape[2]
+    before_RHK = kept_RHK - torch.arange(kept, device=kept_RHK.device)
+    number_RHn = torch.arange(positions_RHT.shape[2] - kept, device=kept_RHK.device).expand(*kept_RHK.shape[:2], -1)
+    index_RHn = number_RHn + torch.searchsorted(before_RHK, number_RHn.contiguous(), right=True)
+    return positions_RHT.gather(2, index_RHn).to(torch.int32)
 
 
 def fused_keep(
@@ -42,12 +62,14 @@ def fused_keep(
     positions_NHC: Tensor,
     rows_R: Tensor,
     kept_RHK: Tensor,
-) -> None:
+    held: int,
+) -> Tensor:
     heads, capacity, dim = keys_NHCD.shape[1:]
     count, kept, steps = len(rows_R), kept_RHK.shape[2], key_steps_NHCG.shape[3]
     scales = (key_steps_NHCG, value_steps_NHCG) if steps else (positions_NHC, positions_NHC)
+    dropped = torch.empty(count, heads, held - kept, dtype=torch.int32, device=rows_R.device)
     _keep[(count * heads,)](
-        *(keys_NHCD, values_NHCD, *scales, positions_NHC, rows_R, kept_RHK.contiguous(), heads, capacity, kept),
+        *(keys_NHCD, values_NHCD, *scales, positions_NHC, rows_R, kept_RHK.contiguous(), dropped, heads, capacity, held, kept),
         DIM=dim,
         DIM_PAD=next_power_of_2(dim),
         STEPS=steps,
@@ -55,16 +77,28 @@ def fused_keep(
         BLOCK=64 if dim <= 128 else 32,
         num_warps=8,
     )
+    return dropped
 
 
 @jit
 def _keep(
-    keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, positions_ptr, rows_ptr, kept_ptr, heads, capacity, kept,
+    keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, positions_ptr, rows_ptr, kept_ptr, dropped_ptr,
+    heads, capacity, held, kept,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row = (tl.load(rows_ptr + pair // heads) * heads + pair % heads) * capacity
     d, g = tl.arange(0, DIM_PAD), tl.arange(0, STEPS_PAD)
+    for start in range(0, held - kept, BLOCK):  # as in `dropped_positions`
+        number = start + tl.arange(0, BLOCK)
+        before = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, kept, BLOCK):
+            k = first + tl.arange(0, BLOCK)
+            gap = tl.load(kept_ptr + pair * kept + k, mask=k < kept, other=held + kept).to(tl.int32) - k
+            before += tl.sum((gap[None, :] <= number[:, None]).to(tl.int32), axis=1)
+        is_dropped = number < held - kept
+        position = tl.load(positions_ptr + row + number + before, mask=is_dropped)
+        tl.store(dropped_ptr + pair * (held - kept) + number, position, mask=is_dropped)
     for start in range(0, kept, BLOCK):
         to = start + tl.arange(0, BLOCK)
         source = tl.load(kept_ptr + pair * kept + to, mask=to < kept, other=0)

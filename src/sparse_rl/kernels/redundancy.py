@@ -11,6 +11,8 @@ from .jit import jit, next_power_of_2, precision, product, tl, usable
 from .rows import Rows
 
 TILE_ROWS = 256  # rows of a tile of the similarity matrix, in the torch reference
+UNIT = 2.0**-32
+"""Unit in which the kernel adds up similarities."""
 
 
 def redundancy(keys_BHTD: Tensor | Rows, threshold: float) -> Tensor:
@@ -48,27 +50,30 @@ def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
 
 
 def fused_sums(keys: Rows, threshold: float) -> Tensor:
-    """Compute `tiled_sums` in three launches. The matrix is symmetric, so a column's sum equals the row's sum minus the
-    entries set to 0."""
+    """Compute `tiled_sums` in two launches. The matrix is symmetric, so a column's sum equals the row's sum minus the entries set
+    to 0.
+
+    These entries are added up as integers, in units of `UNIT`. Their sum does not depend on the order of the additions, so results
+    are bitwise reproducible.
+    """
     rows, heads, total, dim = keys.shape
-    sums = torch.empty(rows, heads, total, dtype=torch.float32, device=keys.device)
-    norms, amounts, result = (torch.empty_like(sums) for _ in range(3))
-    zeroed = torch.empty_like(sums, dtype=torch.int32)
+    norms, sums = torch.empty(2, rows, heads, total, dtype=torch.float32, device=keys.device)
+    lost = torch.zeros(rows, heads, total, dtype=torch.int64, device=keys.device)
     block, columns = (64, 128) if dim <= 128 and keys.dtype != torch.float32 else (32, 32)  # the fastest of 10 on an H200
     where = (keys.stored_NHCD, keys.rows_R, *keys.strides, heads, total)
     dim_pad = max(16, next_power_of_2(dim))
     _norms[(rows * heads, -(-total // 64))](*where, norms, DIM=dim, DIM_PAD=dim_pad, BLOCK=64, num_warps=4)
     _similarities[(rows * heads, -(-total // block))](
-        *(*where, norms, threshold, sums, zeroed, amounts),
+        *(*where, norms, threshold, sums, lost),
         DIM=dim,
         DIM_PAD=dim_pad,
         ROWS=block,
         COLUMNS=columns,
+        UNIT=UNIT,
         PRECISION=precision(keys.stored_NHCD),
         num_warps=4,
     )
-    _subtract[(rows * heads, -(-total // 64))](sums, zeroed, amounts, result, total, BLOCK=64, num_warps=4)
-    return result
+    return torch.sub(sums, lost, alpha=UNIT)
 
 
 @jit(do_not_specialize=["total"])  # prompts have many lengths
@@ -87,8 +92,9 @@ def _norms(
 @jit(do_not_specialize=["total"])  # prompts have many lengths
 def _similarities(
     keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, total, norms_ptr, threshold,
-    sums_ptr, zeroed_ptr, amounts_ptr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    sums_ptr, lost_ptr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
@@ -114,24 +120,6 @@ def _similarities(
     zeroed = tl.maximum(zeroed, 0)
     lost = tl.load(row + zeroed[:, None] * token_stride + d[None, :], mask=in_dim, other=0.0).to(tl.float32)
     amount = tl.sum(mine.to(tl.float32) * lost, axis=1) / tl.load(norms_ptr + zeroed)
-    amount = tl.where(zeroed == i, 0.0, amount)  # the diagonal is already 0
-    place = pair * total + i
-    tl.store(sums_ptr + place, sums / my_norm, mask=i < total)
-    tl.store(zeroed_ptr + place, zeroed, mask=i < total)
-    tl.store(amounts_ptr + place, amount / my_norm, mask=i < total)
-
-
-@jit(do_not_specialize=["total"])
-def _subtract(sums_ptr, zeroed_ptr, amounts_ptr, result_ptr, total, BLOCK: tl.constexpr):
-    """Subtract from column j the entries that rows set to 0 in it. The order is fixed and no atomics are used, so that results
-    are bitwise reproducible."""
-    pair = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lost = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, total, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        zeroed = tl.load(zeroed_ptr + pair * total + i, mask=i < total, other=-1)
-        amount = tl.load(amounts_ptr + pair * total + i, mask=i < total, other=0.0)
-        lost += tl.sum(tl.where(zeroed[:, None] == j[None, :], amount[:, None], 0.0), axis=0)
-    sums = tl.load(sums_ptr + pair * total + j, mask=j < total, other=0.0)
-    tl.store(result_ptr + pair * total + j, sums - lost, mask=j < total)
+    amount = tl.where(zeroed == i, 0.0, amount / my_norm)  # the diagonal is already 0
+    tl.store(sums_ptr + pair * total + i, sums / my_norm, mask=i < total)
+    tl.atomic_add(lost_ptr + pair * total + zeroed, (amount / UNIT).to(tl.int64), mask=i < total, sem="relaxed")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.counter_rng import mix
-from ..kernels.gather import keep_in_place
+from ..kernels.gather import dropped_positions, keep_in_place
 from ..kernels.jit import usable
 from ..kernels.redundancy import TILE_ROWS
 from ..kernels.rows import Rows
@@ -186,7 +186,7 @@ class SlotCache:
                     **self._model_of_rows(policy, torch.full_like(nth.seeds_P, layer)),
                 )
                 new, positions = whole.map(partial(_gather, kept_BHK=kept)), kept
-                dropped.append(_dropped(positions_PHT, kept))
+                dropped.append(dropped_positions(positions_PHT, kept))
             held, rows_m, slots_m = positions.shape[2], nth.rows_m, nth.slots_m
             for stored, each in zip(self.stored, new, strict=True):
                 stored[layer, slots_m, :, :held] = each[rows_m]
@@ -301,7 +301,6 @@ class SlotCache:
         for layer_R, which_R in self._tiles(len(slots), stored + held, copies=copies):
             slot_R = slots_n[which_R]
             rows_R = layer_R * self.slots + slot_R
-            positions_RHT = self.positions_LSHC[layer_R, slot_R, :, :held]
             more: dict[str, Any] = {"protected": protected_n[which_R]} if protected else {}  # some policies do not accept it
             kept_RHK: Tensor = policy.select(
                 self.ring_in_order(layer_R, slot_R, ends_n[which_R]) if self.ring else None,
@@ -309,13 +308,13 @@ class SlotCache:
                 self._take_values(layer_R, slot_R, held, stored) if policy.uses_values else None,
                 stored + budget,
                 seeds=mix(seeds_n[which_R], self.numbers_L[layer_R]) if policy.uses_seeds else None,
-                positions=_after_prompt(positions_RHT, stored),
+                positions=_after_prompt(_rows(self.positions_LSHC)[rows_R, :, :held], stored),
                 **self._model_of_rows(policy, layer_R),
                 **more,
             )
-            kept_RHK = kept_RHK[..., stored:] - stored  # all of the prompt is kept, where it is
-            dropped.append(_dropped(positions_RHT, kept_RHK))
-            keep_in_place(*self.stored.map(_rows), _rows(self.positions_LSHC), rows_R, kept_RHK)
+            if stored:  # all of the prompt is kept, where it is
+                kept_RHK = kept_RHK[..., stored:] - stored
+            dropped.append(keep_in_place(*self.stored.map(_rows), _rows(self.positions_LSHC), rows_R, kept_RHK, held))
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
     def _model_of_rows(self, policy: Policy, layer_R: Tensor) -> dict[str, Any]:
@@ -391,16 +390,3 @@ def _after_prompt(positions_RHT: Tensor, stored: int) -> Tensor:
 
 def _gather(tensor_BHTD: Tensor, kept_BHK: Tensor) -> Tensor:
     return tensor_BHTD.gather(2, kept_BHK[..., None].expand(-1, -1, -1, tensor_BHTD.shape[-1]))
-
-
-def _dropped(positions_BHT: Tensor, kept_BHK: Tensor) -> Tensor:
-    """Return the positions that are not kept, ascending, as int32 [B, H, T - K].
-
-    Before kept token k there are kept[k] - k dropped tokens. The number of kept tokens before the d-th dropped token is
-    therefore the number of k whose count is at most d.
-    """
-    kept = kept_BHK.shape[2]
-    before_BHK = kept_BHK - torch.arange(kept, device=kept_BHK.device)
-    number_BHN = torch.arange(positions_BHT.shape[2] - kept, device=kept_BHK.device).expand(*kept_BHK.shape[:2], -1)
-    index_BHN = number_BHN + torch.searchsorted(before_BHK, number_BHN.contiguous(), right=True)
-    return positions_BHT.gather(2, index_BHN).to(torch.int32)
