@@ -473,20 +473,21 @@ def test_products_with_a_virtual_query(q_heads, kv_heads, tokens, dim, dtype):
     torch.testing.assert_close(held, expected[..., :2], atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("held", "kept"), [(200, 150), (32, 24), (300, 65), (5, 4)])
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.int8, 1), (torch.uint8, 6)])
-def test_what_is_kept_moves_to_the_front_in_place(dtype, groups):
+def test_what_is_kept_moves_to_the_front_in_place(dtype, groups, held, kept):
     """Keys and values in the model's dtype or as codes, the steps of the codes, and positions."""
-    rows, heads, capacity, kept, dim = 5, 2, 210, 150, 24
+    rows, heads, capacity, dim = 5, 2, held + 10, 24
     keys, values = (100 * torch.rand(2, rows, heads, capacity, dim, device=DEVICE)).to(dtype)
     steps = torch.randn(2, rows, heads, capacity, groups, device=DEVICE).half()
     positions = torch.randint(1000, (rows, heads, capacity), dtype=torch.int32, device=DEVICE)
     chosen = torch.tensor([3, 0], device=DEVICE)
-    order = torch.rand(2, heads, 200, device=DEVICE).argsort(dim=-1)[..., :kept].sort(dim=-1).values
+    order = torch.rand(2, heads, held, device=DEVICE).argsort(dim=-1)[..., :kept].sort(dim=-1).values
     moved = (keys, values, *steps, positions)
     before = [tensor.clone() for tensor in moved]
     plain = [tensor.clone() for tensor in before]
-    dropped = keep_in_place(*plain, chosen, order, held=200)  # torch, on a CPU
-    torch.testing.assert_close(fused_keep(*moved, chosen, order, held=200), dropped, rtol=0, atol=0)
+    dropped = keep_in_place(*plain, chosen, order, held)  # torch, on a CPU
+    torch.testing.assert_close(fused_keep(*moved, chosen, order, held), dropped, rtol=0, atol=0)
     for now, torchs in zip(moved, plain, strict=True):
         torch.testing.assert_close(now[:, :, :kept], torchs[:, :, :kept], rtol=0, atol=0)
     for now, then in zip(moved, before, strict=True):

@@ -94,7 +94,8 @@ def _keep(
         before = tl.zeros([BLOCK], tl.int32)
         for first in range(0, kept, BLOCK):
             k = first + tl.arange(0, BLOCK)
-            gap = tl.load(kept_ptr + pair * kept + k, mask=k < kept, other=held + kept).to(tl.int32) - k
+            gap = tl.load(kept_ptr + pair * kept + k, mask=k < kept).to(tl.int32) - k
+            gap = tl.where(k < kept, gap, held)  # padding comes before no dropped token
             before += tl.sum((gap[None, :] <= number[:, None]).to(tl.int32), axis=1)
         is_dropped = number < held - kept
         position = tl.load(positions_ptr + row + number + before, mask=is_dropped)
