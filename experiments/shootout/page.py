@@ -50,7 +50,11 @@ DIFFERENCES = (
     (BEST, "expected protected recent 0.2"),
     (BEST, "triattention protected 0.2"),
     (BEST, "triattention protected more recent 0.2"),
+    (BEST, "triattention recent 0.25"),
     ("triattention protected recent 0.3", "triattention recent 0.25"),
+    ("triattention recent no sinks 0.25", "triattention recent 0.25"),
+    ("triattention protected recent interval 8 0.2", BEST),
+    ("triattention protected recent 8bit 0.2", BEST),
     ("expected protected recent 0.2", "expected protected 0.2"),
     ("rkv protected recent 0.2", RKV),
     ("rkv protected often 0.2", RKV),
@@ -64,11 +68,11 @@ SHOWN = (
     "full 4bit",
     "rkv",
     "rkv protected",
-    "rkv protected 8bit",
     "streaming protected",
     "streaming protected 8bit",
     "streaming protected 4bit",
     "triattention protected recent",
+    "triattention protected recent 8bit",
     "expected protected recent",
 )
 """Caches that the figure names."""
@@ -223,12 +227,13 @@ QUANTISED = (
     ("`full`, 4 bits", "full 4bit"),
     ("R-KV {size}, protected", "rkv protected 0.2"),
     ("TriAttention {size}, half of it recent, protected", "triattention protected recent 0.2"),
+    ("TriAttention {size}, half of it recent, protected, 8 bits", "triattention protected recent 8bit 0.2"),
     ("streaming {size}, protected, 8 bits", "streaming protected 8bit 0.2"),
     ("streaming {size}, protected, 4 bits", "streaming protected 4bit 0.3"),
     ("R-KV {size}, prompt evictable", "rkv 0.35"),
 )
 TITLES = {"long": "16 problems in a prompt", "math": "MATH-500", "gsm8k": "GSM8K"}
-COMPARED = ("triattention protected recent 0.2", "rkv protected 0.2", "streaming protected 0.2")
+COMPARED = (BEST, EQUAL, "streaming protected 0.2")
 
 
 def quantised() -> str:
@@ -316,7 +321,7 @@ def draw(file: Path) -> None:
     for axis, (task, rows) in zip(axes[0], results().items(), strict=True):
         caches: dict[str, list[tuple[float, float]]] = {}
         for row in sorted(rows.values(), key=lambda row: -row["saved"]):
-            name = row["arm"] if row["kv"]["policy"] == DENSE else row["arm"].rsplit(" ", 1)[0]
+            name = row["arm"] if row["kv"]["policy"] == DENSE else re.sub(r" (equal bytes|\S+)$", "", row["arm"])
             caches.setdefault(name, []).append((100 * row["saved"], 100 * row["rejected"]))
         for points in (points for name, points in caches.items() if name not in SHOWN):
             axis.plot(*zip(*points, strict=True), marker=".", color="lightgrey", linestyle="")
