@@ -1,0 +1,33 @@
+"""The cache in which `experiments/quantized_accuracy.py` samples is the one that `experiments/quantize.py` measures."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_rl import load_model
+from sparse_rl.models.support import prepare
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+@pytest.mark.parametrize("scheme", ["K8 channel x token V8 token", "K4 pair V4 group 32"])
+def test_a_sampled_token_has_the_logprob_of_the_teacher_forced_pass(scheme, monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    from quantize import Answer, decoder_pass, logprobs, view_of
+    from quantized_accuracy import STORAGES, Calibration, QuantisedCache
+
+    model = load_model("tiny", dtype="float32", device="cpu")
+    prepare(model)
+    tokens = torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(0))
+    answer, calibration = Answer("single", tokens[0, :10].tolist(), tokens[0, 10:].tolist()), Calibration()
+    decoder_pass(model, answer, calibration)
+    expected, exact = (logprobs(model, answer, view_of(name, answer, calibration)) for name in (scheme, "dense"))
+    model.set_attn_implementation("sdpa")
+    cache = QuantisedCache(STORAGES[scheme], calibration, model.config)
+    with torch.no_grad():
+        steps = [tokens[:, :10], *tokens[:, 10:39].split(1, dim=1)]
+        logits = torch.cat([model(step, past_key_values=cache).logits[0, -1:] for step in steps])
+    found = logits.log_softmax(-1).gather(1, tokens[0, 10:, None])[:, 0]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    assert (expected - exact).abs().max() > 0.1
