@@ -21,7 +21,7 @@ from sparse_rl import backup, disk
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import Config, from_flags
 from sparse_rl.errors import UserError
-from sparse_rl.train import checkpoint, lock
+from sparse_rl.train import checkpoint_folder, lock
 from sparse_rl.train import run as training
 from sparse_rl.train.distributed import launch
 from sparse_rl.train.lock import Holder, RunLock, this_process
@@ -61,10 +61,10 @@ def test_a_run_that_is_live_is_read_and_not_written(world, tmp_path, capsys):
         assert sentence.endswith(" wait for it, stop it, or use another --run-dir.")
     main([*arguments(world, run, *QUICK, "--steps", "500"), "--dry-run"])
     main(["report", str(run), "--out", str(tmp_path / "page.html")])
-    main(["export", str(run), str(tmp_path / "model"), "--step", str(checkpoint.steps_in(run / "checkpoints")[0])])
+    main(["export", str(run), str(tmp_path / "model"), "--step", str(checkpoint_folder.steps_in(run / "checkpoints")[0])])
     live.signal(signal.SIGKILL)
     live.end()
-    done = checkpoint.steps_in(run / "checkpoints")[-1]
+    done = checkpoint_folder.steps_in(run / "checkpoints")[-1]
     train(world, run, *QUICK, "--steps", str(done + 1), "--resume")
     assert [row["step"] for row in metrics(run)] == [*range(done + 2)]
     assert not (run / "lock").exists() and "may be in use" not in capsys.readouterr().err
@@ -212,7 +212,7 @@ def test_a_run_that_a_killed_start_was_to_replace_is_read_as_it_was(world, tmp_p
     (run / "config.toml").write_text("seed = 5")
     main(["export", str(run), str(tmp_path / "model")])
     assert "the previous run is restored" in capsys.readouterr().err
-    assert not [*run.glob(".replaced*")] and checkpoint.steps_in(run / "checkpoints") == [1]
+    assert not [*run.glob(".replaced*")] and checkpoint_folder.steps_in(run / "checkpoints") == [1]
 
 
 # What a disk refuses
@@ -288,7 +288,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_end_of_a_run(world, tmp_
         train(world, run, *QUICK, "--checkpoint.keep", "1", "--checkpoint.best", "eval/none", "--steps", "3", "--resume")
     finally:
         subprocess.run(["chattr", "-i", kept], check=True)
-    assert checkpoint.steps_in(run / "checkpoints") == [1, 3]
+    assert checkpoint_folder.steps_in(run / "checkpoints") == [1, 3]
     assert f"The old checkpoint {kept} could not be removed" in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from small_runs import arguments, metrics, one_thread, train
 from sparse_rl.cli import main
 from sparse_rl.errors import StorageUnavailable, UserError
-from sparse_rl.train import checkpoint, lock, storage
+from sparse_rl.train import checkpoint, checkpoint_folder, lock, storage
 from sparse_rl.train.run_folder import RunFolder
 from storage import s3_bucket
 
@@ -66,7 +66,7 @@ def test_a_run_that_is_there_is_not_lost_by_accident(world, bucket, capsys):
         command(*arguments(world, run, *FLAGS, "--steps", "1"))
     assert f"{run} already contains a run: use --resume, --overwrite or another --run-dir." in capsys.readouterr().err
     command(*arguments(world, run, *FLAGS, "--steps", "2", "--checkpoint.every", "2", "--overwrite"))
-    assert checkpoint.steps_in(f"{run}/checkpoints") == [2]
+    assert checkpoint_folder.steps_in(f"{run}/checkpoints") == [2]
 
 
 def test_what_is_no_run_is_left_alone(world, bucket, capsys):
@@ -181,8 +181,8 @@ def test_checkpoints_are_not_pruned_because_storage_is_silent(bucket, monkeypatc
         broken.setattr(remote, "ls", silent)
         broken.setattr(remote, "exists", lambda path: False)
         with pytest.raises(StorageUnavailable, match=r"cannot be read \(503 Slow Down\)"):
-            checkpoint.prune(folder, 1, -1)
-    assert checkpoint.steps_in(folder) == [1, 2]
+            checkpoint_folder.prune(folder, 1, -1)
+    assert checkpoint_folder.steps_in(folder) == [1, 2]
 
 
 def test_working_copies_of_killed_processes_are_removed(bucket):
@@ -216,7 +216,7 @@ def test_a_run_on_storage_has_one_writer(world, bucket, monkeypatch, capsys):
     thread.join()
     assert f"{run} is in use by process" in capsys.readouterr().err
     command(*arguments(world, run, *FLAGS, "--steps", "1"))
-    assert checkpoint.steps_in(f"{run}/checkpoints") == [1] and not fs.exists(stored)
+    assert checkpoint_folder.steps_in(f"{run}/checkpoints") == [1] and not fs.exists(stored)
 
 
 @pytest.mark.parametrize("killed_at", range(4))

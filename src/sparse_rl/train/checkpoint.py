@@ -8,9 +8,8 @@ A run derives all randomness from counters, so restoring the step and the data c
 import json
 import math
 import os
-import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -22,19 +21,18 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..disk import refusal
-from ..errors import RankLost, StorageUnavailable, UserError, first_line, notice
-from ..format import gib
+from ..errors import RankLost, StorageUnavailable, UserError, first_line
 from ..kv.statistics import Statistics
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..text import listed
 from ..world import ALONE, LOST, World, agreed
-from . import manifest, metadata, storage
+from . import manifest, metadata
+from .checkpoint_folder import STATE, at_step, begun, latest, rename_damaged, step_of, steps_in, unfinished_after
 from .manifest import Damaged, Entry, HashingFileSystem
 from .run_folder import write_whole
 from .storage import Place, names_in, opened, remove, within
 
-STATE = "state.json"
 STATISTICS = "statistics"
 """Prefix of the tensors of statistics in a checkpoint."""
 MOST_STATE_BYTES = 2**20
@@ -155,29 +153,6 @@ def bytes_of(optimizer: Optimizer) -> int:
     return sum(master.numel() * (master.element_size() + moments) for master in optimizer.masters)
 
 
-def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
-    """Return a warning if the free disk space is too small for the checkpoints kept at one time and the final model.
-
-    Return None if the space suffices. Shared storage counts as unlimited.
-    """
-    if not isinstance(folder, Path):
-        return None
-    try:
-        disk = shutil.disk_usage(folder if folder.exists() else folder.parent)
-    except OSError:
-        return None
-    existing = len(_begun(folder))
-    at_once = min(existing + to_come, keep + 2)  # + 2: the best checkpoint, and the next one while it is written
-    more = max(0, at_once - existing) * each + model
-    if not to_come or not disk.total or disk.free >= more:
-        return None
-    return (
-        f"The disk of {folder.parent} has {gib(disk.free)} GiB free, but checkpoints of {gib(each)} GiB ({at_once} at "
-        f"once) and the model need {gib(more)} GiB more: free disk space, lower --checkpoint.keep or raise "
-        "--checkpoint.every."
-    )
-
-
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """The checkpoint that a run continues from."""
@@ -211,23 +186,23 @@ def load_last(
             return LoadedCheckpoint(state, statistics, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is intact: start over with --overwrite, or use another --run-dir.")
-    agreed(world, lambda: _clear_begun(folder, reached) if world.is_main else None)
+    agreed(world, lambda: _clearbegun(folder, reached) if world.is_main else None)
     return None
 
 
-def _clear_begun(folder: Place, reached: float) -> None:
+def _clearbegun(folder: Place, reached: float) -> None:
     """Remove the incomplete checkpoints of a folder in which no checkpoint has a state.json.
 
     A killed run leaves at most one incomplete checkpoint, at its last step. A checkpoint of an earlier step was complete and
     has lost its state.json: raise UserError.
     """
-    if lost := [f"step-{step}" for step in _begun(folder) if step < reached]:
+    if lost := [f"step-{step}" for step in begun(folder) if step < reached]:
         raise UserError(
             f"{folder} has no checkpoint to continue from: {listed(lost, most=3)} lost state.json. Restore it from a backup, "
             "or start over with --overwrite or another --run-dir."
         )
 
-    for step in _begun(folder):
+    for step in begun(folder):
         left = at_step(folder, step)
         if manifest.FILE in names_in(left):  # only state.json is missing
             rename_damaged([Damaged(left, f"it has no {STATE}")])
@@ -373,29 +348,6 @@ def _reason(error: BaseException) -> str:
     return first_line(causes[0][0] if causes else error)
 
 
-def steps_in(folder: Place) -> list[int]:
-    """Return the steps of the complete checkpoints in `folder`, in ascending order."""
-    return [step for step in _begun(folder) if STATE in names_in(at_step(folder, step))]
-
-
-def unfinished_after(folder: Place, step: int) -> list[int]:
-    """Return the steps after `step` whose checkpoint has no state.json, e.g. because its write was interrupted."""
-    return sorted(set(_begun(folder)) - set(steps_in(folder)) - set(range(step + 1)))
-
-
-def _begun(folder: Place) -> list[int]:
-    names = (name.removeprefix("step-") for name in names_in(folder))
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def at_step(folder: Place, step: int) -> Place:
-    return within(folder, f"step-{step}")
-
-
-def step_of(checkpoint: Place) -> int:
-    return int(str(checkpoint).rstrip("/").rpartition("step-")[2])
-
-
 def best_step(folder: Place) -> int:
     """Return the step of the best checkpoint, as recorded in the last undamaged checkpoint."""
     for step in reversed(steps_in(folder)):
@@ -405,30 +357,6 @@ def best_step(folder: Place) -> int:
                 return best
             break
     raise UserError(f"{folder} has no checkpoint with a score yet: choose a step with --step N.")
-
-
-def rename_damaged(damaged: Iterable[Damaged]) -> None:
-    """Rename damaged checkpoints from step-N to damaged-step-N, so that later starts ignore them."""
-    for each in damaged:
-        folder, _, name = str(each.checkpoint).rpartition("/")
-        storage.move(each.checkpoint, storage.place(f"{folder}/damaged-{name}"))
-
-
-def latest(folder: Place) -> Place | None:
-    steps = steps_in(folder)
-    return at_step(folder, steps[-1]) if steps else None
-
-
-def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] = notice) -> None:
-    """Remove all checkpoints except the last `keep` and the best. Also remove incomplete ones. Warn if a removal fails."""
-    whole = steps_in(folder)
-    kept = {*whole[-keep:], *({best_step} & set(whole))}
-    for step in _begun(folder) if whole else ():
-        if step not in kept:
-            try:
-                remove(at_step(folder, step))
-            except (OSError, UserError) as error:
-                warn(f"The old checkpoint {at_step(folder, step)} could not be removed ({first_line(error)}).")
 
 
 def _write_last(place: Place, text: str) -> None:

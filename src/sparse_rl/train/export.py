@@ -28,7 +28,7 @@ def export(
 
     `step` is a step number, "best", or None for the last checkpoint. Without `out`, a push writes to a temporary folder.
     """
-    from . import checkpoint
+    from . import checkpoint, checkpoint_folder
 
     if out is None and push is None:
         raise UserError("export has no target: pass a folder to write, or --push REPO.")
@@ -37,7 +37,7 @@ def export(
     folder = RunFolder(run, writes=False)
     folder.recover_if_abandoned()
     config = folder.config()
-    steps = checkpoint.steps_in(folder.checkpoints)
+    steps = checkpoint_folder.steps_in(folder.checkpoints)
     if not steps:
         raise UserError(f"{run} has no checkpoint to export: wait for the first checkpoint, or lower checkpoint.every.")
     if step == "best":
@@ -84,7 +84,7 @@ def _write(
     from ..models.actor import Actor
     from ..models.export import write_model
     from ..models.load import load_model, load_tokenizer, no_progress_bar
-    from . import checkpoint
+    from . import checkpoint, checkpoint_folder
 
     model = config.model
     with no_progress_bar():
@@ -96,7 +96,7 @@ def _write(
             folder.remote.fetch(folder.metrics.name)
         kv = config.sampler_kv
         if config.sets_budget:
-            state, _ = checkpoint.read_state(checkpoint.at_step(folder.checkpoints, done))
+            state, _ = checkpoint.read_state(checkpoint_folder.at_step(folder.checkpoints, done))
             kv = kv.changed(budget=state.budget["state"]["budget"])
         card = model_card(config, kv, folder.read_metrics(), done, push or target.resolve().name, merge=merge)
         write_model(target, actor, tokenizer, kv, statistics, merge=merge, card=card)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from ..config import MAX_DRAWS, Config
 from ..errors import UserError
 from ..learner.update import Updated
-from . import checkpoint
+from . import checkpoint_folder
+from .checkpoint import State
 from .rollouts import RolloutBatch
 from .storage import Place
 
@@ -18,7 +19,7 @@ QUIET_STEPS = 5
 class Health:
     """Health checks that run after each step. The counters are stored in `state`, so a resumed run continues them."""
 
-    def __init__(self, config: Config, state: checkpoint.State, checkpoints: Place, warn: Callable[[str], None]):
+    def __init__(self, config: Config, state: State, checkpoints: Place, warn: Callable[[str], None]):
         self.config, self.state, self.checkpoints, self.warn = config, state, checkpoints, warn
         self.no_signal = ("", "")
         """What happened and why in the last step without a signal."""
@@ -80,7 +81,7 @@ class Health:
         """Raise UserError after `optimizer.max_skipped_updates` consecutive updates with a non-finite loss or gradient."""
         skipped = self.state.skipped_in_a_row
         if skipped >= self.config.optimizer.max_skipped_updates:
-            last = checkpoint.latest(self.checkpoints)
+            last = checkpoint_folder.latest(self.checkpoints)
             raise UserError(
                 f"{skipped} consecutive updates were not finite: lower optimizer.lr or the loss coefficients; "
                 f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
@@ -91,6 +92,6 @@ class Health:
         state = self.state
         state.silent_steps = state.silent_steps + 1 if batch.silent else 0
         if batch.silent and (state.step == 0 or state.silent_steps >= SILENT_STEPS):
-            last = checkpoint.latest(self.checkpoints)
+            last = checkpoint_folder.latest(self.checkpoints)
             remedy = f"fix reward.function{f' and continue from {last} with --resume' if last else ''}"
             raise UserError(f"{batch.silent}: {remedy}.")

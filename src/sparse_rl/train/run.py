@@ -270,7 +270,7 @@ def train_one(
     from torch import OutOfMemoryError
 
     from ..models.load import no_progress_bar, place
-    from . import checkpoint
+    from . import checkpoint_folder
     from .loggers import opened_loggers
     from .memory import out_of_memory
     from .stop import StopHandler
@@ -301,7 +301,7 @@ def train_one(
                     folder.remote.fetch(name)
                 function, reward_log = reward.function_for(config.data.train), folder.path / name
                 pool = opened.enter_context(pool_for(reward, function, log=reward_log, call=objects.reward))
-                first_step = max(checkpoint.steps_in(folder.checkpoints), default=-1) + 1
+                first_step = max(checkpoint_folder.steps_in(folder.checkpoints), default=-1) + 1
                 loggers = opened.enter_context(opened_loggers(folder.path, config, first_step)) if world.is_main else []
                 trainer = TrainingRun(
                     config, folder, terminal, pool, loggers, resume=resume, world=world, callback=objects.callback

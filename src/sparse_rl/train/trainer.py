@@ -26,7 +26,7 @@ from ..rollout import calibrate
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..world import ALONE, World
-from . import checkpoint, rollout_log
+from . import checkpoint, checkpoint_folder, rollout_log
 from . import resume as resuming
 from .auto_budget import AutoBudget
 from .best import Best
@@ -177,7 +177,7 @@ class TrainingRun:
         self.folder.note_changes([each.until(step) for each in changed])
         self.state.problems, self.state.scored_by, self.state.config = fresh.problems, fresh.scored_by, fresh.config
         if self.world.is_main:
-            checkpoint.rename_damaged(last.damaged)
+            checkpoint_folder.rename_damaged(last.damaged)
         self.terminal.note(f"Continuing after step {step}.")
 
     def _possible_budgets(self, prompt_tokens: int) -> tuple[list[int], int]:
@@ -266,7 +266,7 @@ class TrainingRun:
         weights = self.optimizer.masters if self.actor.peft else list(self.actor.sampler.parameters())
         model = sum(weight.numel() * weight.element_size() for weight in weights)
         each = checkpoint.bytes_of(self.optimizer)
-        if warning := checkpoint.disk_warning(self.folder.checkpoints, each, model, to_come, settings.keep):
+        if warning := checkpoint_folder.disk_warning(self.folder.checkpoints, each, model, to_come, settings.keep):
             self.terminal.warn(warning)
 
     def _try_reward(self) -> None:
@@ -397,7 +397,7 @@ class TrainingRun:
         self.best.saved(self.state.step)
         if self.world.is_main:
             try:
-                checkpoint.prune(
+                checkpoint_folder.prune(
                     self.folder.checkpoints, self.config.checkpoint.keep, self.state.best_step, self.terminal.warn
                 )
             except UserError as error:  # a temporary outage of the storage
