@@ -64,7 +64,7 @@ def calibrate(model: Any, tokenizer: Any, problems: list[Example], longest: int,
 
 
 @torch.no_grad()
-def answers_of(
+def sample(
     model: Any, prompts: list[list[int]], storage: Storage, calibration: Calibration, args: argparse.Namespace
 ) -> list[list[int]]:
     """Sample `args.samples` answers to each prompt. Every scheme draws with the same seed."""
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         if any(row["scheme"] == name for row in found["results"]):
             continue
         started = time.perf_counter()
-        answers = answers_of(model, prompts, STORAGES[name], calibration, args)
+        answers = sample(model, prompts, STORAGES[name], calibration, args)
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         each = [problem for problem in problems for _ in range(args.samples)]
         columns = {column: [problem.columns[column] for problem in each] for column in each[0].columns}
