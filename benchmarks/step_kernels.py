@@ -46,8 +46,6 @@ def main() -> None:
 def decode(model, args: argparse.Namespace) -> None:
     kv = KV(policy="rkv", budget=BUDGET, interval=INTERVAL, protect_prompt=False, dtype=args.kv_dtype)
     engine = Engine(model, kv, slots=args.slots[0])
-    if engine.needed_statistics:
-        engine.calibrate([[5] * PROMPT_TOKENS], PROMPT_TOKENS)
     engine.generate([[5] * PROMPT_TOKENS], 8, Sampling(max_tokens=engine.chunk, stop=()))
     graphs, clock, held = engine._graphs(), Clock(model.device), BUDGET + INTERVAL // 2
     assert graphs is not None

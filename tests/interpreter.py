@@ -1,12 +1,17 @@
-"""Triton's interpreter without the search that takes most of its time.
+"""Triton's interpreter without the search that takes most of its time, and with the padding of a GPU.
 
 At every call of a device function, `tl.sum` for example, the interpreter searches all of `triton.language` for builtins to
 replace. They are always the same ones, so their names are remembered here. What is replaced stays the same.
+
+A masked load without `other` returns zeros here and anything on a GPU. `spoil_padding` makes it return NaN or a large integer, so
+that a kernel that uses such padding fails its test.
 """
 
 import functools
 import inspect
 from typing import Any
+
+import numpy as np
 
 try:
     from triton import language as tl
@@ -33,3 +38,21 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         member = getattr(package, name)
         if tl.core.is_builtin(member):
             interpreter._patch_attr(package, name, member, builder, scope)
+
+
+def spoil_padding() -> None:
+    if tl is None:
+        return
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def spoiled(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        if other is None:
+            element = ptrs.get_element_ty()
+            dtype = interpreter._get_np_dtype(element)
+            worst = np.nan if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max
+            if element.is_bf16():  # numpy has none, so the interpreter holds its bits
+                worst = 0x7FC0
+            other = interpreter.TensorHandle(np.full_like(ptrs.data, worst, dtype=dtype), element)
+        return load(self, ptrs, mask, other, *rest)
+
+    interpreter.InterpreterBuilder.create_masked_load = spoiled

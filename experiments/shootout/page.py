@@ -56,6 +56,7 @@ DIFFERENCES = (
     ("triattention protected recent interval 8 0.2", BEST),
     ("triattention protected recent 8bit 0.2", BEST),
     ("expected protected recent 0.2", "expected protected 0.2"),
+    ("expected protected recent 0.2", "expected recent 0.25"),
     ("rkv protected recent 0.2", RKV),
     ("rkv protected often 0.2", RKV),
     ("rkv protected 8bit 0.2", RKV),

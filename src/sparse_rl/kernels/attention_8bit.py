@@ -59,8 +59,8 @@ def _attend_block(
 ):  # fmt: skip
     """Add the first `count` tokens from `row` on, at most T a warp, to the running softmax of each warp.
 
-    It is the largest logit [W, G] in powers of two, the sum of weights [W, G], and the weighted sums of the even and of the odd
-    channels of values, [W, R, D / 2] each.
+    The running softmax has three parts: the largest logit [W, G], times log2(e); the sum of weights [W, G]; and the weighted sums of
+    the even and of the odd channels of values, [W, R, D / 2] each.
     """
     n = _tokens(WARPS, TOKENS)
     held = n < count
