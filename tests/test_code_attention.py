@@ -40,7 +40,7 @@ def form_of(kind, q_heads):
         *((6, 2, 64, 3, dtype, "") for dtype in DTYPES),
         *((4, 4, 24, 1, torch.bfloat16, ""), (12, 2, 128, 1, torch.float32, ""), (4, 1, 16, 3, torch.float32, "")),
         (4, 1, 16, 1, torch.float32, "sinks"),
-        (9, 1, 132, 1, torch.bfloat16, "capped sinks"),  # two warps, and more queries than a product has rows
+        (9, 1, 132, 1, torch.bfloat16, "capped sinks"),  # two warps, and more query heads than a program has
     ],
 )
 def test_a_step_appends_codes_and_attends_to_them(q_heads, kv_heads, dim, name, splits, dtype, kind):
@@ -89,6 +89,7 @@ def test_a_group_may_have_16_or_32_channels(channels, monkeypatch):
     [
         ("8bit", 6, 2, 64, 1, torch.float32, ""),
         ("8bit", 2, 1, 132, 3, torch.bfloat16, ""),
+        ("8bit", 34, 2, 16, 2, torch.bfloat16, ""),  # three programs for a kv head
         ("4bit", 2, 2, 24, 7, torch.float32, ""),
         *((name, 2, 1, 16, 2, torch.float32, "capped sinks") for name in ("8bit", "4bit")),
     ],

@@ -1,8 +1,9 @@
 """One decode step of one layer over a cache of 8-bit codes, in one launch: attend over the stored prompt and the slot, encode and
 store the new key and value, and store the query.
 
-The torch reference is that of `code_attention.py`, which launches this kernel. A program processes one slot and one kv head. Each of
-its warps reads tokens of its own and keeps a running softmax of its own, so warps wait for each other only at the end.
+The torch reference is that of `code_attention.py`, which launches this kernel. A program processes one slot and at most eight query
+heads of one kv head, because the sums of more do not fit in registers. Each of its warps reads tokens of its own and keeps a running
+softmax of its own, so warps wait for each other only at the end.
 
 The query is multiplied by the channel steps. Then it is written as a sum of two rows of 8-bit codes, coarse and fine, so that its
 products with the codes of keys are integers: the padded rows of the matrix product hold the fine codes. The centre of keys is left
@@ -127,17 +128,18 @@ def _attend_8bit(
     prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr, pages_ptr, prompts_ptr, pages_slot,
     lengths_ptr, next_positions_ptr, centre_ptr, step_ptr, out_ptr, sums_ptr, marks_ptr, scale, softcap, sinks_ptr,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, capacity,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, SHIFTED: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, PAGE: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(2)
+    part = tl.program_id(1) % PARTS  # of the query heads of a kv head
     BLOCK: tl.constexpr = WARPS * TOKENS
     ROWS: tl.constexpr = GROUP_PAD if FLOAT32 else 2 * GROUP_PAD
     length = tl.load(lengths_ptr + slot).to(tl.int32)
     position = tl.load(next_positions_ptr + slot)
-    g, c = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
+    g, c = part * GROUP_PAD + tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     in_group, in_dim = g < GROUP, c < DIM
     in_query = in_group[:, None] & in_dim[None, :]
     q_heads = head * GROUP + g
@@ -176,7 +178,7 @@ def _attend_8bit(
     place = row + length
     codes, new_steps = _encoded(tl.div_rn(k - centre, step), v)
     key, value = tl.split(codes * new_steps[None, :])
-    if is_first:
+    if is_first & (part == 0):
         tl.store(positions_ptr + place, position.to(tl.int32))
         key_step, value_step = tl.split(new_steps)
         tl.store(key_steps_ptr + place, key_step.to(tl.float16))

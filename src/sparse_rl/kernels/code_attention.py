@@ -22,6 +22,8 @@ from .slot_attention import _rows, combine
 
 BLOCK = 64
 """Most tokens that a program reads at a time: a page of a stored prompt."""
+QUERY_HEADS = 8
+"""Most query heads of a program over 8-bit codes. Their coarse and fine codes fill the 16 rows of a matrix product."""
 
 
 def attend_and_append_codes(
@@ -79,13 +81,14 @@ def attend_and_append_codes(
     words_pad = max(16, next_power_of_2(words))
     if bits == 8:
         kernel, (tokens, warps, stages) = _attend_8bit, _shape_8bit(dim)
-        options |= {"GROUP_PAD": max(8, next_power_of_2(group)), "DIM_PAD": 2 * words_pad, "WARPS": warps, "TOKENS": tokens}
+        parts = -(-group // QUERY_HEADS)
+        options |= {"GROUP_PAD": QUERY_HEADS, "PARTS": parts, "DIM_PAD": 2 * words_pad, "WARPS": warps, "TOKENS": tokens}
     else:
-        kernel, warps, stages = _attend_4bit, 1, 3  # the fastest of 22 on an H200
+        kernel, warps, stages, parts = _attend_4bit, 1, 3, 1  # the fastest of 22 on an H200
         options |= {"GROUP_PAD": max(16, next_power_of_2(group)), "WORDS": words, "WORDS_PAD": words_pad, "STEPS": steps}
         options |= {"STEPS_PAD": words_pad * steps // (2 * words), "BLOCK": BLOCK // 2}
         cached, stored = _in_words(cached), _in_words(stored)
-    kernel[(slots, kv_heads, splits)](
+    kernel[(slots, kv_heads * parts, splits)](
         *(queries, keys, values, *cached, positions_SHC, ring_SQWD, *stored, *table, pages_slot),
         *(lengths_S, next_positions_S, centre_HD, step_HD, out, sums, marks, scale),
         *(1.0 if form.softcap is None else form.softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
