@@ -14,7 +14,14 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, constants
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
 from ..errors import UNREACHABLE, MissingResource, UserError, first_line, notice
@@ -50,13 +57,18 @@ def load_model(
     check_model_folder(folder, trust_remote_code=trust_remote_code)
     try:
         with no_progress_bar() if folder == str(TINY) else contextlib.nullcontext(), _hub_asked_once(folder):
+            expanded = _expansion(folder)
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
+                **expanded,
             )
+        if expanded:
+            model.to(DTYPES[dtype])  # transformers expands to bfloat16
+            model._weight_conversions = None  # else it would save the weights under the names of their codes
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # values of config.json can cause errors anywhere in the model code
@@ -74,6 +86,18 @@ def load_model(
         ) from error
     _refuse_broken(path, model)
     return model
+
+
+def _expansion(folder: str) -> dict[str, Any]:
+    """Return the options with which transformers expands the weights of gpt-oss, which are published in MXFP4. It cannot train
+    them as they are."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(folder)
+    except OSError:
+        return {}  # an adapter, or a folder that cannot be loaded either
+    stored = config.get("quantization_config")
+    is_mxfp4 = isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
