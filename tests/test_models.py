@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LongcatFlashConfig,
+    NemotronHConfig,
     Olmo3Config,
     OPTConfig,
     Phi3Config,
@@ -39,6 +41,7 @@ from sparse_rl.errors import UNREACHABLE
 from sparse_rl.models import gguf as gguf_files
 from sparse_rl.models import load as loading
 from sparse_rl.models.stored_kv import stored_kv
+from sparse_rl.plan import dimensions
 
 SIZE = {
     "vocab_size": 61,
@@ -602,6 +605,30 @@ def test_gpt_oss_in_mxfp4_is_expanded_and_saved_as_any_other_model(tmp_path):
     model.save_pretrained(saved)
     again = load_model(str(saved), dtype="float32", device="cpu").state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("family", "key"), [(Olmo3Config, "layer_types"), (NemotronHConfig, "layers_block_type")])
+def test_a_layer_type_of_a_newer_transformers_is_named(tmp_path, family, key):
+    """By the model, by its tokenizer and by the plan, which read config.json each on its own."""
+    types = ["full_attention", "folded_attention"]
+    stored = family().to_dict() | {"num_hidden_layers": 2, key: types}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for read in (load_model, load_tokenizer, dimensions):
+        with pytest.raises(UserError) as error:
+            read(str(tmp_path))
+        assert str(error.value) == (
+            f"The model {tmp_path} has layer 1 of type 'folded_attention', which transformers {transformers.__version__} does not "
+            "support: use another model, or a newer version of transformers."
+        )
+
+
+def test_a_configuration_that_contradicts_itself_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(Olmo3Config().to_dict() | {"layer_types": ["full_attention"]}))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for read in (load_model, dimensions):
+        with pytest.raises(UserError, match=r"`num_hidden_layers` \(32\) must be equal to the number of `layer_types` \(1\)"):
+            read(str(tmp_path))
 
 
 def test_a_configuration_without_a_causal_language_model_is_named(tmp_path):
