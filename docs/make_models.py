@@ -107,8 +107,9 @@ NOTES = """\
   `down_proj`.
 - `kv.dtype = 8bit` and `4bit` apply to the layers that attend to all tokens. Windows and recurrent states stay in the model's dtype.
 - Nemotron-H, Granite 4, GPT-2 and OPT have no rotary positions, which the default `kv.policy`, `triattention`, needs: set `kv.policy` to `streaming` or `rkv`.
+- gpt-oss is published in MXFP4, which transformers cannot train: the weights are expanded to `model.dtype` when loaded, and saved so.
 - The first run of a Gated DeltaNet model compiles and tunes kernels for more than three minutes (H200). The results are cached.
-- Gemma 3n and Gemma 4 have run on a CPU only. Their last layers may have no keys of their own; the queries of the layer with the keys choose which are kept.
+- Gemma 3n and Gemma 4 have run on a GPU as small random models only. Their last layers may have no keys of their own; the queries of the layer with the keys choose which are kept.
 - Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.
 - Training over [30 steps](../experiments/RESULTS.md#families-trained) raises held-out accuracy from 35 to 63 % for a small Qwen3.5-like model and from 35 to 65 % for
   a gpt-oss-like one (one seed). With the first settings, the gpt-oss-like model fell.

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from triton import knobs
 from small_models import SIZE, covering, random_weights
 from small_runs import metrics, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_tokenizer, replay
+from sparse_rl.errors import notice
 from sparse_rl.kv.policies import POLICIES
-from sparse_rl.models.recurrent import ieee_products
+from sparse_rl.models import recurrent
+from sparse_rl.models.recurrent import bind, ieee_products
 from sparse_rl.models.reduced import reduced
 from sparse_rl.models.support import next_logits
 from sparse_rl.rollout.decode import DecodeView
@@ -304,6 +307,25 @@ def test_missing_kernels_are_named_with_the_layer():
     )
     with pytest.raises(UserError, match=sentence):
         Engine(model, BOUNDED, slots=1)
+
+
+def test_missing_fast_kernels_are_said_once_on_a_gpu(monkeypatch, capsys):
+    mixer = family("lfm2").model.layers[0].conv
+
+    def stand_in(is_cuda):
+        return SimpleNamespace(modules=lambda: [mixer], parameters=lambda: iter([SimpleNamespace(is_cuda=is_cuda)]))
+
+    notice.cache_clear()
+    for found, lines in ((object(), 0), (None, 1)):
+        monkeypatch.setattr(recurrent, "find_spec", lambda name, found=found: found)
+        for is_cuda in (False, True, True):
+            bind(stand_in(is_cuda))
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == lines
+    assert said == [
+        "sparse-rl: Lfm2ShortConv runs without fast kernels, which is slower and takes more memory than planned: install "
+        "causal-conv1d."
+    ]
 
 
 def test_kernels_do_not_round_float32_products(monkeypatch):

@@ -1,6 +1,7 @@
 """Which models run: attention we get right, or a sentence that says what is in the way."""
 
 import copy
+import json
 import sys
 import time
 from dataclasses import replace
@@ -9,18 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
     DogeConfig,
     GPT2Config,
+    GptOssConfig,
     JambaConfig,
     Kimi_K25Config,
     Llama4TextConfig,
     LlamaConfig,
     LongcatFlashConfig,
+    NemotronHConfig,
     Olmo3Config,
     OPTConfig,
     Phi3Config,
@@ -37,6 +41,7 @@ from sparse_rl.errors import UNREACHABLE
 from sparse_rl.models import gguf as gguf_files
 from sparse_rl.models import load as loading
 from sparse_rl.models.stored_kv import stored_kv
+from sparse_rl.plan import dimensions
 
 SIZE = {
     "vocab_size": 61,
@@ -575,6 +580,55 @@ def test_custom_code_is_refused_in_the_same_words_for_a_folder_and_for_the_hub(t
             f"The model {path} needs custom code, which is not run by default: set trust_remote_code if you trust the model, or "
             "use another model."
         )
+
+
+def test_gpt_oss_in_mxfp4_is_expanded_and_saved_as_any_other_model(tmp_path):
+    """Its experts are published as 4-bit codes. Saved again, they must bear the names that a configuration without codes has."""
+    size = SIZE | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = GptOssConfig(**size, head_dim=16, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"])
+    published, saved = tmp_path / "published", tmp_path / "saved"
+    build(config).save_pretrained(published)
+    weights = load_file(published / "model.safetensors")
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.0.mlp.experts.{name}"
+        experts, inputs, outputs = weights.pop(path).shape
+        groups = (experts, outputs, inputs // 32)
+        weights[f"{path}_blocks"] = torch.randint(256, (*groups, 16), dtype=torch.uint8)
+        weights[f"{path}_scales"] = torch.full(groups, 124, dtype=torch.uint8)  # of 2 ** -3
+    save_file(weights, published / "model.safetensors", metadata={"format": "pt"})
+    stored = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (published / "config.json").write_text(json.dumps(stored))
+    model = load_model(str(published), dtype="float32", device="cpu")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    (rollout,) = Engine(model, SMALL, slots=1).generate([[5, 6, 7]], sampling=Sampling(max_tokens=40, stop=()))
+    torch.testing.assert_close(replay(model, [rollout], "sparse")[0].detach(), rollout.logprobs, atol=1e-4, rtol=0)
+    model.save_pretrained(saved)
+    again = load_model(str(saved), dtype="float32", device="cpu").state_dict()
+    assert all(torch.equal(weight, again[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("family", "key"), [(Olmo3Config, "layer_types"), (NemotronHConfig, "layers_block_type")])
+def test_a_layer_type_of_a_newer_transformers_is_named(tmp_path, family, key):
+    """By the model, by its tokenizer and by the plan, which read config.json each on its own."""
+    types = ["full_attention", "folded_attention"]
+    stored = family().to_dict() | {"num_hidden_layers": 2, key: types}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for read in (load_model, load_tokenizer, dimensions):
+        with pytest.raises(UserError) as error:
+            read(str(tmp_path))
+        assert str(error.value) == (
+            f"The model {tmp_path} has layer 1 of type 'folded_attention', which transformers {transformers.__version__} does not "
+            "support: use another model, or a newer version of transformers."
+        )
+
+
+def test_a_configuration_that_contradicts_itself_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(Olmo3Config().to_dict() | {"layer_types": ["full_attention"]}))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for read in (load_model, dimensions):
+        with pytest.raises(UserError, match=r"`num_hidden_layers` \(32\) must be equal to the number of `layer_types` \(1\)"):
+            read(str(tmp_path))
 
 
 def test_a_configuration_without_a_causal_language_model_is_named(tmp_path):

@@ -136,7 +136,10 @@ def test_a_sharded_run_that_is_resumed_learns_what_a_whole_one_learns(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize("family", ["gpt-oss", "Gemma 2", "Qwen3.5", "Falcon-H1", "Nemotron-H", "LFM2"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt-oss", "Gemma 2", "Gemma 3n", "Gemma 4 with shared keys", "Qwen3.5", "Qwen3-Next", "Falcon-H1", "Nemotron-H", "LFM2"],
+)
 def test_shards_of_every_kind_of_layer_have_the_gradients_of_the_whole(family, device, group):
     """Sinks, experts, soft caps, windows, recurrent layers, and layers that do not mix tokens."""
     model = build(RUNS[family])

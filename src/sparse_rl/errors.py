@@ -56,8 +56,11 @@ UNREACHABLE = "The hub cannot be reached"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error message without its final period, or the exception's type if the message is empty."""
-    lines = str(error).strip().splitlines()
+    """Return the first line of the error message without its final period, or the exception's type if the message is empty. A
+    line that ends with a colon is continued by the next one."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}".rstrip(".")
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 

@@ -21,6 +21,8 @@ MOST = {"num_hidden_layers": 2**12, "vocab_size": 2**24, "hidden_size": 2**17, "
         "num_experts": 2**14, "num_local_experts": 2**14}  # fmt: skip
 """Maximum values in config.json. They exceed those of every existing model."""
 WHOLE_NUMBERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
+OLD_LAYER_TYPES = ("attention", "mamba", "mlp")
+"""Types of layers that transformers reads under another name, or in one family alone."""
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
@@ -171,6 +173,27 @@ def _refuse_unknown(folder: Path, config: dict[str, Any], trust_remote_code: boo
     raise UserError(
         f"{folder / CONFIG} has model_type = {quoted(kind)}, which transformers {__version__} does not support: use "
         "another model, or a newer version of transformers."
+    )
+
+
+def unknown_layer(config: dict[str, Any]) -> str | None:
+    """Return the first layer of a type that the installed transformers does not know, in words; None if it knows all."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    for table in (config, config.get("text_config")):
+        types = table.get("layer_types") or table.get("layers_block_type") if isinstance(table, dict) else None
+        for layer, name in enumerate(types if isinstance(types, list) else ()):
+            if name not in (*ALLOWED_LAYER_TYPES, *OLD_LAYER_TYPES):
+                return f"layer {layer} of type {quoted(name)}"
+    return None
+
+
+def needs_newer_transformers(name: str, layer: str) -> UserError:
+    from transformers import __version__
+
+    return UserError(
+        f"The model {name} has {layer}, which transformers {__version__} does not support: use another model, or a newer version "
+        "of transformers."
     )
 
 

@@ -14,14 +14,28 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, constants
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
 from ..errors import UNREACHABLE, MissingResource, UserError, first_line, notice
 from ..hub import why_unreachable
 from ..text import listed, printable, quoted
 from . import gguf
-from .folder import check_model_folder, check_tokenizer_folder, needs_custom_code, refuse_missing
+from .folder import (
+    check_model_folder,
+    check_tokenizer_folder,
+    needs_custom_code,
+    needs_newer_transformers,
+    refuse_missing,
+    unknown_layer,
+)
 from .four_bit import quantize_layers
 from .stored_kv import stored_base
 
@@ -50,13 +64,18 @@ def load_model(
     check_model_folder(folder, trust_remote_code=trust_remote_code)
     try:
         with no_progress_bar() if folder == str(TINY) else contextlib.nullcontext(), _hub_asked_once(folder):
+            expanded = _expansion(folder)
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
+                **expanded,
             )
+        if expanded:
+            model.to(DTYPES[dtype])  # transformers expands to bfloat16
+            model._weight_conversions = None  # else it would save the weights under the names of their codes
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # values of config.json can cause errors anywhere in the model code
@@ -74,6 +93,22 @@ def load_model(
         ) from error
     _refuse_broken(path, model)
     return model
+
+
+def _expansion(folder: str) -> dict[str, Any]:
+    """Return the options with which transformers expands the weights of gpt-oss, which are published in MXFP4. It cannot train
+    them as they are."""
+    stored = _config(folder).get("quantization_config")
+    is_mxfp4 = isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
+
+
+def _config(folder: str) -> dict[str, Any]:
+    """Return the content of config.json; an empty dict for an adapter, or if it cannot be read."""
+    try:
+        return PreTrainedConfig.get_config_dict(folder)[0]
+    except OSError:
+        return {}
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
@@ -203,6 +238,8 @@ def _refusal(kind: str, path: str, error: Exception) -> UserError:
     from its message alone."""
     if "trust_remote_code" in str(error):
         return needs_custom_code(path)
+    if "validate_layer_type" in str(error) and (layer := unknown_layer(_config(path))):
+        return needs_newer_transformers(path, layer)
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
         return UserError(
             f"The model {path!r} has a {found[1]}, for which transformers has no causal language model: use its text model if it "

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from ..errors import UserError, first_line
 from ..models.actor import linear_names
 from ..models.compile import decoder_layers
+from ..models.folder import needs_newer_transformers, unknown_layer
 from ..models.support import prepare
 from .dimensions import Dimensions, Linear, Weights
 from .families import Family
@@ -87,9 +88,11 @@ def without_values(config: dict[str, Any], name: str) -> PreTrainedModel:
                 read, dtype=torch.bfloat16, experts_implementation="batched_mm", trust_remote_code=False
             )
     except Exception as error:  # values of config.json can cause errors anywhere in the model code
+        if layer := unknown_layer(config):
+            raise needs_newer_transformers(name, layer) from error
         raise UserError(
             f"{name} cannot be planned: transformers cannot build a causal language model from its config.json "
-            f"({first_line(error)})."
+            f"({first_line(error)}). Correct the file, or use another model."
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import UserError
 from ..models.folder import checked_config, context_length
 from ..models.shapes import SHAPES
-from .families import FAMILIES, Family, biases_of, windows_of
+from .families import FAMILIES, LAYER_TYPES, Family, biases_of, windows_of
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 HUB_SHAPES = {
@@ -256,7 +256,11 @@ def from_config(config: dict[str, Any], name: str) -> Dimensions:
     """Return the dimensions of a model with this config.json: by the formulas of its family, or counted on the model itself, which
     imports torch."""
     kind = config.get("model_type") or "of no model_type"
-    if kind not in FAMILIES:
+    types = config.get("layer_types") or []
+    formulas_hold = len(types) in (0, config.get("num_hidden_layers", len(types))) and all(
+        each in LAYER_TYPES for each in types
+    )
+    if kind not in FAMILIES or not formulas_hold:
         from .built import from_model
 
         return from_model(config, name)
