@@ -13,8 +13,7 @@ A failed check raises a UserError that names the model and the reason.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,18 +22,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..errors import UserError, first_line
-from ..kernels.form import PLAIN, capped
-from ..kv.shape import CacheShape, LayerState
-from .attention import NAME, AttentionProbe, AttentionView, attend_to_itself, eval_mode, run
+from ..kernels.form import capped
+from ..kv.shape import CacheShape
+from .attention import NAME, AttentionView, eval_mode, run
 from .compile import decoder_layers
 from .folder import changes_with_length, context_length
 from .head import Head, decoder_output, hidden_states
-from .recurrent import FAMILIES, Mixer, bind, layer_of, mixers
+from .probe import TOKENWISE_LAYERS, ModelProbe, OneToken
+from .recurrent import FAMILIES, bind, layer_of, mixers
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Supported entries of layer_types with attention alone: over all keys of a sequence that fits the window."""
-TOKENWISE_LAYERS = {"mlp", "moe"}
-"""Entries of layer_types that do not mix tokens."""
 SPARE_ROWS = 8
 """Maximum extra rows of a buffer that is a position table, whatever its name."""
 HEAD_DTYPE = "sparse_rl_head_dtype"
@@ -89,14 +87,14 @@ def prepare(model: PreTrainedModel) -> AttentionLimits:
     _refuse_by_layers(model, config, kind)
     bind(model)
     before = model.config._attn_implementation
-    probe = _Probe()
+    probe = ModelProbe()
     try:
         model.set_attn_implementation(NAME)
         with torch.no_grad(), eval_mode(model), _Lookups() as lookups:
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             run(model, token, token, probe, keep=1)
             if not token.is_meta:
-                run(model, token, token + 1, _OneToken(), keep=1)
+                run(model, token, token + 1, OneToken(), keep=1)
         _refuse_unseen_layers(model, config, kind, probe)
         shape = probe.shape(kind, config)
     except Exception as error:
@@ -190,7 +188,7 @@ def _refuse_by_layers(model: PreTrainedModel, config, kind: str) -> None:
             raise _unknown_layer(kind, f"layer {layer} of type {name}{f' ({modules[0]})' if modules else ''}")
 
 
-def _refuse_unseen_layers(model: PreTrainedModel, config, kind: str, probe: "_Probe") -> None:
+def _refuse_unseen_layers(model: PreTrainedModel, config, kind: str, probe: ModelProbe) -> None:
     """Raise if the configuration does not name the types of its layers, and one of them reached the probe neither by attention
     nor as a recurrent layer."""
     layers = decoder_layers(model)
@@ -264,105 +262,6 @@ def _windows_of_the_mask(config, shape: CacheShape) -> list[int]:
     return [size for size in sizes if size] if local else []
 
 
-@dataclass
-class _Probe(AttentionProbe):
-    """View that records attention shapes and windows while one token passes through every layer."""
-
-    layers: list[int] = field(default_factory=list)
-    shapes: set[tuple] = field(default_factory=set)
-    """Heads and dimensions of the layers whose attention sees all tokens."""
-    local_shapes: set[tuple] = field(default_factory=set)
-    """The same of windowed layers."""
-    windows: dict[int, int] = field(default_factory=dict)
-    """Sliding window of each layer that has one."""
-    plain: bool = True
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    """Keys of the layers so far."""
-    readers: list[tuple[int, int]] = field(default_factory=list)
-    last: Tensor | None = None
-    states: list[LayerState] = field(default_factory=list)
-
-    def record_call(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-            raise UserError(
-                f"{type(module).__name__} is not causal (is_causal = False): it attends to later tokens, so it cannot "
-                "sample. Use a causal language model, or set is_decoder if its config.json has that key."
-            )
-        window, layer = kwargs.get("sliding_window"), cast(int, module.layer_idx)
-        source = next((earlier for earlier, keys in self.keys.items() if keys is key), None)
-        self.keys[layer] = key
-        shapes = self.local_shapes if window else self.shapes
-        shapes.add((query.shape[1], key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1]))
-        if source is not None and self.windows.get(source) != (window or None):
-            raise UserError(
-                f"{type(module).__name__} of layer {layer} reads the keys of layer {source}, whose window differs, which is not "
-                "supported: use another model."
-            )
-        if source is not None:
-            self.readers.append((layer, source))
-        elif window:
-            self.windows[layer] = window
-        self.last = key
-
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
-        self.layers.append(layer)
-        self.plain = self.plain and form.is_plain
-        return attend_to_itself(queries_BQTD, values_BHTD)
-
-    def recur(self, layer: int, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
-        out_BTD, states = mixer.start(hidden_BTD)
-        self.states += [LayerState(layer, name, tuple(each.shape[1:]), each.dtype) for name, each in states.items()]
-        return out_BTD
-
-    def shape(self, kind: str, config) -> CacheShape:
-        layers, types = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
-        if self.last is None:
-            raise UserError(f"{kind} does not use transformers' attention interface: use a model that does.")
-        full, local = _heads(kind, self.shapes), _heads(kind, self.local_shapes)
-        free = {state.layer for state in self.states} - set(self.layers)
-        free |= {layer for layer, name in enumerate(types) if name in TOKENWISE_LAYERS}
-        if sorted([*self.layers, *free]) != list(range(layers)):
-            raise UserError(
-                f"{kind} calls attention {len(self.layers)} times in {layers} layers, {len(free)} of them without attention, which "
-                "is not supported: use another model."
-            )
-        sizes = sorted(set(self.windows.values()))
-        if len(sizes) > 1:
-            raise UserError(
-                f"{kind} has layers with windows of {sizes[0]} and {sizes[-1]} tokens, but one size per model is supported: use "
-                "another model."
-            )
-        heads = full or local
-        assert heads is not None
-        shape = CacheShape(
-            *(layers, *heads, self.last.dtype, self.last.device),
-            readers=tuple(self.readers),
-            states=tuple(self.states),
-            attention_free=tuple(sorted(free)),
-        )
-        if not sizes:
-            return shape
-        return replace(
-            shape, window=sizes[0], windowed=tuple(sorted(self.windows)), windowed_heads=local if local != heads else None
-        )
-
-
-def _heads(kind: str, shapes: set[tuple]) -> tuple[int, int, int] | None:
-    """Return (query heads, kv heads, head dimension) of layers of one kind of attention; None if there are none."""
-    if not shapes:
-        return None
-    if len(shapes) > 1:
-        raise UserError(
-            f"{kind} has different head shapes in layers of one kind of attention, which is not supported: use another model."
-        )
-    ((q_heads, kv_heads, q_dim, k_dim, v_dim),) = shapes
-    if not q_dim == k_dim == v_dim:
-        raise UserError(
-            f"{kind} has keys of {k_dim} and values of {v_dim} dimensions (MLA), which is not supported: use another model."
-        )
-    return q_heads, kv_heads, k_dim
-
-
 # LM head checks
 
 
@@ -375,7 +274,7 @@ def _scale_and_cap(model: PreTrainedModel, head: Head) -> tuple[float, float | N
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     prepare(model)
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
-    view, first = _OneToken(), torch.zeros(1, dtype=torch.long, device=model.device)
+    view, first = OneToken(), torch.zeros(1, dtype=torch.long, device=model.device)
     position = torch.zeros_like(token)
     own_V = run(model, token, position, view, keep=1)[0, -1].float()
     hidden_1D = hidden_states(model, token, position, view, first)
@@ -410,13 +309,3 @@ def _scaled_input(layer: nn.Module, factor: float) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-class _OneToken:
-    """View for a single token, which attends only to itself."""
-
-    def attend(self, layer, queries_BQTD, keys_BHTD, values_BHTD, scale, mask, form=PLAIN):
-        return attend_to_itself(queries_BQTD, values_BHTD)
-
-    def recur(self, layer: int, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
-        return mixer(hidden_BTD)
