@@ -13,12 +13,12 @@ if not torch.cuda.is_available():
 
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from interpreter import remember_builtins
+from interpreter import make_faster
 from small_runs import make_world
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 
 if os.environ.get("TRITON_INTERPRET"):
-    remember_builtins()
+    make_faster()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
 
 ARCHITECTURES = {
