@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from conftest import ARCHITECTURES, random_model
+from random_models import ARCHITECTURES, random_model
 from sparse_rl.config import OptimizerConfig
 from sparse_rl.learner.logprobs import chunk_gradient, chunk_statistics
 from sparse_rl.learner.optimizer import Optimizer, checkpointed

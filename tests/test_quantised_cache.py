@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from conftest import ARCHITECTURES
 from flips import recorded_codes, sampled_and_replayed
+from random_models import ARCHITECTURES
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
 from sparse_rl.kernels import jit
 from sparse_rl.kv.cache import SlotCache
