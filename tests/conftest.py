@@ -1,4 +1,4 @@
-"""Small real transformers models with random weights, and the embedded one."""
+"""What all tests share. The process that only distributes them imports neither torch nor transformers."""
 
 import fcntl
 import gc
@@ -6,94 +6,67 @@ import os
 import signal
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before sparse_rl is imported
-
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-
-from interpreter import remember_builtins, spoil_padding
-from small_runs import make_world
-from sparse_rl import KV, Engine, Sampling, load_model, replay
-
-if os.environ.get("TRITON_INTERPRET"):
-    remember_builtins()
-    spoil_padding()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with Ctrl-C ignored
-
-ARCHITECTURES = {
-    "llama": LlamaConfig(num_key_value_heads=4),  # multi-head
-    "qwen2": Qwen2Config(num_key_value_heads=2),  # grouped, with biases
-    "qwen3": Qwen3Config(num_key_value_heads=2, head_dim=24),  # normalised queries and keys, a head dimension of its own
-    "mistral": MistralConfig(num_key_value_heads=1, sliding_window=None),  # multi-query
-}
-
-
-def random_model(name, *, vocab=61, seed=0):
-    config = ARCHITECTURES[name]
-    config.update(
-        {
-            "vocab_size": vocab,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 8192,
-            "eos_token_id": 1,
-            "bos_token_id": 2,
-            "pad_token_id": 0,
-        }
-    )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():  # fresh weights attend almost evenly, which would hide what eviction does
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model
-
-
-def noise_early_and_late(model, *, samples, tokens):
-    """Mean distance of sampler and replay in tokens 100 to 200 and in the last third of the rollouts.
-
-    The log-probs of a random model are alike at every length, so the two differ only where noise gathers. Over the first
-    hundred tokens the noise rises by up to a third, as the kept positions spread; from there it must stay level."""
-    engine = Engine(model, KV(policy="rkv", budget=32, interval=8, window=4, sinks=2, protect_prompt=False), slots=samples)
-    rollouts = engine.generate([[7, 8, 9]], samples, Sampling(max_tokens=tokens, stop=()))
-    with torch.no_grad():
-        replayed = replay(model, rollouts, "sparse")
-    noise = torch.stack([(ours.cpu() - rollout.logprobs).abs() for ours, rollout in zip(replayed, rollouts, strict=True)])
-    return float(noise[:, 100:200].mean()), float(noise[:, -tokens // 3 :].mean())
-
 
 LONGEST = [
     "ray",
     "distributed",
-    "hybrid",
     "train",
     "docs",
+    "report_browser",
     "families",
-    "model_table",
-    "kernels",
-    "plan",
-    "windows",
-    "routing_replay",
-    "auto_budget",
-    "plan_windows",
-    "code_attention",
-    "models",
-    "longest",
-    "trl",
-    "trl_ranks",
-    "four_bit",
-    "wheel",
     "resume",
-    "quantised_cache",
+    "rewards",
+    "reward_faults",
+    "model_table",
+    "math_grading",
+    "eval",
+    "plan",
+    "hybrid",
+    "hub",
+    "auto_budget",
+    "routing_replay",
+    "compiled_kernels",
     "report",
+    "storage",
+    "paged",
+    "longest",
+    "models",
+    "plan_windows",
+    "trl",
+    "kernels",
+    "wheel",
+    "notebook",
+    "bad_input",
+    "held_out",
+    "recipes",
+    "model_folders",
+    "batching",
+    "prompt_store",
+    "code_attention",
+    "quantised_cache",
+    "four_bit",
+    "sharded",
+    "trl_ranks",
 ]
 """Files that are begun first, the longest before the others: two processes that share the files then end at about the same
 time."""
+
+
+def pytest_configure(config):
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # this process distributes the tests
+    gc.disable()  # until all is imported
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before sparse_rl is imported
+    if os.environ.get("TRITON_INTERPRET"):
+        from interpreter import make_faster, spoil_padding
+
+        make_faster()
+        spoil_padding()
 
 
 def pytest_collection_modifyitems(items):
@@ -102,13 +75,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Exempt the objects of all imports from garbage collection: walking a million of them again and again takes seconds."""
+    """Exempt the objects of all imports from garbage collection: walking a million of them again and again takes seconds.
+    Collect the others less often than by default, which takes one second in 25."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
 def models():
+    from random_models import ARCHITECTURES, random_model
+
     return {name: random_model(name) for name in ARCHITECTURES}
 
 
@@ -119,12 +97,16 @@ def model(models):
 
 @pytest.fixture(scope="session")
 def tiny():
+    from sparse_rl import load_model
+
     return load_model("tiny", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """What training runs need, see `small_runs.py`."""
+    from small_runs import make_world
+
     return make_world(tmp_path_factory.mktemp("world"))
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from conftest import ARCHITECTURES, random_model
+from random_models import ARCHITECTURES, random_model
 from sparse_rl.config import OptimizerConfig
 from sparse_rl.learner.logprobs import chunk_gradient, chunk_statistics
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
@@ -41,7 +41,12 @@ def compilations(monkeypatch):
     monkeypatch.setattr(compiler, "WORTH_COMPILING", 0)
     cached = compiler._compiled
     cached.cache_clear()
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic, **how: compile(function, backend=count, dynamic=dynamic))
+
+    def counted(function, dynamic, **how):
+        compile(function, dynamic=dynamic, **how)  # refuses options that the compiler does not have
+        return compile(function, backend=count, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", counted)
     yield seen
     cached.cache_clear()
 
@@ -164,8 +169,8 @@ def test_a_fused_model_is_saved_copied_and_trained_like_any_other(model, tmp_pat
     torch.testing.assert_close(logits(copied), before, rtol=0, atol=0)  # the copy has a storage of its own
 
 
-@pytest.mark.slow
-def test_inside_decoding_layers_are_compiled_and_outside_they_are_as_before():
+def test_inside_decoding_layers_are_compiled_and_outside_they_are_as_before(compilations):
+    """`test_gpu.py` runs what the compiler makes of them."""
     model = random_model("qwen2")
     fuse_projections(model)
     before = logits(model)
@@ -177,6 +182,7 @@ def test_inside_decoding_layers_are_compiled_and_outside_they_are_as_before():
         with torch.no_grad():
             layer.mlp.down_proj.weight.mul_(2)
         changed = logits(model)
+    assert compilations
     assert layer.self_attn.q_proj is linear and "forward" not in layer.__dict__
     torch.testing.assert_close(logits(model), changed, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(changed, before)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import random_model
+from random_models import random_model
 from sparse_rl import KV, Engine, Sampling, UserError, replay
 
 EXAMPLE = Path(__file__).parents[1] / "examples/custom_loop.py"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from conftest import ARCHITECTURES, noise_early_and_late
+from random_models import ARCHITECTURES, noise_early_and_late
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.kernels.counter_rng import derive
 from sparse_rl.kv.policies import POLICIES, get

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from conftest import noise_early_and_late, random_model
+from random_models import noise_early_and_late, random_model
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.cli import main
 from sparse_rl.kernels import jit, long_attention, shadow

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import random_model
+from random_models import random_model
 from small_runs import arguments, refused
 from sparse_rl import KV, Engine, Sampling, load_model, replay
 from sparse_rl.config import LoraConfig

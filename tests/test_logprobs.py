@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conftest import random_model
+from random_models import random_model
 from sparse_rl import UserError
 from sparse_rl.learner import logprobs as chunked
 from sparse_rl.learner.logprobs import divergence, token_logprobs

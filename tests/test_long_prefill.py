@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import ARCHITECTURES
+from random_models import ARCHITECTURES
 from small_models import covering
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.config import Config

@@ -59,7 +59,7 @@ def test_a_shuffled_gold_is_wrong():
         shuffled = random.Random(0).sample(rows, len(rows))
         pairs += [(one, other) for one, other in zip(rows, shuffled, strict=True) if one != other][:80]
     texts = [f"\\boxed{{{other}}}" for _, other in pairs]
-    with RewardPool("math_answer", workers=2, timeout_s=20) as pool:
+    with RewardPool("math_answer", workers=1, timeout_s=20) as pool:
         graded = pool.grade(["?"] * len(pairs), texts, {"answer": [one for one, _ in pairs]})
     assert (graded.no_verdict, graded.timeouts, graded.errors) == (0, 0, 0), graded.first_error
     right = [pair for pair, value in zip(pairs, graded.values, strict=True) if value]
@@ -89,7 +89,7 @@ def test_answers_known_to_be_right_or_wrong(grader, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     drawn = [each for each in hostile_answers.answers(200, seed=1) if each.grader == grader and not each.endless]
     columns = {name: [getattr(each, name) for each in drawn] for name in ("finish", "in_thought")}
-    with RewardPool(grader, workers=2, timeout_s=20) as pool:
+    with RewardPool(grader, workers=1, timeout_s=20) as pool:
         graded = pool.grade(
             ["?"] * len(drawn), [each.text for each in drawn], columns | {"answer": [each.gold for each in drawn]}
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import random_model
+from random_models import random_model
 from sparse_rl import KV, Engine, Sampling, replay
 from sparse_rl.config import PRESETS, Config, CorrectionSpec, LossConfig, OptimizerConfig
 from sparse_rl.learner import update as update_module

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import random_model
+from random_models import random_model
 from sparse_rl import KV, Engine, Sampling, replay
 from sparse_rl.kernels.prefix_attention import PrefixAttention, Segment
 from sparse_rl.learner.old_logprobs import old_logprobs

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from conftest import random_model
+from random_models import random_model
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.kernels.counter_rng import uniform
 from sparse_rl.kv.cache import SlotCache

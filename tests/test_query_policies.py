@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from conftest import ARCHITECTURES
+from random_models import ARCHITECTURES
 from small_runs import metrics, one_thread, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay
 from sparse_rl.cli import main

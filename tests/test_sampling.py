@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from conftest import random_model
+from random_models import random_model
 from sparse_rl import KV, Engine, Sampling, replay
 from sparse_rl.kernels.counter_rng import derive, mix, uniform
 from sparse_rl.rollout.sampling import sample, truncate

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import ARCHITECTURES
+from random_models import ARCHITECTURES
 from small_models import covering
 from small_runs import train
 from sparse_rl import KV, Engine, Sampling, UserError

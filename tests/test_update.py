@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from conftest import random_model
+from random_models import random_model
 from sparse_rl import KV, Engine, Sampling, replay
 from sparse_rl.config import PRESETS, LossConfig, OptimizerConfig, SMDConfig
 from sparse_rl.learner import logprobs as chunked
