@@ -45,6 +45,7 @@ LONGEST = [
     "batching",
     "prompt_store",
     "code_attention",
+    "engine_kernels",
     "quantised_cache",
     "four_bit",
     "sharded",

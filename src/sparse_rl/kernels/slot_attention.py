@@ -179,14 +179,18 @@ def combine(parts_SQnD: Tensor, marks_SQn2: Tensor, out_SQD: Tensor) -> None:
 
 def prompt_splits_for(slots: int, members: int, kv_heads: int, device: torch.device) -> int:
     """Return the number of programs that share the prompts of `members` slots."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    return max(1, min(PROMPT_SPLITS, 2 * processors // (-(-slots // members) * kv_heads)))
+    return max(1, min(PROMPT_SPLITS, 2 * processors_of(device) // (-(-slots // members) * kv_heads)))
 
 
 def members_of(group: int) -> tuple[int, int]:
     """Return the padded number of query heads per kv head, and the slots of a program. A matrix product has 16 rows or more."""
     group_pad = next_power_of_2(group)
     return group_pad, max(1, 16 // group_pad, min(MEMBERS, PROMPT_ROWS // group_pad))
+
+
+def processors_of(device: torch.device) -> int:
+    """Return the number of a GPU's streaming multiprocessors, or a number for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int:

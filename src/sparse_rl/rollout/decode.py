@@ -13,7 +13,7 @@ from ..kernels.code_attention import attend_and_append_codes
 from ..kernels.form import PLAIN, AttentionForm
 from ..kernels.jit import usable
 from ..kernels.rows import StoredCodes, StoredPrompts
-from ..kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
+from ..kernels.slot_attention import attend_and_append, attend_in_ring, processors_of, splits_for
 from ..kv.cache import SlotCache
 from ..models.recurrent import Mixer
 from ..models.routing import RecordedRouting
@@ -59,7 +59,7 @@ class DecodeView:
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
-            processors = torch.cuda.get_device_properties(cache.shape.device).multi_processor_count
+            processors = processors_of(cache.shape.device)
             row_tokens = cache.capacity
             if cache.prompts is not None and order_S is None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
