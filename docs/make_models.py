@@ -106,11 +106,10 @@ Its states take at least 2.4 ms of the 12.6 ms of a decode step. The rest has no
 NOTES = """\
 - Routers, stacked experts and the output projections of Mamba layers get no adapter. In a model with experts, neither does any `gate_proj`, `up_proj` or
   `down_proj`.
-- `kv.dtype = 8bit` and `4bit` apply to the layers that attend to all tokens. Windows and recurrent states stay in the model's dtype.
 - Nemotron-H, Granite 4, GPT-2 and OPT have no rotary positions, which the default policy `triattention` needs. Set `kv.policy` to `streaming` or `rkv`.
 - gpt-oss is published in MXFP4, which transformers cannot train. Loading expands the weights to `model.dtype`, and they are saved in it.
 - The first run of a Gated DeltaNet model compiles and tunes kernels for more than three minutes (H200). The results are cached.
-- Gemma 3n and Gemma 4 have run on a GPU only as small random models. [Layers without own keys](api.md#which-models) read the cache of an earlier layer.
+- Gemma 3n and Gemma 4 have run on a GPU only as small random models.
 - Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.
 - [30 steps](../experiments/RESULTS.md#families-trained) of training raise held-out accuracy from 35 to 63 % for a small Qwen3.5-like model and from 35 to 65 % for
   a gpt-oss-like one (one seed). With the first settings tried, the gpt-oss-like model got worse.
