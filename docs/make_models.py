@@ -40,23 +40,24 @@ YES = "yes"
 HEAD = f"""\
 # Models
 
-`python docs/make_models.py` writes this page. It builds a model of each family with random weights and windows of {WINDOW} tokens, and measures:
+`sparse-rl` supports these families. `python docs/make_models.py` writes this page from small models with random weights and windows of {WINDOW} tokens. Columns:
 
-- **float32**: the largest difference between the sampler's log-probs and those of the learner's replay under the same evictions
+- **float32**: the largest difference between the log-probs of the sampler and of the learner's replay under the same evictions
   (prompts of {len(exactness.SHORT)} and {len(exactness.LONG)} tokens, responses of {exactness.TOKENS}, R-KV {exactness.KEPT.budget} + {exactness.KEPT.interval} and no eviction, rollouts one by one and packed).
 - **bfloat16**: the mean of these differences on a CPU, without the largest tenth, where rounding may let a router choose another expert.
+- **One product**: the projections that the sampler fuses into one matrix product.
+- **LoRA**: the layers that `all-linear` adapts; the merged model samples as the adapted one.
+- **FSDP**: the layers that are sharded one by one.
+- **Checks**, in float32:
 
-`tests/test_families.py` bounds them by {" and ".join(map(exactness.short, exactness.ROUNDING.values()))}, or by 1.5 times the difference between the cached and the parallel pass of
-transformers alone. It bounds in the same way how far log-probs and recurrent states of `kv.policy = "full"` are from those of `generate` in transformers.
-**Checks**, in float32:
+  1. **Gradient**: the gradient of packed rollouts equals that of transformers, one rollout at a time.
+  2. **Plan**: `sparse-rl plan` counts weights, adapters, keys, windows and recurrent states exactly.
+  3. **Export**: the saved model loads in transformers with the same weights.
+  4. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts, with the same log-probs.
 
-1. **Gradient**: the gradient of packed rollouts equals that of transformers, one rollout at a time.
-2. **Plan**: `sparse-rl plan` counts weights, adapters, keys, windows and recurrent states exactly.
-3. **Export**: the saved model loads in transformers with the same weights.
-4. **BoundedCache**: `generate` in transformers gives the engine's greedy rollouts, with the same log-probs.
-
-The engine [checks](api.md#which-models) your own model before its first rollout. **One product** names the projections that the sampler fuses into one matrix
-product. **LoRA** names the layers that `all-linear` adapts; the merged model samples as the adapted one. **FSDP** names the layers that are sharded one by one.
+Tests bound the differences by {" and ".join(map(exactness.short, exactness.ROUNDING.values()))}, or by 1.5 times the difference between the cached and the parallel pass of transformers alone
+(`tests/test_families.py`). The same bounds apply between `kv.policy = "full"` and `generate` in transformers, for log-probs and recurrent states.
+The engine [checks](api.md#which-models) your own model before its first rollout.
 """
 
 
@@ -98,21 +99,20 @@ Random weights, 28 layers of Qwen2.5-1.5B's width, 256 slots, prompts of 256 tok
 | five of six with a window of 1,024 tokens (Gemma 3) | 58,522 | 62,286 | 8.8, 7.1 |
 | three of four Gated DeltaNets (Qwen3.5; 1.8 billion weights) | 18,581 | 20,067 | 10.0, 7.1 |
 
-A bounded cache gains little where few layers attend to all tokens. The hybrid, on another H200 without causal-conv1d, is slower than the attention model. Its states
-take at least 2.4 ms of the 12.6 ms of a decode step; the rest has not been profiled.
+A bounded cache gains little where few layers attend to all tokens. The hybrid is slower than the attention model (measured on another H200, without causal-conv1d).
+Its states take at least 2.4 ms of the 12.6 ms of a decode step. The rest has not been profiled.
 """
 
 NOTES = """\
 - Routers, stacked experts and the output projections of Mamba layers get no adapter. In a model with experts, neither does any `gate_proj`, `up_proj` or
   `down_proj`.
-- `kv.dtype = 8bit` and `4bit` apply to the layers that attend to all tokens. Windows and recurrent states stay in the model's dtype.
-- Nemotron-H, Granite 4, GPT-2 and OPT have no rotary positions, which the default `kv.policy`, `triattention`, needs: set `kv.policy` to `streaming` or `rkv`.
-- gpt-oss is published in MXFP4, which transformers cannot train: the weights are expanded to `model.dtype` when loaded, and saved so.
+- Nemotron-H, Granite 4, GPT-2 and OPT have no rotary positions, which the default policy `triattention` needs. Set `kv.policy` to `streaming` or `rkv`.
+- gpt-oss is published in MXFP4, which transformers cannot train. Loading expands the weights to `model.dtype`, and they are saved in it.
 - The first run of a Gated DeltaNet model compiles and tunes kernels for more than three minutes (H200). The results are cached.
-- Gemma 3n and Gemma 4 have run on a GPU as small random models only. Their last layers may have no keys of their own; the queries of the layer with the keys choose which are kept.
+- Gemma 3n and Gemma 4 have run on a GPU only as small random models.
 - Soft caps and learned sinks run in FlexAttention on a GPU. Rollouts then do not share their prompt in the learner.
-- Training over [30 steps](../experiments/RESULTS.md#families-trained) raises held-out accuracy from 35 to 63 % for a small Qwen3.5-like model and from 35 to 65 % for
-  a gpt-oss-like one (one seed). With the first settings, the gpt-oss-like model fell.
+- [30 steps](../experiments/RESULTS.md#families-trained) of training raise held-out accuracy from 35 to 63 % for a small Qwen3.5-like model and from 35 to 65 % for
+  a gpt-oss-like one (one seed). With the first settings tried, the gpt-oss-like model got worse.
 - After two steps of `sparse_rl`, the weights of both families equal those of transformers and AdamW to 1e-5 (`tests/test_two_steps.py`).
 """
 
