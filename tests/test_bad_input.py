@@ -186,6 +186,15 @@ def test_a_reward_that_fails_on_the_first_gold_ends_the_run_before_its_first_rol
     assert not (run / "metrics.jsonl").exists() and not list((run / "rollouts").iterdir())
 
 
+def test_a_reward_that_asks_for_the_answer_of_data_without_answers_names_the_column_option(world, tmp_path, capsys):
+    (tmp_path / "gold.jsonl").write_text('{"prompt": "1:02+03=", "gold": "05"}\n')
+    (tmp_path / "graded.py").write_text("def graded(prompts, completions, answer, **columns):\n    return [0.0]\n")
+    flags = ["--data.train", str(tmp_path / "gold.jsonl"), "--reward.function", f"{tmp_path}/graded.py:graded"]
+    sentence = refused(capsys, *arguments(world, tmp_path / "run", *QUICK, *flags, "--dry-run"))
+    assert "missing 1 required positional argument: 'answer'" in sentence
+    assert sentence.endswith("set data.answer_column, or fix reward.function.")
+
+
 def test_a_reward_that_fails_on_resume_is_warned_of_and_may_come_back(world, run, capsys):
     train(world, run, *QUICK, "--steps", "2", "--resume", reward="raises")
     assert "warning: The reward fails on the first reference answer (RuntimeError: out of ideas)" in capsys.readouterr().out

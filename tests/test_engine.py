@@ -146,7 +146,8 @@ def test_wrong_kv_options_are_refused_in_one_sentence(options, sentence):
     ("kv", "sentence"),
     [
         ({"policy": "rvk"}, "Unknown KV policy 'rvk'.*did you mean 'rkv'"),
-        ({"policy": "no.such:Thing"}, "could not be imported"),
+        ({"policy": "no.such:Thing"}, "could not be imported.*set PYTHONPATH to its folder."),
+        ({"policy": "sparse_rl.text:Thing"}, "could not be imported.*write it as package.module:ClassName."),
         ({"options": {"mixx": 1}}, "Policy rkv has no option 'mixx'.*did you mean 'mix'"),
         ({"policy": "snapkv", "options": {"form": "dcode"}}, "snapkv form = "),
         ({"policy": "rkv", "window": 0}, "scores keys with the queries of the window: set window to at least 1."),

@@ -117,6 +117,16 @@ def test_an_answer_advises_no_offload_beyond_the_memory_of_the_machine(host, adv
     assert "No response trains in 12GiB" in out and ("--optimizer.state offload" in out) is advised
 
 
+@pytest.mark.parametrize("longest", [[], ["--longest"]])
+def test_a_warning_about_this_machine_says_how_to_plan_for_another(longest, capsys, monkeypatch):
+    for module in ("output", "longest"):
+        monkeypatch.setattr(f"sparse_rl.plan.{module}.machine_bytes", lambda: 8 * GIB)
+    main(["plan", "7b-lora-24gb", "--gpu-memory", "24GiB", *longest])
+    assert "pass its memory with --host-memory." in " ".join(capsys.readouterr().out.split())
+    main(["plan", "7b-lora-24gb", "--gpu-memory", "24GiB", "--host-memory", "64GiB", *longest])
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_the_table_of_a_model(capsys, tmp_path):
     main(["plan", "1.5B", "--longest", "--gpu-memory", "24GB,80GB", "--json", str(tmp_path / "longest.json")])
     out = capsys.readouterr().out

@@ -166,6 +166,17 @@ def test_the_check_finds_what_would_break_a_run(policy, sentence):
         check_policy(policy)
 
 
+def test_scores_of_another_shape_name_the_policy_and_both_shapes():
+    @dataclass(frozen=True)
+    class SumOfHeads(Policy):
+        def scores(self, queries, keys, values, *, seeds=None, positions=None):
+            return values.norm(dim=-1).sum(1)
+
+    keys = torch.randn(2, 3, 40, 8)
+    with pytest.raises(UserError, match=re.escape("SumOfHeads.scores returned shape [2, 40] for keys of shape [2, 3, 40, 8]")):
+        SumOfHeads(window=4).select(None, keys, keys, 16)
+
+
 def test_the_example_of_an_own_policy_runs(capsys):
     assert len(EXAMPLE.read_text().splitlines()) <= 40
     runpy.run_path(str(EXAMPLE), run_name="__main__")

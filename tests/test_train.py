@@ -293,6 +293,19 @@ def test_methods_are_compared_in_one_table(world, tmp_path, capsys):
     assert {path.name for path in (tmp_path / "both").iterdir()} == {"dense", "sparse_rl", "report.html"}
 
 
+def test_the_time_left_counts_steps_and_not_the_setup_before_them(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr("sparse_rl.train.terminal.time.monotonic", lambda: now[0])
+    view = RunTerminal(Config(steps=5), Console(width=200))
+    view.resume_at(1)
+    now[0] += 60.0  # loads weights, evaluates and probes budgets
+    for step in (2, 3):
+        with view.sampling(step):
+            now[0] += 2.0
+        view.step(step, {"reward/mean": 0.5})
+    assert [line.split("left ")[1] for line in capsys.readouterr().out.splitlines()] == ["0:00:06", "0:00:04"]
+
+
 def test_output_in_a_file_is_plain_lines(world, tmp_path, capsys):
     train(world, tmp_path / "run")
     captured = capsys.readouterr()

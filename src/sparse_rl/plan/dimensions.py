@@ -5,9 +5,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..config.recipe import recipe_names
 from ..errors import UserError
 from ..models.folder import checked_config, context_length
 from ..models.shapes import SHAPES
+from ..text import did_you_mean
 from .families import FAMILIES, LAYER_TYPES, Family, biases_of, windows_of
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
@@ -314,7 +316,7 @@ def read_config(path: str) -> dict[str, Any]:
 def _from_hub(path: str) -> Path:
     shapes = f"a shape ({', '.join(SHAPES)}), a folder, a hub id, tiny or a recipe"
     if path.count("/") != 1 or path.startswith((".", "/")):
-        raise UserError(f"No model is named {path!r}: pass {shapes}.")
+        raise UserError(f"No model is named {path!r}: {did_you_mean(path, recipe_names(), f'pass {shapes}.')}")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -68,6 +68,9 @@ class HostPlan:
         }
 
 
+OTHER_MACHINE = " For another machine, pass its memory with --host-memory."
+"""Added to a warning if the plan compares with the memory of this machine."""
+
 FEWER = "lower rollout.max_tokens or rollout.prompts_per_step, or use a larger machine"
 REMEDIES = {
     "model weights": "use a smaller model or a larger machine",

@@ -13,7 +13,7 @@ from ..format import gib
 from ..host_memory import machine_bytes
 from ..terminal import titled_table, wide_console
 from .dimensions import Dimensions, dimensions
-from .host import host_plan
+from .host import OTHER_MACHINE, host_plan
 from .memory import CONTEXT_BYTES, Plan, largest, make_plan
 from .output import ESTIMATED, checked_inputs, parse_size, recomputing
 from .remedies import sentence
@@ -174,7 +174,7 @@ def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
         return [f"No response trains in {size}, computed by the plan: {advice}."]
     rollout, optimizer = plan.config.rollout, plan.config.optimizer
     alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""
-    host = host_plan(plan, machine_bytes())
+    host = host_plan(plan, host_bytes or machine_bytes())
     estimated = [ESTIMATED] if plan.dims.estimated_width else []
     lines = [
         f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
@@ -185,7 +185,15 @@ def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
         f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}",
         host.line,
     ]
-    return lines + estimated + ([f"warning: {host.warning}"] if host.warning and found.bound != "host memory" else [])
+    return (
+        lines
+        + estimated
+        + (
+            [f"warning: {host.warning}{'' if host_bytes else OTHER_MACHINE}"]
+            if host.warning and found.bound != "host memory"
+            else []
+        )
+    )
 
 
 def row_record(trained: str, state: str, sampler: str, size: str, found: Longest) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..text import listed, printable
 from .budgets import BudgetRow, guide
 from .dimensions import dimensions
 from .evaluation import evaluation_times, evaluations, run_s, share_of_run
-from .host import HostPlan, host_plan
+from .host import OTHER_MACHINE, HostPlan, host_plan
 from .memory import CONTEXT_BYTES, Plan, auto_limit, largest_budget, make_plan, most_slots
 from .parts import itemsize, sharded, update_parts
 from .remedies import Remedy, remedies, timed_sentence
@@ -86,7 +86,7 @@ def show_plan(
     console.print(phase_table(host, "GiB in host memory by phase" + (" and rank" if host.ranks > 1 else "")))
     console.print_line(host.line)
     if host.warning:
-        console.print_line(f"warning: {host.warning}", style="yellow")
+        console.print_line(f"warning: {host.warning}{'' if host_bytes else OTHER_MACHINE}", style="yellow")
     console.print_line(verdict(plan, total, found))
     if file:
         file.write_text(json.dumps(record(plan, gpu, total, rows) | {"host": host.record}, indent=1) + "\n")

@@ -21,8 +21,10 @@ class GoldCheck:
 
     @property
     def sentence(self) -> str:
-        what = "the first reference answer" if self.gold is not None else "an empty text (the data has no answer column)"
-        return f"The reward fails on {what} ({self.fault}): fix reward.function."
+        if self.gold is not None:
+            return f"The reward fails on the first reference answer ({self.fault}): fix reward.function."
+        what = "an empty text, because the data has no answer column"
+        return f"The reward fails on {what} ({self.fault}): set data.answer_column, or fix reward.function."
 
 
 def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokenizerBase | None" = None) -> GoldCheck:

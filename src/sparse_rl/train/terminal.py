@@ -48,7 +48,8 @@ class RunTerminal:
         self.config, self.console = config, console
         self.rows: deque[list[str]] = deque(maxlen=SHOWN_STEPS)
         self.now = ""
-        self.started, self.first_step = time.monotonic(), 0
+        self.started, self.first_step = 0.0, 0
+        """Time at which this process began its first step, and the steps done before. Setup is not part of the time per step."""
         self.done = 0
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.drawn_at = 0.0
@@ -73,7 +74,6 @@ class RunTerminal:
 
     def resume_at(self, step: int) -> None:
         self.first_step = self.done = step
-        self.started = time.monotonic()
 
     def replay_rows(self, rows: Sequence[Row]) -> None:
         """Process the earlier metrics of a resumed run, and print the alerts that are still active."""
@@ -87,6 +87,7 @@ class RunTerminal:
 
     @contextmanager
     def sampling(self, step: int) -> Iterator[Callable[[Progress], None]]:
+        self.started = self.started or time.monotonic()
         yield lambda progress: self._set_status(
             f"step {step}: sampling {progress.finished}/{progress.total} rollouts, "
             f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"

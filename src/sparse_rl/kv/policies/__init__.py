@@ -101,9 +101,9 @@ def _load_dotted(path: str) -> Callable[..., Policy]:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"KV policy {path!r} could not be imported ({error}): write it as package.module:ClassName."
-        ) from error
+        absent = isinstance(error, ModuleNotFoundError)
+        fix = "install the package, or set PYTHONPATH to its folder" if absent else "write it as package.module:ClassName"
+        raise UserError(f"KV policy {path!r} could not be imported ({error}): {fix}.") from error
 
 
 def _nearest(word: str, known: list[str]) -> str:

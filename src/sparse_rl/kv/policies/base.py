@@ -118,6 +118,11 @@ class Policy:
             raise UserError(f"{type(self).__name__} needs statistics of the model: sample with an Engine, which gathers them.")
         more: dict[str, Any] = {"layers": layers, "statistics": statistics} if self.uses_statistics else {}
         scores_BHn = self.scores(queries, keys, values, seeds=seeds, positions=positions, **more)
+        if scores_BHn.shape[:-1] != (rows, heads) or scores_BHn.shape[-1] < competing:
+            raise UserError(
+                f"{type(self).__name__}.scores returned shape {list(scores_BHn.shape)} for keys of shape {list(keys.shape)}: "
+                f"return one score per row, kv head and token, {[rows, heads, total]}."
+            )
         scores_BHn = scores_BHn[..., :competing].float()
         if usable(keys.device) and competing <= MOST:
             return fused_choose(scores_BHn, total, budget, self.sinks, protected, ROUNDING)  # type: ignore[return-value]

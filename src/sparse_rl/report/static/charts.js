@@ -134,7 +134,7 @@ function options(figure, made, readout) {
       },
       {
         ...axis,
-        size: format === bytes ? 74 : 54,
+        size: (plot, labels) => Math.max(format === bytes ? 74 : 54, 14 + 7 * longest(labels)),
         ...(format === bytes ? { incrs: POWERS_OF_TWO } : {}),
         ...(made.log
           ? { splits: powersOfTen, filter: (plot, splits) => splits, values: (plot, splits) => splits.map(power) }
@@ -180,6 +180,11 @@ function series(line) {
         ? { show: false }
         : { show: (plot, place) => plot.data[place].filter((value) => value !== null).length < 12, size: 5 },
   };
+}
+
+/** Characters of the longest label. uPlot asks once before there are labels. */
+function longest(labels) {
+  return Math.max(0, ...(labels || []).map((label) => String(label).length));
 }
 
 function powersOfTen(plot, axis, low, high) {
