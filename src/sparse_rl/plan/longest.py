@@ -175,7 +175,6 @@ def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
     rollout, optimizer = plan.config.rollout, plan.config.optimizer
     alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""
     host = host_plan(plan, host_bytes or machine_bytes())
-    estimated = [ESTIMATED] if plan.dims.estimated_width else []
     lines = [
         f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
         f"{rollout.rollouts_per_step:,} rollouts per step. Computed by the plan, not measured.",
@@ -185,15 +184,11 @@ def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
         f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}",
         host.line,
     ]
-    return (
-        lines
-        + estimated
-        + (
-            [f"warning: {host.warning}{'' if host_bytes else OTHER_MACHINE}"]
-            if host.warning and found.bound != "host memory"
-            else []
-        )
-    )
+    if plan.dims.estimated_width:
+        lines.append(ESTIMATED)
+    if host.warning and found.bound != "host memory":
+        lines.append(f"warning: {host.warning}{'' if host_bytes else OTHER_MACHINE}")
+    return lines
 
 
 def row_record(trained: str, state: str, sampler: str, size: str, found: Longest) -> dict[str, Any]:

@@ -89,7 +89,8 @@ class RunFolder:
         if self.is_free:
             return
         if not self.exists:
-            raise UserError(f"{self.name} exists and is not a run folder: set another --run-dir.")
+            compared = ", or pass the recipe too if it holds a comparison" if resume else ""
+            raise UserError(f"{self.name} exists and is not a run folder: set another --run-dir{compared}.")
         if not (resume or overwrite):
             raise UserError(f"{self.name} already contains a run: use --resume, --overwrite or another --run-dir.")
 
