@@ -3,8 +3,8 @@
     python experiments/quantized_accuracy.py --model FOLDER --data DATA --json benchmarks/results/quantize-accuracy.json
     python experiments/quantized_accuracy.py --table benchmarks/results/quantize-accuracy.json
 
-transformers' `generate` answers the same GSM8K problems with every scheme of `quantize.py` that needs no later tokens. Its cache
-quantises and restores each key (after the rotary embedding) and value when it is stored. Differences from 16 bits are paired by
+transformers' `generate` answers the same GSM8K problems with the schemes of `quantize.py`, except those whose scale covers a block of
+tokens. Its cache quantises and restores each key (after the rotary embedding) and value when it stores them. Differences from 16 bits are paired by
 problem. Static scales come from answers to other problems. Schemes with a result in the JSON are not run again.
 """
 

@@ -1,4 +1,4 @@
-"""The engine with all its decode and compaction kernels, run by Triton's interpreter: what they do together is what replay does."""
+"""Run the engine with all its decode and compaction kernels in Triton's interpreter. Replay reproduces the log-probs."""
 
 import copy
 import sys

@@ -5,8 +5,8 @@ The torch reference is that of `code_attention.py`, which launches this kernel. 
 heads of one kv head, because the sums of more do not fit in registers. Each of its warps reads tokens of its own and keeps a running
 softmax of its own, so warps wait for each other only at the end.
 
-The query is multiplied by the channel steps. Then it is written as a sum of two rows of 8-bit codes, coarse and fine, so that its
-products with the codes of keys are integers: the padded rows of the matrix product hold the fine codes. The centre of keys is left
+The query is multiplied by the channel steps and rounded to the sum of two rows of 8-bit codes, coarse and fine. Its products with the
+codes of keys are then integers. The fine codes fill rows of the matrix product that would otherwise be padding. The centre of keys is left
 out, because it adds the same number to all logits of a query. Soft caps and sinks depend on that number, so it is then added.
 
 Values are read as words of two bytes (`codes.py`), and their products run in float16, in which all codes are exact. In a float32 model

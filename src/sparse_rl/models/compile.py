@@ -237,9 +237,8 @@ def _compiled(
 ) -> Callable[..., Any]:
     """Return the compiled function.
 
-    `rounds_like_eager` rounds intermediate values where eager mode rounds them. `any_length` compiles once for all lengths. With the
-    first alone, as in a decode step, small kernels that do not depend on each other are launched as one, such as the rotations of
-    queries and keys.
+    `rounds_like_eager` rounds intermediate values where eager mode rounds them. `any_length` compiles once for all lengths. A decode
+    step sets the first alone; independent small kernels then share a launch, such as the rotations of queries and keys.
     """
     options: dict[str, Any] = {"emulate_precision_casts": True} if rounds_like_eager else {}
     if rounds_like_eager and not any_length:

@@ -22,7 +22,7 @@ MOST = {"num_hidden_layers": 2**12, "vocab_size": 2**24, "hidden_size": 2**17, "
 """Maximum values in config.json. They exceed those of every existing model."""
 WHOLE_NUMBERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 OLD_LAYER_TYPES = ("attention", "mamba", "mlp")
-"""Types of layers that transformers reads under another name, or in one family alone."""
+"""Layer types that transformers accepts in some families but does not list in ALLOWED_LAYER_TYPES."""
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
