@@ -2,7 +2,8 @@
 
 import copy
 import json
-import os
+import sys
+from inspect import isfunction
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +22,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
+from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-from triton import knobs
 
 from small_models import SIZE, covering, random_weights
 from small_runs import metrics, train
@@ -30,7 +31,7 @@ from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_tokenizer, re
 from sparse_rl.errors import notice
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.models import recurrent
-from sparse_rl.models.recurrent import bind, ieee_products
+from sparse_rl.models.recurrent import bind, mixers, with_reference
 from sparse_rl.models.reduced import reduced
 from sparse_rl.models.support import next_logits
 from sparse_rl.rollout.decode import DecodeView
@@ -328,12 +329,37 @@ def test_missing_fast_kernels_are_said_once_on_a_gpu(monkeypatch, capsys):
     ]
 
 
-def test_kernels_do_not_round_float32_products(monkeypatch):
-    """The kernels of flash-linear-attention take Triton's default, which is TF32."""
-    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    with ieee_products():
-        assert knobs.language.fp32_default == "ieee"
-    assert knobs.language.fp32_default is None and "TRITON_F32_DEFAULT" not in os.environ
+def test_a_cpu_takes_the_references_of_installed_kernels():
+    """A function of torch stands for a kernel. Transformers chooses it when it defines the function, whatever the device."""
+
+    @use_kernel_func_from_hub_with_fallback("softsign", "torch.nn.functional")
+    def double(input, scale=2):
+        return scale * input
+
+    values, chosen = torch.ones(2), with_reference(double)
+    assert double(values).tolist() == [0.5, 0.5] and chosen(values).tolist() == [2, 2]
+    assert chosen(values, scale=3, unknown=True).tolist() == [3, 3]
+    assert chosen(values, cu_seqlens=[0, 2]).tolist() == [0.5, 0.5]  # the reference would mix packed sequences
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_float32_takes_the_references_of_installed_kernels():
+    @use_kernel_func_from_hub_with_fallback("softsign", "torch.nn.functional")
+    def double(input):
+        return 2 * input
+
+    chosen, values = with_reference(double), torch.ones(2, device="cuda")
+    assert chosen(values).tolist() == [2, 2] and chosen(values.bfloat16()).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_kernels_of_a_family_have_their_references(models, name):
+    Engine(models[name], BOUNDED, slots=1)
+    for kind in {type(module) for module in mixers(models[name])}:
+        source = sys.modules[kind.__module__]
+        kernels = [function for function in vars(source).values() if isfunction(function) and hasattr(function, "__wrapped__")]
+        assert kernels and all(hasattr(function, "sparse_rl") for function in kernels)
 
 
 @pytest.mark.gpu

@@ -8,12 +8,14 @@ the parallel form for prompts and in replay, and one token with the slot's state
 # B rows, T tokens of each, N packed tokens, D hidden dimension
 
 import functools
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -109,6 +111,7 @@ def bind(model: nn.Module) -> None:
     for kind in {type(module) for module in mixers(model)}:
         if not hasattr(kind.forward, "sparse_rl"):
             kind.forward = _viewed(kind.forward)
+            _use_references(sys.modules[kind.__module__])
         missing = [name for name in MIXERS[kind.__name__] if find_spec(name) is None]
         if missing and next(model.parameters()).is_cuda:
             notice(
@@ -142,8 +145,7 @@ def _viewed(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if sparse_view is None and hasattr(kwargs.get("seq_idx"), "recur"):
             sparse_view = kwargs["seq_idx"]
         if sparse_view is None:
-            with _products_of(hidden_states):
-                return own(module, hidden_states, *args, **kwargs)
+            return own(module, hidden_states, *args, **kwargs)
         cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
         return through_view(sparse_view, Mixer(module, own, cache_name), hidden_states)
 
@@ -152,25 +154,35 @@ def _viewed(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _through_view(view: RecurrentView, mixer: Mixer, hidden_BTD: Tensor) -> Tensor:
-    with _products_of(hidden_BTD):
-        return view.recur(layer_of(mixer.module), mixer, hidden_BTD)
+    return view.recur(layer_of(mixer.module), mixer, hidden_BTD)
 
 
-def _products_of(hidden: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which Triton kernels multiply float32 as torch does. They use TF32 by default, torch does not."""
-    if hidden.is_cuda and hidden.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return ieee_products()
-    return nullcontext()
+def _use_references(source: ModuleType) -> None:
+    """Give each function with fast kernels in a module of transformers the choice of `with_reference`. Changes the module once."""
+    for name, function in inspect.getmembers(source, inspect.isfunction):
+        if function.__module__ == source.__name__ and hasattr(function, "__wrapped__") and not hasattr(function, "sparse_rl"):
+            setattr(source, name, with_reference(function))
 
 
-@contextmanager
-def ieee_products() -> Iterator[None]:
-    """Compile Triton kernels with float32 products in IEEE precision instead of TF32. Needs Triton."""
-    from triton import knobs
+def with_reference(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function`, or the torch reference it wraps where its kernels would fail or round.
 
-    with knobs.language.scope():
-        knobs.language.fp32_default = "ieee"
-        yield
+    They need a GPU, and those in Triton multiply float32 in TF32, which torch does not by default.
+    """
+    reference = function.__wrapped__  # type: ignore[attr-defined]
+    parameters = inspect.signature(reference).parameters
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        rounds = all(each.dtype == torch.float32 for each in tensors) and torch.get_float32_matmul_precision() == "highest"
+        packed = any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx"))  # references ignore these
+        if packed or (tensors[0].is_cuda and not rounds):
+            return function(*args, **kwargs)
+        return reference(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+
+    chosen.sparse_rl = True  # type: ignore[attr-defined]
+    return chosen
 
 
 def run_packed(mixer: Mixer, hidden_1ND: Tensor, bounds: Sequence[int]) -> Tensor:
