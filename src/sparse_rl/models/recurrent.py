@@ -158,7 +158,10 @@ def _through_view(view: RecurrentView, mixer: Mixer, hidden_BTD: Tensor) -> Tens
 
 
 def _use_references(source: ModuleType) -> None:
-    """Give each function with fast kernels in a module of transformers the choice of `with_reference`. Changes the module once."""
+    """Give each function with fast kernels in a module of transformers the choice of `with_reference`. Changes the module once.
+
+    If the package `kernels` is installed, these functions are no functions any more, and transformers' own choice stands.
+    """
     for name, function in inspect.getmembers(source, inspect.isfunction):
         if function.__module__ == source.__name__ and hasattr(function, "__wrapped__") and not hasattr(function, "sparse_rl"):
             setattr(source, name, with_reference(function))
