@@ -196,7 +196,7 @@ class Generation:
         case."""
         assert self.pages is not None
         starts = any(request.index not in self.scheduler.paused for request in group)
-        return group[0].group not in self.pages.prefilled or (self.cache.holds_more_than_pages and starts)
+        return group[0].group not in self.pages.prefilled or (self.cache.has_windows_or_states and starts)
 
     def _fill_pages(self, groups: list[list[Request]], slots: dict[int, int]) -> None:
         """Fill pages with the prompts of these groups, and draw the first tokens of all their samples."""

@@ -60,7 +60,7 @@ class PagedSlots:
         """Compute the keys and values of a paused sequence again, after the full pages of the prompt. Windows and states
         need the whole sequence, because they start before those pages end."""
         request = sequence.request
-        start = 0 if self.cache.holds_more_than_pages else sequence.prompt_pages * PAGE_TOKENS
+        start = 0 if self.cache.has_windows_or_states else sequence.prompt_pages * PAGE_TOKENS
         tokens = [*request.prompt, *sequence.response()[0][: sequence.entered]]
         prompt, routing = PromptInSlots(tokens, [slot], [request.seed], pages), sequence.routing()
         choices = None if routing is None else torch.cat([routing.prompt_TRK, routing.response_TRK])
