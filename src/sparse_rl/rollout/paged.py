@@ -38,7 +38,7 @@ class PagedSlots:
         return self.scheduler.pages
 
     def place(self, sequences: dict[int, Sequence]) -> None:
-        """Let slots read the pages of their sequences, by slot. The prompts are in their pages.
+        """Set the page tables of these sequences, by slot. The prompts are already in their pages.
 
         A sequence that starts gets a copy of the prompt's last page, if that is partly filled. One that continues is recomputed.
         """
