@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def evicted_at(self) -> Tensor:
-        """Return int32 [L, H, T]: the position of the first query that does not see the key, or `NEVER` if it was kept. The
+        """int32 [L, H, T]: position of the first query that does not see the key, or `NEVER` if it was kept. The
         keys of sliding-window layers are never evicted."""
         codes = self.codes_LHT.to(torch.int32)
         times = self.prompt_tokens + (codes - 1) * self.interval

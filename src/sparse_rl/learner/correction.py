@@ -22,6 +22,9 @@ from ..config import PRESETS, CorrectionConfig, CorrectionSpec
 
 LONGEST = 0.25
 """Share of the responses, longest first, that `long_tail` reads."""
+METRICS = (
+    "rejection_rate", "unlikely", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "effective",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,10 @@ def correct(
     metrics. The rules use the unclamped log xi; exp uses it clamped to +-20. `row_weights` [B] is the number of sequences that
     each one represents in the metrics; the default is 1.
     """
-    spec = (
-        replace(preset, **options)
-        if isinstance(preset, CorrectionSpec)
-        else CorrectionConfig(preset=preset, **options).spec(preset)
-    )
+    if isinstance(preset, CorrectionSpec):
+        spec = replace(preset, **options)
+    else:
+        spec = CorrectionConfig(preset=preset, **options).spec(preset)
     weighed = weigh(log_ratio, mask, spec, broken)
     raw_BT = weighed.raw / weighed.mean_weight if spec.normalize else weighed.raw
     weights_BT = raw_BT.masked_fill(~weighed.keep, 0)
@@ -159,7 +161,8 @@ def long_tail(log_xi: Sequence[Tensor], row_weights: Sequence[float] | None = No
     """Return the 5th percentile of xi in the second half of the longest quarter of the responses. NaN if they are empty.
 
     A cache of a fixed budget keeps a smaller share of a longer response, so its mismatch grows along the response. The mean
-    over all tokens hides that. `log_xi` has one tensor per response. `row_weights` is the number of responses that each one represents.
+    over all tokens hides that. `log_xi` has one tensor per response. `row_weights` is the number of responses that each one
+    represents.
     """
     weights = [1.0] * len(log_xi) if row_weights is None else row_weights
     wanted, taken = LONGEST * sum(weights), 0.0
@@ -184,18 +187,7 @@ def _metrics(weighed: Weighed, weights_BT: Tensor, row_weights_B: Tensor | None)
     valid_BT, rejected_B = weighed.valid, weighed.rejected
     log_xi_N = weighed.log_xi[valid_BT].clamp(-LIMIT, LIMIT)
     if log_xi_N.numel() == 0:
-        keys = (
-            "rejection_rate",
-            "unlikely",
-            "wasted_tokens",
-            "mismatch_k1",
-            "mismatch_k3",
-            "xi_p05",
-            "xi_min",
-            "ess",
-            "effective",
-        )
-        return {f"sparse/{key}": math.nan for key in keys}
+        return {f"sparse/{name}": math.nan for name in METRICS}
     rows_B = valid_BT.any(dim=1).double() * (1 if row_weights_B is None else row_weights_B)
     count_N = rows_B[:, None].expand(valid_BT.shape)[valid_BT]  # tokens that each token represents
     total = count_N.sum()

@@ -207,23 +207,23 @@ class _HeadGradients:
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, bool, bool]):
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         self.hidden_ND, self.weight_VD, self.bias_V = hidden_ND, weight_VD, bias_V
-        self.of_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
-        self.of_weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
-        self.of_bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
+        self.grad_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
+        self.grad_weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
+        self.grad_bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
 
     def add(self, rows: slice, grad_logits_nV: Tensor) -> None:
-        if self.of_hidden is not None:
-            self.of_hidden[rows] = grad_logits_nV @ self.weight_VD
-        if self.of_weight is not None:
-            _add_product(self.of_weight, grad_logits_nV.T, self.hidden_ND[rows])
-        if self.of_bias is not None:
-            self.of_bias += grad_logits_nV.sum(dim=0)
+        if self.grad_hidden is not None:
+            self.grad_hidden[rows] = grad_logits_nV @ self.weight_VD
+        if self.grad_weight is not None:
+            _add_product(self.grad_weight, grad_logits_nV.T, self.hidden_ND[rows])
+        if self.grad_bias is not None:
+            self.grad_bias += grad_logits_nV.sum(dim=0)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (
-            self.of_hidden,
-            None if self.of_weight is None else self.of_weight.to(self.weight_VD.dtype),
-            None if self.of_bias is None or self.bias_V is None else self.of_bias.to(self.bias_V.dtype),
+            self.grad_hidden,
+            None if self.grad_weight is None else self.grad_weight.to(self.weight_VD.dtype),
+            None if self.grad_bias is None or self.bias_V is None else self.grad_bias.to(self.bias_V.dtype),
         )
 
 

@@ -1,8 +1,8 @@
 """AdamW over float32 master weights for a model of any dtype, with a learning rate schedule and gradient clipping.
 
 Gradients of half-precision weights are accumulated in float32 on the device of the weights, so the result does not depend on how
-a batch is split. With `state = "offload"`, masters and moments are in page-locked host memory: each update
-copies the gradients there and the new weights back.
+a batch is split. With `state = "offload"`, masters and moments are in page-locked host memory: each update copies the gradients
+there and the new weights back.
 """
 
 import math
@@ -27,7 +27,7 @@ class Optimizer:
         if checkpointed_layers is None:
             checkpointed_layers = len(decoder_layers(model)) if settings.gradient_checkpointing is True else 0
         self.checkpointed_layers = checkpointed_layers
-        """The first layers, this many, recompute their activations in the backward pass."""
+        """Number of first layers that recompute their activations in the backward pass."""
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
         if not self.params:
@@ -145,6 +145,7 @@ class Optimizer:
 
     def allocate(self) -> None:
         """Allocate the optimizer moments now instead of in the first update. The step count stays 0."""
+        # also after updates, in which some weights may get no gradient
         missing = [master for master in self.masters if not self.adamw.state.get(master)]
         if not missing:
             return

@@ -21,7 +21,7 @@ PROMPTS = 16
 PROMPT_TOKENS = 512
 """Largest number of tokens used of each text: its last ones, so that a response counts even after a long prompt."""
 ENOUGH_TOKENS = 256
-"""Number of tokens from which statistics are final. Fewer tokens, as in a warm-up call, do not cover the range of all channels."""
+"""Number of tokens from which statistics are final. Fewer, as in a warm-up call, do not cover the range of all channels."""
 PLACES = 8
 """Positions at which the prompts are placed. Only the rotation of keys and queries differs between them."""
 

@@ -214,14 +214,13 @@ class Engine:
         needed = self.needed_statistics
         if not needed or not statistics:
             return
-        missing, layers = [name for name in needed if name not in statistics], self.cache.shape.layers
-        if missing or any(len(statistics[name]) != layers for name in needed):
-            why = (
-                f"lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = {self.kv.dtype} need"
-                if missing
-                else f"are of {len(statistics[needed[0]])} layers, but {layers} of the model attend to all tokens"
-            )
-            notice(f"The stored statistics {why}: all statistics are gathered again, and results may differ slightly.")
+        problem, layers = "", self.cache.shape.layers
+        if missing := [name for name in needed if name not in statistics]:
+            problem = f"lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = {self.kv.dtype} need"
+        elif any(len(statistics[name]) != layers for name in needed):
+            problem = f"are of {len(statistics[needed[0]])} layers, but {layers} of the model attend to all tokens"
+        if problem:
+            notice(f"The stored statistics {problem}: all statistics are gathered again, and results may differ slightly.")
             return
         if self.storage is not None:
             self._load_scales(key_scales(statistics), self.storage)
@@ -398,7 +397,9 @@ class Engine:
         ids = self.model.generation_config.eos_token_id
         if ids is None:
             ids = self.model.config.get_text_config().eos_token_id
-        ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if ids is None:
+            return []
+        ids = [ids] if isinstance(ids, int) else list(ids)
         if not all(type(token) is int for token in ids):
             raise UserError(f"The model's eos_token_id = {quoted(ids)} is not a token id: fix its generation_config.json.")
         return ids

@@ -147,9 +147,9 @@ class Generation:
         self.stash = None if prompts else self.stash
         if prompts:
             first_logits, dropped_of, _ = self._prefilled(prompts)
-            for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
+            for prompt, logits_V, dropped_of_prompt in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
-                dropped += of_samples
+                dropped += dropped_of_prompt
             self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
         sequences = self._new_sequences(requests, dropped)
         self._take(sequences, *first_tokens(requests, torch.stack(logits), self.sampling))
@@ -291,7 +291,8 @@ class Generation:
             self.runner.start(slots, self.sampling, self.routers)
         except NotCapturable as error:
             notice(
-                f"The decode step of this model cannot be captured in a CUDA graph ({error}): decoding runs eagerly and is slower."
+                f"The decode step of this model cannot be captured in a CUDA graph ({error}): decoding runs eagerly and is "
+                "slower."
             )
             self.runner = EagerRunner(self.model, self.cache)
             self.runner.start(slots, self.sampling, self.routers)

@@ -74,8 +74,8 @@ class PagedSlots:
             self.pool.give_back([sequence.pages.pop()])
         new = len(tokens) - start
         self.stats.recomputed_tokens += new
-        of_layer = (len(tokens) + min(new, self.prefill_tokens)) * self.cache.layer_token_bytes
-        self.stats.scratch_bytes = max(self.stats.scratch_bytes, of_layer)
+        scratch_bytes = (len(tokens) + min(new, self.prefill_tokens)) * self.cache.layer_token_bytes
+        self.stats.scratch_bytes = max(self.stats.scratch_bytes, scratch_bytes)
 
     def make_room(self, steps: int) -> None:
         """Move full pages of all slots to the pool, if `steps` decode steps could overflow a slot. If too few pages are free,

@@ -160,7 +160,7 @@ def _rows(ordered: list[PromptInSlots], schedule: Schedule, device: torch.device
 def _packed_by_sample(
     ordered: list[PromptInSlots], starts: list[int], ring: int, schedule: Schedule, device: torch.device
 ) -> list[PackedPrompts]:
-    """Return the copies of the prompts that need no compression: one entry for all first samples, all second samples, and so on."""
+    """Return the copies of the prompts that need no compression: all first samples, all second samples, and so on."""
     copies: list[list[tuple[int, int, int]]] = []
     for start, prompt in zip(starts, ordered, strict=True):
         for sample, slot in enumerate(() if schedule.compresses_prompt(len(prompt.prompt)) else prompt.slots):
@@ -248,7 +248,7 @@ class PrefillView:
         return torch.cat(outputs)[None]
 
     def _fill(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the keys and values of a layer into slots or pages. Return the inputs of attention, decoded if stored as codes."""
+        """Write the keys and values of a layer into slots or pages. Return the inputs of attention, as the cache returns them."""
         new, quantiser = (queries_1QND, keys_1HND, values_1HND), self.cache.quantiser
         stored = encoded(quantiser, layer, keys_1HND, values_1HND)
         for packed in self.packed:

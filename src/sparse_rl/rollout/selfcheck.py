@@ -69,7 +69,8 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
     except Exception as error:  # the model's modules cannot be separated, or do not run separately
         if isinstance(error, UserError) and error.__cause__ is None:
             raise  # the layers break a rule, so the whole model does too
-        stand_in, max_gap = model, MAX_GAP_FLOAT32 if limits.shape.dtype == torch.float32 else MAX_GAP_HALF
+        stand_in = model
+        max_gap = MAX_GAP_FLOAT32 if limits.shape.dtype == torch.float32 else MAX_GAP_HALF
     with torch.no_grad(), _exact_products(), eval_mode(stand_in):
         try:
             gap = _smallest_gap(stand_in, limits, max_gap)
