@@ -389,9 +389,9 @@ def test_a_full_disk_ends_in_a_sentence_and_costs_one_chunk(eval_world, tmp_path
 def test_a_terminal_shows_a_bar_with_the_time_left():
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with EvalProgress(console) as watch:
-        watch.more(10)
+        watch.add_rollouts(10)
         watch.restart()
-        watch.doing("gsm8k, rkv@512")
+        watch.set_status("gsm8k, rkv@512")
         watch.sampled(Progress(3, 5, 1200, 2.0, {}, []))
         watch.bar.refresh()
         watch.chunk("gsm8k, rkv@512", 5, 600.0)

@@ -278,7 +278,10 @@ def test_a_config_of_trl_trains_a_step_in_both(tmp_path, monkeypatch, capsys):
             ["--num_generations", "many"],
             "does not accept these flags .*--num_generations.*invalid int value: 'many'.*: correct the flag",
         ),
-        (["--num_generations", "3"], "8 sequences are generated at once, no multiple of --num_generations 3: change one."),
+        (
+            ["--num_generations", "3"],
+            "8 sequences are generated at once, which is not a multiple of --num_generations 3: change one.",
+        ),
         (
             ["--steps_per_generation", "6", "--gradient_accumulation_steps", "4"],
             "48 sequences are generated at once and 32 used per update, which sparse-rl does not mix: let one be a multiple",

@@ -238,7 +238,7 @@ def test_a_card_names_the_base_model_and_the_data_of_the_hub():
         ({"policy": "full", "dtype": "4bit"}, "a KV cache with all keys in 4 bits."),
         (
             {"policy": "streaming", "dtype": "8bit"},
-            "a KV cache of at most 640 tokens per layer and head in 8 bits, the prompt beside them.",
+            "a KV cache of at most 640 tokens per layer and head in 8 bits, plus the prompt.",
         ),
     ],
 )

@@ -192,4 +192,4 @@ def test_the_youngest_wait_and_the_oldest_continues():
     pages.take_pages(2 * PAGE_TOKENS)
     paused, _ = scheduler.make_room()
     assert not paused and 1 not in pages.of_group  # the prompt of a group that does not run gives way first
-    assert not scheduler.worth_a_prefill()
+    assert not scheduler.should_prefill()

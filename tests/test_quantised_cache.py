@@ -275,5 +275,5 @@ def test_bytes_of_a_head_of_128_channels(monkeypatch):
 def test_heads_that_codes_do_not_fill_are_refused():
     sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_key_value_heads=2))
-    with pytest.raises(UserError, match="The model's head dimension = 6 is no multiple of 4: set kv.dtype = auto"):
+    with pytest.raises(UserError, match="The model's head dimension = 6 is not a multiple of 4: set kv.dtype = auto"):
         Engine(model, KV(policy="rkv", budget=24, interval=4, dtype="8bit"), slots=1)

@@ -407,7 +407,7 @@ def test_a_processor_for_images_is_refused(tmp_path):
         pass
 
     args = GRPOConfig(str(tmp_path), **SMALL)
-    with pytest.raises(UserError, match="samples text alone: use a text model"):
+    with pytest.raises(UserError, match="samples only text: use a text model"):
         SparseGRPOTrainer(str(TINY), by_text, args, DATASET, processing_class=Processor())
 
 

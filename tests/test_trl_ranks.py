@@ -118,5 +118,5 @@ def test_a_vision_model_is_refused_though_only_its_folder_is_named(tmp_path):
     )
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
     LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=4, image_token=tokenizer.pad_token).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="samples text alone: use a text model"):
+    with pytest.raises(UserError, match="samples only text: use a text model"):
         SparseGRPOTrainer(str(tmp_path), by_text, GRPOConfig(str(tmp_path / "run"), **SMALL), DATASET, kv=TIGHT)

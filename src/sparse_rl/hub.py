@@ -16,7 +16,7 @@ REPLACED = (
     "model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json",
     "adapter_model.safetensors", "adapter_config.json", "sparse_rl.json", "sparse_rl.statistics",
 )  # fmt: skip
-"""Files of a model that an upload deletes unless it replaces them. A model left beside an adapter would be loaded instead of it."""
+"""Files of a model that an upload deletes unless it replaces them. A model left next to an adapter would be loaded first."""
 
 
 def why_unreachable(ask: Callable[..., object], id: str) -> str | None:

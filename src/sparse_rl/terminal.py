@@ -1,4 +1,4 @@
-"""Console and tables of every command. Control characters in external text are escaped, so that it cannot control the terminal."""
+"""Console and tables of every command. Control characters in external text are escaped."""
 
 from collections.abc import Collection, Iterable, Sequence
 

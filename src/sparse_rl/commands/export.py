@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step, metavar="N|best", help="step of the checkpoint, or best [the last step]")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into the weights")
     parser.add_argument("--push", metavar="REPO", help="upload to this repository of the hub, such as me/my-model")
-    parser.add_argument("--private", action="store_true", help="create the repository as a private one")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
 
 
 def step(text: str) -> int | str:

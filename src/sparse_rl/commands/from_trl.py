@@ -9,7 +9,7 @@ from ..errors import say
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run, parser=parser)
     parser.description = (
-        "Print the recipe for the flags of `trl grpo`, and a note on stderr for each flag that is not carried over as it is. "
+        "Print the recipe for the flags of `trl grpo`, and a note on stderr for each flag that is not converted exactly. "
         "Redirect it to a file: sparse-rl from-trl --config grpo.yaml > mine.toml"
     )
     parser.add_argument(

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
 
     base = recipe_or_model(args.what)
     if not is_recipe(args.what) and not {"data", "eval"} & flag_values(args, Config).keys():
-        base["eval"] = {"problems": 0}  # a model alone names no problems to evaluate
+        base["eval"] = {"problems": 0}  # without a recipe there are no problems to evaluate
     config = from_flags(args, Config, base)
     options = {
         "gpu_memory": args.gpu_memory,

@@ -47,7 +47,7 @@ def _cannot_reach(id: str, why: str, instead: str) -> MissingResource:
 
 @contextmanager
 def _offline(offline: bool) -> Iterator[None]:
-    """Read only the cached copy if `offline` is true. `datasets` would otherwise try the network for half a minute."""
+    """With `offline`, read only the cached copy. `datasets` would otherwise try the network for half a minute."""
     import datasets.config
     import huggingface_hub.constants
 

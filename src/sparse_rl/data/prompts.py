@@ -56,7 +56,7 @@ def encode(
         text = template.replace(PLACEHOLDER, example.prompt)
         if not chat:
             if not raw:
-                _tell_of_missing_template(tokenizer)
+                _warn_of_missing_template(tokenizer)
             # prompts that are too long raise an error later, with a fix
             return _not_empty(list(tokenizer(text, verbose=False).input_ids))
         messages = [{"role": "user", "content": text}]
@@ -97,7 +97,7 @@ def _not_empty(ids: list[int]) -> list[int]:
     return ids
 
 
-def _tell_of_missing_template(tokenizer: "PreTrainedTokenizerBase") -> None:
+def _warn_of_missing_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     name = str(tokenizer.name_or_path).rstrip("/").rpartition("/")[2]
     if CHAT_NAMES.search(name) or CHAT_TOKENS & set(tokenizer.all_special_tokens):
         notice(

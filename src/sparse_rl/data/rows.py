@@ -46,7 +46,7 @@ def read_rows(source: str) -> list[DataRow]:
     try:
         content = read_file(source)
     except OSError as error:
-        raise UserError(f"{source} cannot be read ({error.strerror}): {WHAT_TO_GIVE}") from error
+        raise UserError(f"{source} cannot be read ({error.strerror}): {ACCEPTED}") from error
     name = source.lower()
     if name.endswith(".parquet"):
         return list(_parquet(source, content))
@@ -56,7 +56,7 @@ def read_rows(source: str) -> list[DataRow]:
     return list(_csv(source, content) if name.removesuffix(".gz").endswith(".csv") else _json_lines(source, content))
 
 
-WHAT_TO_GIVE = f"pass a task or the path of a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
+ACCEPTED = f"pass a task or the path of a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
 
 
 def _unpacked(source: str, content: bytes) -> bytes:
@@ -79,7 +79,7 @@ def _json_lines(source: str, content: bytes) -> Iterator[DataRow]:
 def _json_object(place: str, line: bytes) -> dict[str, Any]:
     try:
         text = line.decode()
-        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_named_once)
+        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_duplicate_keys)
     except UnicodeDecodeError:
         refuse(place, "the line is not UTF-8 text: decompress the file, or convert it to UTF-8.")
     except json.JSONDecodeError as error:
@@ -103,7 +103,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(

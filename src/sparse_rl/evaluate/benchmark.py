@@ -193,8 +193,8 @@ class BenchmarkScore:
     """Number of rollouts without a reward, for any reason."""
 
     @property
-    def graded(self) -> bool:
-        """Return whether any reward was neither 0 nor 1. The mean is then a mean reward, not a share of correct answers."""
+    def is_mean_reward(self) -> bool:
+        """True if some reward is neither 0 nor 1, so that `mean` is a mean reward and not a share of correct answers."""
         return self.problems > 0 and not self.pass_at
 
 

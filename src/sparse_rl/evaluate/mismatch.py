@@ -4,8 +4,7 @@ Replaying every rollout with a dense cache gives xi = pi_dense / pi_sampler for 
 evictions gives the engine noise. If keys and values are quantised, a third replay sees every key as it was stored. It splits xi
 into the parts of quantisation, pi_dense / pi_quantised, and of eviction, pi_quantised / pi_sampler. Log-probs come from the
 untruncated softmax at the sampling temperature, so xi is also defined with top_p and top_k. In that case, xi compares the two
-full softmaxes at the sampled tokens. The figures that a budget is judged by are those of `kv.budget = "auto"`, from the same
-function of `learner.mismatch`.
+full softmaxes at the sampled tokens. `learner.mismatch` computes the figures of a budget, as for `kv.budget = "auto"`.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ RULES = ("veto", "drop", "low", "high")
 
 @dataclass(frozen=True)
 class Criteria:
-    """What a training run judges its budget by."""
+    """Correction and limits by which a training run judges its budget."""
 
     spec: CorrectionSpec
     alerts: AlertsConfig

@@ -82,7 +82,7 @@ def as_json(result: Result) -> dict[str, Any]:
     values |= asdict(score.cost)
     if result.mismatch is not None:
         measured = asdict(result.mismatch)
-        del measured["figures"]  # each is a value of its own
+        del measured["figures"]  # its values are in other fields
         values["mismatch"] = {name: _number(value) for name, value in measured.items() if value is not None}
     return values
 

@@ -66,7 +66,7 @@ class Runner:
         ]
 
     def go(self) -> list[Setting]:
-        """Run all settings. Return them, with the budgets that were tried in place of `auto`."""
+        """Run all settings. Return them, with the budgets that were tried instead of `auto`."""
         if all(setting.kv.budget != "auto" for setting in self.settings) and not self.left:
             return list(self.settings)
         with ExitStack() as opened:
@@ -89,12 +89,12 @@ class Runner:
         """Run the problems that are left."""
         for setting, source, _ in self.left:
             self._check(setting, source)
-        self.watch.more(sum(len(missing) * source.samples for _, source, missing in self.left))
+        self.watch.add_rollouts(sum(len(missing) * source.samples for _, source, missing in self.left))
         for setting, source, missing in self.left:
             self._benchmark(setting, source, missing)
 
     def _with_budgets(self, setting: Setting) -> list[Setting]:
-        """Return the setting, or for `auto` those with the budgets that the search for the smallest one tried.
+        """Return the setting, or for `auto` one setting for each budget that the search tried.
 
         This is the probe of a training run with `kv.budget = "auto"`, on all problems.
         """
@@ -160,18 +160,18 @@ class Runner:
     def _benchmark(self, setting: Setting, source: BenchmarkSource, missing: list[int]) -> None:
         benchmark, pool, watch = self.benchmarks[source.name], self.pools[source.reward], self.watch
         what = f"{source.name}, {setting.name}"
-        watch.doing(what)
+        watch.set_status(what)
         engine = self._engine(setting, source)
         fill = FILLS.get(self.model.device.type, 1) * engine.slots
         for problems in parts(missing, max(1, len(missing) * benchmark.samples // fill)):
             chunk = run(engine, self.tokenizer, benchmark, pool, problems, record=self.args.mismatch, progress=watch.sampled)
             log_xi = None
             if self.args.mismatch:
-                watch.doing(f"{what}, replaying")
+                watch.set_status(f"{what}, replaying")
                 log_xi = replay_samples(self.model, chunk.rollouts, chunk.samples, self.criteria.spec)
             self.work.add(source.name, setting.name, chunk, log_xi)
             watch.chunk(what, len(chunk.samples), chunk.cost.tokens / max(chunk.cost.seconds, 1e-9))
-            watch.doing(what)
+            watch.set_status(what)
 
     def _engine(self, setting: Setting, source: BenchmarkSource) -> Engine:
         """Return the engine of a setting. A bounded cache uses one engine for all benchmarks.

@@ -29,15 +29,15 @@ def auto_slots(probe: Engine, kv: KV, max_tokens: int, prompt_lengths: list[int]
     if shape.device.type != "cuda":
         return CPU_SLOTS
     room, size = int(SHARE * free_bytes(shape.device)), shape.dtype.itemsize
-    of_slot = slot_bytes(shape, kv, size)[0] + probe.limits.vocab * STEP_LOGIT_BYTES
-    of_slot += window_bytes(whole, max(prompt_lengths) + max_tokens, size) + whole.state_bytes
+    bytes_per_slot = slot_bytes(shape, kv, size)[0] + probe.limits.vocab * STEP_LOGIT_BYTES
+    bytes_per_slot += window_bytes(whole, max(prompt_lengths) + max_tokens, size) + whole.state_bytes
 
     def fit(slots: int) -> bool:
         stored = store_bytes(shape, prompt_lengths, slots, samples, size, kv.dtype)[0] if kv.stores_prompts else 0
         if kv.policy == "full":
             pages = live_dense_pages(max(prompt_lengths), max_tokens, slots, samples)
             stored = dense_bytes(shape, 0, pages, size, kv.dtype)
-        return slots * of_slot + stored <= room
+        return slots * bytes_per_slot + stored <= room
 
     return max(1, largest(fit, MAX_AUTO_SLOTS))
 

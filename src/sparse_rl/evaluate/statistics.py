@@ -55,8 +55,8 @@ def mean_interval(values: Sequence[float], samples: float = 1) -> Estimate:
     if set(values) <= {0.0, 1.0}:
         return wilson(mean, problems, Z)
     variance = math.fsum((value - mean) ** 2 for value in values) / max(1, problems - 1)
-    worth = mean * (1 - mean) * problems / variance if variance else math.inf
-    trials = min(max(worth, problems), problems * max(1.0, samples))
+    effective = mean * (1 - mean) * problems / variance if variance else math.inf
+    trials = min(max(effective, problems), problems * max(1.0, samples))
     return wilson(mean, trials, quantile(problems - 1) if problems > 1 else Z)
 
 

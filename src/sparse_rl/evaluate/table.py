@@ -41,7 +41,7 @@ def shown(estimate: Estimate, share: bool, signed: bool = False) -> str:
 
 def are_shares(results: Sequence[Result]) -> bool:
     """Return whether every reward of a benchmark is 0 or 1, so that all rows are percentages."""
-    return not any(each.score.graded for each in results)
+    return not any(each.score.is_mean_reward for each in results)
 
 
 def score_name(samples: int, share: bool) -> str:

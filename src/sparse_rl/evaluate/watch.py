@@ -31,12 +31,12 @@ class EvalProgress:
         """Restart the clock, so that the estimate of the time left excludes loading."""
         self.started = time.monotonic()
 
-    def more(self, rollouts: int) -> None:
+    def add_rollouts(self, rollouts: int) -> None:
         """Add rollouts that are still to sample."""
         self.total += rollouts
         self.bar.update(self.task, total=self.total)
 
-    def doing(self, what: str) -> None:
+    def set_status(self, what: str) -> None:
         self.bar.update(self.task, description=what)
 
     def sampled(self, progress: Sampled) -> None:

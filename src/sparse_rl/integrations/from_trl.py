@@ -1,7 +1,6 @@
-"""Convert the flags of `trl grpo` to a recipe. Every flag is carried over, or a note says why not.
+"""Convert the flags of `trl grpo` to a recipe. Every flag is converted, or a note says why not.
 
-`COUNTERPARTS` and `REASONS` in `trl_flags.py` list the flags. This module computes the values, also of flags that TRL leaves at a
-default of its own.
+`COUNTERPARTS` and `REASONS` in `trl_flags.py` list the flags. This module computes the values, also of flags with TRL's default.
 """
 
 import math
@@ -21,7 +20,7 @@ LOGGERS = ("tensorboard", "wandb", "trackio")
 
 
 def convert(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return (the recipe as TOML, notes about what differs). `arguments` are those of `trl grpo`, with or without that name."""
+    """Return (the recipe as TOML, notes about differences). `arguments` are those of `trl grpo`, with or without that name."""
     import tomli_w
 
     version = require_trl("sparse-rl from-trl")
@@ -41,7 +40,7 @@ def recipe_values(flags: Flags) -> dict[str, Any]:
     max_tokens, trl_updates = rollout["max_tokens"], updates * flags["num_iterations"]
     if flags["max_steps"] > 0:
         steps = {"steps": math.ceil(flags["max_steps"] / trl_updates)}
-        flags["num_train_epochs"]
+        flags["num_train_epochs"]  # reading it counts as converted
     else:
         steps = {}
         flags.note(
@@ -92,7 +91,7 @@ def _batch(flags: Flags) -> tuple[dict[str, Any], int]:
     whole = max(generated, per_update)
     if generated % samples:
         raise UserError(
-            f"{generated} sequences are generated at once, no multiple of --num_generations {samples}: change one."
+            f"{generated} sequences are generated at once, which is not a multiple of --num_generations {samples}: change one."
         )
     if whole % generated or whole % per_update:
         raise UserError(

@@ -48,9 +48,9 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
         run = folder.name.absolute() if isinstance(folder.name, Path) else folder.name
         values = config.model_dump(by_alias=True, exclude={"ray"}) | {"run_dir": str(run)}
         fs, path = opened(run)
-        beside = f"{os.path.dirname(path.rstrip('/'))}/.ray"  # files that Ray and the workers leave for the driver
-        refusal = f"{beside}/{folder.path.name}.refused"
-        fs.makedirs(beside, exist_ok=True)
+        state = f"{os.path.dirname(path.rstrip('/'))}/.ray"  # files that Ray and the workers leave for the driver
+        refusal = f"{state}/{folder.path.name}.refused"
+        fs.makedirs(state, exist_ok=True)
         if fs.exists(refusal):
             fs.rm_file(refusal)
         trainer = TorchTrainer(
@@ -65,7 +65,7 @@ def train(config: Config, *, resume: bool, overwrite: bool) -> None:
             scaling_config=ScalingConfig(num_workers=settings.workers, use_gpu=bool(gpus), resources_per_worker=needs),
             run_config=RunConfig(
                 name=folder.path.name,
-                storage_path=beside,
+                storage_path=state,
                 storage_filesystem=PyFileSystem(FSSpecHandler(fs)) if folder.remote else None,
                 failure_config=FailureConfig(max_failures=settings.max_failures),
             ),

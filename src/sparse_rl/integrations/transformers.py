@@ -48,9 +48,8 @@ from ..sizes import PAGE_TOKENS, pages_of
 
 
 class BoundedCache(Cache):
-    """A transformers cache that holds at most budget + interval tokens per attention layer, head and row after prefill, in
-    addition to protected prompts. With policy full, which needs dtype 8bit or 4bit, it holds all tokens. Layers are made when the
-    model first uses them.
+    """A transformers cache that holds at most budget + interval tokens per attention layer, head and row after prefill, plus
+    protected prompts. With policy full, which needs dtype 8bit or 4bit, it holds all tokens.
 
     Two defaults differ from those of `KV`. `policy` is rkv, because triattention needs statistics of the model. `protect_prompt`
     is false: every row would hold its own copy of the prompt, so the memory would not be bounded, and a protected prompt must
@@ -197,7 +196,7 @@ class BoundedLayer(LinearAttentionLayer):
         super().__init__()
         self.kv, self.policy, self.seed, self.statistics, self.layer = kv, policy, seed, statistics, layer
         self.place = layer
-        """Number of the layer among those that attend to all tokens, as statistics count layers."""
+        """Index of the layer in the statistics, which count only layers that attend to all tokens."""
         self.is_initialized = False
         """True if the layer holds keys."""
         self.schedule = Schedule.of(kv, policy.evicts) if policy.evicts else DENSE
@@ -205,7 +204,7 @@ class BoundedLayer(LinearAttentionLayer):
         """True if prompts are protected from eviction."""
         self.cache: SlotCache | None = None
         self.windows: WindowStore | None = None
-        """Cache of a sliding-window layer, in place of the other one."""
+        """Cache of a sliding-window layer, which has no `cache`."""
         self.seen = 0
         """Number of batch columns so far, including padding."""
         self.entered = 0
@@ -288,7 +287,7 @@ class BoundedLayer(LinearAttentionLayer):
         return Quantiser(self.kv.dtype, scales, whole=not form.is_plain)
 
     def _of_layer(self, names: Iterable[str], device: torch.device) -> Statistics:
-        """Return the statistics of this layer alone, with one entry."""
+        """Return the statistics of this layer, as if it were the only one."""
         return {name: self.statistics[name][self.place : self.place + 1].to(device) for name in names}
 
     def _protected(self, prompt_tokens: int) -> int:

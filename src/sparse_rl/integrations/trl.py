@@ -2,10 +2,9 @@
 
     trainer = SparseGRPOTrainer(model, reward_funcs, args, train_dataset, kv=KV(budget=512))
 
-TRL computes the loss. It applies an importance ratio of its own only in vLLM mode, so this trainer runs the dense pass, corrects
-xi = pi_old / pi_sampler, and hands TRL one advantage per token: weight * A, 0 for dropped tokens and rejected sequences. The
-weights are not negative, so min(w·xi·A, clip(w)·xi·A) = xi·min(w·A, clip(w)·A): exact for every loss that is linear in A for
-each sign of A.
+TRL computes the loss. It corrects for the sampler only in vLLM mode, so this trainer runs the dense pass, corrects xi = pi_old /
+pi_sampler, and hands TRL one advantage per token: weight * A, 0 for dropped tokens and rejected sequences. The weights are not
+negative, so min(w·xi·A, clip(w)·xi·A) = xi·min(w·A, clip(w)·A): exact for every loss that is linear in A for each sign of A.
 """
 
 # B completions of this process, T tokens of the longest, N completions of all processes
@@ -27,8 +26,7 @@ from ..train.probe import ROLLOUTS, TOKENS, measured
 from .trl_version import require_trl
 
 EXACT = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
-"""Loss types in which a factor of the advantage is a factor of the token's term. `vespo` weighs whole sequences by a function of
-the ratio, the sampler's included."""
+"""Loss types whose token terms scale with the advantage. `vespo` weights whole sequences by a function of the ratio."""
 
 
 OWN_FIELDS = ("kv", "correction", "slots", "merge_lora")
@@ -73,7 +71,7 @@ class SparseGRPOConfig(GRPOConfig):
 
 
 class SparseGRPOTrainer(GRPOTrainer):
-    """TRL's GRPOTrainer, with the arguments `kv` and `correction` in addition. `args` may be a GRPOConfig."""
+    """TRL's GRPOTrainer with two more arguments, `kv` and `correction`. `args` may be a GRPOConfig."""
 
     _tag_names: ClassVar[list[str]] = [*GRPOTrainer._tag_names, "sparse-rl"]
 
@@ -135,8 +133,8 @@ class SparseGRPOTrainer(GRPOTrainer):
             self.rollouts.load(checkpoint)
 
     def _measure_quantisation(self) -> None:
-        """Measure the mismatch of a quantised cache on the first completions of a run, before they train. Warn if it is large, and
-        refuse a model that quantisation ruins."""
+        """Measure the mismatch of a quantised cache on the first completions of a run. Warn if it is large. Raise UserError if
+        quantisation ruins the model."""
         self._measured = True
         engine, rollouts = self.rollouts.prepare(self), self.rollouts.rollouts
         if not engine.kv.quantised or self.state.global_step:

@@ -12,7 +12,7 @@ from ..text import did_you_mean, printable, quoted
 from .trl_flags import COUNTERPARTS, reason
 
 SILENT = ("do_train", "do_predict")
-"""Flags without a meaning of their own here."""
+"""Flags that are ignored."""
 
 
 class Flags:
@@ -28,7 +28,7 @@ class Flags:
         return self.given.get(name, self.defaults[name])
 
     def note(self, name: str, why: str) -> None:
-        """Say why a flag, given or by TRL's default, is not carried over as it is."""
+        """Add a note why a flag is not converted exactly. The flag may have TRL's default."""
         origin = "" if name in self.given else " (TRL's default)"
         self.notes.append(f"--{name} {printable(_shown(self[name]), 80)}{origin}: {why}.")
 
@@ -68,12 +68,12 @@ def parsed(arguments: list[str], version: str) -> tuple[dict[str, Any], dict[str
         path = words[place + 1] if place + 1 < len(words) else ""
         in_file, nulls = _from_yaml(path)
         words = [*in_file, *words[:place], *words[place + 2 :]]  # the last value of a flag counts
-    told = StringIO()
+    stderr = StringIO()
     try:
-        with redirect_stderr(told):
+        with redirect_stderr(stderr):
             namespace, rest = parser.parse_known_args(words)
     except SystemExit as error:
-        why = (told.getvalue().strip().splitlines() or [""])[-1].rpartition("error: ")[2]
+        why = (stderr.getvalue().strip().splitlines() or [""])[-1].rpartition("error: ")[2]
         raise UserError(f"TRL {version} does not accept these flags ({printable(why, 200)}): correct the flag.") from error
     given = nulls | vars(namespace)
     unknown = [word for word in rest if word.startswith("--")] + [f"--{name}" for name in given if name not in defaults]
@@ -87,7 +87,7 @@ def parsed(arguments: list[str], version: str) -> tuple[dict[str, Any], dict[str
 
 
 def _after_program(arguments: list[str]) -> list[str]:
-    """Return the flags alone: `trl grpo`, `python train.py` and `accelerate launch` in front of them are skipped."""
+    """Return the flags without the program: `trl grpo`, `python train.py` or `accelerate launch`."""
     words = list(arguments)
     while words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
         words.pop(0)

@@ -33,7 +33,7 @@ from ..world import ALONE, World, agreed
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_SLOTS = 64
-"""Sequences that are sampled concurrently, if `slots` is not given and the batch has as many."""
+"""Maximum number of sequences that are sampled concurrently if `slots` is not set."""
 TRAINING_CALLS = "training_calls"
 """Name of the number of training calls in the file of statistics. It decides when statistics are gathered again."""
 
@@ -45,9 +45,9 @@ class SparseRollouts:
     process, at most 64. `merge_lora` is explained at `SamplerWeights`. Reward functions receive the column `finish` (`stop` or
     `length`).
 
-    A policy or a `kv.dtype` that needs statistics of the model gathers them from the first prompts, and again from the rollouts of
-    training calls 1, 2, 4, 8, 16 and every 32nd. All ranks gather them together. `SparseGRPOTrainer` stores them in its checkpoints
-    with `save` and continues with `load`.
+    Statistics of the model, if the policy or `kv.dtype` needs them, are gathered from the first prompts, and again from the
+    rollouts of training calls 1, 2, 4, 8, 16 and every 32nd. All ranks gather them together. `SparseGRPOTrainer` stores them in
+    its checkpoints with `save` and continues with `load`.
     """
 
     def __init__(self, kv: KV | None = None, *, slots: int | None = None, merge_lora: bool = True):
@@ -65,7 +65,7 @@ class SparseRollouts:
         engine = self.prepare(trainer)
         ids, images, _ = trainer._tokenize_prompts(prompts)
         if images is not None:
-            raise UserError("A prompt has images, which the engine cannot sample from: use prompts of text alone.")
+            raise UserError("A prompt has images, which the engine cannot sample from: use text prompts.")
         unique, samples = grouped(ids)
         sampling = Sampling(
             max_tokens=trainer.max_completion_length, temperature=trainer.temperature, stop=tuple(trainer.eos_token_ids)
@@ -102,7 +102,7 @@ class SparseRollouts:
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             self.weights = SamplerWeights(model, HALF.get(trainer.accelerator.mixed_precision), merge_lora=self.merge_lora)
             batch = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-            # A compiled engine lays the weights of projections together in memory, and DeepSpeed has its own layout.
+            # A compiled engine stores the weights of projections contiguously, and DeepSpeed has its own layout.
             compile = False if trainer.is_deepspeed_enabled else None
             with unchanged_attention(self.weights.sampler):
                 self.engine = Engine(
@@ -209,7 +209,7 @@ class SamplerWeights:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Write the learner's weights into the sampler's, in place. Does nothing if they are the same."""
+        """Write the learner's weights into the sampler's, in place. Do nothing if they are the same."""
         if self.sampler is self.learner:
             return
         if not self.adapter:
@@ -227,7 +227,7 @@ class SamplerWeights:
         for name, weight in self.learner.named_parameters():
             if weight.requires_grad and ".lora_" not in name:
                 raise UserError(
-                    f"The weight {name} is trained beside the LoRA adapters, and a merged sampler would not see it: remove "
+                    f"The weight {name} is trained in addition to the LoRA adapters, and a merged sampler would not see it: remove "
                     "modules_to_save and bias from the LoraConfig, or set merge_lora=False."
                 )
         for name, layer in self._adapted():
@@ -262,8 +262,8 @@ class SamplerWeights:
 def refuse_settings(args: Any) -> None:
     """Raise UserError for settings of TRL under which the recorded log-probs would not be those of the sampler."""
     required = {
-        "use_vllm": (False, "the engine samples in the place of vLLM"),
-        "use_transformers_continuous_batching": (False, "the engine samples in the place of transformers"),
+        "use_vllm": (False, "the engine samples instead of vLLM"),
+        "use_transformers_continuous_batching": (False, "the engine samples instead of transformers"),
         "top_p": (1.0, "log-probs of a truncated distribution are not recorded"),
         "top_k": (0, "log-probs of a truncated distribution are not recorded"),
         "min_p": (None, "log-probs of a truncated distribution are not recorded"),
@@ -285,7 +285,7 @@ def refuse_settings(args: Any) -> None:
 
 def refuse_images() -> NoReturn:
     raise UserError(
-        "processing_class is a processor for images or audio, and the engine samples text alone: use a text model and its "
+        "processing_class is a processor for images or audio, and the engine samples only text: use a text model and its "
         "tokenizer."
     )
 

@@ -214,8 +214,7 @@ def packed_causal_attention(
         q, k, v = (each[0].transpose(0, 1) for each in (queries_1QND, keys_1HND, values_1HND))
         bounds = (cu_seqlens, cu_seqlens, longest, longest)
         return varlen_causal_attention(q, k, v, *bounds, scale, form.window).transpose(0, 1)[None]
-    places = cu_seqlens.tolist()
-    spans = [slice(start, stop) for start, stop in itertools.pairwise(places)]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(cu_seqlens.tolist())]
     outputs = [
         causal_attention(queries_1QND[:, :, span], keys_1HND[:, :, span], values_1HND[:, :, span], scale=scale, form=form)
         for span in spans
@@ -224,7 +223,7 @@ def packed_causal_attention(
 
 
 def has_varlen(queries: Tensor, form: AttentionForm = PLAIN) -> bool:
-    """Return whether one kernel computes all packed sequences for such queries."""
+    """Return whether one kernel computes all packed sequences for queries of this shape, dtype and device."""
     dim = queries.shape[-1]
     if not form.is_plain or (form.window is not None and "window_size" not in _varlen_options()):
         return False

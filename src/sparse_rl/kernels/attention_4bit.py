@@ -1,9 +1,9 @@
-"""One decode step of one layer over a cache of 4-bit codes, in one launch: encode and store the new key and value, store the query,
-and attend over the stored prompt and the slot.
+"""One decode step of one layer over a cache of 4-bit codes, in one launch: encode and store the new key and value, store the
+query, and attend over the stored prompt and the slot.
 
-`code_attention.py` launches this kernel and names its torch reference. A program works as in `slot_attention.py`, but reads codes.
-The query is multiplied by the channel steps once. The centre of keys is left out, because it adds the same number to all logits of a
-query. Soft caps and sinks depend on that number, so it is then computed once and added.
+`code_attention.py` launches this kernel and names its torch reference. A program works as in `slot_attention.py`, but reads
+codes. The query is multiplied by the channel steps once. The centre of keys is left out, because it adds the same number to all
+logits of a query. With soft caps or sinks, which depend on that number, it is computed once and added.
 
 The product of a head is the sum of the products of its four parts (`codes.py`). The products of a 16-bit model run in float16, in
 which all codes are exact.

@@ -1,16 +1,17 @@
-"""One decode step of one layer over a cache of 8-bit codes, in one launch: attend over the stored prompt and the slot, encode and
-store the new key and value, and store the query.
+"""One decode step of one layer over a cache of 8-bit codes, in one launch: attend over the stored prompt and the slot, encode
+and store the new key and value, and store the query.
 
-The torch reference is that of `code_attention.py`, which launches this kernel. A program processes one slot and at most eight query
-heads of one kv head, because the sums of more do not fit in registers. Each of its warps reads tokens of its own and keeps a running
-softmax of its own, so warps wait for each other only at the end.
+`code_attention.py` launches this kernel and names its torch reference. A program processes one slot and at most eight query heads
+of one kv head, because the sums of more heads do not fit in registers. Each warp reads its own tokens and keeps its own running
+softmax, so warps wait for each other only at the end.
 
-The query is multiplied by the channel steps and rounded to the sum of two rows of 8-bit codes, coarse and fine. Its products with the
-codes of keys are then integers. The fine codes fill rows of the matrix product that would otherwise be padding. The centre of keys is left
-out, because it adds the same number to all logits of a query. Soft caps and sinks depend on that number, so it is then added.
+The query is multiplied by the channel steps and rounded to the sum of two rows of 8-bit codes, coarse and fine. Its products with
+the codes of keys are then integers. The fine codes fill rows of the matrix product that would otherwise be padding. The centre of
+keys is left out, because it adds the same number to all logits of a query. Soft caps and sinks depend on that number, so it is
+added for them.
 
-Values are read as words of two bytes (`codes.py`), and their products run in float16, in which all codes are exact. In a float32 model
-all products run in float32.
+Values are read as words of two bytes (`codes.py`), and their products run in float16, in which all codes are exact. In a float32
+model all products run in float32.
 """
 
 # G padded query heads of a kv head, D padded head dimension, W warps, T tokens that a warp reads at a time, R rows of a product

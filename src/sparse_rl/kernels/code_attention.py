@@ -1,5 +1,5 @@
-"""One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch. `attention_8bit.py` and `attention_4bit.py` have
-the kernels.
+"""One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch. The kernels are in `attention_8bit.py` and
+`attention_4bit.py`.
 
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
 `attention_part` with a prompt store.
@@ -21,9 +21,9 @@ from .rows import StoredCodes
 from .slot_attention import _rows, combine
 
 BLOCK = 64
-"""Most tokens that a program reads at a time: a page of a stored prompt."""
+"""Maximum number of tokens that a program reads at a time: a page of a stored prompt."""
 QUERY_HEADS = 8
-"""Most query heads of a program over 8-bit codes. Their coarse and fine codes fill the 16 rows of a matrix product."""
+"""Maximum query heads of a program over 8-bit codes. Their coarse and fine codes fill the 16 rows of a matrix product."""
 
 
 def attend_and_append_codes(

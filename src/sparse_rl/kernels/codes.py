@@ -19,8 +19,9 @@ bits, up to 32,000 in 8 bits; larger ones saturate."""
 def _assembly(bits: int) -> str:
     """Return PTX that converts two words, held by one register, to one pair of float16 per part.
 
-    A code becomes the lowest bits of a float16 between 1,024 and 2,048, whose lowest bit counts 1. Then 1,024 and the code's offset
-    are subtracted. The high code of a byte is read as 1,024 + 16 (code + 8), and multiplied by 1/16 in the same instruction.
+    A code becomes the lowest bits of a float16 between 1,024 and 2,048, whose lowest bit counts 1. Then 1,024 and the code's
+    offset are subtracted. The high code of a byte is read as 1,024 + 16 (code + 8), and multiplied by 1/16 in the same
+    instruction.
     """
     values = {"low": "0x00ff00ff", "base": "0x64806480", "subtracted": "0x64806480"}  # 1,024 + 128
     if bits == 4:

@@ -1,7 +1,7 @@
 """Compact cached rows in place: move kept tokens to the front, in order, without copying the row."""
 
-# N cached rows, R compacted rows, H kv heads, C capacity, T held tokens, K kept and n = T - K dropped tokens, D head dimension, G steps
-# of a token
+# N cached rows, R compacted rows, H kv heads, C capacity, T held tokens, K kept and n = T - K dropped tokens, D head dimension,
+# G steps of a token
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def keep_in_place(
     kept_RHK: Tensor,
     held: int,
 ) -> Tensor:
-    """Move token `kept[r, h, i]` of row `rows[r]` to index i. Return the positions [R, H, n] of the other of its `held` tokens, in
-    order.
+    """Move token `kept[r, h, i]` of row `rows[r]` to index i. Return the positions [R, H, n] of the dropped ones of its `held`
+    tokens, in order.
 
-    `kept` is ascending, so no token is overwritten before it is read. Keys and values may be codes; the steps of other caches are
-    empty.
+    `kept` is ascending, so no token is overwritten before it is read. Without codes, the steps are empty.
     """
     moved = (keys_NHCD, values_NHCD, key_steps_NHCG, value_steps_NHCG, positions_NHC)
     if usable(keys_NHCD.device):

@@ -89,7 +89,7 @@ def _window_block(
     return tl.where((n < scored)[None, :], logits, float("-inf"))
 
 
-@jit(do_not_specialize=["scored"])  # prompts have many lengths: no kernel of its own for multiples of 16
+@jit(do_not_specialize=["scored"])  # prompts have many lengths
 def _importance(
     queries_ptr, keys_ptr, rows_ptr, row_stride, head_stride, token_stride, heads, scored, scale, window, out_ptr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PAD: tl.constexpr,

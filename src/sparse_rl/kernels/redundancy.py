@@ -50,10 +50,10 @@ def tiled_sums(keys_BHTD: Tensor, threshold: float) -> Tensor:
 
 
 def fused_sums(keys: Rows, threshold: float) -> Tensor:
-    """Compute `tiled_sums` in two launches. The matrix is symmetric, so a column's sum equals the row's sum minus the entries set
-    to 0.
+    """Compute `tiled_sums` in two launches. The matrix is symmetric, so a column's sum equals the row's sum minus the entries
+    set to 0.
 
-    These entries are added up as integers, in units of `UNIT`. Their sum does not depend on the order of the additions, so results
+    These entries are added as integers, in units of `UNIT`. Integer sums do not depend on the order of the additions, so results
     are bitwise reproducible.
     """
     rows, heads, total, dim = keys.shape

@@ -24,8 +24,7 @@ from .form import PLAIN, AttentionForm, capped
 
 SMALLEST_HEAD = 16  # FlexAttention's limit
 COMPILATIONS = 64
-"""Maximum number of compilations. Lengths are rounded up to powers of two to limit their number, because each takes
-seconds."""
+"""Maximum number of compilations, each of which takes seconds. Lengths are rounded up to powers of two to limit their number."""
 
 
 class Shadow:
@@ -72,7 +71,7 @@ class Shadow:
         with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
             if form.sinks_Q is None:
                 return _compiled()(q, k, v, mask, scale, form.softcap)[:, :, : self.tokens]
-            out, sums = (each[:, :, : self.tokens] for each in _compiled()(q, k, v, mask, scale, form.softcap, True))
+            out, sums = (each[:, :, : self.tokens] for each in _compiled()(q, k, v, mask, scale, form.softcap, with_sums=True))
         share = torch.sigmoid(sums - form.sinks_Q.to(sums.dtype)[:, None])  # of the keys in a softmax over keys and sink
         return out * share[..., None].to(out.dtype)
 
@@ -116,18 +115,18 @@ def give_up(error: Exception) -> None:
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: float | None = None, with_sums: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, softcap: float | None = None, *, with_sums: bool = False
 ) -> Any:
-    """Return the attention output, and if `with_sums` also the log-sum-exp of the logits [1, Q, N]."""
+    """Return the attention output and, with `with_sums`, the log-sum-exp of the logits [1, Q, N]."""
 
     def cap(logit, batch, head, query, key):
         return capped(logit, softcap)
 
     score = None if softcap is None else cap
-    how: dict[str, Any] = {"score_mod": score, "block_mask": mask, "scale": scale, "enable_gqa": True}
+    options: dict[str, Any] = {"score_mod": score, "block_mask": mask, "scale": scale, "enable_gqa": True}
     if not with_sums:
-        return flex_attention(q, k, v, **how)
-    out, aux = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
+        return flex_attention(q, k, v, **options)
+    out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 

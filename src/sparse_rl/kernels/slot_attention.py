@@ -3,9 +3,9 @@
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
 one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
 the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If the
-slots are given in the order of their prompts, another launch reads each prompt once for several slots. If a row has several
-parts, because programs share it, a last launch combines them. `attend_in_ring` runs the same kernel
-over the ring buffers of a sliding-window layer; the reference is `WindowStore.append` and `attention.decode_attention`.
+slots are given in the order of their prompts, another launch reads each prompt once for several slots. If several programs share
+a row, a last launch combines their parts. `attend_in_ring` runs the same kernel over the ring buffers of a sliding-window layer;
+the reference is `WindowStore.append` and `attention.decode_attention`.
 """
 
 # S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window; in stored prompts: N
@@ -21,16 +21,16 @@ from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredPrompts
 
 MEMBERS = 8
-"""Slots of one program over stored prompts, which reads each of their prompts once."""
+"""Maximum number of slots of a program over stored prompts. It reads each of their prompts once."""
 PROMPT_ROWS = 64
-"""Most queries of such a program, whose sums are held in registers."""
+"""Maximum number of queries of such a program. Registers hold their sums."""
 PROMPT_SPLITS = 64
-"""Most programs that share the prompts of these slots."""
+"""Maximum number of programs that share the prompts of these slots."""
 BLOCK = 64
 """Number of keys that a program reads at a time, if several programs share a row. Otherwise half of it, with half of the
 warps, is faster."""
 PROGRAMS_PER_SM = 4
-"""Programs per multiprocessor up to which splitting rows pays, if each row is split at least three times."""
+"""Programs per multiprocessor up to which splitting rows is faster, if each row is split at least three times."""
 
 
 def attend_and_append(
@@ -194,8 +194,8 @@ def processors_of(device: torch.device) -> int:
 
 
 def splits_for(slots: int, kv_heads: int, capacity: int, processors: int) -> int:
-    """Return the number of programs that share a row, so that few slots also occupy the whole device. Each program gets at
-    least two blocks of a full row."""
+    """Return the number of programs that share a row. Few slots then also occupy the whole device. Each program gets at least
+    two blocks of a full row."""
     wanted = PROGRAMS_PER_SM * processors // (slots * kv_heads)
     return max(1, min(wanted, capacity // (2 * BLOCK), 64)) if wanted > 2 else 1
 

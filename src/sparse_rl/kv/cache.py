@@ -2,9 +2,8 @@
 
 A slot holds one running sequence. Every layer and head of a slot holds the same number of tokens, in time order, at the start
 of its row. If prompts are protected, a `PromptStore` holds them, and slots hold response tokens only. A `WindowStore` holds the
-sliding-window layers of a model, and a `StateStore` the states of recurrent layers; layers are numbered here without them. The
-host computes every length from the fixed schedule,
-so this module never synchronizes with the device.
+sliding-window layers, and a `StateStore` the states of recurrent layers; the cache's layer indices skip both. The host computes
+every length from the fixed schedule, so this module never synchronizes with the device.
 """
 
 # L layers, S slots, H kv heads, Q query heads, C capacity, D head dimension, W window, T tokens held, K tokens kept, R rows of
@@ -33,7 +32,7 @@ from .storage import KEY_STEPS, KEYS, VALUE_STEPS, VALUES, Quantiser, Stored, al
 from .windows import WindowStore
 
 STATISTICS_FORMS = 5
-"""float32 forms of the keys that exist at once in a policy with statistics: keys, their pairs, complex numbers and products."""
+"""float32 tensors of the size of the keys that a policy with statistics allocates: keys, pairs, complex numbers and products."""
 
 
 class SlotCache:
@@ -49,19 +48,19 @@ class SlotCache:
         self.layers = shape.full_layers
         """Layers of the model that the cache holds."""
         self.place = shape.place
-        """Number in the cache of each layer that it holds."""
+        """Index in the cache of each layer of the model that it holds."""
         self.sources = shape.sources
-        """Layer whose keys a layer without own keys reads."""
+        """Map from each layer without keys to the layer whose keys it reads."""
         self.windows: WindowStore | None = None
         """Cache of the model's sliding-window layers; None until the longest sequence is known, or if there are none."""
         self.states = StateStore(shape, slots) if shape.states else None
         """States of the model's recurrent layers; None if it has none."""
         self.absent = tuple(layer for layer in range(shape.layers) if layer not in self.place)
-        """Layers of the model that it does not hold: they have a window, no attention or no keys of their own."""
+        """Layers of the model that the cache does not hold: they have a window, no attention or no keys."""
         self.shape, self.slots, self.capacity, self.ring = shape.full, slots, capacity, ring
         shape = self.shape
         self.numbers_L = torch.tensor(self.layers, device=shape.device) + first_layer
-        """Numbers of the layers from which a policy's randomness derives."""
+        """Layer indices in the model, from which policies derive random numbers."""
         self.quantiser = quantiser
         """Storage in 8 or 4 bits, with scales on the cache's device; None for the model's dtype."""
         self.statistics: Statistics = {}
@@ -96,16 +95,16 @@ class SlotCache:
 
     @property
     def dense_token_bytes(self) -> int:
-        """The same in the model's dtype."""
+        """Bytes of one token's keys and values in the model's dtype, summed over all layers."""
         return token_bytes(self.shape, self.shape.dtype.itemsize)
 
     def dense_bytes(self, tokens: int) -> int:
-        """Return the bytes of a dense cache with so many tokens in the model's dtype. It has the same windows."""
+        """Return the bytes of a dense cache of `tokens` tokens in the model's dtype, windows and states included."""
         return tokens * self.dense_token_bytes + self.fixed_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Allocated bytes that a dense cache has, too: windows and recurrent states."""
+        """Allocated bytes that do not depend on the policy: windows and recurrent states."""
         return (0 if self.windows is None else self.windows.kv_bytes) + (0 if self.states is None else self.states.nbytes)
 
     @property
@@ -119,16 +118,16 @@ class SlotCache:
         return self.stored.nbytes + (0 if self.prompts is None else self.prompts.kv_bytes) + self.fixed_bytes
 
     @property
-    def holds_more_than_pages(self) -> bool:
-        """Return whether slots hold windows or states, which the pages of a prompt store do not."""
+    def has_windows_or_states(self) -> bool:
+        """True if slots hold windows or recurrent states, which are not in the pages of a prompt store."""
         return self.windows is not None or self.states is not None
 
     @property
     def side_bytes(self) -> int:
         """Allocated bytes of positions, lengths, the ring buffer of queries and page tables."""
-        beside = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
-        slots = sum(tensor.untyped_storage().nbytes() for tensor in beside)
-        return slots + (0 if self.prompts is None else self.prompts.side_bytes)
+        tensors = (self.positions_LSHC, self.lengths_S, self.queries_LSQWD)
+        slot_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return slot_bytes + (0 if self.prompts is None else self.prompts.side_bytes)
 
     def empty_like(self, slots: int, capacity: int) -> "SlotCache":
         """Return an empty cache of the same layers, without a prompt store."""
@@ -160,7 +159,7 @@ class SlotCache:
     ) -> list[Tensor]:
         """Write prompts of one length into the slots of their samples. Prompts longer than `budget` are compressed to it.
 
-        `queries_PQTD` may be those of the last tokens alone, as many as the ring buffer holds.
+        `queries_PQTD` may hold only the last tokens, as many as the ring buffer holds.
         Return the dropped positions [P, H, T - budget]. The list is empty if the prompts fit. It has one tensor if all samples
         of a prompt drop the same keys. If the policy uses the rollout's seed, it has one tensor per sample number.
         """
@@ -183,7 +182,7 @@ class SlotCache:
                     budget,
                     seeds=mix(nth.seeds_P, self.numbers_L[layer]),
                     positions=positions_PHT,
-                    **self._model_of_rows(policy, torch.full_like(nth.seeds_P, layer)),
+                    **self._statistics_of(policy, torch.full_like(nth.seeds_P, layer)),
                 )
                 new, positions = whole.map(partial(_gather, kept_BHK=kept)), kept
                 dropped.append(dropped_positions(positions_PHT, kept))
@@ -278,7 +277,7 @@ class SlotCache:
 
         `ends` are the positions of the slots' next tokens, which give the start of each ring buffer. `seeds` has one entry per
         slot. `protected` is the number of leading tokens of the sequences that are always kept. With a prompt store these are
-        the stored prompts. They are not among `held` and `budget`, but a policy that compares keys sees them before the slot's
+        the stored prompts. `held` and `budget` do not count them, but a policy that compares keys sees them before the slot's
         own tokens. Rows are compacted in tiles, so that scratch memory does not grow with the number of slots.
         """
         device = self.shape.device
@@ -288,7 +287,7 @@ class SlotCache:
         self.lengths_S[slots_n] = budget
         if not self.layers:  # every layer has a window
             return torch.empty(0, len(slots), self.shape.kv_heads, held - budget, dtype=torch.int32, device=device)
-        if self.prompts is not None and not policy.compares_keys:  # it scores the slot's own tokens alone
+        if self.prompts is not None and not policy.compares_keys:  # it scores only the slot's own tokens
             policy = policy.after(protected)
             protected = 0
         stored = 0 if self.prompts is None else protected
@@ -309,16 +308,16 @@ class SlotCache:
                 stored + budget,
                 seeds=mix(seeds_n[which_R], self.numbers_L[layer_R]) if policy.uses_seeds else None,
                 positions=_after_prompt(_rows(self.positions_LSHC)[rows_R, :, :held], stored),
-                **self._model_of_rows(policy, layer_R),
+                **self._statistics_of(policy, layer_R),
                 **more,
             )
-            if stored:  # all of the prompt is kept, where it is
+            if stored:  # the store keeps the whole prompt
                 kept_RHK = kept_RHK[..., stored:] - stored
             dropped.append(keep_in_place(*self.stored.map(_rows), _rows(self.positions_LSHC), rows_R, kept_RHK, held))
         return torch.cat(dropped).view(self.shape.layers, len(slots), self.shape.kv_heads, held - budget)
 
-    def _model_of_rows(self, policy: Policy, layer_R: Tensor) -> dict[str, Any]:
-        """Return what a policy with `uses_statistics` gets in addition to queries, keys and values."""
+    def _statistics_of(self, policy: Policy, layer_R: Tensor) -> dict[str, Any]:
+        """Return the additional arguments of a policy with `uses_statistics`."""
         if not policy.uses_statistics:
             return {}
         return {"layers": layer_R, "statistics": self.statistics}
@@ -337,15 +336,14 @@ class SlotCache:
         return self.quantiser.decode_values(values_RHTD, steps_RHTG, self.shape.dtype)
 
     def _take(self, number: int, layer_R: Tensor, slot_R: Tensor, held: int, stored: int) -> Tensor | Rows:
-        """Return a copy of these rows, or a reference if kernels decode them where they are."""
+        """Return a copy of these rows, or a reference if kernels decode them in place."""
         if self.quantiser is not None and usable(self.shape.device) and not stored:
             return Rows(_rows(self.stored[number]), layer_R * self.slots + slot_R, held)
         own_RHTx = self.stored[number][layer_R, slot_R, :, :held]
         return own_RHTx if self.prompts is None else self.prompts.prompts_before(own_RHTx, number, layer_R, slot_R, stored)
 
     def _tiles(self, slots: int, held: int, *, copies: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (layer, slot index) of the rows of each tile, layer by layer. A tile has as many rows as scratch memory
-        allows."""
+        """Yield (layer, slot index) of the rows of each tile, layer by layer. Scratch memory limits the rows of a tile."""
         share = SCRATCH_SHARE * self.dense_token_bytes / max(1, self.token_bytes)  # codes are decoded to the model's dtype
         size = self.kv_bytes - self.fixed_bytes
         rows = max(1, int(max(share * size, SCRATCH_FLOOR_BYTES) / self._row_scratch_bytes(held, copies)))
@@ -383,7 +381,7 @@ def _rows(tensor_LSx: Tensor) -> Tensor:
 
 
 def _after_prompt(positions_RHT: Tensor, stored: int) -> Tensor:
-    """Return the positions 0 to `stored` - 1, and then the given ones."""
+    """Prepend the positions 0 to `stored` - 1."""
     prompt_t = torch.arange(stored, dtype=positions_RHT.dtype, device=positions_RHT.device)
     return torch.cat([prompt_t.expand(*positions_RHT.shape[:2], -1), positions_RHT], dim=2) if stored else positions_RHT
 

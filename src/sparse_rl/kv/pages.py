@@ -3,8 +3,7 @@
 A sequence starts with the pages of its prompt, which all samples of the group read. The prompt's last page is partly filled, so
 each sample copies it to its slot and continues there. That page is free again once all samples have started. When a slot has
 filled a page, its oldest tokens move to a new page of the pool, unless the slot has room for all tokens to come. The page table
-of a slot thus lists full pages only, and decoding reads them like a stored prompt. Keys and values are copied as they are
-stored.
+of a slot lists full pages only, and decoding reads them like a stored prompt. Quantised keys and values move as codes.
 """
 
 # L layers, S slots, H kv heads, C capacity, N pages of the pool, T tokens of a page, D head dimension, n moved pages
@@ -19,8 +18,8 @@ from .cache import SlotCache
 
 
 def move_full_pages(cache: SlotCache, slots: list[int], columns: list[int], pages: list[int]) -> None:
-    """Move the oldest page of tokens of each slot to a page of the pool, which enters the page table of the slot at its
-    column. The other tokens of the slot move to its start."""
+    """Move the oldest page of tokens of each slot to a page of the pool, and enter that page in the slot's page table. The
+    other tokens of the slot move to its start."""
     assert cache.prompts is not None
     slots_n, columns_n, pages_n = (torch.tensor(each, device=cache.shape.device) for each in (slots, columns, pages))
     for stored_lNHTD, own_lSHCD in _tiles(cache, len(slots)):

@@ -13,7 +13,7 @@ class NthSamples:
     """The n-th samples of several prompts, and the slots that they enter."""
 
     rows_m: Tensor
-    """Indices, among the P prompts, of the prompts that have an n-th sample."""
+    """Indices of the prompts, out of P, that have an n-th sample."""
     slots_m: Tensor
     seeds_P: Tensor
     """Seed of each prompt's n-th sample. A prompt with fewer samples uses the seed of its last sample."""
@@ -36,8 +36,7 @@ def nth_samples(slots: list[list[int]], seeds: list[list[int]], device: torch.de
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """Prompts that fit their slots, one sample of each: the source index, slot and index within the slot of every copied
-    token."""
+    """One sample of each prompt that fits its slot: source index, slot and index within the slot of every copied token."""
 
     source_M: Tensor
     slots_M: Tensor

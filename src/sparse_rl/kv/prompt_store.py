@@ -36,8 +36,8 @@ class PromptStore:
         *,
         responses: bool = False,
     ):
-        """Allocate `pages` pages, and page tables for at most `longest` tokens. If `responses` is true, a slot
-        has pages for a whole sequence, not only for the prompt."""
+        """Allocate `pages` pages, and page tables for at most `longest` tokens. With `responses`, a slot has pages for a whole
+        sequence, not only for the prompt."""
         self.shape, self.slots, self.pages, self.responses = shape, slots, pages, responses
         self.quantiser = quantiser
         self.reads_once = False
@@ -57,8 +57,8 @@ class PromptStore:
         """Read prompts once in a call with `samples` responses to each of these prompts, if that is faster."""
         running = min(self.slots, samples * len(prompt_lengths))
         tokens = running * sum(prompt_lengths) / len(prompt_lengths)
-        can = self.quantiser is None and not self.responses and self.shape.dtype.itemsize == 2
-        self.reads_once = can and samples >= ONCE_SAMPLES and tokens >= ONCE_TOKENS
+        supported = self.quantiser is None and not self.responses and self.shape.dtype.itemsize == 2
+        self.reads_once = supported and samples >= ONCE_SAMPLES and tokens >= ONCE_TOKENS
 
     @property
     def longest(self) -> int:
@@ -101,14 +101,13 @@ class PromptStore:
         return self.quantiser.decode(layer, found, self.shape.dtype)
 
     def assign(self, pages: dict[int, list[int]]) -> None:
-        """Let slots read the prompts in these pages, by slot."""
+        """Set the page tables of slots. `pages` maps each slot to its pages."""
         rows = [[*of_slot, *[0] * (self.pages_SP.shape[1] - len(of_slot))] for of_slot in pages.values()]
         device = self.pages_SP.device
         self.pages_SP[torch.tensor(list(pages), device=device)] = torch.tensor(rows, dtype=torch.int32, device=device)
 
     def prompts_before(self, own_RHTx: Tensor, number: int, layer_R: Tensor, slot_R: Tensor, tokens: int) -> Tensor:
-        """Return a copy of `own` after the first `tokens` tokens of each slot's prompt. `number` is that of a tensor of
-        `stored`."""
+        """Return a copy of `own` after the first `tokens` tokens of each slot's prompt. `number` selects a tensor of `stored`."""
         pages_RP = self.pages_SP[slot_R].long() + layer_R[:, None] * self.pages
         return torch.cat([gathered_prompts(self.stored[number].flatten(0, 1), pages_RP, tokens), own_RHTx], dim=2)
 
@@ -166,7 +165,7 @@ class PagePool:
         return True
 
     def take_pages(self, tokens: int) -> list[int]:
-        """Return free pages for so many tokens. The caller returns them with `give_back`."""
+        """Return free pages for `tokens` tokens. The caller returns them with `give_back`."""
         count = pages_of(tokens)
         assert count <= len(self.free)
         pages, self.free = self.free[:count], self.free[count:]

@@ -1,8 +1,8 @@
 """Quantise keys and values to 8 or 4 bits: formats, the scales they share, byte counts, and a straight-through gradient.
 
 A stored number stands for centre + step * code. `Scales` come from the range of the values. `encode` turns values into codes and
-`decode` turns codes back; a `Scheme` does both for keys and values. `encode` divides by the step as it is stored, so rounding the
-step to half precision adds no error. The functions know neither models nor caches.
+`decode` turns codes back; a `Scheme` does both for keys and values. `encode` divides by the stored step, so rounding the step to
+half precision adds no error. The functions know neither models nor caches.
 """
 
 # x any leading dimensions, B rows, H kv heads, T tokens, D head dimension, G groups of channels, N blocks of tokens
@@ -51,7 +51,7 @@ class Range(NamedTuple):
         return Range(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
 
     def widened(self, factor: float) -> "Range":
-        """Return the range with its width multiplied. Static scales clamp less of what the calibration has not met."""
+        """Return the range with its width multiplied. Static scales then clamp fewer values outside the calibration data."""
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
         return Range(middle - factor * half, middle + factor * half)
 
@@ -115,7 +115,7 @@ def scales_of(covered: Range, format: Format, *, symmetric: bool, tokens: int = 
     """Return the smallest scales whose codes cover the range. Symmetric scales have no centre.
 
     A symmetric step of int4 may be negative: it maps the value of largest magnitude to code -8, which has no positive
-    counterpart. The step is then an eighth of that value, and not a seventh. A value of the other sign may lose one step.
+    counterpart. The step is then an eighth of that value, not a seventh. A value of the other sign may lose one step.
     """
     low, high = covered
     centre = None
@@ -126,7 +126,7 @@ def scales_of(covered: Range, format: Format, *, symmetric: bool, tokens: int = 
     else:
         share = format.low / (format.high - format.low)
         centre = (low - share * (high - low)).clamp(-LARGEST, LARGEST).to(SCALE_DTYPE)
-        # from the stored centre, so that its rounding cuts nothing off
+        # from the rounded centre, so that the codes cover the whole range
         step = torch.maximum((high - centre.float()) / format.high, (low - centre.float()) / format.low)
     step = step.clamp(-LARGEST_STEP, LARGEST_STEP).to(SCALE_DTYPE)
     return Scales(torch.where(step == 0, SMALLEST_STEP, step), centre, tokens, channels)
@@ -230,7 +230,7 @@ class Scheme:
         statistics: Range | Scales | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the values [x, T, D] that `store` stored. Static scales without a centre give them less the centre."""
+        """Return the values [x, T, D] that `store` stored. If the static scales have no centre, it is missing from the values."""
         if scales is None:
             return decode(codes, self.static_scales(statistics), self.format, dtype)
         values_xTD = decode(codes, scales, self.format)
@@ -251,7 +251,7 @@ class Scheme:
 
 
 def dequantised(values_xTD: Tensor, scheme: Scheme, statistics: Range | Scales | None = None) -> Tensor:
-    """Return the values as a cache with this scheme gives them back, in their dtype. The gradient is that of the identity."""
+    """Return the values as a cache with this scheme returns them, in their dtype. The gradient is that of the identity."""
     return _StraightThrough.apply(values_xTD, scheme, statistics)
 
 

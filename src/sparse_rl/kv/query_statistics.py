@@ -11,12 +11,12 @@ from .rotary import Rotary, from_pairs
 from .statistics import Statistics
 
 SKIPPED = 4
-"""First tokens of a sequence that are left out. Their queries are unlike all others (kvpress leaves out as many)."""
+"""Number of first tokens of a sequence that are skipped, as in kvpress. Their queries are outliers."""
 
 
 class QueryStatistics:
-    """Collector of the mean E[q] and of the mean length E|q_f| of each pair, per layer and query head; with `covariance` also
-    of their covariance. Sums are float64."""
+    """Collect the mean query E[q] and the mean length E|q_f| of each pair, per layer and query head. `covariance` adds the
+    covariance of the queries. Sums are float64."""
 
     def __init__(self, rotary: Rotary, *, covariance: bool = False):
         self.rotary, self.covariance = rotary, covariance

@@ -34,7 +34,7 @@ class Rotary:
         return cls(pairs_F2.expand(layers, -1, -1).contiguous(), frequencies_F.expand(layers, -1).contiguous())
 
     def statistics(self) -> dict[str, Tensor]:
-        """Return the rotation as statistics, so that they hold all that a policy needs to know about the model."""
+        """Return the rotation as named tensors, as policies get it."""
         return dict(zip(ROTARY, (self.pairs_LF2.cpu(), self.frequencies_LF.cpu()), strict=True))
 
     def unrotated(self, layer: int, vectors_1AND: Tensor, positions_1N: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class CacheShape:
     windowed_heads: tuple[int, int, int] | None = None
     """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
     readers: tuple[tuple[int, int], ...] = ()
-    """Layers without keys of their own, each with the layer whose keys it reads."""
+    """Pairs (layer without keys, layer whose keys it reads)."""
     states: tuple[LayerState, ...] = ()
     """States of the model's recurrent layers."""
     attention_free: tuple[int, ...] = ()
@@ -53,27 +53,27 @@ class CacheShape:
 
     @property
     def full_layers(self) -> list[int]:
-        """Layers with keys that a query sees however far back they are."""
+        """Layers with keys and without a window: a query sees all keys."""
         return [layer for layer in self.layers_with_keys if layer not in self.windowed]
 
     @property
     def sources(self) -> dict[int, int]:
-        """Layer whose keys a layer without own keys reads."""
+        """Map from each layer without keys to the layer whose keys it reads."""
         return dict(self.readers)
 
     @property
     def place(self) -> dict[int, int]:
-        """Number in a cache of each layer whose attention sees all tokens."""
+        """Index in a cache of each layer whose attention sees all tokens."""
         return {layer: place for place, layer in enumerate(self.full_layers)}
 
     @property
     def full(self) -> "CacheShape":
-        """Shape of the layers whose attention sees all tokens alone."""
+        """Shape of only the layers whose attention sees all tokens."""
         return self._only(len(self.full_layers), (self.q_heads, self.kv_heads, self.head_dim))
 
     @property
     def local(self) -> "CacheShape":
-        """Shape of the windowed layers alone."""
+        """Shape of only the windowed layers."""
         return self._only(len(self.windowed), self.windowed_heads or (self.q_heads, self.kv_heads, self.head_dim))
 
     def _only(self, layers: int, heads: tuple[int, int, int]) -> "CacheShape":
@@ -92,5 +92,5 @@ def refuse_too_large(shape: CacheShape, needed_bytes: int, name: str, remedy: st
     else:
         total, whose = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
     if needed_bytes > total:
-        sentence = f"{name} takes {needed_bytes / 2**30:,.0f} GiB, but {whose} has {total / 2**30:,.0f}: {remedy}."
-        raise torch.OutOfMemoryError(sentence) if shape.device.type == "cuda" else UserError(sentence)
+        message = f"{name} takes {needed_bytes / 2**30:,.0f} GiB, but {whose} has {total / 2**30:,.0f}: {remedy}."
+        raise torch.OutOfMemoryError(message) if shape.device.type == "cuda" else UserError(message)

@@ -1,7 +1,7 @@
 """States of recurrent layers: tensors of fixed size, one row per slot, allocated once.
 
-A prefill writes the state after a prompt into the slots of all its samples, which overwrites what an earlier sequence left
-there. A decode step updates the rows in place, so that a CUDA graph can capture it. Policies evict nothing from these layers.
+A prefill writes the state after a prompt into the slots of all its samples and overwrites the states of earlier sequences.
+A decode step updates the rows in place, so that a CUDA graph can capture it. Policies evict nothing from these layers.
 """
 
 # S slots

@@ -21,8 +21,8 @@ from .storage import KeyScales
 Statistics = dict[str, Tensor]
 
 FILE = "sparse_rl.statistics"
-"""Name of the file of statistics, next to a model's weights. It is a safetensors file with a suffix of its own, because other
-programs load every file with the usual one as weights."""
+"""Name of the file of statistics, next to a model's weights. It is a safetensors file without that suffix, because other
+programs load every .safetensors file as weights."""
 
 KEY_SCALES = ("key_centre", "key_step")
 """Names of the statistics that a quantised cache needs."""
@@ -36,11 +36,11 @@ class Collector(Protocol):
         ...
 
     def gathered(self) -> Any:
-        """Return what was gathered so far, on the CPU, in a form that `combine` reads on another rank."""
+        """Return the sums so far, on the CPU, for `combine` on another rank."""
         ...
 
     def combine(self, parts: Sequence[Any]) -> None:
-        """Replace what was gathered by the sum of these parts, which `gathered` returned on all ranks."""
+        """Replace the sums by the total of these parts, which `gathered` returned on all ranks."""
         ...
 
     def statistics(self) -> Statistics:

@@ -2,13 +2,11 @@
 
 A quantised key stands for centre + channel step * token step * code. Centre and channel step are static: `KeyScales` holds them
 for each layer, head and channel. The token step is one number per token and head in 8 bits, and one per group of channels in 4
-bits. Values have no static scales. A token is stored the same whatever tokens are beside it, so codes move in a compaction as
-positions do.
+bits. Values have no static scales. The codes of a token do not depend on other tokens, so compaction moves them unchanged.
 
-The centre adds the same number to all logits of a query, so it drops out of every softmax. Attention therefore reads keys less
-their centre, which are smaller and lose less to rounding. Soft caps and learned sinks depend on the logits themselves, so
-attention then reads whole keys. Policies read whole keys, too: norms and cosines depend on the centre, and so does a maximum over
-query heads.
+The centre adds the same number to all logits of a query, so it drops out of every softmax. Attention therefore reads keys without
+their centre, which are smaller and lose less to rounding. With soft caps or learned sinks, which depend on the logits themselves,
+attention reads keys with their centre. So do policies: norms, cosines and maxima over query heads depend on the centre.
 """
 
 # L layers, H kv heads, T tokens, D head dimension, G groups of channels, x any leading dimensions
@@ -46,8 +44,8 @@ class Stored(NamedTuple):
 
 
 NARROWEST = 32
-"""Ratio of the median step of a head to its smallest. A channel that hardly varied in a short calibration would otherwise
-determine the step of every token."""
+"""Largest ratio of a head's median step to its smallest. Without this limit, a channel that hardly varied in a short calibration
+would determine the step of every token."""
 
 
 class KeyScales(NamedTuple):
@@ -73,7 +71,7 @@ class KeyScales(NamedTuple):
 
 
 KEYS, VALUES, KEY_STEPS, VALUE_STEPS = range(4)
-"""Numbers of the tensors of `Stored`."""
+"""Indices of the tensors of `Stored`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +98,7 @@ class Quantiser:
         return replace(self, scales=KeyScales(*(each.to(device) for each in self.scales)))
 
     def layout(self) -> tuple[torch.dtype, int, int]:
-        """Return the dtype of codes, the codes of a token and head, and its steps."""
+        """Return the dtype of codes, and the numbers of codes and steps of a token and head."""
         dim = self.scales.step_LHD.shape[-1]
         return (torch.int8, dim, 1) if self.dtype == "8bit" else (torch.uint8, dim // 2, dim // group_channels(dim))
 
@@ -133,7 +131,7 @@ class Quantiser:
         return self.schemes[1].restore(codes, self._of_token(steps), None, dtype)
 
     def decode(self, layer: int, stored: Stored, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys, less their centre unless they are `whole`, and values: the inputs of attention."""
+        """Return the keys and values that attention reads. Keys include their centre if `whole` is set."""
         keys_xHTD = self.decode_keys(layer, stored.keys, stored.key_steps, dtype, centre=self.whole)
         return keys_xHTD, self.decode_values(stored.values, stored.value_steps, dtype)
 
@@ -147,7 +145,7 @@ class Quantiser:
 
 
 def same_storage(left: Quantiser | None, right: Quantiser | None) -> bool:
-    """Return whether both store keys and values alike."""
+    """Return whether both store keys and values in the same way."""
     if left is None or right is None:
         return left is right
     return left.dtype == right.dtype and all(torch.equal(a, b) for a, b in zip(left.scales, right.scales, strict=True))

@@ -18,8 +18,8 @@ class Trace:
     `codes_LHT` is 0 for a key that was never evicted. A code c > 0 means that the key was evicted after (c - 1) * interval
     response tokens had entered the cache. `codes_LHT` may be a function, which is called when the codes are first read,
     because most rollouts are never replayed.
-    Sliding-window layers have no codes: the size of a window determines which keys a query sees. Nor have layers without
-    attention. `absent` lists both.
+    `absent` lists the layers without codes: sliding-window layers, whose window determines which keys a query sees, and layers
+    without attention.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def evicted_at(self) -> Tensor:
-        """Return int32 [L, H, T]: the position of the first query that does not see the key, or `NEVER` if it was kept. The
+        """int32 [L, H, T]: position of the first query that does not see the key, or `NEVER` if it was kept. The
         keys of sliding-window layers are never evicted."""
         codes = self.codes_LHT.to(torch.int32)
         times = self.prompt_tokens + (codes - 1) * self.interval
@@ -72,7 +72,7 @@ class TraceRecorder:
         self._events.append((entered // self.interval + 1, dropped_LnHN, index))
 
     def finish(self, layers: int, kv_heads: int, tokens: int, absent: tuple[int, ...] = ()) -> Trace:
-        """Return the trace of `layers` layers, which are those that are not absent."""
+        """Return the trace. `layers` is the number of layers that are not absent."""
         events = self._events
 
         def codes() -> Tensor:

@@ -2,7 +2,7 @@
 
 A query of such a layer sees itself and the `window` - 1 tokens before it. The token at position p is stored at p modulo the
 capacity, so a new token replaces the one that leaves the window. Attention does not depend on the order of the keys. Policies
-never evict from these layers, and what has left a window follows from its size, so no trace records it.
+never evict from these layers. A trace does not record them, because the window determines which keys a query sees.
 """
 
 # l windowed layers, S slots, H kv heads, C capacity, N packed tokens, n tokens of a piece, M written tokens, D head dimension

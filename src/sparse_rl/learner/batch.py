@@ -28,7 +28,7 @@ class RowTerms:
     weights_bT: Tensor
     shares_bT: Tensor
     kl_mask_bT: Tensor
-    """Tokens of the terms beside the policy loss."""
+    """Tokens of the other loss terms: KL, entropy and distillation."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Batch:
         counts_B = (self.corrected.weights * self.shares_BT).sum(dim=1) * self.advantages_B.abs()
         return torch.nonzero(counts_B > 0).flatten().tolist()
 
-    def rows(self, every_token: bool) -> list[int]:
-        """Return the rows that change the loss. Only these run through the model. `every_token` is true if a term beside the
-        policy loss covers rejected rows and rows without a signal."""
+    def rows(self, *, every_token: bool) -> list[int]:
+        """Return the rows that change the loss. Only these run through the model. `every_token` is true if another loss term
+        also covers rejected rows and rows without a signal."""
         active = self.active
         if not active or not every_token:
             return active
@@ -68,11 +68,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class OnePassBatch:
-    """Data of an update by the weights that sampled: pi_old = stopgrad pi_theta, so the training pass itself gives old
-    log-probs and the correction.
+    """Data of an update of the weights that sampled: pi_old = stopgrad pi_theta, so the training pass also gives old log-probs
+    and the correction.
 
     Sequences are corrected one by one, in their micro-batch. A factor common to all tokens of the update (the mean weight of
-    `normalize`, the number of kept tokens) is known only at the end: `scale` returns it, for the summed gradients.
+    `normalize`, the number of kept tokens) is known only at the end: `scale` returns it for the summed gradients.
     """
 
     rollouts: Sequence[Rollout]
@@ -81,19 +81,18 @@ class OnePassBatch:
     mask_BT: Tensor
     spec: CorrectionSpec
     divides: Literal["sequence", "batch", "nothing"]
-    """What the divisors of the correction divide, see `Aggregate`."""
+    """See `Aggregate.divides`."""
     shares_BT: Tensor
     """Shares by response tokens. The divisor of the correction may count kept tokens instead."""
     reference_BT: Tensor | None = None
     logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """log pi_old by row. The passes add theirs; rows that are not trained may be known beforehand."""
+    """log pi_old by row. Training passes add their rows; other rows may be known beforehand."""
     entropies: dict[int, Tensor] = field(default_factory=dict)
     """Sum of the entropy over the tokens, by row."""
-
     broken: set[int] = field(default_factory=set)
     """Rows with log-probs that are not finite."""
 
-    def rows(self, every_token: bool) -> list[int]:
+    def rows(self, *, every_token: bool) -> list[int]:
         """Return the rows to run through the model; see `Batch.rows`."""
         return list(range(len(self.rollouts))) if every_token else torch.nonzero(self.advantages_B).flatten().tolist()
 
@@ -125,11 +124,11 @@ class OnePassBatch:
 
     @property
     def has_scale(self) -> bool:
-        """Return whether `scale` may differ from 1. It then needs log pi_old of every row of the update."""
+        """True if `scale` may differ from 1. It then needs log pi_old of every row of the update."""
         return self.spec.normalize or (self.spec.divisor == "kept" and self.divides == "batch")
 
     def scale(self) -> float:
-        """Return the factor of the summed gradients: the mean weight, and the kept tokens in place of all."""
+        """Return the factor of the summed gradients, which divides by the mean weight and by kept tokens instead of all."""
         if not self.has_scale:
             return 1.0
         old_BT = padded([self.logprobs[row] for row in range(len(self.rollouts))])

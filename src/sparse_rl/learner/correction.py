@@ -21,7 +21,10 @@ from ..config import LOG_RATIO_LIMIT as LIMIT
 from ..config import PRESETS, CorrectionConfig, CorrectionSpec
 
 LONGEST = 0.25
-"""Share of the responses that `long_tail` reads: the longest ones."""
+"""Share of the responses, longest first, that `long_tail` reads."""
+METRICS = (
+    "rejection_rate", "unlikely", "wasted_tokens", "mismatch_k1", "mismatch_k3", "xi_p05", "xi_min", "ess", "effective",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,13 @@ def correct(
 
     Call it once with all sequences of an optimizer update, of all ranks: `normalize` divides by a mean over them. A ratio that
     is not finite rejects its sequence under every preset (no weight fixes it), and counts as xi = e^-20 (or e^20) in the
-    metrics. The rules use log xi as it is; exp uses it clamped to +-20. `row_weights` [B] are the sequences that each one
-    stands for in the metrics; the default is 1.
+    metrics. The rules use the unclamped log xi; exp uses it clamped to +-20. `row_weights` [B] is the number of sequences that
+    each one represents in the metrics; the default is 1.
     """
-    spec = (
-        replace(preset, **options)
-        if isinstance(preset, CorrectionSpec)
-        else CorrectionConfig(preset=preset, **options).spec(preset)
-    )
+    if isinstance(preset, CorrectionSpec):
+        spec = replace(preset, **options)
+    else:
+        spec = CorrectionConfig(preset=preset, **options).spec(preset)
     weighed = weigh(log_ratio, mask, spec, broken)
     raw_BT = weighed.raw / weighed.mean_weight if spec.normalize else weighed.raw
     weights_BT = raw_BT.masked_fill(~weighed.keep, 0)
@@ -109,7 +111,7 @@ def correct(
 
 def weigh(log_ratio: Tensor, mask: Tensor, spec: CorrectionSpec, broken: Tensor | None = None) -> Weighed:
     """Apply the rules of a correction to each sequence, without the mean of `normalize`. `broken` [B] are further sequences
-    to reject. The host never waits for the device here."""
+    to reject. Never synchronizes with the device."""
     valid_BT = mask.bool()
     log_xi_BT = log_ratio.detach()
     log_xi_BT = log_xi_BT if log_xi_BT.itemsize >= 4 else log_xi_BT.float()
@@ -148,7 +150,7 @@ def opsm(logprobs: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor, de
     """Return the sequences kept by off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556), bool [B].
 
     A sequence is dropped if A_i < 0 and mean_t (log pi_sampler - log pi_theta) > delta: the learner would hardly give this bad
-    answer and learns little from it. `logprobs` are the learner's own. All are [B, T] but `advantages`, [B].
+    answer and learns little from it. `logprobs` are the learner's. `advantages` is [B], the other tensors are [B, T].
     """
     gap_BT = (sampler - logprobs).detach().masked_fill(~mask.bool(), 0)
     gap_B = gap_BT.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -159,7 +161,8 @@ def long_tail(log_xi: Sequence[Tensor], row_weights: Sequence[float] | None = No
     """Return the 5th percentile of xi in the second half of the longest quarter of the responses. NaN if they are empty.
 
     A cache of a fixed budget keeps a smaller share of a longer response, so its mismatch grows along the response. The mean
-    over all tokens hides that. `log_xi` has one tensor per response. `row_weights` are the responses that each stands for.
+    over all tokens hides that. `log_xi` has one tensor per response. `row_weights` is the number of responses that each one
+    represents.
     """
     weights = [1.0] * len(log_xi) if row_weights is None else row_weights
     wanted, taken = LONGEST * sum(weights), 0.0
@@ -184,20 +187,9 @@ def _metrics(weighed: Weighed, weights_BT: Tensor, row_weights_B: Tensor | None)
     valid_BT, rejected_B = weighed.valid, weighed.rejected
     log_xi_N = weighed.log_xi[valid_BT].clamp(-LIMIT, LIMIT)
     if log_xi_N.numel() == 0:
-        keys = (
-            "rejection_rate",
-            "unlikely",
-            "wasted_tokens",
-            "mismatch_k1",
-            "mismatch_k3",
-            "xi_p05",
-            "xi_min",
-            "ess",
-            "effective",
-        )
-        return {f"sparse/{key}": math.nan for key in keys}
+        return {f"sparse/{name}": math.nan for name in METRICS}
     rows_B = valid_BT.any(dim=1).double() * (1 if row_weights_B is None else row_weights_B)
-    count_N = rows_B[:, None].expand(valid_BT.shape)[valid_BT]  # tokens that each token stands for
+    count_N = rows_B[:, None].expand(valid_BT.shape)[valid_BT]  # tokens that each token represents
     total = count_N.sum()
     kept_N = weighed.keep[valid_BT]
     unlikely_B = (weighed.log_xi < math.log(PRESETS["paper"].veto)).any(dim=1)

@@ -119,8 +119,8 @@ def capped_statistics(scale: float, softcap: float) -> Callable[..., tuple[Tenso
 
 @cache
 def gradient_in(dtype: torch.dtype, scale: float = 1.0, softcap: float | None = None) -> Callable[..., Tensor]:
-    """Return `chunk_gradient` with its result in the dtype, so that a fused kernel stores no wider one. If there is a soft
-    cap, the gradient is with respect to the logits before they are scaled and capped."""
+    """Return `chunk_gradient` with its result cast to the dtype, so that a fused kernel writes it in that dtype. With a soft cap,
+    the gradient is with respect to the logits before they are scaled and capped."""
     if softcap is None:
         return lambda *tensors: chunk_gradient(*tensors).to(dtype)
 
@@ -154,7 +154,7 @@ def divergence(
             teacher = (teacher_nV / temperatures_n[:, None]).log_softmax(dim=-1)
         if top is not None and top < student.shape[-1]:
             best = teacher.topk(top, dim=-1).indices
-            student, teacher = (_lump_rest(logprobs, best) for logprobs in (student, teacher))
+            student, teacher = (_merge_rest(logprobs, best) for logprobs in (student, teacher))
         if kind == "kl":
             return (student.exp() * (student - teacher)).sum(dim=-1)[None]
         middle = torch.logaddexp(student, teacher) - math.log(2)
@@ -163,10 +163,10 @@ def divergence(
     return in_chunks(of_chunk, head, student_ND, teacher_ND.detach(), temperatures_N)[0]
 
 
-def _lump_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
+def _merge_rest(logprobs_nV: Tensor, chosen_nk: Tensor) -> Tensor:
     chosen = logprobs_nV.gather(-1, chosen_nk)
     rest = logprobs_nV.scatter(-1, chosen_nk, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    return torch.cat([chosen, rest.clamp(min=-80)], dim=-1)  # if no token is left, the merged rest has no weight
+    return torch.cat([chosen, rest.clamp(min=-80)], dim=-1)  # the rest is -inf if no token is left
 
 
 def in_chunks(of_chunk: Callable[..., Tensor], head: Head, hidden_ND: Tensor, *per_token: Tensor) -> Tensor:
@@ -207,23 +207,23 @@ class _HeadGradients:
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, bool, bool]):
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         self.hidden_ND, self.weight_VD, self.bias_V = hidden_ND, weight_VD, bias_V
-        self.of_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
-        self.of_weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
-        self.of_bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
+        self.grad_hidden = torch.empty_like(hidden_ND) if wanted[0] else None
+        self.grad_weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
+        self.grad_bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
 
     def add(self, rows: slice, grad_logits_nV: Tensor) -> None:
-        if self.of_hidden is not None:
-            self.of_hidden[rows] = grad_logits_nV @ self.weight_VD
-        if self.of_weight is not None:
-            _add_product(self.of_weight, grad_logits_nV.T, self.hidden_ND[rows])
-        if self.of_bias is not None:
-            self.of_bias += grad_logits_nV.sum(dim=0)
+        if self.grad_hidden is not None:
+            self.grad_hidden[rows] = grad_logits_nV @ self.weight_VD
+        if self.grad_weight is not None:
+            _add_product(self.grad_weight, grad_logits_nV.T, self.hidden_ND[rows])
+        if self.grad_bias is not None:
+            self.grad_bias += grad_logits_nV.sum(dim=0)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (
-            self.of_hidden,
-            None if self.of_weight is None else self.of_weight.to(self.weight_VD.dtype),
-            None if self.of_bias is None or self.bias_V is None else self.of_bias.to(self.bias_V.dtype),
+            self.grad_hidden,
+            None if self.grad_weight is None else self.grad_weight.to(self.weight_VD.dtype),
+            None if self.grad_bias is None or self.bias_V is None else self.grad_bias.to(self.bias_V.dtype),
         )
 
 

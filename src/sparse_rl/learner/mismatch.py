@@ -1,4 +1,4 @@
-"""Measure the mismatch of rollouts from log xi and a correction: metrics, and the figures that a budget is judged by.
+"""Measure the mismatch of rollouts from log xi and a correction: metrics, and the figures that judge a budget.
 
 A training run with `kv.budget = "auto"` and `sparse-rl eval --mismatch` both measure budgets with this function.
 """
@@ -27,7 +27,7 @@ class MeasuredRollouts:
 
 
 def measure(log_xi: Sequence[Tensor], spec: CorrectionSpec) -> MeasuredRollouts:
-    """Measure rollouts. `log_xi` has log pi_dense - log pi_sampler of their response tokens, one tensor for each."""
+    """Measure rollouts. `log_xi` has one tensor per rollout: log pi_dense - log pi_sampler of its response tokens."""
     lengths = [len(each) for each in log_xi]
     log_xi_BT = padded(log_xi)
     mask_BT = torch.arange(log_xi_BT.shape[1]) < torch.tensor(lengths)[:, None]

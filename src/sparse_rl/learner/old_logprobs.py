@@ -26,7 +26,9 @@ def old_logprobs(
     entropies: dict[int, Tensor] = {}
     shares = view == "dense" and may_share_prompts(model)
     for indices in passes_of(rollouts, tokens_per_pass, world, share_prompts=shares):
-        pack = [rollouts[index] for index in indices or [0]]  # a pass without rows keeps step with other ranks
+        pack = [
+            rollouts[index] for index in indices or [0]
+        ]  # without rows, run any rollout, because the ranks run every pass together
         with fused_layers(model):
             logprobs_n, entropy_n = with_weights(model, logprobs_of, pack, view)
         if indices:

@@ -1,8 +1,8 @@
 """AdamW over float32 master weights for a model of any dtype, with a learning rate schedule and gradient clipping.
 
-Gradients of half-precision weights are accumulated in float32, so the result does not depend on how a batch is split. They are
-accumulated where the weights are. With `state = "offload"`, masters and moments are in page-locked host memory: each update
-copies the gradients there and the new weights back.
+Gradients of half-precision weights are accumulated in float32 on the device of the weights, so the result does not depend on how
+a batch is split. With `state = "offload"`, masters and moments are in page-locked host memory: each update copies the gradients
+there and the new weights back.
 """
 
 import math
@@ -27,7 +27,7 @@ class Optimizer:
         if checkpointed_layers is None:
             checkpointed_layers = len(decoder_layers(model)) if settings.gradient_checkpointing is True else 0
         self.checkpointed_layers = checkpointed_layers
-        """Number of layers that recompute their activations in the backward pass, from the first on."""
+        """Number of first layers that recompute their activations in the backward pass."""
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.names, self.params = list(named), list(named.values())
         if not self.params:
@@ -53,7 +53,7 @@ class Optimizer:
         return master
 
     def _collector(self, param: nn.Parameter, master: nn.Parameter) -> nn.Parameter:
-        """Return the tensor that accumulates the gradient of a parameter, and make the parameter pass its gradients on."""
+        """Return the tensor that accumulates the gradient of a parameter, and hook the parameter to add to it."""
         if param is master:
             return master
         offloaded = self.settings.state == "offload"
@@ -65,25 +65,25 @@ class Optimizer:
             if collector.grad is None:
                 collector.grad = param.grad.to(torch.float32)
             else:
-                collector.grad.add_(param.grad)  # in float32, whatever the dtype of the gradient
+                collector.grad.add_(param.grad)  # in float32
             param.grad = None
 
         param.register_post_accumulate_grad_hook(collect)
         return collector
 
     def _adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "lr": self.settings.lr,
             "betas": self.settings.betas,
             "weight_decay": self.settings.weight_decay,
         }
         if self.settings.state != "8bit":
-            return torch.optim.AdamW(groups, fused=True, **how)
+            return torch.optim.AdamW(groups, fused=True, **options)
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise UserError("optimizer.state = 8bit needs torchao: pip install 'sparse-rl[8bit]'.") from error
-        return AdamW8bit(groups, **how)
+        return AdamW8bit(groups, **options)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0. The linear and the cosine schedule end at 0 after the last step."""
@@ -92,9 +92,10 @@ class Optimizer:
             return settings.lr * (step + 1) / settings.warmup_steps
         if settings.schedule == "constant":
             return settings.lr
-        past = (step - settings.warmup_steps) / max(1, self.steps - settings.warmup_steps)
-        past = min(1.0, past)
-        return settings.lr * (1 - past if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * past)))
+        progress = min(1.0, (step - settings.warmup_steps) / max(1, self.steps - settings.warmup_steps))
+        if settings.schedule == "linear":
+            return settings.lr * (1 - progress)
+        return settings.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
@@ -127,7 +128,7 @@ class Optimizer:
         return norm
 
     def _offload_gradients(self) -> None:
-        """Move the gradients to the masters, where these are offloaded."""
+        """Move the gradients to the offloaded masters."""
         gpu = None
         for index, (collector, master) in enumerate(zip(self.collectors, self.masters, strict=True)):
             if collector is master or collector.grad is None:
@@ -144,7 +145,7 @@ class Optimizer:
 
     def allocate(self) -> None:
         """Allocate the optimizer moments now instead of in the first update. The step count stays 0."""
-        # some weights may never get a gradient
+        # also after updates, in which some weights may get no gradient
         missing = [master for master in self.masters if not self.adamw.state.get(master)]
         if not missing:
             return
@@ -208,12 +209,12 @@ def checkpointed(model: nn.Module, layers: int) -> Iterator[None]:
     for layer in decoder_layers(model)[layers:]:
         layer.gradient_checkpointing = False  # type: ignore[assignment]
     chosen = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    was = [module.training for module in chosen]
+    before = [module.training for module in chosen]
     for module in chosen:
         module.training = True
     try:
         yield
     finally:
-        for module, training in zip(chosen, was, strict=True):
+        for module, training in zip(chosen, before, strict=True):
             module.training = training
         model.gradient_checkpointing_disable()  # type: ignore[operator]

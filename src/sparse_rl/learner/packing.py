@@ -1,8 +1,7 @@
 """Pack rollouts into passes, and the rollouts of a pass into one row of tokens.
 
-Adjacent rollouts with the same prompt share it: its tokens are in the row once. Prompts are not shared in a sparse view, where
-each rollout evicts different keys, nor if responses are so long that the prompt hardly counts: attention over whole sequences
-is faster.
+Adjacent rollouts with the same prompt share it: its tokens are in the row once. Prompts are not shared in a sparse view, because
+each rollout evicts different keys. They are not shared by long responses either: attention over whole sequences is then faster.
 """
 
 # N packed tokens, n response tokens
@@ -56,7 +55,7 @@ class PackedRow:
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     predicting: list[int] = field(default_factory=list)
-    """Index of the token that predicts each response token, for one rollout after the other."""
+    """Index of the token that predicts each response token, rollout by rollout."""
     segments: list[Segment] = field(default_factory=list)
     choices: list[Tensor] = field(default_factory=list)
     """Experts that the sampler chose for the tokens, [tokens, routers, experts per token] each; empty if not recorded."""

@@ -46,8 +46,9 @@ def replay(
 
     `view="sparse"` reconstructs the sampler's view from `evicted_at`, with keys and values as they were stored;
     `view="dense"` sees every key as the model computes it; `view="quantised"` sees every key as it was stored. `temperature`
-    defaults to that of each rollout; 0 gives log-probs at temperature 1. Rollouts are packed without padding, with up to `tokens_per_pass`
-    tokens and at least one rollout per pass. If the rollouts have expert choices, the routers use them. The model runs in eval mode, without dropout and gradient checkpointing.
+    defaults to that of each rollout; 0 gives log-probs at temperature 1. Rollouts are packed without padding, with up to
+    `tokens_per_pass` tokens and at least one rollout per pass. If the rollouts have expert choices, the routers use them. The
+    model runs in eval mode, without dropout and gradient checkpointing.
     """
     if view not in get_args(ReplayKind):
         raise UserError(f"view = {view!r} is invalid: use 'sparse', 'quantised' or 'dense'.")
@@ -55,7 +56,7 @@ def replay(
         raise UserError("A rollout has no recorded evictions to replay: generate with record=True.")
     if temperature is not None and temperature < 0:
         raise UserError(f"temperature = {temperature} is invalid: it must not be negative.")
-    _refuse_beyond_table(model, rollouts)
+    _check_positions(model, rollouts)
     results: list[Tensor] = []
     share_prompts = view != "sparse" or all(_evictions(rollout) is None for rollout in rollouts)
     share_prompts = share_prompts and may_share_prompts(model)
@@ -68,13 +69,13 @@ def replay(
 
 
 def may_share_prompts(model: PreTrainedModel) -> bool:
-    """Return whether rollouts of a pass may share prompts. Recurrent layers have whole sequences, and so has FlexAttention,
+    """Return whether rollouts of a pass may share prompts. Recurrent layers need whole sequences, and so does FlexAttention,
     which computes soft caps and sinks on a GPU."""
     limits = prepare(model)
     return not limits.shape.states and (model.device.type != "cuda" or limits.plain)
 
 
-def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
+def _check_positions(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
     limits = prepare(model)
     # the last token is not fed
     longest = max((len(rollout.prompt) + len(rollout.response) - 1 for rollout in rollouts), default=0)
@@ -86,14 +87,13 @@ def _refuse_beyond_table(model: PreTrainedModel, rollouts: Sequence[Rollout]) ->
 
 @dataclass(frozen=True)
 class PassOutput:
-    """Result of one pass over packed rollouts: the inputs of the LM head at the tokens that predict a response token, and the
-    target tokens."""
+    """Inputs of the LM head at the tokens that predict response tokens, and the response tokens, of one pass."""
 
     hidden_nD: Tensor
     targets_n: Tensor
     temperatures_n: Tensor
     routing: ReplayedRouting | None = None
-    """Expert choices of the pass, if the rollouts have some."""
+    """Expert choices of the pass; None if the rollouts have none."""
 
 
 def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> PassOutput:
@@ -178,10 +178,10 @@ class Span:
 class ReplayView:
     """Attention view of packed rollouts, each attending only to itself. Evicted keys are hidden as they were from the sampler.
 
-    If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. A rollout
-    without evictions may also be packed with others that have some. Its result then equals its dense result up to rounding.
-    `segments` replace the spans if rollouts share prompts, of which no key was evicted. One class serves both, because compiled
-    layers are compiled again for another. With a quantiser, keys and values are read as a quantised cache of this shape stores them.
+    If no rollout of a pack lost a key, the sparse view uses the dense code path and gives bitwise equal results. If only some
+    rollouts lost keys, the results of the others equal their dense results up to rounding. `segments` replace the spans if
+    rollouts share prompts, of which no key was evicted. One class serves both, because another class would recompile the compiled
+    layers. With a quantiser, keys and values are read as a quantised cache of this shape stores them.
     """
 
     routing: ReplayedRouting | None = None

@@ -47,7 +47,7 @@ def accumulate(
 
     A pass may have no rows, if other ranks have some.
     """
-    parts: dict[str, list[Tensor]] = defaultdict(list)  # read at the end
+    parts: dict[str, list[Tensor]] = defaultdict(list)  # converted at the end, because float() waits for the device
     with fused_layers(model):
         for number, rows in enumerate(passes):
             ranks = sum_over_ranks(model, now=number == len(passes) - 1)
@@ -122,7 +122,7 @@ def _accumulate_pass(
 
 
 def _covers_every_token(batch: Batch | OnePassBatch, loss: LossConfig, smd: SMDConfig | None) -> bool:
-    """Return whether a term beside the policy loss covers all tokens: those of rejected rows and of rows without a signal."""
+    """Return whether another loss term covers all tokens, also those of rejected rows and of rows without a signal."""
     return batch.reference_BT is not None or bool(loss.entropy_coef) or smd is not None
 
 
@@ -148,8 +148,7 @@ def _finite_pass(
     """Run rows through the model and return (result, rows in it).
 
     In a one-pass batch, a row that is not finite would poison the gradient of its whole pack (0 * NaN). The pack then runs
-    again without it. Ranks of a sharded model run every pass together: a rank without rows runs a rollout that counts
-    nothing.
+    again without it. Ranks of a sharded model run every pass together: a rank without rows runs a rollout with weight 0.
     """
     while True:
         pack = [batch.rollouts[row] for row in rows]
@@ -171,7 +170,7 @@ def _finite_pass(
 
 def _dummy(batch: Batch | OnePassBatch) -> Rollout:
     """Return the shortest rollout that is not known to be broken: 0 * inf is not 0."""
-    rows = batch.active if isinstance(batch, Batch) else [row for row in batch.rows(True) if row not in batch.broken]
+    rows = batch.active if isinstance(batch, Batch) else sorted({*range(len(batch.rollouts))} - batch.broken)
     return min((batch.rollouts[row] for row in rows or [0]), key=lambda each: len(each.response))
 
 
@@ -197,7 +196,7 @@ def _distillation(model: PreTrainedModel, pack: Sequence[Rollout], shadow: PassO
     """Return the distance of the dense and the shadow policy at each token, [n]: Shadow Mask Distillation (arXiv
     2605.06850).
 
-    `dense_to_shadow` is KL(dense || sg shadow) and `jsd` its symmetric form: both train the dense policy alone.
+    `dense_to_shadow` is KL(dense || sg shadow) and `jsd` its symmetric form: both train only the dense policy.
     `shadow_to_dense` is KL(shadow || sg dense): the dense policy is the teacher.
     """
     trains_dense = smd.direction != "shadow_to_dense"
@@ -234,19 +233,19 @@ def update(
     opsm_delta: float | None = None,
     world: World = ALONE,
 ) -> Updated:
-    """Update the weights once at the learning rate of `step`. Changes nothing if no row has a signal, or if the loss or the
+    """Update the weights once at the learning rate of `step`. Change nothing if no row has a signal, or if the loss or the
     gradient is not finite.
 
     Rows that are not in the policy loss run through the model only if another term needs them.
     """
     every_token = _covers_every_token(batch, loss, smd)
-    rows = batch.rows(every_token)
+    rows = batch.rows(every_token=every_token)
     if not rows:
         return Updated({}, 0.0, learned=False, finite=True)
-    settings = optimizer.settings
     with checkpointed(model, optimizer.checkpointed_layers):
-        trained, shares = [batch.rollouts[row] for row in rows], view == "dense" and may_share_prompts(model)
-        passes = passes_of(trained, settings.tokens_per_microbatch, world, share_prompts=shares)
+        trained = [batch.rollouts[row] for row in rows]
+        share_prompts = view == "dense" and may_share_prompts(model)
+        passes = passes_of(trained, optimizer.settings.tokens_per_microbatch, world, share_prompts=share_prompts)
         passes = [[rows[index] for index in indices] for indices in passes]
         sums = _summed(world.gather(accumulate(model, batch, passes, loss, view, smd, opsm_delta, world)))
     if isinstance(batch, OnePassBatch):

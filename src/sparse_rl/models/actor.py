@@ -4,9 +4,9 @@ Without LoRA on one rank, both are the same model. With LoRA they are a base mod
 ranks they are a sharded learner and a full model on each rank.
 
 Merged weights are W + s·BA, computed in float32 and rounded once. They are written in place, so objects that reference their
-storage, such as CUDA graphs, stay valid. By default the merged model has its own tensors where there is an adapter. Where
-memory is short (`model.lora.merge = false`), it has the learner's: `merge` writes W + s·BA into them for sampling, and
-`restore` copies W back from host memory for learning, to the bit. A base in 4 bits is not merged: the learner samples.
+storage, such as CUDA graphs, stay valid. By default the merged model has its own tensors in the adapted layers. With
+`model.lora.merge = false`, it shares the learner's to save memory: `merge` writes W + s·BA into them for sampling, and `restore`
+copies W back from host memory for learning, to the bit. A base in 4 bits is not merged: the learner samples.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from .recurrent import MAMBA, MIXERS
 
 ADAPTER = "default"
 LINEAR = ("Linear", "Linear4bit")
-"""Classes of linear layers. Routers may inherit from them."""
+"""Names of linear layer classes. Routers may be subclasses."""
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -35,14 +35,13 @@ class Actor:
     def __init__(
         self, model: PreTrainedModel, lora: LoraConfig, *, keep_reference: bool = False, ranks: RanksConfig | None = None
     ):
-        """Wrap the model, which the actor then owns. `keep_reference` keeps the initial policy: at no cost with LoRA, else as
-        a frozen copy."""
+        """Take over the model. `keep_reference` keeps the initial policy: at no cost with LoRA, else as a frozen copy."""
         self.learner = model
         self.sampler = model
         self.peft = None
         self.frozen: PreTrainedModel | None = None
         self.base: dict[str, Tensor] = {}
-        """Base weights of the layers with an adapter in host memory, if the learner and the sampler share their tensors."""
+        """Base weights of the adapted layers in host memory, if the learner and the sampler share their tensors."""
         self.is_merged = False
         if is_four_bit(model):  # sampled with its adapters
             self.peft = _with_adapters(model, lora)
@@ -69,7 +68,7 @@ class Actor:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copy the trained weights to the sampler. Call it after every update. It does nothing if both are the same model."""
+        """Copy the trained weights to the sampler. Call it after every update. Do nothing if both are the same model."""
         if self.sampler is self.learner or self.base:
             return
         if self.peft is None:
@@ -96,7 +95,7 @@ class Actor:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Prepare to sample: merge the adapters into shared tensors. It does nothing if the sampler has its own."""
+        """Prepare to sample: merge the adapters into shared tensors. Do nothing if the sampler has its own."""
         if self.base and not self.is_merged:
             self.is_merged = True  # first: an interrupted merge must be restored, never merged again
             self._write_merged()
@@ -162,11 +161,12 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig):
 
 
 def linear_names(model: PreTrainedModel) -> str | list[str]:
-    """Return the targets of all-linear. Where a layer has stacked experts or convolutions, name every linear layer, because peft
-    would adapt experts and routers, too. Do so for a multimodal model, whose layers for images are never run.
+    """Return peft's targets for all-linear.
 
-    Two kinds get no adapter. In a model with experts, peft takes every gate, up and down projection for one of theirs. The
-    kernels of Mamba layers read the weight of the output projection without calling the layer.
+    In two cases, name every linear layer of the decoder: if layers have stacked experts or convolutions, because peft would also
+    adapt experts and routers, and if the model is multimodal, because its image layers never run. Two kinds of layers get no
+    adapter: gate, up and down projections in a model with experts, which peft takes for experts, and output projections of Mamba
+    layers, whose kernels read the weight without calling the layer.
     """
     decoder = set(model.get_decoder().modules())
     outside = [module for module in model.modules() if module not in decoder and module is not model.get_output_embeddings()]

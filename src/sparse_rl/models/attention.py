@@ -1,7 +1,7 @@
 """Attention of transformers models over our caches: one registered function that calls a view.
 
-A view is any object with `attend(layer, queries, keys, values, scale, mask, form)`. There are views for prompts in prefill, slots in
-decode and rollouts in replay. A view is passed as an argument of the model's forward, or inside the keys that a cache returns.
+A view is any object with `attend(layer, queries, keys, values, scale, mask, form)`. There are views for prompts in prefill, slots
+in decode and rollouts in replay. A view is passed as an argument of the model's forward, or inside the keys that a cache returns.
 Without a view the function attends as transformers does, so a prepared model behaves as before. `support.py` checks which models
 can use it.
 """

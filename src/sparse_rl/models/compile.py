@@ -44,8 +44,7 @@ def fuses(device: torch.device) -> bool:
 
 
 def fused(function: Callable[..., Any], *tensors: Tensor, plain: Callable[..., Any] | None = None) -> Any:
-    """Return `function(*tensors)`, compiled on a GPU for any number of rows. If compilation is not possible, return
-    `plain(*tensors)`."""
+    """Return `function(*tensors)`, compiled on a GPU for any number of rows, or `plain(*tensors)` if it cannot be compiled."""
     plain = plain or function
     if not fuses(tensors[0].device):
         return plain(*tensors)
@@ -144,9 +143,9 @@ def fuse_projections(model: nn.Module) -> None:
     """Store the weights of each group consecutively in one tensor. Values and parameter objects do not change."""
     for _, _, linears in _groups(model):
         if _shared([linear.weight for linear in linears]) is None:
-            _lay_together([linear.weight for linear in linears])
+            _make_contiguous([linear.weight for linear in linears])
         if linears[0].bias is not None and _shared([linear.bias for linear in linears]) is None:
-            _lay_together([linear.bias for linear in linears])
+            _make_contiguous([linear.bias for linear in linears])
 
 
 @contextmanager
@@ -197,9 +196,9 @@ def _kind(linear) -> tuple:
     return linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None
 
 
-def _lay_together(params: list[Tensor]) -> None:
-    together = torch.cat([param.detach() for param in params])
-    for param, part in zip(params, together.split([len(param) for param in params]), strict=True):
+def _make_contiguous(params: list[Tensor]) -> None:
+    joined = torch.cat([param.detach() for param in params])
+    for param, part in zip(params, joined.split([len(param) for param in params]), strict=True):
         param.data = part
 
 
@@ -237,8 +236,8 @@ def _compiled(
 ) -> Callable[..., Any]:
     """Return the compiled function.
 
-    `rounds_like_eager` rounds intermediate values where eager mode rounds them. `any_length` compiles once for all lengths. A decode
-    step sets the first alone; independent small kernels then share a launch, such as the rotations of queries and keys.
+    `rounds_like_eager` rounds intermediate values where eager mode rounds them. `any_length` compiles once for all lengths. A
+    decode step sets only the first. Small independent kernels, such as the rotations of queries and keys, then share a launch.
     """
     options: dict[str, Any] = {"emulate_precision_casts": True} if rounds_like_eager else {}
     if rounds_like_eager and not any_length:
@@ -272,8 +271,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the module list that holds the decoder's layers, or None. The layers for images of a multimodal model are not in
-    its decoder."""
+    """Return the module list that holds the decoder's layers, or None. It excludes the image layers of a multimodal model."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

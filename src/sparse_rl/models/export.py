@@ -32,8 +32,8 @@ def write_model(
     merge: bool = False,
     card: str | None = None,
 ) -> None:
-    """Write the full model or, with LoRA and without `merge`, the adapter. sparse_rl.json holds the KV settings of the
-    training run, and a file that it names the statistics that the cache or the policy needs. `card` is the text of README.md.
+    """Write the full model or, with LoRA and without `merge`, the adapter. sparse_rl.json holds the KV settings of the training
+    run and names the file of statistics, if there is one. `card` is the text of README.md.
 
     The folder is renamed into place when it is complete.
     """
@@ -52,7 +52,7 @@ def write_model(
         if statistics:
             settings[ENTRY] = described(partial / STATISTICS)
         (partial / FILE).write_text(json.dumps(settings, indent=1) + "\n")
-        if card is not None:  # in place of peft's
+        if card is not None:  # replaces peft's card
             (partial / CARD).write_text(card, encoding="utf-8")
         # the mode from the umask: safetensors creates files that only the owner can read
         mode = (partial / FILE).stat().st_mode

@@ -28,9 +28,8 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def context_length(positions: int | None, rope: dict[str, Any] | None, original: int | None = None) -> int | None:
-    """Return the context length that a config states. YaRN multiplies that of the original training. Rotary embeddings that
-    change with the length of the sequence (longrope) have the length of the original training, which `original` states if
-    `rope` does not."""
+    """Return the context length that a config states. YaRN multiplies the length of the original training. longrope changes its
+    frequencies beyond that length, so the context ends there. `original` is that length if `rope` does not state it."""
     by_layer_type = [each for each in (rope or {}).values() if isinstance(each, dict)]
     if by_layer_type:
         lengths = [context_length(positions, each, original) for each in by_layer_type]
@@ -71,7 +70,7 @@ def refuse_missing(path: str) -> None:
 
 
 def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
-    """Raise if the folder does not hold a complete model. Does nothing for a hub id."""
+    """Raise if the folder does not hold a complete model. Do nothing for a hub id."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -81,7 +80,7 @@ def check_model_folder(path: str, *, trust_remote_code: bool = False) -> None:
 
 
 def _check_base(folder: Path, trust_remote_code: bool) -> None:
-    """Check the base model of an adapter, which transformers loads first. Does nothing for a hub id."""
+    """Check the base model of an adapter, which transformers loads first. Do nothing for a hub id."""
     if (folder / "adapter_model.bin").exists():
         raise UserError(
             f"{folder / 'adapter_model.bin'} is a pickle file, which can run arbitrary code: save the adapter as safetensors."
@@ -112,7 +111,7 @@ def _check_whole(folder: Path, trust_remote_code: bool) -> None:
 
 
 def check_tokenizer_folder(path: str) -> None:
-    """Raise if a JSON file of the tokenizer is damaged. Does nothing for a hub id."""
+    """Raise if a JSON file of the tokenizer is damaged. Do nothing for a hub id."""
     folder = Path(path)
     for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
         if folder.is_dir() and ((folder / name).exists() or (folder / name).is_symlink()):
@@ -221,7 +220,7 @@ def _check_sizes(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Return the weight files. Raises unless all exist and all are safetensors files."""
+    """Return the weight files. Raise unless all exist and are safetensors files."""
     index = folder / INDEX
     if index.exists() or index.is_symlink():
         return _shards(index)

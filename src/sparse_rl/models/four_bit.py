@@ -21,10 +21,11 @@ def quantize_layers(model: PreTrainedModel) -> None:
     layers = layer_list(model)
     assert layers is not None, "the model was accepted without decoder layers"
     linears = [module for _, module in _linears(layers)]
-    held, every = sum(linear.weight.numel() for linear in linears), sum(weight.numel() for weight in layers.parameters())
-    if held < every / 2:
+    held = sum(linear.weight.numel() for linear in linears)
+    total = sum(weight.numel() for weight in layers.parameters())
+    if held < total / 2:
         raise UserError(
-            f"model.lora.base = 4bit cannot store {model.config.model_type}: only {held / every:.0%} of its layers' weights are in "
+            f"model.lora.base = 4bit cannot store {model.config.model_type}: only {held / total:.0%} of its layers' weights are in "
             "linear layers. Set model.lora.base = auto."
         )
     for layer in layers:
@@ -52,7 +53,7 @@ def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def compute_in_float32(model: nn.Module) -> None:
-    """Let the model's 4-bit layers compute in float32."""
+    """Set the model's 4-bit layers to compute in float32."""
     for module in model.modules():
         if "compute_dtype" in vars(module):
             vars(module)["compute_dtype"] = torch.float32

@@ -1,5 +1,4 @@
-"""Convert GGUF files to Hugging Face folders: dequantize them, tie the embeddings again, cache the result, and load it as
-safetensors.
+"""Convert GGUF files to cached Hugging Face folders: dequantize the weights, tie the embeddings again, save safetensors.
 
 Only data is read, even if the file is inside a Python package. No code of that package runs.
 """
@@ -56,8 +55,7 @@ def model_folder(path: str) -> Path:
 
 
 def tokenizer_folder(path: str) -> Path:
-    """Return a folder with only the tokenizer. Converting the weights takes minutes, and encoding a first prompt does not need
-    them."""
+    """Return a folder with only the tokenizer, without converting the weights, which takes minutes."""
     return _cached(path, "tokenizer", _write_tokenizer)
 
 
@@ -166,7 +164,7 @@ def _parsed_once() -> Iterator[None]:
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Reads through a plain array. Every slice of a `numpy.memmap` is several times slower, and a vocabulary takes millions."""
+        """Reader of a plain array. Slices of a `numpy.memmap` are several times slower, and a vocabulary takes millions."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
@@ -196,7 +194,7 @@ def _read(source: Path) -> tuple[dict[str, Any], PreTrainedModel]:
 
 
 def _tensor_types(source: Path) -> dict[str, Any]:
-    """Return the quantization type of each tensor. Raises for a file that transformers would misread."""
+    """Return the quantization type of each tensor. Raise UserError for a file that transformers would misread."""
     from gguf import GGUFReader
 
     reader = GGUFReader(str(source))

@@ -33,7 +33,7 @@ class Head:
 
 
 def project(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Return hidden @ weight.T + bias in the dtype. The caller computes gradients: on CUDA, autograd has none for this product."""
+    """Return hidden @ weight.T + bias in the dtype. On CUDA it has no autograd formula, so the caller computes gradients."""
     if dtype is None or dtype == weight_VD.dtype:
         return F.linear(hidden_nD, weight_VD, bias_V)
     if not weight_VD.is_cuda:  # float32 copies of half-precision operands have the same products
@@ -45,7 +45,7 @@ def project(hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: 
 def hidden_states(
     model: PreTrainedModel, tokens_1N: Tensor, positions_1N: Tensor, view: AttentionView, keep_n: Tensor
 ) -> Tensor:
-    """Return the inputs of the LM head at the tokens in `keep`, [n, D], with attention computed by the view."""
+    """Return the inputs of the LM head at the tokens `keep_n`, [n, D], with attention computed by the view."""
     return decoder_output(model, tokens_1N, positions_1N, view)[0, keep_n]
 
 

@@ -96,8 +96,7 @@ def load_model(
 
 
 def _expansion(folder: str) -> dict[str, Any]:
-    """Return the options with which transformers expands the weights of gpt-oss, which are published in MXFP4. It cannot train
-    them as they are."""
+    """Return the options with which transformers expands MXFP4 weights, which it cannot train (gpt-oss)."""
     stored = _config(folder).get("quantization_config")
     is_mxfp4 = isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
     return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}
@@ -132,7 +131,7 @@ def _refuse_broken(path: str, model: PreTrainedModel) -> None:
 
 
 def place(dtype: str | None, device: str | None) -> tuple[str, str]:
-    """Return (dtype, device), chosen for this machine if not given. Prints a notice if the GPU lacks bfloat16."""
+    """Return (dtype, device), chosen for this machine if None. Print a notice if the GPU lacks bfloat16."""
     device = device or ("cuda" if _cuda_works() else "cpu")
     if dtype is None and device.startswith("cuda") and _cuda_works() and not _has_bfloat16():
         notice(
@@ -234,8 +233,7 @@ def _hub_asked_once(path: str) -> Iterator[None]:
 
 
 def _refusal(kind: str, path: str, error: Exception) -> UserError:
-    """Return the error for a user. The files of a hub id are not read before transformers reads them, so some reasons are known
-    from its message alone."""
+    """Return the error for a user. For a hub id, some reasons are known only from the message of transformers."""
     if "trust_remote_code" in str(error):
         return needs_custom_code(path)
     if "validate_layer_type" in str(error) and (layer := unknown_layer(_config(path))):

@@ -130,12 +130,12 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, step
 
 
 @torch.no_grad()
-def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **how) -> list[str]:
+def sample(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **options) -> list[str]:
     """Return the model's responses without special tokens. All prompts must have the same length."""
     model.eval()
     inputs = tokenizer(prompts, return_tensors="pt").to(model.device)
     output = model.generate(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=MAX_NEW_TOKENS, **how
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=MAX_NEW_TOKENS, **options
     )
     return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -1,5 +1,5 @@
-"""Views that run one token through a model. `ModelProbe` records the shapes of its attention, its windows and its recurrent states, and
-raises if a slot cache cannot hold them."""
+"""Views that run one token through a model. `ModelProbe` records the shapes of attention, windows and recurrent states. It raises
+if a slot cache cannot hold them."""
 
 # B rows, Q query heads, H kv heads, T tokens, D head dimension (hidden dimension in recurrent layers)
 
@@ -36,7 +36,7 @@ class ModelProbe(AttentionProbe):
     shapes: set[tuple] = field(default_factory=set)
     """Heads and dimensions of the layers whose attention sees all tokens."""
     local_shapes: set[tuple] = field(default_factory=set)
-    """The same of windowed layers."""
+    """Heads and dimensions of windowed layers."""
     windows: dict[int, int] = field(default_factory=dict)
     """Sliding window of each layer that has one."""
     plain: bool = True

@@ -1,8 +1,8 @@
 """Recurrent layers of hybrid models: the view of a pass runs them, as it runs attention.
 
-Our passes pack sequences into one row, which attention views keep apart. A recurrent layer would carry its state from one
-sequence into the next. `bind` therefore hands the layer to the view, which runs the model's own code on one row per sequence:
-the parallel form for prompts and in replay, and one token with the slot's state in decode. Without a view, layers run as before.
+Our passes pack sequences into one row. A recurrent layer would carry its state from one sequence into the next. `bind` therefore
+hands the layer to the view, which runs the model's own code on one row per sequence: the parallel form for prompts and in replay,
+and one token with the slot's state in decode. Without a view, layers run as before.
 """
 
 # B rows, T tokens of each, N packed tokens, D hidden dimension
@@ -74,7 +74,7 @@ class Mixer:
         return out_BTD, {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def resume(self, hidden_BTD: Tensor, states: States) -> Tensor:
-        """Run the next tokens of sequences. Updates the states in place."""
+        """Run the next tokens of sequences, and update the states in place."""
         held = LinearAttentionLayer()
         for name, tensor in states.items():
             getattr(held, name)[0] = tensor
@@ -105,8 +105,8 @@ def mixers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def bind(model: nn.Module) -> None:
-    """Let views run the model's recurrent layers. Changes their classes once, as other implementations of attention are
-    registered. Prints a notice if a GPU lacks their fast kernels."""
+    """Let views run the model's recurrent layers. Patch the forward of their classes, once per process. Print a notice if fast
+    kernels are missing on a GPU."""
     logging.getLogger("transformers.integrations.hub_kernels").addFilter(_no_fallback_warning)  # the notice replaces it
     for kind in {type(module) for module in mixers(model)}:
         if not hasattr(kind.forward, "sparse_rl"):
@@ -136,8 +136,8 @@ def _packages(kind: type) -> str:
 
 
 def _viewed(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward that lets the view of the pass, if there is one, run the layer. It is never compiled, because it depends
-    on the view."""
+    """Return a forward that lets the view of the pass, if any, run the layer. This part is never compiled, because it depends on
+    the view."""
     through_view = torch.compiler.disable(_through_view)
 
     @functools.wraps(own)
@@ -189,9 +189,9 @@ def with_reference(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_packed(mixer: Mixer, hidden_1ND: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Run packed sequences, one row each. `bounds` are their ends among the packed tokens, after a 0.
+    """Run packed sequences, one row each. `bounds` are their boundaries among the packed tokens.
 
-    Rows are padded on the right, which does not change what comes before. Rows of one pass differ by less than a factor of two.
+    Rows are padded on the right, which does not change earlier outputs. Lengths in one pass differ by less than a factor of two.
     """
     sequences = hidden_1ND[0].split([stop - start for start, stop in pairwise(bounds)])
     outputs: list[Tensor] = list(sequences)

@@ -1,7 +1,7 @@
 """Build a small float32 stand-in for a model: one decoder layer of each kind and the first rows of the vocabulary.
 
-Its layers compute the same as the model's. It takes less memory than one additional layer of each kind, and shares float32
-weights with the model.
+Its layers compute the same as the model's. It shares float32 weights with the model, and takes less memory than one more layer of
+each kind.
 """
 
 import copy
@@ -108,7 +108,7 @@ def _share_per_layer(model: PreTrainedModel, kept: list[int], total: int, memo: 
     """Keep the parts of the kept layers in modules that compute an input for every layer, and the first rows of their table."""
     width = total * (getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None) or 0)
     for path, weight in model.named_parameters():
-        names = path.split(".")  # of an adapter, too
+        names = path.split(".")  # the path may be inside an adapter
         if PER_LAYER_TABLE in names and weight.shape[1] == width:
             parts = weight[:ROWS].unflatten(1, (total, -1))[:, kept].flatten(1)
         elif PER_LAYER_PROJECTION in names and len(weight) == width:

@@ -1,7 +1,7 @@
-"""Read a model's rotary positions from what it does: run single tokens at several positions and compare queries and keys.
+"""Measure a model's rotary positions: run single tokens at several positions and compare queries and keys.
 
-A token that attends only to itself has the same hidden states at every position if rotary embeddings are the only use of
-positions. Its queries and keys then differ by the rotation alone. This reads any pairing (half-split, interleaved, partial) and
+If a model uses positions only in rotary embeddings, a token that attends only to itself has the same hidden states at every
+position. Its queries and keys then differ only by the rotation. This reads any pairing (half-split, interleaved, partial) and
 any frequencies (scaled, different in some layers), without knowing the model's code. The passes run a float32 stand-in with one
 layer of each kind (`reduced.py`).
 """
@@ -29,7 +29,7 @@ TOKENS = 16
 LAST = 2**22
 """Largest position. float32 still holds it exactly, and the lowest frequencies in use rotate visibly by then."""
 MOVED = 1e-3
-"""Relative change of a dimension from which on it rotates. Rounding changes it by 1e-6."""
+"""Relative change above which a dimension counts as rotating. Rounding changes it by 1e-6."""
 MISFIT = 1e-2
 """Largest part of a pair that its rotation may leave unexplained, relative to its smaller dimension."""
 
@@ -37,8 +37,7 @@ _known: WeakKeyDictionary[PreTrainedModel, Rotary] = WeakKeyDictionary()
 
 
 def rotary_of(model: PreTrainedModel, policy: str) -> Rotary:
-    """Return the rotation of the model's queries and keys. Raise a UserError that names the policy if it has none, or if it
-    cannot be read."""
+    """Return the rotation of the model's queries and keys. Raise UserError that names the policy if there is none."""
     if model not in _known:
         remedy = f"so kv.policy = {policy} cannot predict its queries: set kv.policy = streaming or rkv"
         try:

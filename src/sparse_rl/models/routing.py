@@ -1,8 +1,8 @@
-"""Routing replay: record the experts that the sampler's routers choose, and let the learner's routers choose the same ones.
+"""Routing replay: record the experts that the sampler's routers choose, and use the same experts in the learner.
 
-Sampler and learner round differently and see different keys, so that their routers choose different experts for some tokens.
-Rollout Routing Replay (R3, arXiv 2510.11370) gives the learner the sampler's choices. Only the indices are given: the router
-computes the weights of the experts from its own logits, so gradients reach it.
+Sampler and learner round differently and see different keys, so their routers choose different experts for some tokens. Rollout
+Routing Replay (R3, arXiv 2510.11370) gives the learner the sampler's choices. Only the indices are replayed: the router computes
+the weights of the experts from its own logits, so gradients reach it.
 
 The view of a pass carries its routing (`view.routing`). A hook on each layer passes the routing on to the layer's router. The
 hook also runs if gradient checkpointing runs the layer again. A supported router calls `topk` once, and the indices are the
@@ -83,7 +83,7 @@ class RecordedRouting:
 
 
 class ReplayedRouting:
-    """Routing of a pass whose choices are given."""
+    """Routing of a pass that replays choices."""
 
     def __init__(self, choices_NRK: Tensor):
         self.choices_NRK = choices_NRK
@@ -98,13 +98,12 @@ class ReplayedRouting:
 
     @property
     def flips_and_choices(self) -> Tensor:
-        """Return [2]: the number of pairs (token, router) with other experts, and of all pairs."""
+        """[2]: number of pairs (token, router) with other experts, and of all pairs."""
         return torch.stack([self.flips_R.sum(), self.flips_R.new_tensor(self.choices_NRK[:, :, 0].numel())])
 
 
 def install(model: PreTrainedModel) -> Routers:
-    """Let the model's routers use the routing of a view. Without a routing they are unchanged. Raise UserError if the routers
-    are not supported."""
+    """Let the model's routers use the routing of a view, if it has one. Raise UserError if the routers are not supported."""
     if INSTALLED not in model.__dict__:
         model.__dict__[INSTALLED] = _install(model)
     return model.__dict__[INSTALLED]

@@ -44,25 +44,25 @@ def shard(model: PreTrainedModel, *, trains: bool = True, hold_gradients: bool =
     half = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     empty = {id(weight): _meta(weight, trains) for weight in model.parameters()}
-    spread = copy.deepcopy(model, empty | {id(buffer): buffer for buffer in model.buffers()})
-    buffers = [(module, name, buffer) for module in spread.modules() for name, buffer in module._buffers.items()]
+    sharded = copy.deepcopy(model, empty | {id(buffer): buffer for buffer in model.buffers()})
+    buffers = [(module, name, buffer) for module in sharded.modules() for name, buffer in module._buffers.items()]
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
-    for layer in decoder_layers(spread):
+    for layer in decoder_layers(sharded):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    root = _Root(spread, hold_gradients)
+    root = _Root(sharded, hold_gradients)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     root.to_empty(device=model.device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
     whole = dict(model.named_parameters())
     with torch.no_grad():
-        for name, weight in spread.named_parameters():
+        for name, weight in sharded.named_parameters():
             part = weight.to_local()
             if part.numel():
                 part.copy_(whole[name].chunk(dist.get_world_size())[dist.get_rank()])
-    spread.__dict__["sharded_root"] = root  # set in __dict__: nn.Module would register it as a submodule of itself
-    copy_support(spread, model)
-    return spread
+    sharded.__dict__["sharded_root"] = root  # set in __dict__: nn.Module would register it as a submodule of itself
+    copy_support(sharded, model)
+    return sharded
 
 
 def _meta(weight: nn.Parameter, trains: bool) -> nn.Parameter:
@@ -101,18 +101,18 @@ def sum_over_ranks(model: PreTrainedModel, *, now: bool) -> int:
 
 
 @torch.no_grad()
-def copy_whole(spread: PreTrainedModel, into: PreTrainedModel) -> None:
+def copy_whole(sharded: PreTrainedModel, into: PreTrainedModel) -> None:
     """Copy the sharded weights into a full model in place and layer by layer, so that no second full model is in memory."""
     target = dict(into.named_parameters())
-    for prefix, module in _gathered(spread):
+    for prefix, module in _gathered(sharded):
         for name, weight in module.named_parameters():
             if not isinstance(weight, DTensor):
                 target[prefix + name].copy_(weight)
 
 
-def _gathered(spread: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    names = {module: name for name, module in spread.named_modules()}
-    for unit, module in [(layer, layer) for layer in decoder_layers(spread)] + [(_root_of(spread), spread)]:
+def _gathered(sharded: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    names = {module: name for name, module in sharded.named_modules()}
+    for unit, module in [(layer, layer) for layer in decoder_layers(sharded)] + [(_root_of(sharded), sharded)]:
         assert isinstance(unit, FSDPModule)
         unit.unshard()
         yield f"{names[module]}." if names[module] else "", module

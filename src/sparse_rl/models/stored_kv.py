@@ -65,7 +65,7 @@ def _from_hub(path: str, name: str) -> Path | None:
 
     try:
         # otherwise the library would retry the hub for half a minute
-        only_here = why_unreachable(HfApi().model_info, path) is not None
-        return Path(hf_hub_download(path, name, local_files_only=only_here))
+        offline = why_unreachable(HfApi().model_info, path) is not None
+        return Path(hf_hub_download(path, name, local_files_only=offline))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
         return None  # the model was not trained with sparse-rl, or the hub is unreachable

@@ -22,7 +22,7 @@ def described(file: Path) -> dict[str, str]:
 
 def stored_statistics(path: str) -> Statistics:
     """Return the statistics stored with a model in a folder or on the hub; empty if there are none. Raise UserError if
-    sparse_rl.json names other ones."""
+    sparse_rl.json names different statistics."""
     settings = stored_file(path, FILE)
     file = stored_file(path, STATISTICS) if settings or Path(path).is_dir() else None
     named = _named(settings) if settings else None

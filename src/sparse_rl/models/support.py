@@ -1,4 +1,4 @@
-"""Model support: check whether a model can run and gives correct results. There are three checks, each run once per model.
+"""Check whether a model can run and gives correct results. There are three checks, each run once per model.
 
 1. `prepare` runs one token through the model. It raises if a slot cache cannot hold the model's attention, and returns limits.
 2. `head_of` compares the model's logits with hidden states times LM head, and returns the head with its scale.
@@ -32,7 +32,7 @@ from .probe import TOKENWISE_LAYERS, ModelProbe, OneToken
 from .recurrent import FAMILIES, bind, layer_of, mixers
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Supported entries of layer_types with attention alone: over all keys of a sequence that fits the window."""
+"""Supported entries of layer_types for attention layers."""
 SPARE_ROWS = 8
 """Maximum extra rows of a buffer that is a position table, whatever its name."""
 HEAD_DTYPE = "sparse_rl_head_dtype"
@@ -52,14 +52,12 @@ class AttentionLimits:
     """Number of positions that exist: rows of a table, or the length from which rotary frequencies change; None if any
     position does."""
     sliding_window: int | None
-    """Shortest window or chunk that layers apply through the mask alone, which our views ignore. Longer sequences are
-    refused."""
+    """Shortest window or chunk that layers apply only through the mask, which our views ignore. Longer sequences are refused."""
     vocab: int
     plain: bool = True
     """True if attention has no soft caps and no learned sinks."""
     any_dtype: bool = False
-    """True if the limits hold for any dtype of the weights. A sharded model changes the dtype of its weights between
-    passes."""
+    """True if the limits hold for any dtype of the weights, which a sharded model changes between passes."""
 
 
 _prepared: WeakKeyDictionary[PreTrainedModel, AttentionLimits] = WeakKeyDictionary()
@@ -70,8 +68,8 @@ _scales: WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]] = WeakKe
 def prepare(model: PreTrainedModel) -> AttentionLimits:
     """Switch the model to our attention, and check with one token whether its attention is supported.
 
-    Runs once per model, and again if its attention implementation, dtype or device has changed. A model on the meta device needs no
-    values, but then tables of positions are not found.
+    Runs once per model, and again if its attention implementation, dtype or device has changed. On the meta device, tables of
+    positions are not found.
     """
     known = _prepared.get(model)
     place = (model.dtype, model.device)
@@ -189,8 +187,7 @@ def _refuse_by_layers(model: PreTrainedModel, config, kind: str) -> None:
 
 
 def _refuse_unseen_layers(model: PreTrainedModel, config, kind: str, probe: ModelProbe) -> None:
-    """Raise if the configuration does not name the types of its layers, and one of them reached the probe neither by attention
-    nor as a recurrent layer."""
+    """Raise if the configuration lists no layer types, and the probe saw a layer without attention or recurrent state."""
     layers = decoder_layers(model)
     unseen = set(range(len(layers))) - set(probe.layers) - {state.layer for state in probe.states}
     if getattr(config, "layer_types", None) or not (unseen and probe.layers):
@@ -207,7 +204,7 @@ def _unknown_layer(kind: str, layer: str) -> UserError:
 
 
 def _failure(model: PreTrainedModel, kind: str, error: Exception) -> str:
-    """Return a sentence about a pass that failed. If transformers alone fails too, our attention is not the reason."""
+    """Return a sentence about a pass that failed. If transformers fails too, our attention is not the reason."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad(), eval_mode(model):
@@ -241,7 +238,7 @@ def _positions(model: PreTrainedModel, config, context: int | None, lookups: _Lo
     """Return the number of positions that exist; None if any position does.
 
     A table is an embedding that read another row for position 1 than for position 0, or a buffer with a row for every token of
-    the context and at most `SPARE_ROWS` more, or any number if its name is that of a table.
+    the context and at most `SPARE_ROWS` more, or any number more if it is named like a table.
     """
     found = [rows - read[0] for rows, read in lookups.tables.values() if len(read) == 2 and read[0] != read[1]]
     if context is not None:
@@ -281,11 +278,11 @@ def _scale_and_cap(model: PreTrainedModel, head: Head) -> tuple[float, float | N
     plain_V = head(hidden_1D)[0].float()
     if not bool(own_V.isfinite().all()):
         raise UserError("The model's logits are not finite, so its weights are broken: use an earlier checkpoint.")
-    linear_V, of_V = own_V, plain_V
-    if softcap is not None:  # near the cap, rounding says nothing about the scale
-        of_V = plain_V[own_V.abs() < 0.9 * softcap]
-        linear_V = softcap * torch.atanh(own_V[own_V.abs() < 0.9 * softcap] / softcap)
-    scale = float(linear_V @ of_V / (of_V @ of_V)) if len(of_V) else 1.0
+    uncapped_V, unscaled_V = own_V, plain_V
+    if softcap is not None:  # near the cap, rounding hides the scale
+        is_inner_V = own_V.abs() < 0.9 * softcap
+        uncapped_V, unscaled_V = softcap * torch.atanh(own_V[is_inner_V] / softcap), plain_V[is_inner_V]
+    scale = float(uncapped_V @ unscaled_V / (unscaled_V @ unscaled_V)) if len(unscaled_V) else 1.0
     scale = 1.0 if abs(scale - 1) < 1e-3 else scale
     factor = 2.0 ** math.ceil(math.log2(LARGE_LOGIT / max(float(own_V.abs().max()), 1e-6)))
     with _scaled_input(model.get_output_embeddings(), factor):

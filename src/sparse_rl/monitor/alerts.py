@@ -51,12 +51,12 @@ class History:
     spread: float = 0.0
     """Largest reward/std so far. If all rollouts of a step fail, its reward/std is 0 and does not measure noise."""
     early: list[float] = field(default_factory=list)
-    """Gradient norms of the first steps, at most `EARLY` of them."""
+    """Gradient norms of the first steps, at most `EARLY_STEPS` of them."""
 
     def add(self, now: Row) -> None:
         self.first = {**now, **self.first}
         self.spread = max(self.spread, now.get("reward/std", 0.0))
-        if len(self.early) < EARLY and "policy/grad_norm" in now:
+        if len(self.early) < EARLY_STEPS and "policy/grad_norm" in now:
             self.early.append(now["policy/grad_norm"])
         if "reward/mean" in now:
             self.recent.append(now["reward/mean"])
@@ -64,7 +64,7 @@ class History:
                 self.best = max(self.best, sum(self.recent) / len(self.recent))
 
 
-EARLY = 10
+EARLY_STEPS = 10
 """Number of initial steps that define the usual gradient norm of a run."""
 
 
@@ -131,7 +131,7 @@ def _reward(now: Row, past: History, limit: float) -> str | None:
 
 
 def _has_fallen(now: Row, past: History) -> bool:
-    return now.keys() >= set(RULES["reward"].needs) and _reward(now, past, LOST) is not None
+    return now.keys() >= set(RULES["reward"].needs) and _reward(now, past, REWARD_FALL) is not None
 
 
 def _entropy(now: Row, past: History, limit: float) -> str | None:
@@ -153,7 +153,7 @@ def _repetition(now: Row, past: History, limit: float) -> str | None:
 
 def _truncated(now: Row, past: History, limit: float) -> str | None:
     cut, fell = "response/truncated", _has_fallen(now, past)
-    limit = limit if fell else max(limit, MOST)
+    limit = limit if fell else max(limit, TRUNCATED_RISE)
     if now[cut] - past.first[cut] <= limit:
         return None
     rose = f"{cut} rose from {past.first[cut]:.0%} to {now[cut]:.0%} (limit {limit:.0%} more)"
@@ -177,10 +177,10 @@ def _length(now: Row, past: History, limit: float) -> str | None:
 
 def _grad_norm(now: Row, past: History, limit: float) -> str | None:
     value, usual = now["policy/grad_norm"], statistics.median(past.early)
-    if len(past.early) < EARLY or value <= limit * usual:
+    if len(past.early) < EARLY_STEPS or value <= limit * usual:
         return None
     return (
-        f"policy/grad_norm is {value:.3g}, {value / max(usual, 1e-300):.3g} times the median of the first {EARLY} steps "
+        f"policy/grad_norm is {value:.3g}, {value / max(usual, 1e-300):.3g} times the median of the first {EARLY_STEPS} steps "
         f"(limit {limit:g})"
     )
 
@@ -243,9 +243,9 @@ class Rule:
     """Suggested fix if the reward has also fallen."""
 
 
-MOST = 0.5
+TRUNCATED_RISE = 0.5
 """Increase of the share of truncated rollouts that raises an alert even if the reward has not fallen."""
-LOST = float(DEFAULTS.reward)
+REWARD_FALL = float(DEFAULTS.reward)
 """Share of its best value that the reward must lose to count as fallen."""
 COUNTED = ("response/mean_tokens", "perf/rollout_s", "perf/rollout_tokens_per_s")
 """Metrics from which the number of rollouts is computed."""

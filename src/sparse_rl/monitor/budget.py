@@ -1,8 +1,8 @@
 """Decide the budget of a run with `kv.budget = "auto"` from the figures of its steps. Pure functions. Imports no torch.
 
-The budget rises if more rollouts are rejected than the target lets expect by chance, in the last step or in several, or if the
-mismatch of long responses is beyond its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to
-a budget that failed at such lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rebuilt seldom.
+The budget rises if more rollouts are rejected than chance explains at the target, in the last step or in several, or if the
+mismatch of long responses exceeds its limit. It falls only after `WINDOW` steps with far fewer rejected rollouts, and not to a
+budget that failed at similar lengths. Budgets are rungs of a coarse ladder, so that caches and graphs are rarely rebuilt.
 """
 
 import math
@@ -13,16 +13,16 @@ from typing import Any, Self
 from ..config import KV, AlertsConfig, CorrectionSpec
 
 RUNG = 1.25
-"""Ratio of neighbouring budgets, and growth of responses that counts as such."""
+"""Ratio of neighbouring budgets. Responses count as grown if they are longer by this ratio."""
 MULTIPLE = 8
 """Budgets are multiples of this number of tokens."""
 WINDOW = 8
 """Steps at a budget before it may fall, and steps that are judged together."""
 EVIDENCE = 4.0
-"""Rollouts that the target lets expect as rejected before the budget may fall."""
+"""Minimum number of rejections expected at the target before the budget may fall."""
 SURE, SURE_AT_ONCE = 1.0, 2.0
-"""Standard deviations above the target from which the budget rises, over the whole window and over its last steps alone. Grown
-responses lower both by one."""
+"""Standard deviations above the target from which the budget rises, over the whole window and over only its last steps. Both are
+lower by one if responses have grown."""
 ROOM = 0.25
 """Share of the target up to which the budget may fall."""
 FAR = 3.0
@@ -30,10 +30,10 @@ FAR = 3.0
 RETRY_STEPS = 64
 """Steps after which a budget that failed may be tried again at the same response lengths."""
 MOST_CHANGES = 256
-"""Changes that a checkpoint stores: the latest ones."""
+"""Maximum number of changes that a checkpoint stores."""
 
 WORDS = {"rejected": "rejected", "unlikely": "of rollouts with a xi below 1e-4"}
-"""What a share of rollouts is, by `CorrectionSpec.judged`."""
+"""Description of the judged share of rollouts, by `CorrectionSpec.judged`."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class BudgetState:
     """Figures of the latest steps at this budget."""
     failed: Failed | None = None
     is_limited: bool = False
-    """True if the targets are missed at the largest budget, and the run has said so."""
+    """True if the largest budget misses the targets, and the run has warned about it."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -146,7 +146,7 @@ class Decision:
     reason: str = ""
     """Why the budget changes; empty if it stays."""
     unmet: str = ""
-    """What the largest budget cannot hold; empty if the targets are met, or if this was said before."""
+    """Targets that the largest budget misses; empty if it meets them, or if the run has already warned."""
 
 
 def ladder(least: int, most: int) -> list[int]:
@@ -215,11 +215,13 @@ def _with_step(figures: Figures, state: BudgetState, targets: Targets) -> Budget
 
 
 def _worst(window: Sequence[Figures], targets: Targets, has_grown: bool) -> Count | None:
-    """Return the count of the last 1, 2, 4, … steps, or of all, that exceeds the target most; None if none surely does."""
+    """Return the count of all steps, or of the last 1, 2, 4, …, that exceeds the target most; None if none does clearly."""
     lengths = [2**power for power in range(len(window).bit_length()) if 2**power < len(window)]
-    counts = [(Count.of(window[-steps:], targets), SURE_AT_ONCE) for steps in lengths] + [(Count.of(window, targets), SURE)]
-    beyond = [(count.excess, place) for place, (count, sure) in enumerate(counts) if count.excess > sure - has_grown]
-    return counts[max(beyond)[1]][0] if beyond else None
+    counts = [(Count.of(window, targets), SURE)]
+    counts += [(Count.of(window[-steps:], targets), SURE_AT_ONCE) for steps in reversed(lengths)]
+    leeway = 1.0 if has_grown else 0.0
+    exceeding = [count for count, sure in counts if count.excess > sure - leeway]
+    return max(exceeding, key=lambda count: count.excess, default=None)
 
 
 def _has_failed(budget: int, tokens: int, failed: Failed | None) -> bool:

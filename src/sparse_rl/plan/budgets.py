@@ -1,4 +1,4 @@
-"""Compare budgets: slots and step time by the budget's share of the longest sequence, beside dense, and what was measured."""
+"""Compare budgets with dense training: slots and step time by share of the longest sequence, and measured results."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from .remedies import Remedy, faster
 from .roofline import GPU, step_time, steps_s
 
 MEASURED = {0.25: (52, 23.3), 0.34: (36, 29.0), 0.42: (23, 28.4), 0.49: (16, 30.4), 0.65: (4, 30.6)}
-"""Rejected share at first and test Pass@1 after training, in %, by R-KV's share of a mean sequence (docs/choosing-a-budget.md)."""
+"""Initially rejected share and trained test Pass@1, in %, by R-KV's share of a mean sequence (docs/choosing-a-budget.md)."""
 MEASURED_DENSE = 31.3
 """Test Pass@1 after dense training, in %."""
 FEWER_BITS = KV(policy="full", dtype="4bit")
@@ -25,9 +25,9 @@ MEASURED_TRIATTENTION = {"16 GSM8K problems in a prompt": 3.9, "MATH-500": 13.9,
 """Share of answers that TriAttention rejects before training, in %: 1.5B, a fifth of the response as budget, half of it recent,
 protected prompts (experiments/shootout, arm `triattention protected recent 0.2`)."""
 SMALLER = (0.06, 0.12)
-"""Shares in the table that no training run has measured."""
+"""Smaller shares in the table, without a measured training run."""
 SAME_SHARE = 0.01
-"""Difference up to which two shares count as the same."""
+"""Largest difference of two shares that count as the same."""
 FASTER = 0.95
 """Sparse sampling wins if its step takes at most this share of the dense step."""
 LONG_STEP_S = 600.0
@@ -47,7 +47,7 @@ class BudgetRow:
 
 
 def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal, host_bytes: int | None) -> list[BudgetRow]:
-    """Print and return the sweep of budgets, and print what makes a step shorter.
+    """Print and return the sweep of budgets, and print options that make a step shorter.
 
     If the plan does not fit, use the fastest remedy in `found`, preferably one that trains the same weights. If it fits but
     other options make it much faster, use these. `host_bytes` is the memory of the machine, if known.
@@ -58,18 +58,18 @@ def guide(plan: Plan, found: list[Remedy], gpu: GPU, console: Terminal, host_byt
         best = min(found, key=lambda each: (each.adapters, each.step_s), default=None)
     if not plan.fits and best is None:
         return []
-    lines: list[str | None] = []
+    shorter = None
     if plan.fits and best:
-        lines.append(
-            f"A step takes {duration(best.step_s)} in place of {duration(step_time(plan, gpu).total_s)} with {best.flags}."
+        shorter = (
+            f"A step takes {duration(best.step_s)} instead of {duration(step_time(plan, gpu).total_s)} with {best.flags}."
         )
     plan, flags = (best.plan, best.flags) if best else (plan, "")
-    lines.append(fewer_prompts(plan, gpu))
+    lines: list[str | None] = []
     rows = sweep(plan, gpu) if plan.config.kv.policy != "full" else []
     if rows:
         console.print(budget_table(plan, rows, gpu, flags))
-        lines[:0] = [advice(plan, rows, gpu), bits_advice(plan) if plan.dims.takes_codes else None]
-    for line in filter(None, lines):
+        lines = [advice(plan, rows, gpu), bits_advice(plan) if plan.dims.takes_codes else None]
+    for line in filter(None, (*lines, shorter, fewer_prompts(plan, gpu))):
         console.print_line(line)
     return rows
 
@@ -79,8 +79,8 @@ def longest_sequence(plan: Plan) -> int:
 
 
 def sweep(plan: Plan, gpu: GPU) -> list[BudgetRow]:
-    """Return a row for each share of the table and the configured budget, smallest first, one for all keys in 4 bits, if the model
-    supports that, and one for a dense cache."""
+    """Return a row for each share of the table and the configured budget, smallest first, then one for all keys in 4 bits, if the
+    model supports that, and one for a dense cache."""
     kv = plan.config.kv
     stored = plan.prompt_tokens if kv.protect_prompt else 0
     longest = longest_sequence(plan)
@@ -161,7 +161,7 @@ def _faster(sparse_s: float | None, dense_s: float | None) -> bool:
 
 
 def advice(plan: Plan, rows: list[BudgetRow], gpu: GPU) -> str:
-    """Return sentences that say where sparse sampling starts to win, and what was measured at that share."""
+    """Return sentences with the budget up to which sparse sampling is faster, and with the results measured at that share."""
     dense_s, kv = rows[-1].step_s, plan.config.kv
     budget, length = winning_budget(plan, gpu, dense_s), winning_length(plan, gpu)
     lengths = f"for responses of about {length:,} tokens or more" if length else "at no length"
@@ -177,8 +177,7 @@ def advice(plan: Plan, rows: list[BudgetRow], gpu: GPU) -> str:
 
 
 def evidence(share: float, policy: str) -> str:
-    """Return a sentence with the training run whose share of a sequence is the largest up to `share`, and one with what was
-    measured with this policy."""
+    """Return sentences with the measured training run of the largest share up to `share`, and with the results of this policy."""
     where = "(0.5B, GSM8K, answers of 300 tokens; docs/choosing-a-budget.md)"
     known = [each for each in MEASURED if each <= share + SAME_SHARE]
     at = max(known, default=min(MEASURED))
@@ -215,11 +214,11 @@ def fewer_bits_length(plan: Plan) -> int:
     A running sequence of final length L holds L / 2 tokens on average, and shares its prompt with the other samples.
     """
     kv, shape, size = plan.config.kv, plan.dims.full, itemsize(plan.config)
-    of_prompt = pages_of(plan.prompt_tokens) * PAGE_TOKENS / plan.config.rollout.samples_per_prompt
-    stored = of_prompt * token_bytes(shape, size, kv.dtype) if kv.stores_prompts else 0
-    of_token = token_bytes(shape, size, FEWER_BITS.dtype)
+    prompt_tokens_per_sample = pages_of(plan.prompt_tokens) * PAGE_TOKENS / plan.config.rollout.samples_per_prompt
+    stored = prompt_tokens_per_sample * token_bytes(shape, size, kv.dtype) if kv.stores_prompts else 0
+    bytes_per_token = token_bytes(shape, size, FEWER_BITS.dtype)
     free = sum(slot_bytes(shape, kv, size)) + stored - sum(slot_bytes(shape, FEWER_BITS, size))
-    length = max(0, int(2 * (free / of_token - of_prompt)))
+    length = max(0, int(2 * (free / bytes_per_token - prompt_tokens_per_sample)))
     digits = 10 ** max(0, len(str(length)) - 2)
     return length // digits * digits
 
@@ -237,6 +236,6 @@ def fewer_prompts(plan: Plan, gpu: GPU) -> str | None:
     then_s, steps = step_time(made, gpu).total_s, plan.config.steps
     return (
         f"A step samples {rollout.rollouts_per_step:,} rollouts, {ranks * plan.running:,} at once. With "
-        f"--rollout.prompts-per-step {prompts} it takes {duration(then_s)} in place of {duration(now_s)}, {steps} steps "
+        f"--rollout.prompts-per-step {prompts} it takes {duration(then_s)} instead of {duration(now_s)}, {steps} steps "
         f"{duration(steps_s(made, gpu))}; each update then has fewer rollouts."
     )

@@ -1,7 +1,6 @@
-"""Read a model's dimensions from the model itself, built from its config.json without values: families without formulas.
+"""Read the dimensions of a model without formulas from the model itself, built from its config.json on the meta device.
 
-Imports torch and transformers, which takes seconds. Weights, keys, windows and recurrent states are exact, because they are those
-of the model that a run loads.
+Imports torch and transformers, which takes seconds. Weights, keys, windows and recurrent states are exact.
 """
 
 import json
@@ -115,11 +114,11 @@ def weights_of(model: PreTrainedModel, routed: list[Tensor]) -> Weights:
         Linear(path.rpartition(".")[2], *widths(each), 1, adapted == "all-linear" or path in adapted)
         for path, each in modules.items()
     )
-    of_layers = [count(layer.parameters()) for layer in layers]
+    layer_params = [count(layer.parameters()) for layer in layers]
     return Weights(
         params=count(model.parameters()),
-        in_layers=sum(of_layers),
-        largest_layer=max(of_layers),
+        in_layers=sum(layer_params),
+        largest_layer=max(layer_params),
         largest_weight=max(weight.numel() for weight in model.parameters()),
         embedding=model.get_input_embeddings().weight.numel(),
         routed=count(routed),
@@ -148,9 +147,9 @@ def routed_weights(layer: nn.Module) -> list[Tensor]:
 
 
 def width_of(layer: nn.Module, active_experts: int) -> int:
-    """Return the input and output widths of the linear layers of a layer, added up, with those of the experts of a token."""
-    of_linears = sum(sum(widths(module)) for module in layer.modules() if is_linear(module))
-    return of_linears + active_experts * sum(sum(each.shape[1:]) for each in routed_weights(layer) if each.dim() == 3)
+    """Return the sum of input and output widths of the linear layers of a layer and of the experts that a token uses."""
+    linear_widths = sum(sum(widths(module)) for module in layer.modules() if is_linear(module))
+    return linear_widths + active_experts * sum(sum(each.shape[1:]) for each in routed_weights(layer) if each.dim() == 3)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -84,7 +84,7 @@ class Dimensions:
     windowed_heads: tuple[int, int, int] | None = None
     """Query heads, kv heads and head dimension of the windowed layers, if they differ from those of the other layers."""
     readers: tuple[tuple[int, int], ...] = ()
-    """Layers without keys of their own, each with the layer whose keys it reads."""
+    """Pairs (layer without keys, layer whose keys it reads)."""
     attention_free: tuple[int, ...] = ()
     """Layers without attention, ascending."""
     states: tuple[tuple[int, int], ...] = ()
@@ -100,8 +100,8 @@ class Dimensions:
     counted: Weights | None = None
     """Weights of a model without formulas, counted in `built.py`."""
     estimated_width: int = 0
-    """Input and output widths of the linear layers of the widest layer, added up, with those of the experts that a token uses.
-    Activations are estimated from it. 0 if every layer is attention and one MLP."""
+    """Sum of input and output widths of the linear layers of the widest layer and of the experts that a token uses. Activations
+    are estimated from it. 0 if every layer is attention and one MLP."""
 
     @property
     def q_width(self) -> int:
@@ -133,7 +133,7 @@ class Dimensions:
 
     @cached_property
     def full(self) -> "Dimensions":
-        """Dimensions of the layers alone that attend to all tokens: those whose cache a policy bounds."""
+        """Dimensions of only the layers that attend to all tokens, whose cache a policy bounds."""
         others = len(self.windowed) + len(self.attention_free) + len(self.readers)
         if not others and not self.states:
             return self
@@ -141,11 +141,11 @@ class Dimensions:
 
     @cached_property
     def local(self) -> "Dimensions":
-        """Dimensions of the windowed layers alone."""
+        """Dimensions of only the windowed layers."""
         return self._only(len(self.windowed), self.windowed_heads or (self.q_heads, self.kv_heads, self.head_dim))
 
     def _only(self, layers: int, heads: tuple[int, int, int]) -> "Dimensions":
-        """Return the dimensions of `layers` layers of attention alone."""
+        """Return the dimensions of `layers` attention layers."""
         q_heads, kv_heads, head_dim = heads
         attention = replace(self, layers=layers, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
         return replace(attention, window=None, windowed=(), windowed_heads=None, readers=(), attention_free=(), states=())
@@ -182,23 +182,22 @@ class Dimensions:
 
     @property
     def largest_weight(self) -> int:
-        """Return the number of elements of the largest weight."""
+        """Number of elements of the largest weight."""
         return self.weights.largest_weight
 
     @cached_property
     def widest(self) -> int:
-        """Return the largest width of a linear layer's input or output."""
+        """Largest width of a linear layer's input or output."""
         return max(max(linear.inputs, linear.outputs) for linear in self.weights.linears)
 
     @property
     def active_params(self) -> int:
-        """Return the number of parameters used in matrix products per token: all, except an untied input embedding and the
-        experts that the token does not use."""
+        """Number of parameters used in matrix products per token: all, except an untied input embedding and unused experts."""
         used = self.weights.routed * self.active_experts // self.experts if self.experts else 0
         return self.params - (0 if self.tied else self.embedding_params) - self.weights.routed + used
 
     def read_params(self, tokens: int) -> float:
-        """Return the number of parameters that a pass over so many tokens reads, if tokens choose experts evenly."""
+        """Return the number of parameters that a pass over `tokens` tokens reads, if tokens choose experts evenly."""
         if not self.experts:
             return self.active_params
         share = self.active_experts / self.experts
@@ -220,7 +219,7 @@ class Dimensions:
 
 
 def weights_by_formula(dims: Dimensions) -> Weights:
-    """Return the weights of a model of one of `FAMILIES`. Experts are no linear layers."""
+    """Return the weights of a model of one of `FAMILIES`. Experts do not count as linear layers."""
     hidden, intermediate, experts = dims.hidden, dims.intermediate, dims.experts
     widths = {
         "q_proj": (hidden, dims.q_width),
@@ -231,19 +230,19 @@ def weights_by_formula(dims: Dimensions) -> Weights:
     if not experts:
         widths |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, intermediate)) | {"down_proj": (intermediate, hidden)}
     linears = tuple(Linear(name, *each, dims.layers) for name, each in widths.items())
-    of_expert = 3 * hidden * intermediate + 2 * intermediate + hidden  # with the biases of its projections
-    of_heads = {"": 0, "head": 2 * dims.head_dim, "width": dims.q_width + dims.kv_width}[dims.family.qk_norm]
-    of_layer = sum(linear.inputs * linear.outputs for linear in linears) + sum(widths[name][1] for name in dims.biases)
-    of_layer += dims.family.norms * hidden + of_heads + (dims.q_heads if dims.family.sinks else 0)
-    of_layer += experts * (of_expert + hidden + 1)  # with a row and a bias of the router each
+    expert_params = 3 * hidden * intermediate + 2 * intermediate + hidden  # with the biases of its projections
+    norm_params = {"": 0, "head": 2 * dims.head_dim, "width": dims.q_width + dims.kv_width}[dims.family.qk_norm]
+    layer_params = sum(linear.inputs * linear.outputs for linear in linears) + sum(widths[name][1] for name in dims.biases)
+    layer_params += dims.family.norms * hidden + norm_params + (dims.q_heads if dims.family.sinks else 0)
+    layer_params += experts * (expert_params + hidden + 1)  # with a row and a bias of the router each
     embedding = dims.vocab * hidden
     return Weights(
-        params=dims.layers * of_layer + (1 if dims.tied else 2) * embedding + hidden,
-        in_layers=dims.layers * of_layer,
-        largest_layer=of_layer,
+        params=dims.layers * layer_params + (1 if dims.tied else 2) * embedding + hidden,
+        in_layers=dims.layers * layer_params,
+        largest_layer=layer_params,
         largest_weight=max(embedding, hidden * intermediate * max(1, 2 * experts)),
         embedding=embedding,
-        routed=dims.layers * experts * of_expert,
+        routed=dims.layers * experts * expert_params,
         quantised=sum(linear.params for linear in linears),
         linears=linears,
     )
@@ -255,8 +254,8 @@ def dimensions(path: str) -> Dimensions:
 
 
 def from_config(config: dict[str, Any], name: str) -> Dimensions:
-    """Return the dimensions of a model with this config.json: by the formulas of its family, or counted on the model itself, which
-    imports torch."""
+    """Return the dimensions of a model with this config.json, by the formulas of its family. Without formulas, build the model,
+    which imports torch."""
     kind = config.get("model_type") or "of no model_type"
     types = config.get("layer_types") or []
     formulas_hold = len(types) in (0, config.get("num_hidden_layers", len(types))) and all(

@@ -24,24 +24,24 @@ def evaluation_times(plan: Plan, gpu: GPU) -> list[EvaluationTime]:
     """Return the best-case time of an evaluation with each cache. The sets are evaluated in turn, shared by the ranks."""
     config = plan.config
     sets, problems = len(config.data.held_out), config.evaluated_problems
-    of_rank = -(-problems // config.ranks.count)
+    rank_problems = -(-problems // config.ranks.count)
     found = []
     for cache in plan.evaluation_caches:
         kv = config.sampler_kv if cache == "sparse" else KV(policy="full")
         sampler_alone = config.eval.slots == "auto" and kv == config.sampler_kv
-        slots = min(sampler_slots(plan) if sampler_alone else plan.evaluation_slots, of_rank)
-        seconds = sets * (decode_all_s(plan, gpu, of_rank, slots, kv) + prefill_s(plan, gpu, of_rank))
+        slots = min(sampler_slots(plan) if sampler_alone else plan.evaluation_slots, rank_problems)
+        seconds = sets * (decode_all_s(plan, gpu, rank_problems, slots, kv) + prefill_s(plan, gpu, rank_problems))
         found.append(EvaluationTime(cache, sets * problems, slots, seconds))
     return found
 
 
 def sampler_slots(plan: Plan) -> int:
-    """Return the problems that the sampler's cache evaluates at once: one per slot, if there are pages for so many prompts."""
+    """Return the problems that the sampler's cache evaluates at once: one per slot, or as many as its pages hold prompts."""
     rollout = plan.config.rollout
     if not plan.config.sampler_kv.stores_prompts:
         return plan.running
-    present = pool_pages([plan.prompt_tokens] * rollout.prompts_per_step, plan.slots, rollout.samples_per_prompt)
-    return max(1, min(plan.slots, max(present, plan.evaluation_pages) // pages_of(plan.prompt_tokens)))
+    pages = pool_pages([plan.prompt_tokens] * rollout.prompts_per_step, plan.slots, rollout.samples_per_prompt)
+    return max(1, min(plan.slots, max(pages, plan.evaluation_pages) // pages_of(plan.prompt_tokens)))
 
 
 def evaluations(config: Config) -> int:

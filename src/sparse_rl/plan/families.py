@@ -1,4 +1,4 @@
-"""What a model's `config.json` leaves to its architecture: the norms, biases, windows and defaults of the planned families."""
+"""Properties of the planned families that config.json does not state: norms, biases, windows and defaults."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +28,7 @@ class Family:
     attention_bias: bool = False
     window: int | None = None
     pattern: int = 0
-    """One layer of so many sees all tokens, if config.json lists no layer types."""
+    """Every `pattern`-th layer sees all tokens, if config.json lists no layer types."""
     sinks: bool = False
 
 

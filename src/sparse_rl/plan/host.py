@@ -40,7 +40,7 @@ class HostPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak of all ranks of a machine."""
+        """Peak of all ranks of a machine."""
         return self.ranks * self.fullest.total
 
     @property
@@ -51,7 +51,7 @@ class HostPlan:
 
     @property
     def warning(self) -> str | None:
-        """Return a sentence if the machine has too little memory."""
+        """Sentence for a machine with too little memory; else None."""
         if self.memory_bytes is None or self.peak_bytes <= self.memory_bytes:
             return None
         needs = f"The run needs {gib(self.peak_bytes)} GiB of host memory, more than the {gib(self.memory_bytes)} GiB"
@@ -100,7 +100,7 @@ def host_phases(config: Config, dims: Dimensions, prompt_tokens: int) -> list[Ph
     tokens = rollouts * config.rollout.max_tokens
     dropped, codes = trace_bytes(config, dims, prompt_tokens)
     held = always | {"rollouts": rollout_bytes(config, prompt_tokens)}
-    exchange = 2 * max(PACKED_TOKEN_BYTES * tokens, codes) if ranks > 1 else 0  # bytes received, and what is read from them
+    exchange = 2 * max(PACKED_TOKEN_BYTES * tokens, codes) if ranks > 1 else 0  # received bytes and the arrays read from them
     update = {
         "traces": dropped + codes,
         "padded log-probs": 4 * tokens,
@@ -119,7 +119,7 @@ def host_phases(config: Config, dims: Dimensions, prompt_tokens: int) -> list[Ph
 
 
 def rounds(config: Config) -> int:
-    """Return how many times the rollouts of a step may be sampled. Replaced rollouts are held, too."""
+    """Return how many times the rollouts of a step may be sampled. Replaced rollouts stay in memory, too."""
     return MAX_DRAWS if config.refill or config.rollout.refill_rejected else 1
 
 

@@ -32,7 +32,7 @@ class Longest:
     tokens: int
     """Largest `rollout.max_tokens` within the memory and the model's context."""
     by_memory: int
-    """Largest `rollout.max_tokens` within the memory alone."""
+    """Largest `rollout.max_tokens` within the memory."""
     bound: str
     """What limits `tokens`: the phase that exceeds the GPU's memory at one more token, `host memory` or `context`."""
     plan: Plan
@@ -132,10 +132,8 @@ def arms(config: Config, *, takes_4bit: bool) -> list[tuple[tuple[str, str, str]
 
 
 def longest_table(rows: list[tuple[str, str, str, str, Longest]], sizes: list[str]) -> Table:
-    title, names = (
-        "Longest response that trains, in tokens; slots at that length; what limits it",
-        ("optimizer state", "sampler"),
-    )
+    title = "Longest response that trains, in tokens; slots at that length; what limits it"
+    names = ("optimizer state", "sampler")
     table = titled_table(title, ["trained", *names, *sizes], left=names)
     for start in range(0, len(rows), len(sizes)):
         group = rows[start : start + len(sizes)]

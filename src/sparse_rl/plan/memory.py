@@ -1,5 +1,7 @@
-"""Compute the GPU memory of a training run by phase, from the parts of `parts.py` and the cache, and choose the slots, pages and
-checkpointed layers that fit. The peak is the phase with the most bytes."""
+"""Compute the GPU memory of a training run by phase, and choose the slots, pages and checkpointed layers that fit.
+
+`parts.py` computes the parts of a phase. The peak is the phase with the most bytes.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,7 +75,7 @@ class Plan:
     checkpointed_layers: int = 0
     """Number of layers that recompute their activations in the backward pass."""
     evaluation_slots: int = 0
-    """Slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's cache or is off."""
+    """Slots of a separate evaluation cache; 0 if the evaluation uses the sampler's cache or is off."""
     evaluation_caches: list[str] = field(default_factory=list)
     """Caches of the held-out evaluation: dense, sparse or both; empty if it is off."""
     pages: int = 0
@@ -87,12 +89,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the predicted value of `torch.cuda.max_memory_allocated`."""
+        """Predicted value of `torch.cuda.max_memory_allocated`."""
         return self.fullest.total
 
     @cached_property
     def needed_bytes(self) -> int:
-        """Return the bytes that torch must reserve: the peak, the memory pool of the decode graphs, and fragmentation."""
+        """Bytes that torch must reserve: the peak, the memory pool of the decode graphs, and fragmentation."""
         return int(peak_held(self.phases, self.pool_bytes) * (1 + RESERVED_SHARE))
 
     @property
@@ -105,8 +107,8 @@ class Plan:
         if not self.pages:
             return self.slots
         rollout = self.config.rollout
-        of_sequence = pages_of(rollout.max_tokens // 2) + pages_of(self.prompt_tokens) / rollout.samples_per_prompt
-        return max(1, min(self.slots, int(self.pages / of_sequence)))
+        sequence_pages = pages_of(rollout.max_tokens // 2) + pages_of(self.prompt_tokens) / rollout.samples_per_prompt
+        return max(1, min(self.slots, int(self.pages / sequence_pages)))
 
     @property
     def fits(self) -> bool:
@@ -181,8 +183,8 @@ def pool_sizes(config: Config, slots: int, prompt_tokens: int) -> tuple[int, int
 
 def more_pages(plan: Plan) -> int:
     """Return the pages by which a dense cache may grow within the free memory. A page also counts in scratch memory."""
-    of_page = dense_bytes(plan.dims.full, 0, 1, itemsize(plan.config), plan.config.sampler_kv.dtype)
-    return int(plan.free_bytes / (of_page * (1 + SCRATCH_SHARE) * (1 + RESERVED_SHARE)))
+    page_bytes = dense_bytes(plan.dims.full, 0, 1, itemsize(plan.config), plan.config.sampler_kv.dtype)
+    return int(plan.free_bytes / (page_bytes * (1 + SCRATCH_SHARE) * (1 + RESERVED_SHARE)))
 
 
 def auto_limit(config: Config) -> int:
@@ -213,7 +215,7 @@ def largest(fits, limit: int) -> int:
 def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int, pages: int) -> dict[str, int]:
     """Return the bytes of the sampler's cache. `pages` are those of a dense cache."""
     kv, rollout, size = config.sampler_kv, config.rollout, itemsize(config)
-    keys, beside = slot_bytes(dims.full, kv, size)
+    keys, metadata = slot_bytes(dims.full, kv, size)
     windows = slots * window_bytes(dims, prompt_tokens + rollout.max_tokens, size)
     stored, tables = 0, 0
     if kv.stores_prompts:
@@ -222,7 +224,7 @@ def cache_parts(config: Config, dims: Dimensions, slots: int, prompt_tokens: int
     if kv.policy == "full":
         tables = 4 * slots * page_table_width(prompt_tokens + rollout.max_tokens)
     cache = slots * keys + dense_bytes(dims.full, 0, pages, size, kv.dtype)
-    parts = {"KV cache": cache, "prompt store": stored, "positions, queries": slots * beside + tables}
+    parts = {"KV cache": cache, "prompt store": stored, "positions, queries": slots * metadata + tables}
     parts |= {"sliding windows": windows} if windows else {}
     return parts | ({"recurrent states": slots * dims.state_bytes(size)} if dims.states else {})
 
@@ -272,10 +274,10 @@ def step_phases(
 
 
 def evaluation_slots(config: Config, dims: Dimensions, phases: list[Phase], slots: int, prompt_tokens: int, pages: int) -> int:
-    """Return the slots of an evaluation cache beside the sampler's; 0 if the evaluation uses the sampler's or is off.
+    """Return the slots of a separate evaluation cache; 0 if the evaluation uses the sampler's cache or is off.
 
     The number is `eval.slots`. With "auto", use as many slots as keep the evaluation below the peak of a training step, and at
-    least one. The evaluation thus does not reduce the memory of the sampler and the learner.
+    least one. The evaluation then does not reduce the memory of the sampler and the learner.
     """
     problems, wanted = config.evaluated_problems, config.eval.slots
     sampler_alone = not config.sampler_kv.is_sparse or config.eval.cache == "sparse"
@@ -320,13 +322,13 @@ def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slot
     if not kv.stores_prompts or config.eval.slots != "auto":
         return 0
     wanted = pool_pages([prompt_tokens] * config.evaluated_problems, slots, 1)
-    present = pool_pages([prompt_tokens] * rollout.prompts_per_step, slots, rollout.samples_per_prompt)
+    existing = pool_pages([prompt_tokens] * rollout.prompts_per_step, slots, rollout.samples_per_prompt)
     pool = step_bytes(dims, slots, size)
     parts = prefill_parts(config, dims, kv, slots, config.evaluated_problems, prompt_tokens)
     used = sum((always_parts(config, dims, slots, prompt_tokens, 0) | parts).values()) + pool
-    of_page = dense_bytes(dims.full, 0, 1, size, config.sampler_kv.dtype)
-    found = min(wanted, (peak_held(phases, pool) - pool - used) // of_page) if of_page else wanted
-    return found if found > present else 0
+    page_bytes = dense_bytes(dims.full, 0, 1, size, config.sampler_kv.dtype)
+    found = min(wanted, (peak_held(phases, pool) - pool - used) // page_bytes) if page_bytes else wanted
+    return found if found > existing else 0
 
 
 def largest_budget(plan: Plan) -> int:

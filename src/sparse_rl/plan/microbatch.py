@@ -17,7 +17,7 @@ class LargestPack:
     lengths: list[int]
     """Response tokens of each rollout."""
     prompts: int
-    """Prompts that are computed: those of samples of one group are shared."""
+    """Prompts that are computed. Samples of one group share theirs."""
     prompt_tokens: int
 
     @property
@@ -30,8 +30,8 @@ class LargestPack:
 
 
 def shares_prompts(config: Config, *, plain: bool) -> bool:
-    """Return whether the plan assumes that short enough responses share their prompt in the learner. Soft caps and sinks, with
-    which attention is not `plain`, need whole sequences."""
+    """Return whether the plan assumes that short responses share their prompt in the learner. A model that is not `plain` needs
+    whole sequences."""
     alone = config.ranks.count == 1 and config.rollout.samples_per_prompt > 1
     return alone and plain and config.method not in SHADOW_METHODS
 
@@ -39,7 +39,7 @@ def shares_prompts(config: Config, *, plain: bool) -> bool:
 def samples_per_computed_prompt(prompt_tokens: int, config: Config, *, plain: bool) -> int:
     """Return how many rollouts of full length share their prompt in the learner.
 
-    They do not in a shadow pass. With several ranks, which balance their passes by length, the plan assumes the same.
+    A shadow pass shares no prompts. Neither do several ranks, by assumption, because they balance their passes by length.
     """
     worth = worth_sharing(prompt_tokens, config.rollout.max_tokens)
     return config.rollout.samples_per_prompt if shares_prompts(config, plain=plain) and worth else 1

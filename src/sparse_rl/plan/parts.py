@@ -34,7 +34,7 @@ MLP_BACKWARD = 3
 MLP_FORWARD = 3
 """Number of [N, F] tensors that MLP forward holds: the product and its factors."""
 LORA_MLP_BYTES = 8
-"""Bytes per element of the temporary float32 copies of an [N, F] tensor. Adapters compute in float32 and make them."""
+"""Bytes per element of the temporary float32 copies of an [N, F] tensor, which adapters make."""
 FOUR_BIT_BYTES = 0.5 + (1 + 4 / 256) / 64
 """Bytes per weight in 4 bits: half a byte, plus an 8-bit scale per block of 64 and a float32 scale per 256 blocks."""
 STATE_8BIT_BYTES = 2.04
@@ -141,8 +141,8 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     widen = 4 if adapted and size < 4 else 0  # adapters read a float32 copy of their input
     fused = fuses(dims)
     # norms save their input; uncompiled, in float32, plus the normalised values if the norm's weight is trained
-    of_input, of_weight = dims.family.norm_copies
-    norm = size if fused else of_input + (0 if adapted else of_weight or size)
+    input_bytes, weight_bytes_saved = dims.family.norm_copies
+    norm = size if fused else input_bytes + (0 if adapted else weight_bytes_saved or size)
     kept = dims.family.norms * dims.hidden * norm + ((dims.q_width + dims.kv_width) * norm if dims.family.qk_norm else 0)
     kept += 4 * lora.rank * sum(linear.count for linear in linears) // dims.layers
     inputs_of_all = sum(linear.count * linear.inputs for linear in linears) // dims.layers
@@ -152,7 +152,7 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     if fused and dims.family.norms == 4:  # the residual after attention is recomputed from what these norms save
         kept -= dims.hidden * size
     # linear layers save their input: the output of the norm, or a float32 copy of it for adapters
-    if adapted and dims.counted:  # which of its linear layers share an input is not known
+    if adapted and dims.counted:  # its linear layers that share an input are unknown
         kept += widen * inputs_of_all
     elif adapted:
         copies = sum(name in adapted for name in ("q_proj", "k_proj", "v_proj")), 2
@@ -170,8 +170,8 @@ def kept_per_token(config: Config, dims: Dimensions) -> int:
     # the MLP saves gate, up, and their product if the down projection is trained; uncompiled, also the gate's activation
     trained = 0 if adapted else 1
     if dims.experts:  # uncompiled, clamps and the sigmoid are saved, too; each expert has its own input and output
-        of_expert = (2 + trained + (0 if fused else 4)) * dims.intermediate * size + (1 + trained) * dims.hidden * size
-        kept += dims.active_experts * (of_expert + EXPERT_INDEX_BYTES)
+        expert_bytes = (2 + trained + (0 if fused else 4)) * dims.intermediate * size + (1 + trained) * dims.hidden * size
+        kept += dims.active_experts * (expert_bytes + EXPERT_INDEX_BYTES)
     else:
         kept += (2 + trained + (0 if fused else 1)) * dims.intermediate * size
     return kept + (trained * dims.q_width * size if dims.family.sinks else 0)  # the output before the sink's share
@@ -185,8 +185,8 @@ def transient_per_token(config: Config, dims: Dimensions, *, backward: bool) -> 
         states = (2 if backward else 1) * dims.largest_state_bytes(size) // CHUNK_TOKENS
         return (dims.estimated_width + 4 * dims.hidden) * size + states + wide
     wide = LORA_MLP_BYTES * dims.intermediate if lora and size < 4 and not dims.experts else 0
-    of_mlp = (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate + (2 * dims.hidden if dims.experts else 0)
-    return dims.active_experts * of_mlp * size + 4 * dims.hidden * size + wide
+    mlp_elements = (MLP_BACKWARD if backward else MLP_FORWARD) * dims.intermediate + (2 * dims.hidden if dims.experts else 0)
+    return dims.active_experts * mlp_elements * size + 4 * dims.hidden * size + wide
 
 
 def head_bytes(config: Config, dims: Dimensions, n: int, *, backward: bool) -> int:
@@ -235,9 +235,9 @@ def update_parts(config: Config, dims: Dimensions, prompt_tokens: int, checkpoin
         evictions = block_list_bytes(dims, padded_length(tokens), max(1, dims.layers - checkpointed), shared=2)
     in_head = kept, head_bytes(config, dims, n, backward=True)
     head_gradient = 0 if config.model.lora.rank else dims.embedding_params * size
-    at_work = transient_per_token(config, dims, backward=True) * tokens
-    in_layer = kept + at_work, head_gradient
-    recomputing = (inputs + layer + at_work if checkpointed else 0), head_gradient
+    transient = transient_per_token(config, dims, backward=True) * tokens
+    in_layer = kept + transient, head_gradient
+    recomputing = (inputs + layer + transient if checkpointed else 0), head_gradient
     activations, logits = max(in_head, in_layer, recomputing, key=sum)
     batch = config.rollout.rollouts_per_step * config.rollout.max_tokens * 4 * BATCH_TENSORS
     return {
@@ -285,6 +285,6 @@ def prefill_parts(config: Config, dims: Dimensions, kv: KV, slots: int, prompts:
 
 def step_bytes(dims: Dimensions, slots: int, size: int) -> int:
     """Return the bytes of one decode step: the logits, and the activations and states of the widest layer."""
-    of_linears = dims.estimated_width or 3 * dims.active_experts * dims.intermediate
-    of_layer = (of_linears + 6 * dims.hidden) * size + STATE_COPIES * dims.largest_state_bytes(size)
-    return slots * (dims.vocab * STEP_LOGIT_BYTES + of_layer)
+    width = dims.estimated_width or 3 * dims.active_experts * dims.intermediate
+    layer_bytes = (width + 6 * dims.hidden) * size + STATE_COPIES * dims.largest_state_bytes(size)
+    return slots * (dims.vocab * STEP_LOGIT_BYTES + layer_bytes)

@@ -35,11 +35,11 @@ class Remedy:
     plan: Plan
     step_s: float
     strengths: tuple[int, ...]
-    """Position of the chosen edit in each kind, from 1 for the mildest; 0 if the kind is left as it is."""
+    """Position of the chosen edit in each kind, from 1 for the mildest; 0 if the kind is not edited."""
     adapters: bool = False
-    """True if the flags train adapters in place of all weights."""
+    """True if the flags train adapters instead of all weights."""
 
-    def is_spared_by(self, other: "Remedy") -> bool:
+    def is_dominated_by(self, other: "Remedy") -> bool:
         """Return whether `other` changes less and is about as fast."""
         milder = all(theirs <= ours for theirs, ours in zip(other.strengths, self.strengths, strict=True))
         return milder and other != self and self.step_s > WORTH_SHARE * other.step_s
@@ -102,7 +102,7 @@ def faster(plan: Plan, gpu: GPU, host_bytes: int | None = None) -> Remedy | None
 
 
 def _best(found: list[Remedy]) -> list[Remedy]:
-    found = [each for each in found if not any(each.is_spared_by(other) for other in found)]
+    found = [each for each in found if not any(each.is_dominated_by(other) for other in found)]
     found.sort(key=lambda each: each.step_s)
     same = [each for each in found if not each.adapters][:NAMED]
     adapters = [each for each in found if each.adapters][:1]
@@ -157,9 +157,9 @@ def _edits(config: Config, prompt_tokens: int, *, takes_4bit: bool, takes_codes:
         found.append([(f"--optimizer.state {state}", {"optimizer": {"state": state}}) for state in states])
     if not lora.rank:
         merged = ("--model.lora.rank 16", {"model": {"lora": {"rank": 16}}})
-        apart = ("--model.lora.rank 16 --model.lora.merge false", {"model": {"lora": {"rank": 16, "merge": False}}})
+        unmerged = ("--model.lora.rank 16 --model.lora.merge false", {"model": {"lora": {"rank": 16, "merge": False}}})
         quantized = ("--model.lora.rank 16 --model.lora.base 4bit", {"model": {"lora": {"rank": 16, "base": "4bit"}}})
-        found.append([merged, apart, quantized] if takes_4bit else [merged, apart])
+        found.append([merged, unmerged, quantized] if takes_4bit else [merged, unmerged])
     return found
 
 

@@ -113,10 +113,10 @@ def decode_s(
     flops, bandwidth = gpu.flops * FLOPS_SHARE, gpu.bandwidth * BANDWIDTH_SHARE
     weights = max(2 * dims.active_params * slots / flops, dims.read_params(slots) * size / bandwidth)
     whole, local = dims.attending
-    of_slot = token_bytes(dims.full, size, dtype) * held * (whole / max(1, dims.full.layers))
-    of_slot += token_bytes(dims.local, size) * in_window * (local / max(1, len(dims.windowed)))
-    of_slot += 2 * dims.state_bytes(size)
-    return weights + slots * of_slot / bandwidth
+    bytes_per_slot = token_bytes(dims.full, size, dtype) * held * (whole / max(1, dims.full.layers))
+    bytes_per_slot += token_bytes(dims.local, size) * in_window * (local / max(1, len(dims.windowed)))
+    bytes_per_slot += 2 * dims.state_bytes(size)
+    return weights + slots * bytes_per_slot / bandwidth
 
 
 def mean_held(kv: KV, prompt_tokens: int, longest: int, response_held: float) -> float:

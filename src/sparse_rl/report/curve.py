@@ -24,7 +24,7 @@ class Curve:
 
     @property
     def start(self) -> float:
-        """Return the mean over the first tenth of the steps. The window is short, because a run may break at once."""
+        """Mean over the first tenth of the steps. The window is short, because a run may break early."""
         return statistics.fmean(self.values[: max(1, len(self.values) // 10)])
 
     @property
@@ -37,7 +37,7 @@ class Curve:
 
     @property
     def best(self) -> tuple[int, float]:
-        """Return (middle step of the window with the highest mean, that mean)."""
+        """(middle step of the window with the highest mean, that mean)."""
         sums = list(accumulate(self.values, initial=0.0))
         starts = range(max(1, len(self.values) - self.window + 1))
         start = max(starts, key=lambda place: sums[min(place + self.window, len(self.values))] - sums[place])
@@ -46,7 +46,7 @@ class Curve:
 
     @property
     def error(self) -> float:
-        """Return the standard error of the difference between two window means, estimated from successive steps."""
+        """Standard error of the difference between two window means, estimated from successive steps."""
         if len(self.values) < 3:
             return math.inf
         jumps = [later - earlier for earlier, later in zip(self.values, self.values[1:], strict=False)]
@@ -54,9 +54,11 @@ class Curve:
 
     @property
     def trend(self) -> float:
-        """Return the slope of a linear fit over all steps, divided by its standard error."""
+        """Slope of a linear fit over all steps, divided by its standard error."""
         line = statistics.linear_regression(self.steps, self.values)
         misses = [value - line.slope * step - line.intercept for step, value in zip(self.steps, self.values, strict=True)]
         spread = statistics.pvariance(self.steps) * len(self.steps)
         error = math.sqrt(math.fsum(miss * miss for miss in misses) / max(1, len(misses) - 2) / spread)
-        return line.slope / error if error else math.copysign(math.inf, line.slope) if line.slope else 0.0
+        if error:
+            return line.slope / error
+        return math.copysign(math.inf, line.slope) if line.slope else 0.0

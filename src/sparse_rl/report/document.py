@@ -13,7 +13,7 @@ from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
 from . import pieces
 from .glossary import placed
-from .held_out import apart, scores
+from .held_out import clear_change, scores
 from .rollouts import BUDGET_BYTES, Packer, RolloutChunk
 from .runs import Run, find, grouped, names, read
 from .verdict import LABELS, verdict
@@ -104,7 +104,7 @@ def _run(run: Run, chunks: dict[int, RolloutChunk]) -> dict[str, Any]:
                 "after": str(found[-1]) if len(found) > 1 else "",
                 "best": str(max(found, key=lambda score: score.mean)),
                 "steps": [found[0].step, found[-1].step, max(found, key=lambda score: score.mean).step],
-                "apart": apart(found[0], found[-1]),
+                "apart": clear_change(found[0], found[-1]),
             }
             for key, found in scores(run).items()
         ],

@@ -95,7 +95,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 
 
 def placed(keys: Iterable[str]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (section title, [(key, caption), …]) for the given keys, in section order. Unknown keys come last."""
+    """Return (section title, [(key, caption), …]) of these keys, in section order. Unknown keys come last."""
     left = sorted(keys)
     titled: list[tuple[str, list[tuple[str, str]]]] = []
     for title, sentences in SECTIONS.items():

@@ -33,8 +33,8 @@ def scores(run: Run) -> dict[str, list[HeldOutScore]]:
     return found
 
 
-def apart(before: HeldOutScore, after: HeldOutScore) -> int:
-    """Return 1 if the interval of `after` lies above that of `before`, -1 if below, 0 if they overlap or one is missing."""
+def clear_change(before: HeldOutScore, after: HeldOutScore) -> int:
+    """Return 1 if the interval of `after` lies above `before`'s, -1 if below, 0 if they overlap or one is missing."""
     if None in (before.low, before.high, after.low, after.high):
         return 0
     return int(after.low > before.high) - int(after.high < before.low)  # type: ignore[operator]
@@ -46,7 +46,7 @@ def moved_scores(run: Run, direction: int) -> dict[str, tuple[HeldOutScore, Held
     several = len(set(map(score_set, found))) > 1
     moved: dict[str, tuple[HeldOutScore, HeldOutScore]] = {}
     for key, (first, *others) in found.items():
-        if others and apart(first, others[-1]) == direction:
+        if others and clear_change(first, others[-1]) == direction:
             moved.setdefault(f"held-out score{f' of {benchmark_of(key)}' if several else ''}", (first, others[-1]))
     return moved
 

@@ -170,7 +170,7 @@ def _fixed(values: np.ndarray) -> np.ndarray:
 
 
 def _cut(text: Any, most: int) -> str | list[int] | None:
-    """Return the text, cut to `most` characters. None and the bytes of a token are returned as they are."""
+    """Return the text, cut to `most` characters. Return None and the bytes of a token unchanged."""
     if text is None or isinstance(text, list):
         return text
     text = str(text)

@@ -18,7 +18,7 @@ from ..text import printable
 from ..train.rows import MOST_STEPS
 from ..train.storage import read_plain
 
-OWN = ("seed", "run_dir", "compare")
+PER_RUN = ("seed", "run_dir", "compare")
 """Options that may differ between the runs of one group, which repeat an experiment with different seeds."""
 
 
@@ -58,22 +58,22 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        """Return the rows of training steps. The row of step 0 is left out: it holds only an evaluation."""
+        """Rows of training steps. The row of step 0 is left out: it holds only an evaluation."""
         return [row for row in self.rows if row["step"] > 0]
 
     @property
     def target_rejected(self) -> float | None:
-        """Return the share of rejected rollouts that `kv.budget = auto` holds; None if the budget is fixed."""
+        """Share of rejected rollouts that `kv.budget = auto` allows; None if the budget is fixed."""
         return self.settings.kv.target_rejected if self.settings is not None and self.settings.sets_budget else None
 
     @property
     def correction(self) -> CorrectionSpec:
-        """Return the correction of the run; the paper's if this version cannot parse the configuration."""
+        """Correction of the run; the paper's if this version cannot parse the configuration."""
         return PRESETS["paper"] if self.settings is None else self.settings.correction.spec(self.settings.default_preset)
 
     @property
     def veto(self) -> float:
-        """Return the threshold `correction.veto`: a token with xi below it rejects its rollout. 0 disables the veto."""
+        """Threshold `correction.veto`: a token with xi below it rejects its rollout. 0 disables the veto."""
         if self.settings is not None:
             return self.correction.veto
         preset = self.config.get("correction.preset", "paper" if self.method in ("sparse_rl", "?") else "none")
@@ -265,7 +265,7 @@ def grouped(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
     groups: dict[tuple[str, int], list[int]] = {}
     drawn: Counter[tuple[str, str]] = Counter()
     for place, run in enumerate(runs):
-        same = {key: value for key, value in run.config.items() if key not in OWN}
+        same = {key: value for key, value in run.config.items() if key not in PER_RUN}
         key = json.dumps(same, sort_keys=True, default=str) if same else f"run {place}"
         groups.setdefault((key, drawn[key, str(run.seed)]), []).append(place)
         drawn[key, str(run.seed)] += 1

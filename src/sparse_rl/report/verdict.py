@@ -11,7 +11,7 @@ from ..monitor.alerts import check
 from ..monitor.budget import WORDS
 from ..monitor.limits import limit
 from .curve import Curve
-from .held_out import apart, benchmark_of, moved_scores, scores
+from .held_out import benchmark_of, clear_change, moved_scores, scores
 from .runs import Run
 
 State = Literal["collapsed", "fell", "flat", "learned", "early", "empty"]
@@ -32,10 +32,9 @@ SURE_OF_BEST = 4.0
 """Number of standard errors above which a fall from the best window counts. It is higher, because the best window is also
 the luckiest of many."""
 FAR_BELOW = 0.75
-"""The sampler's cache counts as crippled if its score is below this share of the dense score and the intervals do not
-overlap."""
+"""The sampler's cache counts as too small if its score is below this share of the dense one and their intervals are disjoint."""
 MOST_REJECTED = 0.5
-"""The sampler's cache counts as crippled if the share of rejected rollouts in the first step exceeds this value."""
+"""The sampler's cache counts as too small if the share of rejected rollouts in the first step exceeds this value."""
 
 
 @dataclass
@@ -58,7 +57,7 @@ def verdict(run: Run) -> Verdict:
     found = signs(run, learned=state == "learned")
     sentences = [f"Signs: {_and(found)}."] if found else []
     sentences += [
-        *_crippled(run),
+        *_cache_too_small(run),
         *_skipped(run),
         *_rewards(run, reward),
         *_held_out(run),
@@ -103,8 +102,8 @@ def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
         if rose and reward.trend <= SURE:
             name, (before, after) = next(iter(rose.items()))
             words = f"the {name} rose from {before} to {after}"
-        alike = f", while the entropy fell from {entropy.first:.3g} to {entropy.last:.3g}" if crashed else ""
-        return "learned", f"Collapse: no. The run learned: {words}{alike}."
+        note = f", while the entropy fell from {entropy.first:.3g} to {entropy.last:.3g}" if crashed else ""
+        return "learned", f"Collapse: no. The run learned: {words}{note}."
     return "flat", (
         f"Collapse: no. No clear gain: the mean reward went from {reward.first:.3g} to {reward.last:.3g}, within its noise."
     )
@@ -119,7 +118,7 @@ def signs(run: Run, *, learned: bool) -> list[str]:
 
     A rise of entropy is not a sign of failure in a run that learned.
     """
-    found = ["the sampler's cache was too small from the start"] if _crippled(run) else []
+    found = ["the sampler's cache was too small from the start"] if _cache_too_small(run) else []
     entropy, cut = Curve(run, "policy/entropy"), Curve(run, "response/truncated")
     if not learned and entropy and entropy.start > 0 and entropy.last > 2 * entropy.start:
         found.append(f"answers became noise (entropy {entropy.start:.2g} → {entropy.last:.2g})")
@@ -156,12 +155,12 @@ def _and(parts: list[str]) -> str:
 # Sentences
 
 
-def _crippled(run: Run) -> list[str]:
-    """Return a sentence if the sampler's cache already failed before training: a far lower score, or many rejections."""
+def _cache_too_small(run: Run) -> list[str]:
+    """Return a sentence if the sampler's cache failed before training: a far lower score, or many rejections."""
     found, cost = scores(run), []
     for key, (sparse, *_) in found.items():
         dense = found.get(key.removesuffix("_sparse"), [sparse])[0]
-        far = sparse.mean < FAR_BELOW * dense.mean and apart(dense, sparse) < 0
+        far = sparse.mean < FAR_BELOW * dense.mean and clear_change(dense, sparse) < 0
         if far and sparse.step == dense.step == 0:
             cost.append(f"the model scores {sparse} on {benchmark_of(key)} with this cache and {dense} with a dense cache")
     rejected = Curve(run, "sparse/rejection_rate")
@@ -207,7 +206,7 @@ def _held_out(run: Run) -> list[str]:
         if len(found) == 1:
             sentences.append(f"Held-out {benchmark} with {cache}: {found[0]} at step {found[0].step}.")
             continue
-        judged = {1: "clearly better", -1: "clearly worse", 0: "the intervals overlap"}[apart(found[0], found[-1])]
+        judged = {1: "clearly better", -1: "clearly worse", 0: "the intervals overlap"}[clear_change(found[0], found[-1])]
         sentences.append(f"Held-out {benchmark} with {cache}: {found[0]} before, {found[-1]} after ({judged}).")
     return sentences
 

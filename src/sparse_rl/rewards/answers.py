@@ -195,7 +195,7 @@ def plain(text: str) -> Plain | None:
         if int(bottom) == 0:
             return None
         value = Fraction(int(top), int(bottom))
-        return Plain(-value if match["sign"] == "-" else value, True, False)
+        return Plain(-value if match["sign"] == "-" else value, exact=True, percent=False)
     if not (match := NUMBER.fullmatch(text)) or abs(power := int(match["power"] or 0)) > MAX_DIGITS:
         return None
     value = Fraction(match["value"].replace(",", "")) * Fraction(10) ** power

@@ -1,4 +1,4 @@
-"""Samples of one grading: what is sent to the reward, the outcomes that have arrived, and the verdicts."""
+"""Samples of one grading: requests to the reward, outcomes that have arrived, and verdicts."""
 
 import pickle
 from collections import deque
@@ -52,8 +52,9 @@ class SampleBatch:
     def unassigned(self) -> bool:
         return bool(self.waiting or self.alone)
 
-    def record(self, samples: list[int], outcome: dict[str, Any], *, sure: bool = True) -> None:
-        if not sure:
+    def record(self, samples: list[int], outcome: dict[str, Any], *, is_certain: bool = True) -> None:
+        """Record the outcome of these samples. If it is not certain, grade each of them again, alone."""
+        if not is_certain:
             self.alone.extend(samples)
             return
         for sample in samples:

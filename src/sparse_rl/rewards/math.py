@@ -65,11 +65,11 @@ TOLERANCE = Fraction(1, 10**6)
 ROUNDING = 1e-13
 """Absolute rounding error of a sum or sine whose exact value is 0."""
 
-UNDONE = (Derivative, Integral, Limit, Product, Sum)
+UNEVALUATED = (Derivative, Integral, Limit, Product, Sum)
 """Unevaluated operations. An answer may contain one only if the gold contains it too."""
 # the last part matches binomials that are too large
-UNDONE_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")
-AT_ONCE = re.compile(r"gcd|lcm|binom")  # the parser evaluates these immediately
+UNEVALUATED_TEXT = re.compile(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap|det)(?![a-z])|binom\W*\d{5,}")
+EAGER = re.compile(r"gcd|lcm|binom")  # the parser evaluates these immediately
 HUGE = re.compile(r"\^[\s{(]*\w+\s*\^|\^[\s{(]*\d{5}|\d{5}[\s)]*!")
 # whitespace between digits is significant: 1 1/2 is not 11/2
 IGNORED = re.compile(r"\\(?:left|right)(?![a-z])|(?<!\d)\s+|\s+(?!\d)")
@@ -108,7 +108,7 @@ def is_right(visible: VisibleText, right: str) -> bool:
     if len(text) <= MAX_CHARS and compact(text) == compact(gold.text):  # the whole text is the answer
         return True
     tail = text[-TAIL_CHARS:]
-    if depth(tail) > MAX_DEPTH or leaves_work(tail, gold):
+    if depth(tail) > MAX_DEPTH or is_unevaluated(tail, gold):
         return False
     found = parse(tail, parsing_timeout=None)
     return bool(found) and compares(gold, found[-1] if isinstance(found[-1], str) else "", values_of(found))
@@ -138,7 +138,7 @@ def equals(gold: Gold, answer: str) -> bool:
     answer = BARE_UNIT.sub("", answer)
     if gold.number and (number := plain(answer)):
         return same(gold.number, number, TOLERANCE)
-    if leaves_work(answer, gold):
+    if is_unevaluated(answer, gold):
         return False
     return compares(gold, answer, values_of(parsed(answer)))
 
@@ -221,10 +221,11 @@ def compact(text: str) -> str:
     return IGNORED.sub("", DISPLAY_FRACTION.sub(r"\\frac", tidy(text))).rstrip(".")
 
 
-def leaves_work(answer: str, gold: Gold) -> bool:
-    if AT_ONCE.search(answer) and HUGE.search(answer) and not HUGE.search(gold.text):
+def is_unevaluated(answer: str, gold: Gold) -> bool:
+    """Return whether the answer contains an operation to evaluate that the gold does not contain."""
+    if EAGER.search(answer) and HUGE.search(answer) and not HUGE.search(gold.text):
         return True
-    return bool(UNDONE_TEXT.search(answer)) and not UNDONE_TEXT.search(gold.text)
+    return bool(UNEVALUATED_TEXT.search(answer)) and not UNEVALUATED_TEXT.search(gold.text)
 
 
 def fits(gold: Any, answer: Any, gold_text: str, text: str) -> bool:
@@ -247,9 +248,9 @@ def is_cheap(answer: Any, gold: Any) -> bool:
     """Return whether the answer is cheap enough to evaluate."""
     if isinstance(answer, MatrixBase):
         return all(is_cheap(entry, gold) for entry in answer.flat())
-    allowed = tuple(kind for kind in UNDONE if isinstance(gold, Basic) and gold.has(kind))
+    allowed = tuple(kind for kind in UNEVALUATED if isinstance(gold, Basic) and gold.has(kind))
     for count, node in enumerate(preorder_traversal(answer)):
-        if count > MAX_NODES or (isinstance(node, UNDONE) and not isinstance(node, allowed)):
+        if count > MAX_NODES or (isinstance(node, UNEVALUATED) and not isinstance(node, allowed)):
             return False
         if isinstance(node, Pow) and node.base.free_symbols and bits(node.exp) > MAX_POWER.bit_length():
             return False

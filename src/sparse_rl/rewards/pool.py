@@ -124,7 +124,7 @@ class RewardPool:
 
     @property
     def has_workers(self) -> bool:
-        """Return whether worker processes grade, so that grading can run beside other work."""
+        """True if worker processes grade, so that grading can overlap with other work."""
         return not self._in_process
 
     def start(self) -> "Grading":
@@ -151,7 +151,7 @@ class RewardPool:
             strays=strays,
         )
 
-    def _turn(self, batch: SampleBatch, failure: str | None, wait_s: float) -> str | None:
+    def _poll(self, batch: SampleBatch, failure: str | None, wait_s: float) -> str | None:
         """Read messages of the workers, waiting at most `wait_s`, and assign samples. If a worker could not start, return the
         reason and start no more workers; else return None."""
         self._unwatched_s = time.monotonic() - self._watched_at
@@ -206,7 +206,7 @@ class RewardPool:
                 worker.at_once = message["ready"]
             elif "late" in message:
                 worker.retiring = True
-                batch.record([sample], {"late": True}, sure=message["alone"] or not message["blocked"])
+                batch.record([sample], {"late": True}, is_certain=message["alone"] or not message["blocked"])
             elif "started" not in message:
                 batch.record([sample], message)
         if worker.ended or time.monotonic() >= worker.overdue_at:
@@ -216,7 +216,7 @@ class RewardPool:
                 return self._no_start(late, ended)
             outcome = {"late": True} if late else {"error": f"the reward's process exited ({ended})"}
             # after a gap without reads, a crash and a timeout look the same: grade the sample again, alone
-            batch.record(lost, outcome, sure=len(lost) < 2 and self._unwatched_s < UNWATCHED_S)
+            batch.record(lost, outcome, is_certain=len(lost) < 2 and self._unwatched_s < UNWATCHED_S)
         elif worker.retiring and not worker.in_flight:
             self._discard(worker)
         return None
@@ -265,7 +265,7 @@ class Grading:
     def advance(self) -> None:
         """Read the verdicts that have arrived and hand more samples to the workers, without waiting."""
         if not self._pool._in_process:
-            self._failure = self._pool._turn(self._batch, self._failure, 0.0)
+            self._failure = self._pool._poll(self._batch, self._failure, 0.0)
 
     @property
     def known(self) -> int:
@@ -281,7 +281,7 @@ class Grading:
         try:
             while pool._is_busy(batch):
                 idle = batch.unassigned and any(worker.idle for worker in pool._workers)
-                self._failure = pool._turn(batch, self._failure, 0.0 if idle else POLL_S)
+                self._failure = pool._poll(batch, self._failure, 0.0 if idle else POLL_S)
                 trim(pool.log)
         finally:
             pool._end_batch()

@@ -26,18 +26,18 @@ left behind."""
 def fork_worker(channel: int, trainer: int) -> None:
     """Fork the worker and return in the child. The parent becomes the supervisor and never returns."""
     set_process(PR_SET_CHILD_SUBREAPER, 1)
-    woken, wakes = os.pipe()
-    os.set_blocking(woken, False)
-    os.set_blocking(wakes, False)
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_read, False)
+    os.set_blocking(wakeup_write, False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakes)
+    signal.set_wakeup_fd(wakeup_write)
     supervisor, worker = os.getpid(), os.fork()
     if worker == 0:
         signal.set_wakeup_fd(-1)
-        os.close(woken)
-        os.close(wakes)
+        os.close(wakeup_read)
+        os.close(wakeup_write)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)  # SIGINT stays ignored: the trainer handles Ctrl-C
         os.setpgid(0, 0)
@@ -47,7 +47,7 @@ def fork_worker(channel: int, trainer: int) -> None:
         return
     with suppress(OSError):
         os.setpgid(worker, worker)
-    status = watch(channel, woken, worker, trainer)
+    status = watch(channel, wakeup_read, worker, trainer)
     kill_all(worker)
     exit_like(status)
 
@@ -59,16 +59,16 @@ def set_process(option: int, value: int) -> None:
             ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def watch(channel: int, woken: int, worker: int, trainer: int) -> int | None:
+def watch(channel: int, wakeup_read: int, worker: int, trainer: int) -> int | None:
     """Wait until the worker has exited and return its status. Return None if the trainer closed the connection or has
     exited."""
     events = select.poll()
     events.register(channel, 0)  # poll always reports a closed connection; only the worker reads requests
-    events.register(woken, select.POLLIN)
+    events.register(wakeup_read, select.POLLIN)
     while True:
         closed = any(fd == channel for fd, _ in events.poll(POLL_S * 1000))
         with suppress(BlockingIOError):
-            os.read(woken, 1 << 16)
+            os.read(wakeup_read, 1 << 16)
         status = reap(worker)
         if status is not None or closed or os.getppid() != trainer:
             return status

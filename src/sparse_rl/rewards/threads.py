@@ -2,7 +2,7 @@
 
 Another process cannot run a closure, so threads do: one sample per call, each with a time limit. A thread cannot be killed. A
 call beyond its time limit is abandoned: its sample counts as a timeout, a new thread takes over, and the old one runs until the
-function returns. Code that holds the interpreter lock, such as a regular expression without end, stops the trainer as well. A
+function returns. Code that holds the interpreter lock, such as a regular expression that never ends, stops the trainer as well. A
 reward passed by name (`my_rewards:graded`) runs in worker processes, which can be killed.
 """
 
@@ -31,7 +31,7 @@ class InThreads:
         self.reward, self.timeout_s, self.log = reward, timeout_s, log
         self.threads = workers * (AT_ONCE if reward.is_async else 1)
         self._loop = _running_loop()
-        """Event loop of everything awaitable that the reward returns. It has a thread of its own, which all others share."""
+        """Event loop that runs the coroutines of the reward, in one thread for all calls."""
 
     def grade(self, packed: list[bytes]) -> list[dict[str, Any]]:
         """Return the outcome of each sample: a value, an error or a timeout."""
@@ -60,7 +60,7 @@ class InThreads:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _wait(self, result: Any) -> Any:
-        """Return the result, awaited in the event loop if it is awaitable. What is over time is cancelled."""
+        """Return the result, awaited in the event loop if it is awaitable. Cancel it after the time limit."""
         if not hasattr(result, "__await__"):
             return result
         assert self._loop is not None
@@ -73,7 +73,7 @@ class InThreads:
 
 
 class _Calls:
-    """The calls of one batch. Threads take samples; the caller's thread waits and replaces threads that are over time."""
+    """The calls of one batch. Threads take samples; the caller's thread waits and replaces threads that exceed the time limit."""
 
     def __init__(self, pool: InThreads, packed: list[bytes]):
         self.pool, self.packed = pool, packed
@@ -122,7 +122,7 @@ class _Calls:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread of its own. A notebook has a running loop in the main thread."""
+    """Start an event loop in a new thread, because a notebook already runs one in the main thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward loop", daemon=True).start()
     return loop

@@ -66,9 +66,9 @@ def part_names(spec: str) -> list[str]:
 
 def refuse_without_answers(path: str, example: "Example", function: str) -> None:
     """Raise UserError before sampling starts if a built-in reward is used and the data has no answers."""
-    if example.answer is None and (needy := [term.function for term in terms(function) if term.function in BUILT_IN]):
+    if example.answer is None and (names := [term.function for term in terms(function) if term.function in BUILT_IN]):
         raise UserError(
-            f"{path} has no answer column, which reward {needy[0]} needs (found {', '.join(example.columns) or 'none'}): "
+            f"{path} has no answer column, which reward {names[0]} needs (found {', '.join(example.columns) or 'none'}): "
             "set --data.answer-column, or use another reward."
         )
 
@@ -91,7 +91,7 @@ class Reward:
     def __call__(
         self, prompts: list, completions: list, columns: dict[str, list], wait: Callable[[Any], Any] | None = None
     ) -> list[RewardSum]:
-        """Grade a batch. `wait` returns the result of something awaitable, by default in the process's event loop."""
+        """Grade a batch. `wait` awaits a result, by default in the process's event loop."""
         wait = wait or wait_for
         results = [wait(self._call(place, prompts, completions, columns)) for place in range(len(self.parts))]
         return self._sum(results, len(completions))

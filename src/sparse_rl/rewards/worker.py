@@ -147,20 +147,20 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
 
     loop, limit = asyncio.get_running_loop(), Limit(timeout_s + SLACK_S)
     tasks: set[asyncio.Task] = set()
-    stood_still_s = 0.0
+    blocked_s = 0.0
 
     async def tick() -> None:
-        nonlocal stood_still_s
+        nonlocal blocked_s
         while True:
             before = loop.time()
             await asyncio.sleep(TICK_S)
-            stood_still_s += max(0.0, loop.time() - before - 2 * TICK_S)
+            blocked_s += max(0.0, loop.time() - before - 2 * TICK_S)
 
-    async def one(number: int, request: bytes) -> None:
+    async def grade_one(number: int, request: bytes) -> None:
         limit.restart()
         # the time limit starts here, because the sample may have waited while others blocked the loop
         reply(number, started=True)
-        before = stood_still_s
+        before = blocked_s
         try:
             async with asyncio.timeout(timeout_s) as clock:
                 prompt, completion, columns = pickle.loads(request)
@@ -169,7 +169,7 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
         except BaseException as error:
             message = failed(error)
         if clock.expired():  # also true if the reward caught the cancellation
-            message = {"late": True, "blocked": stood_still_s - before > BLOCKED * timeout_s}
+            message = {"late": True, "blocked": blocked_s - before > BLOCKED * timeout_s}
         tasks.discard(asyncio.current_task())
         limit.restart() if tasks else limit.stop()
         reply(number, **message)
@@ -182,7 +182,7 @@ async def serve_together(channel: socket.socket, reward: Reward, timeout_s: floa
         while True:
             header = await reader.readexactly(NUMBER_BYTES + LENGTH_BYTES)
             request = await reader.readexactly(int.from_bytes(header[NUMBER_BYTES:], "big"))
-            tasks.add(asyncio.create_task(one(int.from_bytes(header[:NUMBER_BYTES], "big"), request)))
+            tasks.add(asyncio.create_task(grade_one(int.from_bytes(header[:NUMBER_BYTES], "big"), request)))
     except asyncio.IncompleteReadError:
         raise ConnectionError from None  # the trainer has exited
     finally:

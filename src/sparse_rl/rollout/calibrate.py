@@ -17,11 +17,11 @@ from ..models.support import prepare
 from ..world import ALONE, World
 
 PROMPTS = 16
-"""Prompts of a calibration, evenly spaced among those given."""
+"""Largest number of prompts of a calibration, evenly spaced among all."""
 PROMPT_TOKENS = 512
-"""Tokens of each prompt that are used, at most: the last ones, so that long prompts with responses do not count as prompts."""
+"""Largest number of tokens used of each text: its last ones, so that a response counts even after a long prompt."""
 ENOUGH_TOKENS = 256
-"""Tokens from which statistics are taken as final. Fewer, as of a warm-up call, do not show the range of all channels."""
+"""Number of tokens from which statistics are final. Fewer, as in a warm-up call, do not cover the range of all channels."""
 PLACES = 8
 """Positions at which the prompts are placed. Only the rotation of keys and queries differs between them."""
 
@@ -32,8 +32,8 @@ REFRESH_STEPS = 32
 def is_due(step: int) -> bool:
     """Return whether a run gathers its statistics again after `step`: after 1, 2, 4, … steps, then every `REFRESH_STEPS`.
 
-    Weights change most at the start of a run, and the first responses are known after step 1. Statistics depend on the step
-    alone, so a resumed run has the same ones.
+    Weights change most at the start of a run, and the first responses are known after step 1. The schedule depends only on the
+    step, so a resumed run has the same statistics.
     """
     return step > 0 and (step & (step - 1) == 0 or step % REFRESH_STEPS == 0)
 
@@ -48,10 +48,10 @@ def calibrate(
 ) -> None:
     """Run some of these prompts through the model and pass the inputs of its attention to the collectors.
 
-    All ranks of `world` pass the same prompts. Each runs a part of them, and the collectors end with the sums of all.
+    All ranks of `world` pass the same prompts. Each rank runs a part of them, and gets the sums of all ranks.
 
-    `longest` is the length of the longest sequence in tokens; 0 places the prompts at the first positions only. The passes do not
-    depend on the order of the prompts.
+    `longest` is the length of the longest sequence in tokens; 0 places the prompts only at the first positions. The passes do
+    not depend on the order of the prompts.
     """
     limits = prepare(model)
     distinct = sorted({tuple(prompt[-PROMPT_TOKENS:]) for prompt in prompts})

@@ -20,9 +20,9 @@ from ..models.routing import RecordedRouting
 from ..sizes import PAGE_TOKENS, pages_of
 
 PROMPT_TOKENS = 1024
-"""Length of a stored prompt for which rows are split. A fixed one: results do not depend on earlier calls of an engine."""
+"""Assumed length of a stored prompt in the choice of splits. It is fixed, so that results do not depend on earlier calls."""
 RESPONSE_TOKENS = 8192
-"""The same for a dense cache, whose pages also hold responses."""
+"""Assumed length of a sequence in the pages of a dense cache, likewise."""
 
 NewToken = tuple[Tensor, Tensor, Tensor]
 """Queries [S, Q, D], keys [S, H, D] and values [S, H, D] of the new token of each slot."""
@@ -34,7 +34,7 @@ class DecodeView:
     If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
     lengths on the device. `order` lists the slots in the order of their prompts: a kernel then reads a prompt once for its slots.
-    With `kernels=False` no kernel is compiled. With `updates_states=False` recurrent layers leave the slots' states as they were.
+    With `kernels=False` no kernel is compiled. With `updates_states=False` recurrent layers do not change the slots' states.
     """
 
     routing: RecordedRouting | None = None
@@ -75,7 +75,7 @@ class DecodeView:
         new = (queries_SQ1D.squeeze(2), keys_SH1D.squeeze(2), values_SH1D.squeeze(2))
         source = self.cache.sources.get(layer, layer)
         if form.window is not None:
-            out_SQD = self._windowed(source, *new, scale, form)  # a reader writes the same keys to the same place again
+            out_SQD = self._windowed(source, *new, scale, form)  # a layer without keys writes the keys it reads a second time
         else:
             attend = self._fused if self.fused else self._plain
             out_SQD = attend(self.cache.place[source], new, scale, form, reads=source != layer)
@@ -92,7 +92,7 @@ class DecodeView:
     def _windowed(
         self, layer: int, queries_SQD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scale: float, form: AttentionForm
     ) -> Tensor:
-        """Attend over the slots' windows. Each ring holds the tokens of the window alone, so no key is masked by position."""
+        """Attend over the slots' windows. A ring holds only the tokens of the window, so no key is masked by position."""
         windows = self.cache.windows
         assert windows is not None
         if self.fused:
@@ -119,22 +119,22 @@ class DecodeView:
         return min(shortest + 1, self.cache.windows.capacity), min(longest + 1, self.cache.windows.capacity)
 
     def _fused(self, layer: int, new: NewToken, scale: float, form: AttentionForm, *, reads: bool) -> Tensor:
-        """Attend in one kernel that also stores the new token. If the layer reads the keys of another one, they are stored a second
-        time, but its queries are not."""
+        """Attend in one kernel that also stores the new token. A layer that reads another layer's keys stores them a second time,
+        but stores no queries."""
         cache, store = self.cache, self.cache.prompts
         ring_SQWD = cache.queries_LSQWD[layer, :, :, :0] if reads else cache.queries_LSQWD[layer]
-        beside = (cache.positions_LSHC[layer], ring_SQWD, self.lengths_S, self.positions_S)
+        bookkeeping = (cache.positions_LSHC[layer], ring_SQWD, self.lengths_S, self.positions_S)
         own = cache.stored.map(lambda tensor: tensor[layer])
         prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
         if cache.quantiser is not None:
             codes = None if prompt is None else StoredCodes(prompt, *self._pages())
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(
-                *new, own, *beside, *scales, prompts=codes, scale=scale, form=form, splits=self.splits
+                *new, own, *bookkeeping, *scales, prompts=codes, scale=scale, form=form, splits=self.splits
             )
         prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.order_S)
         return attend_and_append(
-            *new, own.keys, own.values, *beside, prompts=prompts, scale=scale, form=form, splits=self.splits
+            *new, own.keys, own.values, *bookkeeping, prompts=prompts, scale=scale, form=form, splits=self.splits
         )
 
     def _plain(self, layer: int, new: NewToken, scale: float, form: AttentionForm, *, reads: bool) -> Tensor:

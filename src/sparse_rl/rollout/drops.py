@@ -1,5 +1,4 @@
-"""Positions that compactions dropped, on their way to the host: copied while the device works, recorded after it was waited
-for."""
+"""Copy the positions that compactions dropped to the host while the device works, and record them after it has finished."""
 
 # L layers, n sequences, H kv heads, N tokens dropped
 
@@ -26,9 +25,9 @@ class PendingDrops:
         self.copies.append(([(trace, sequence.entered) for _, sequence, trace in recorded], to_host_later(dropped_LnHN)))
 
     def record(self) -> None:
-        """Record the positions. Call it after the device has been waited for."""
+        """Record the positions. Call it after a synchronization with the device."""
         for recorders, pinned_LnHN in self.copies:
-            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory for reuse: it is slow to allocate
+            dropped_LnHN = pinned_LnHN.clone()  # frees the pinned memory, which is slow to allocate, for reuse
             for index, (recorder, entered) in enumerate(recorders):
                 recorder.record(entered, dropped_LnHN, index)
         self.copies.clear()

@@ -124,9 +124,9 @@ class Engine:
 
         `prompts` are lists of token ids. `seeds` sets the seed of each rollout; by default they derive from `sampling.seed`.
         `limits` sets a response length per rollout, at most `sampling.max_tokens`. `record=False` skips recording evictions
-        (`evicted_at` is then None); a set of indices records only those rollouts. `routing` records
-        the experts that routers choose (`Rollout.routing`), which replay and training then use. `take` returns the index of the next prompt,
-        or None at the end; engines that share prompts each return the rollouts of the prompts they took. `progress` is called
+        (`evicted_at` is then None); a set of indices records only those rollouts. `routing` records the experts that routers
+        choose (`Rollout.routing`), which replay and training then use. `take` returns the index of the next prompt, or None at
+        the end; engines that share prompts each return the rollouts of the prompts they took. `progress` is called
         between chunks of steps, with the new tokens of each rollout; it may end rollouts with `Progress.abort`. `on_end` is
         called with the index and the record of each finished rollout. An exception in a callback ends the whole call.
         `allow_beyond_context` permits responses beyond the model's context.
@@ -134,18 +134,21 @@ class Engine:
         sampling = sampling or Sampling()
         if prepare(self.model).shape != self.limits.shape:
             raise UserError("The model's dtype or device has changed since the Engine was created: create a new Engine.")
-        requests = self.request_limits.requests(prompts, samples, sampling, seeds, limits, record, allow_beyond_context)
+        requests = self.request_limits.requests(
+            prompts, samples, sampling, seeds, limits, record, allow_beyond_context=allow_beyond_context
+        )
 
-        def more() -> list[Request]:
+        def next_group() -> list[Request]:
             group = take() if take is not None else None
             return [] if group is None else requests[group * samples : (group + 1) * samples]
 
-        tokens = min(ENOUGH_TOKENS, sum(map(len, prompts)))
-        if self.needed_statistics and self.calibrated_tokens < tokens:
-            self.calibrate(prompts, max(len(request.prompt) for request in requests) + sampling.max_tokens)
-            self.calibrated_tokens = tokens
-        self._grow_windows(max(len(request.prompt) for request in requests) + sampling.max_tokens)
         prompt_lengths = [len(request.prompt) for request in requests[::samples]]
+        longest = max(prompt_lengths) + sampling.max_tokens
+        tokens = min(ENOUGH_TOKENS, sum(prompt_lengths))
+        if self.needed_statistics and self.calibrated_tokens < tokens:
+            self.calibrate(prompts, longest)
+            self.calibrated_tokens = tokens
+        self._grow_windows(longest)
         if self.schedule.stores_prompts and not self.pool_reserved:
             self._grow_pool(prompt_lengths, sampling.max_tokens, samples)
         if self.cache.prompts is not None:
@@ -162,7 +165,7 @@ class Engine:
             prefill_tokens=self.prefill_tokens,
             progress=progress,
             on_end=on_end,
-            more=more if take is not None else None,
+            more=next_group if take is not None else None,
             graphs=self._graphs(),
             quantiser=self.quantiser,
             routers=install(self.model) if routing else None,
@@ -179,7 +182,7 @@ class Engine:
 
     @property
     def is_sparse(self) -> bool:
-        """True if the sampler does not see every key as the learner computes it: keys are evicted, quantised, or both."""
+        """True if keys are evicted, quantised, or both."""
         return self.policy.evicts or self.kv.quantised
 
     @property
@@ -191,7 +194,7 @@ class Engine:
 
     def calibrate(self, prompts: Sequence[Sequence[int]], tokens: int, world: World = ALONE) -> None:
         """Gather the statistics that the cache and the policy need, from some of these prompts and at positions up to `tokens`.
-        Does nothing if they need none. The ranks of `world` share the work and get the same statistics.
+        Do nothing if they need none. The ranks of `world` share the work and get the same statistics.
 
         `generate` calls this with its own prompts if there are no statistics yet, or only statistics of a few tokens.
         """
@@ -206,19 +209,18 @@ class Engine:
         self.load_statistics({name: each for made in collectors for name, each in made.statistics().items()})
 
     def load_statistics(self, statistics: Statistics) -> None:
-        """Use these statistics from the next call on. Does nothing if the engine needs none, or if there are none. If some that
-        it needs are missing, say so and use none of them."""
+        """Use these statistics from the next call on. Do nothing if the engine needs none, or if there are none. If some are
+        missing, print a notice and use none of them."""
         needed = self.needed_statistics
         if not needed or not statistics:
             return
-        missing, layers = [name for name in needed if name not in statistics], self.cache.shape.layers
-        if missing or any(len(statistics[name]) != layers for name in needed):
-            why = (
-                f"lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = {self.kv.dtype} need"
-                if missing
-                else f"are of {len(statistics[needed[0]])} layers, but {layers} of the model attend to all tokens"
-            )
-            notice(f"The stored statistics {why}: all statistics are gathered again, and results may differ slightly.")
+        problem, layers = "", self.cache.shape.layers
+        if missing := [name for name in needed if name not in statistics]:
+            problem = f"lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = {self.kv.dtype} need"
+        elif any(len(statistics[name]) != layers for name in needed):
+            problem = f"are of {len(statistics[needed[0]])} layers, but {layers} of the model attend to all tokens"
+        if problem:
+            notice(f"The stored statistics {problem}: all statistics are gathered again, and results may differ slightly.")
             return
         if self.storage is not None:
             self._load_scales(key_scales(statistics), self.storage)
@@ -237,13 +239,13 @@ class Engine:
         self.quantiser = replace(storage, scales=scales)
 
     def _storage(self) -> Quantiser | None:
-        """Return the storage of a quantised cache, with scales on the device that are not set yet."""
+        """Return the storage of a quantised cache on the device. Its scales are not set yet."""
         shape = self.limits.shape.full
         if not self.kv.quantised:
             return None
         if shape.head_dim % HEAD_MULTIPLE:
             raise UserError(
-                f"The model's head dimension = {shape.head_dim} is no multiple of {HEAD_MULTIPLE}: set kv.dtype = auto, or use "
+                f"The model's head dimension = {shape.head_dim} is not a multiple of {HEAD_MULTIPLE}: set kv.dtype = auto, or use "
                 "another model."
             )
         scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
@@ -253,8 +255,8 @@ class Engine:
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy weights by name into the model, in place: `engine.update_weights(learner.named_parameters())`.
 
-        A model that is trained itself needs no call: the engine reads its parameters at every step. The dtype may differ. Call
-        it between `generate` calls, because a rollout would otherwise have tokens of two policies.
+        If the engine's own model is trained, no call is needed: the engine reads its parameters at every step. The dtype may
+        differ. Call it between `generate` calls, because a rollout would otherwise have tokens of two policies.
         """
         targets = self.model.state_dict(keep_vars=True)
         for name, weight in weights:
@@ -272,8 +274,8 @@ class Engine:
         """Allocate a dense cache for `samples` responses of at most `max_tokens` tokens to each of `prompts` prompts of at most
         `prompt_tokens` tokens. If the cache is sparse, allocate only the windows of windowed layers.
 
-        By default, no sequence ever waits for pages. With `kv_bytes`, keys and values take at most so many bytes, and the cache
-        keeps its size: if pages run out, the youngest sequences wait and are recomputed.
+        By default, no sequence ever waits for pages. With `kv_bytes`, keys and values take at most that many bytes, and the
+        cache keeps its size: if pages run out, the youngest sequences wait and are recomputed.
         """
         self._grow_windows(prompt_tokens + max_tokens)
         if self.policy.evicts:
@@ -298,7 +300,7 @@ class Engine:
     def reserve_prompts(self, tokens: int, prompts: int, samples: int) -> None:
         """Allocate a prompt store for `samples` responses to each of `prompts` prompts of at most `tokens` tokens.
 
-        The store then keeps its size: groups wait for free pages, and a prompt that exceeds it is refused. Does nothing if
+        The store then keeps its size: groups wait for free pages, and a prompt that exceeds it is refused. Do nothing if
         prompts are not protected.
         """
         if self.kv.stores_prompts:
@@ -309,7 +311,7 @@ class Engine:
     def resize(self, budget: int, slots: int) -> None:
         """Replace the cache by one with another budget and number of slots, between calls. Statistics stay.
 
-        The present cache, its prompt store and its graphs are freed first. Reserve the prompt store again if it was reserved.
+        The current cache, its prompt store and its graphs are freed first. Reserve the prompt store again if it was reserved.
         """
         self.kv = KV(**self.kv.model_dump() | {"budget": budget})
         self.policy = from_settings(self.kv)
@@ -329,7 +331,7 @@ class Engine:
 
     @contextmanager
     def larger_store(self, pages: int, longest: int) -> Iterator[None]:
-        """Inside the block, use a prompt store of `pages` pages for prompts of at most `longest` tokens. Does nothing if the
+        """Inside the block, use a prompt store of `pages` pages for prompts of at most `longest` tokens. Do nothing if the
         current store is as large. The current store and its graphs are restored after the block."""
         store, graphs, reserved = self.cache.prompts, self.graphs, self.pool_reserved
         if not self.kv.stores_prompts or (store is not None and pages <= store.pages):
@@ -395,7 +397,9 @@ class Engine:
         ids = self.model.generation_config.eos_token_id
         if ids is None:
             ids = self.model.config.get_text_config().eos_token_id
-        ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if ids is None:
+            return []
+        ids = [ids] if isinstance(ids, int) else list(ids)
         if not all(type(token) is int for token in ids):
             raise UserError(f"The model's eos_token_id = {quoted(ids)} is not a token id: fix its generation_config.json.")
         return ids

@@ -33,11 +33,10 @@ from .scheduler import Scheduler, Sequence, dense_tokens_held
 from .stats import Progress, Stats
 
 ROUND = 2
-"""Refill finished slots every this many chunks, if chunks are launched ahead. Sequences that start together are compacted
+"""Number of chunks between refills of finished slots, if chunks are launched ahead. Sequences that start together are compacted
 together, and the device waits for the host less often."""
 REFILL = 16
-"""Number of new sequences that enter 256 slots at a time on a GPU, because even a small prefill takes as long as ten decode
-steps."""
+"""Number of new sequences that enter 256 slots together on a GPU. Even a small prefill takes as long as ten decode steps."""
 
 
 class Generation:
@@ -94,7 +93,7 @@ class Generation:
     def run(self) -> list[Rollout]:
         while self.scheduler.has_work():
             self.steps_together = self.steps_together if self.scheduler.active else 0
-            if self.scheduler.worth_a_prefill():
+            if self.scheduler.should_prefill():
                 while groups := self.scheduler.admit(self.prefill_tokens):
                     with self.clock.part("prefill"):
                         self._prefill(groups)
@@ -148,9 +147,9 @@ class Generation:
         self.stash = None if prompts else self.stash
         if prompts:
             first_logits, dropped_of, _ = self._prefilled(prompts)
-            for prompt, logits_V, of_samples in zip(prompts, first_logits, dropped_of, strict=True):
+            for prompt, logits_V, dropped_of_prompt in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
-                dropped += of_samples
+                dropped += dropped_of_prompt
             self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
         sequences = self._new_sequences(requests, dropped)
         self._take(sequences, *first_tokens(requests, torch.stack(logits), self.sampling))
@@ -172,7 +171,7 @@ class Generation:
     def _prefill_pages(self, groups: list[list[Request]], paged: PagedSlots) -> None:
         """Fill pages with the prompts that are not stored yet, and start or resume a dense sequence for each request.
 
-        First tokens are drawn for all samples of a group, including those that still wait for a slot.
+        First tokens are sampled for all samples of a group, including those that still wait for a slot.
         """
         assert self.pages is not None
         requests = [request for group in groups for request in group]
@@ -192,30 +191,28 @@ class Generation:
         self.scheduler.active += [sequences[index] for index in slots]
 
     def _needs_prefill(self, group: list[Request]) -> bool:
-        """Return whether the pages of a group lack its prompt. The windows and states of a new sequence need a prefill in any
-        case."""
+        """Return whether the pages of a group lack its prompt. The windows and states of a new sequence always need a prefill."""
         assert self.pages is not None
         starts = any(request.index not in self.scheduler.paused for request in group)
-        return group[0].group not in self.pages.prefilled or (self.cache.holds_more_than_pages and starts)
+        return group[0].group not in self.pages.prefilled or (self.cache.has_windows_or_states and starts)
 
     def _fill_pages(self, groups: list[list[Request]], slots: dict[int, int]) -> None:
-        """Fill pages with the prompts of these groups, and draw the first tokens of all their samples."""
+        """Fill pages with the prompts of these groups, and sample the first tokens of all their samples."""
         if not groups:
             return
         assert self.pages is not None
-        prompts, drawn, rows = [], [], []
+        prompts, requests, rows = [], [], []
         for row, group in enumerate(groups):
             pages = self.pages.of_group[group[0].group]
-            of_group = [slots[request.index] for request in group]
-            prompts.append(PromptInSlots.of(group, of_group, pages))
+            prompts.append(PromptInSlots.of(group, [slots[request.index] for request in group], pages))
             samples = [*group, *self.scheduler.waiting_of(group[0].group)]
-            drawn += samples
+            requests += samples
             rows += [row] * len(samples)
         logits_nV, *_ = self._prefilled(prompts)
         self.pages.prefilled.update(group[0].group for group in groups)
         logits_nV = logits_nV[torch.tensor(rows, device=logits_nV.device)]
-        tokens, logprobs = first_tokens(drawn, logits_nV, self.sampling)
-        self.first_tokens |= {each.index: (tokens[row], logprobs[row]) for row, each in enumerate(drawn)}
+        tokens, logprobs = first_tokens(requests, logits_nV, self.sampling)
+        self.first_tokens |= {each.index: (tokens[row], logprobs[row]) for row, each in enumerate(requests)}
 
     def _is_long(self, prompts: list[PromptInSlots]) -> bool:
         """Return whether the prompt exceeds one forward pass. The scheduler admits such a prompt alone."""
@@ -271,13 +268,14 @@ class Generation:
         steps = min(self.schedule.steps_to_boundary(self.steps_together, self.chunk), self.scheduler.remaining())
         pending = self.runner.launch(steps, self.clock)
         while True:
-            more = self.schedule.steps_to_boundary(self.steps_together + steps, self.chunk)
-            more = min(more, self.scheduler.remaining() - steps)
-            following = self.runner.launch(more, self.clock) if self._may_follow(steps, more) else None
-            self._book(steps, *pending.wait())
-            if following is None:
+            next_steps = self.schedule.steps_to_boundary(self.steps_together + steps, self.chunk)
+            next_steps = min(next_steps, self.scheduler.remaining() - steps)
+            ahead = self._may_launch_ahead(steps, next_steps)
+            next_pending = self.runner.launch(next_steps, self.clock) if ahead else None
+            self._postprocess(steps, *pending.wait())
+            if next_pending is None:
                 return
-            pending, steps = following, more
+            pending, steps = next_pending, next_steps
 
     def _start_steps(self) -> None:
         active = self.scheduler.active
@@ -299,28 +297,28 @@ class Generation:
             self.runner = EagerRunner(self.model, self.cache)
             self.runner.start(slots, self.sampling, self.routers)
 
-    def _may_follow(self, steps: int, more: int) -> bool:
-        """Return whether `more` steps may be launched before the result of the last `steps` is known.
+    def _may_launch_ahead(self, steps: int, next_steps: int) -> bool:
+        """Return whether `next_steps` may be launched before the result of the last `steps` is known.
 
-        This is the case if no slot overflows or is due for compaction before they run. At the end of a round, it also requires
-        that too few slots have ended for a refill.
+        No slot may overflow or be due for compaction before they run. At the end of a round, too few slots must have ended
+        for a refill.
         """
         active = self.scheduler.active
-        if (
-            not self.runner.overlaps
-            or more < 1
-            or max(sequence.held for sequence in active) + steps + more > self.cache.capacity
-        ):
+        if not self.runner.overlaps or next_steps < 1:
+            return False
+        if max(sequence.held for sequence in active) + steps + next_steps > self.cache.capacity:
             return False
         if any(self.schedule.is_due(sequence.entered + steps, sequence.held + steps) for sequence in active):
             return False
         if self.schedule.steps_into_interval(self.steps_together + steps) % (ROUND * self.chunk):
             return True
         if self.scheduler.has_more:
-            return not self.scheduler.worth_a_prefill()
+            return not self.scheduler.should_prefill()
         return 2 * sum(sequence.finish is not None for sequence in active) < len(active)
 
-    def _book(self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, choices_SnRK: np.ndarray | None) -> None:
+    def _postprocess(
+        self, steps: int, tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray, choices_SnRK: np.ndarray | None
+    ) -> None:
         """Append the sampled tokens to their sequences and update the statistics."""
         self.drops.record()
         active = self.scheduler.active

@@ -42,8 +42,8 @@ def prefill_long(
 ) -> Prefilled:
     """Fill the slots, or the pages of the prompt store, with one prompt, in pieces of at most `piece_tokens` tokens.
 
-    The tokens before `start` are in the pages already. Expert choices are recorded with `routers`, or given by `choices_TRK`.
-    Return the same as `prefill` does for a list of one prompt.
+    The tokens before `start` are already in the pages. Expert choices are recorded with `routers`, or replayed from
+    `choices_TRK`. Return the result of `prefill` for this prompt.
     """
     device, tokens, first = cache.shape.device, len(prompt.prompt), prompt.slots[0]
     row = PrefillRow(0, tokens, 1, nth_samples([prompt.slots], [prompt.seeds], device), [prompt.slots])
@@ -54,7 +54,8 @@ def prefill_long(
         pieces = PiecesInScratch.of(cache, tokens)
     else:
         pieces = PiecesInSlot(cache, first)
-    view, routings = LongPrefillView(cache, policy, schedule, row, first, pieces), list[RecordedRouting]()
+    view = LongPrefillView(cache, policy, schedule, row, first, pieces)
+    routings: list[RecordedRouting] = []
     for first_token in range(start, tokens, piece_tokens):
         view.start, view.stop = first_token, min(first_token + piece_tokens, tokens)
         piece = torch.tensor([prompt.prompt[view.start : view.stop]], device=device)

@@ -1,6 +1,6 @@
 """Graded rollouts in a few arrays, as ranks exchange them: eight bytes per response token.
 
-Prompts and seeds are not sent, because every rank knows them by the place of a rollout. Traces and texts stay on the rank that
+Prompts and seeds are not sent, because every rank knows them by the index of a rollout. Traces and texts stay on the rank that
 sampled.
 """
 

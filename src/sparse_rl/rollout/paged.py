@@ -38,7 +38,7 @@ class PagedSlots:
         return self.scheduler.pages
 
     def place(self, sequences: dict[int, Sequence]) -> None:
-        """Let slots read the pages of their sequences, by slot. The prompts are in their pages.
+        """Set the page tables of these sequences, by slot. The prompts are already in their pages.
 
         A sequence that starts gets a copy of the prompt's last page, if that is partly filled. One that continues is recomputed.
         """
@@ -60,7 +60,7 @@ class PagedSlots:
         """Compute the keys and values of a paused sequence again, after the full pages of the prompt. Windows and states
         need the whole sequence, because they start before those pages end."""
         request = sequence.request
-        start = 0 if self.cache.holds_more_than_pages else sequence.prompt_pages * PAGE_TOKENS
+        start = 0 if self.cache.has_windows_or_states else sequence.prompt_pages * PAGE_TOKENS
         tokens = [*request.prompt, *sequence.response()[0][: sequence.entered]]
         prompt, routing = PromptInSlots(tokens, [slot], [request.seed], pages), sequence.routing()
         choices = None if routing is None else torch.cat([routing.prompt_TRK, routing.response_TRK])
@@ -74,8 +74,8 @@ class PagedSlots:
             self.pool.give_back([sequence.pages.pop()])
         new = len(tokens) - start
         self.stats.recomputed_tokens += new
-        of_layer = (len(tokens) + min(new, self.prefill_tokens)) * self.cache.layer_token_bytes
-        self.stats.scratch_bytes = max(self.stats.scratch_bytes, of_layer)
+        scratch_bytes = (len(tokens) + min(new, self.prefill_tokens)) * self.cache.layer_token_bytes
+        self.stats.scratch_bytes = max(self.stats.scratch_bytes, scratch_bytes)
 
     def make_room(self, steps: int) -> None:
         """Move full pages of all slots to the pool, if `steps` decode steps could overflow a slot. If too few pages are free,

@@ -1,15 +1,16 @@
 """Prefill: pack prompts into one row of tokens, let each attend only to itself, and compress them layer by layer.
 
-Besides the cache, only one layer's keys of the packed prompts exist at a time, in scratch memory, and those that later layers read. Prompts that fit enter their
-slots together. Protected prompts enter the pages of their group instead, once for all its samples. Prompts of the same length
-are adjacent, so that they are compressed together. `long_prefill.py` prefills a prompt that exceeds one forward pass.
+Scratch memory holds the keys of one layer at a time, and keys that later layers read. Prompts that fit enter their slots
+together. Protected prompts enter the pages of their group instead, once for all its samples. Prompts of the same length are
+adjacent, so that they are compressed together. `long_prefill.py` prefills a prompt that exceeds one forward pass.
 """
 
 # N packed tokens of all prompts, P prompts of one length, T tokens of each, Q query heads, H kv heads, D head dimension, L
 # layers
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class PromptInSlots:
 
     @classmethod
     def of(cls, requests: list[Request], slots: list[int], pages: list[int]) -> "PromptInSlots":
-        """Return the prompt of requests of one group."""
+        """Build from the requests of one group."""
         return cls(requests[0].prompt, slots, [request.seed for request in requests], pages, requests[0].group)
 
 
@@ -69,7 +70,7 @@ class PrefillRow:
     count: int
     """Number of prompts."""
     samples: list[NthSamples]
-    """Slots of the samples, if the prompts exceed the budget; else empty."""
+    """Samples of the prompts, if these exceed the budget; else empty."""
     slots: list[list[int]]
     """Slots of the samples of each prompt."""
     dropped: list[list[Tensor]] = field(default_factory=list)
@@ -106,54 +107,67 @@ def prefill(
 ) -> Prefilled:
     """Fill the slots, or the pages of the prompt store, with prompts. Record the choices of the `routers`, if they are given."""
     device = cache.shape.device
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
-    rows: list[PrefillRow] = []
-    dropped: list[list[Tensor | None]] = [[] for _ in prompts]
-    members = []
-    start = 0
-    copies: list[list[tuple[int, int, int]]] = []  # one list per sample number: (start among the packed tokens, tokens, slot)
-    for length, group in groupby(order, key=lambda number: len(prompts[number].prompt)):
-        numbers, placed = list(group), []
-        if schedule.compresses_prompt(length):
-            placed = nth_samples([prompts[n].slots for n in numbers], [prompts[n].seeds for n in numbers], device)
-        for index, n in enumerate(() if placed else numbers):
-            for number, slot in enumerate(prompts[n].slots):
-                copies += [[]] if number == len(copies) else []
-                copies[number].append((start + index * length, length, slot))
-        slots = [prompts[n].slots for n in numbers]
-        rows.append(PrefillRow(start, start + length * len(numbers), len(numbers), placed, slots))
-        members.append(numbers)
-        start = rows[-1].stop
-    tokens = torch.tensor([[token for number in order for token in prompts[number].prompt]], device=device)
-    positions = torch.tensor([[at for number in order for at in range(len(prompts[number].prompt))]], device=device)
-    ends = torch.tensor([len(prompts[number].prompt) for number in order], device=device).cumsum(0)
-    packed = [PackedPrompts.of(of_nth, cache.ring, device) for of_nth in copies]
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].prompt))
+    ordered = [prompts[index] for index in order]
+    lengths = [len(each.prompt) for each in ordered]
+    starts = list(accumulate(lengths, initial=0))[:-1]
+    rows = _rows(ordered, schedule, device)
+    tokens_1N = torch.tensor([[token for each in ordered for token in each.prompt]], device=device)
+    positions_1N = torch.tensor([[position for length in lengths for position in range(length)]], device=device)
+    ends_P = torch.tensor(lengths, device=device).cumsum(0)
+    packed = _packed_by_sample(ordered, starts, cache.ring, schedule, device)
     windows = None
     if cache.windows is not None:
-        starts = (ends - torch.tensor([len(prompts[number].prompt) for number in order], device=device)).tolist()
-        placed_at = zip(starts, order, strict=True)
-        in_windows = [(at, len(prompts[n].prompt), slot) for at, n in placed_at for slot in prompts[n].slots]
-        windows = PackedPrompts.of(in_windows, cache.windows.capacity, device)
+        copies = [(at, len(each.prompt), slot) for at, each in zip(starts, ordered, strict=True) for slot in each.slots]
+        windows = PackedPrompts.of(copies, cache.windows.capacity, device)
     pages = None
     if cache.prompts is not None:
-        pages = PackedPages.of([(len(prompts[number].prompt), prompts[number].pages) for number in order], device)
-    cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-    longest = len(prompts[order[-1]].prompt)
-    view = PrefillView(cache, policy, schedule, rows, packed, pages, windows, cu_seqlens, longest)
+        pages = PackedPages.of([(len(each.prompt), each.pages) for each in ordered], device)
+    cu_seqlens = torch.nn.functional.pad(ends_P, (1, 0)).to(torch.int32)
+    view = PrefillView(cache, policy, schedule, rows, packed, pages, windows, cu_seqlens, longest=lengths[-1])
     if routers is not None:
-        view.routing = routers.recording(tokens.shape[1], device)
-    logits = next_logits(model, tokens, positions, view, keep=ends - 1)[0]
-    for each in packed:
-        cache.place_packed(each)
-    for row, numbers in zip(rows, members, strict=True):
-        for index, number in enumerate(numbers):
-            dropped[number] = row.dropped_of_samples(index, len(prompts[number].slots), policy)
-    place_of = torch.tensor(order, device=device).argsort()
-    choices: list[Tensor | None] = [None] * len(prompts)
+        view.routing = routers.recording(tokens_1N.shape[1], device)
+    logits_PV = next_logits(model, tokens_1N, positions_1N, view, keep=ends_P - 1)[0]
+    for each_packed in packed:
+        cache.place_packed(each_packed)
+    dropped = [row.dropped_of_samples(index, len(slots), policy) for row in rows for index, slots in enumerate(row.slots)]
+    choices: Sequence[Tensor | None] = [None] * len(prompts)
     if routers is not None and view.routing is not None:
-        of_prompts = recorded(model, routers, [view.routing]).split([len(prompts[number].prompt) for number in order])
-        choices = [of_prompts[place] for place in place_of.tolist()]
-    return Prefilled(logits[place_of], dropped, choices)
+        choices = recorded(model, routers, [view.routing]).split(lengths)
+    places = sorted(range(len(order)), key=order.__getitem__)  # place of each prompt in `ordered`
+    return Prefilled(
+        logits_PV[torch.tensor(places, device=device)],
+        [dropped[place] for place in places],
+        [choices[place] for place in places],
+    )
+
+
+def _rows(ordered: list[PromptInSlots], schedule: Schedule, device: torch.device) -> list[PrefillRow]:
+    """Group prompts, ordered by length, into rows of equal length."""
+    rows: list[PrefillRow] = []
+    start = 0
+    for length, group in groupby(ordered, key=lambda prompt: len(prompt.prompt)):
+        same = list(group)
+        slots = [prompt.slots for prompt in same]
+        samples = []
+        if schedule.compresses_prompt(length):
+            samples = nth_samples(slots, [prompt.seeds for prompt in same], device)
+        rows.append(PrefillRow(start, start + length * len(same), len(same), samples, slots))
+        start = rows[-1].stop
+    return rows
+
+
+def _packed_by_sample(
+    ordered: list[PromptInSlots], starts: list[int], ring: int, schedule: Schedule, device: torch.device
+) -> list[PackedPrompts]:
+    """Return the copies of the prompts that need no compression: all first samples, all second samples, and so on."""
+    copies: list[list[tuple[int, int, int]]] = []
+    for start, prompt in zip(starts, ordered, strict=True):
+        for sample, slot in enumerate(() if schedule.compresses_prompt(len(prompt.prompt)) else prompt.slots):
+            if sample == len(copies):
+                copies.append([])
+            copies[sample].append((start, len(prompt.prompt), slot))
+    return [PackedPrompts.of(each, ring, device) for each in copies]
 
 
 def recorded(model: PreTrainedModel, routers: Routers, passes: list[RecordedRouting]) -> Tensor:
@@ -167,7 +181,7 @@ def recorded(model: PreTrainedModel, routers: Routers, passes: list[RecordedRout
 
 
 class SharedKeys:
-    """Keys and values of a pass, as attention read them, for later layers that have none of their own."""
+    """Keys and values of a pass, kept for later layers that have no keys and read them."""
 
     def __init__(self, sources: dict[int, int]):
         self.sources = sources
@@ -234,7 +248,7 @@ class PrefillView:
         return torch.cat(outputs)[None]
 
     def _fill(self, layer: int, queries_1QND: Tensor, keys_1HND: Tensor, values_1HND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the keys and values of a layer into slots or pages. Return the inputs of attention: what is stored."""
+        """Write the keys and values of a layer into slots or pages. Return the inputs of attention, as the cache returns them."""
         new, quantiser = (queries_1QND, keys_1HND, values_1HND), self.cache.quantiser
         stored = encoded(quantiser, layer, keys_1HND, values_1HND)
         for packed in self.packed:

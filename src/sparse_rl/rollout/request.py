@@ -1,4 +1,4 @@
-"""Requests of `generate`: one per rollout, validated before sampling starts. Their first tokens are drawn here."""
+"""Requests of `generate`: one per rollout, validated before sampling starts. Also samples their first tokens."""
 
 # n requests, V vocabulary
 
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits on requests, which derive from the model, the cache and the engine."""
+    """Limits that the model, the cache and the engine set for requests."""
 
     model: AttentionLimits
     store: PromptStore | None = None
@@ -47,6 +47,7 @@ class RequestLimits:
         seeds: Sequence[int] | None,
         limits: Sequence[int] | None,
         record: bool | Collection[int],
+        *,
         allow_beyond_context: bool,
     ) -> list[Request]:
         """Return the validated requests, with all samples of a prompt together."""
@@ -66,7 +67,7 @@ class RequestLimits:
                 "at least 1 per rollout."
             )
         for number, prompt in enumerate(prompts):
-            self.check_prompt(prompt, sampling, allow_beyond_context, name=f"Prompt {number}")
+            self.check_prompt(prompt, sampling, allow_beyond_context=allow_beyond_context, name=f"Prompt {number}")
         if seeds is None:
             seeds = derive_all(sampling.seed, len(prompts), samples)
         if limits is None:
@@ -79,7 +80,7 @@ class RequestLimits:
         ]
 
     def check_prompt(
-        self, prompt: Sequence[int], sampling: Sampling, allow_beyond_context: bool = False, name: str = "The prompt"
+        self, prompt: Sequence[int], sampling: Sampling, *, allow_beyond_context: bool = False, name: str = "The prompt"
     ) -> None:
         """Raise PromptError if the prompt has invalid token ids or leaves no room for a response."""
         model, tokens = self.model, len(prompt)
@@ -95,9 +96,8 @@ class RequestLimits:
                 "encode it with this model's tokenizer",
                 prompt=name,
             )
-        rooms = [(model.sliding_window, "attention window or chunk")]
-        rooms.append((model.positions if allow_beyond_context else model.context, "context"))
-        for limit, what in rooms:
+        context = model.positions if allow_beyond_context else model.context
+        for limit, what in ((model.sliding_window, "attention window or chunk"), (context, "context")):
             if limit is not None and tokens + sampling.max_tokens > limit:
                 fits = limit - tokens if limit > tokens else None
                 raise PromptError(
@@ -106,8 +106,7 @@ class RequestLimits:
                     prompt=name,
                     fits=fits,
                 )
-        room = None if self.store is None else self.store.longest_prompt(sampling.max_tokens)
-        if self.store is None or room is None or tokens <= room:
+        if self.store is None or tokens <= (room := self.store.longest_prompt(sampling.max_tokens)):
             return
         if self.store.responses:
             raise PromptError(
@@ -124,10 +123,11 @@ class RequestLimits:
 
     def most_prompt_tokens(self, sampling: Sampling) -> int | None:
         """Return the longest prompt in tokens that `check_prompt` accepts; None if its length is not limited."""
-        rooms = [room - sampling.max_tokens for room in (self.model.sliding_window, self.model.context) if room is not None]
+        limits = (self.model.sliding_window, self.model.context)
+        fitting = [limit - sampling.max_tokens for limit in limits if limit is not None]
         if self.store is not None:
-            rooms.append(self.store.longest_prompt(sampling.max_tokens))
-        return min(rooms, default=None)
+            fitting.append(self.store.longest_prompt(sampling.max_tokens))
+        return min(fitting, default=None)
 
 
 def first_tokens(requests: list[Request], logits_nV: Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:

@@ -36,6 +36,6 @@ class Rollout:
 
     @property
     def evicted_at(self) -> Tensor | None:
-        """Return int32 [layers, kv_heads, prompt + response]: the first position that does not see the key, or `NEVER` if it
+        """int32 [layers, kv_heads, prompt + response]: first position that does not see the key, or `NEVER` if it
         was kept."""
         return None if self.trace is None else self.trace.evicted_at

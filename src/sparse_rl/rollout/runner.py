@@ -90,11 +90,11 @@ class EagerRunner:
         self.even = self.longest == min(slots.lengths)
         self.cache.lengths_S[: len(slots.lengths)] = torch.tensor(slots.lengths, device=device)
 
-    def launch(self, steps: int, clock: Clock) -> "TakenSteps":
+    def launch(self, steps: int, clock: Clock) -> "FinishedSteps":
         """Run `steps` decode steps."""
         with clock.part("decode"), decode_context(self.model):
-            drawn = [self._step() for _ in range(steps)]
-        return TakenSteps(*(torch.stack(each, dim=1).cpu() for each in zip(*drawn, strict=True)))
+            results = [self._step() for _ in range(steps)]
+        return FinishedSteps(*(torch.stack(each, dim=1).cpu() for each in zip(*results, strict=True)))
 
     def _step(self) -> tuple[Tensor, ...]:
         """Return the next token [S] of each active slot, its log-prob [S] and, if recorded, the chosen experts [S, R, K]."""
@@ -115,8 +115,8 @@ class EagerRunner:
 
 
 @dataclass(frozen=True)
-class TakenSteps:
-    """Results of steps that have completed."""
+class FinishedSteps:
+    """Results of finished steps."""
 
     tokens_Sn: Tensor
     logprobs_Sn: Tensor
@@ -285,7 +285,7 @@ class GraphRunner:
         return [weight.data_ptr() for weight in (*self.model.parameters(), *buffers)]
 
     def _buffers(self, module: torch.nn.Module) -> list[Tensor]:
-        """Return the module's buffers that graphs read. Those of longrope are computed in every step."""
+        """Return the module's buffers that graphs read. A step computes those of longrope itself."""
         return [] if getattr(module, "rope_type", None) == "longrope" else list(module.buffers(recurse=False))
 
 
@@ -313,8 +313,7 @@ def truncates(sampling: Sampling) -> bool:
 
 
 def graphs_work_on(device: torch.device, kv: KV) -> bool:
-    """Return whether decode steps can be captured as CUDA graphs on this device. Prints a notice if the device is a GPU
-    without Triton."""
+    """Return whether decode steps can be captured as CUDA graphs on this device. Print a notice for a GPU without Triton."""
     if device.type != "cuda":
         return False
     if not usable(device):

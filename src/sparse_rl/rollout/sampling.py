@@ -1,4 +1,4 @@
-"""Draw one token per row from logits with one uniform number per row, and return its exact log-prob."""
+"""Sample one token per row from logits with one uniform number per row, and return its exact log-prob."""
 
 # B rows, V vocabulary
 

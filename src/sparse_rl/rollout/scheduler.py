@@ -92,8 +92,8 @@ class Sequence:
         return self.held >= PAGE_TOKENS and self.pages_to_come > 0
 
     def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int, repeats_at: int) -> int:
-        """Append sampled tokens up to the end of the rollout and return how many were taken. `stop_at` is the index of the
-        first stop token and `repeats_at` that of the first repetition; each is the number of tokens if there is none."""
+        """Append sampled tokens up to the end of the rollout and return their number. `stop_at` and `repeats_at` are the indices
+        of the first stop token and the first repetition, or the number of tokens if there is none."""
         if stop_at == repeats_at == len(tokens) < self.remaining:  # fast path: most chunks end no sequence
             self.pieces.append((tokens, logprobs))
             self.tokens += stop_at
@@ -163,7 +163,7 @@ class Scheduler:
             self.more = self.more if requests else None
         return bool(self.waiting or self.active)
 
-    def worth_a_prefill(self) -> bool:
+    def should_prefill(self) -> bool:
         """Return whether enough slots and pages are free for a prefill. Sequences that have ended but are not retired yet
         count as free."""
         ended = Counter(sequence.request.group for sequence in self.active if sequence.finish is not None)
@@ -185,8 +185,8 @@ class Scheduler:
     def _pages_for(self, request: Request, entering: list[Request]) -> int:
         """Return the number of free pages that a request needs to enter together with the requests in `entering`.
 
-        In a dense cache, this includes the pages of a paused sequence, and headroom for it and all running sequences. The partly filled last
-        pages of groups that enter before it become free once they have started.
+        In a dense cache, this includes the pages of a paused sequence, and headroom for it and all running sequences. The
+        partly filled last pages of groups that enter before it become free once they have started.
         """
         assert self.pages is not None
         needed = 0 if request.group in self.pages.of_group else pages_of(len(request.prompt))
@@ -198,7 +198,7 @@ class Scheduler:
             to_come = running + [pages_to_fill(each) for each in (*entering, request)]
             before = {each.group: len(each.prompt) for each in entering if each.group != request.group}
             partial = sum(len(self.pages.of_group[group]) - tokens // PAGE_TOKENS for group, tokens in before.items())
-            needed = max(needed, needed + sum(min(HEADROOM_PAGES, pages) for pages in to_come) - partial)
+            needed += max(0, sum(min(HEADROOM_PAGES, pages) for pages in to_come) - partial)
         return needed
 
     def _own_tokens(self, request: Request) -> int:
@@ -233,8 +233,7 @@ class Scheduler:
         return groups
 
     def _take_pages(self, request: Request, groups: list[list[Request]]) -> bool:
-        """Take pages for the request's group, unless it has them, and for a paused sequence. Return False if too few are
-        free."""
+        """Take pages for the request's group, unless it has them, and for a paused sequence. Return False if too few are free."""
         if self.pages is None:
             return True
         if self._pages_for(request, [each for group in groups for each in group]) > len(self.pages.free):

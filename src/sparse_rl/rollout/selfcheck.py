@@ -1,4 +1,4 @@
-"""Check that a model gives the same log-probs through our attention views as on its own. Runs once, when an engine is built.
+"""Check that a model gives the same log-probs with and without our attention views. Runs once, when an engine is built.
 
 Attention shapes do not reveal every difference. A model may mix tokens outside attention, apply its own mask, or derive
 positions from the row index instead of the position ids. The check runs a small float32 stand-in with one layer of each kind.
@@ -49,7 +49,7 @@ ROUNDING = 10
 """Tolerated multiple of the model's own rounding error, which is the difference between one pass and single steps with the
 model's own cache. Large activations (Qwen2.5) amplify rounding a hundredfold."""
 MAX_TOLERANCE = 3e-3
-"""Upper limit of that tolerance. A model whose own rounding error is larger cannot be checked."""
+"""Upper limit of that tolerance. A model with a larger rounding error cannot be checked."""
 SEEDS = 2
 """Number of random token draws, of which one must pass. Rounding may route a token to another expert."""
 
@@ -69,7 +69,8 @@ def check_model(model: PreTrainedModel, limits: AttentionLimits) -> None:
     except Exception as error:  # the model's modules cannot be separated, or do not run separately
         if isinstance(error, UserError) and error.__cause__ is None:
             raise  # the layers break a rule, so the whole model does too
-        stand_in, max_gap = model, MAX_GAP_FLOAT32 if limits.shape.dtype == torch.float32 else MAX_GAP_HALF
+        stand_in = model
+        max_gap = MAX_GAP_FLOAT32 if limits.shape.dtype == torch.float32 else MAX_GAP_HALF
     with torch.no_grad(), _exact_products(), eval_mode(stand_in):
         try:
             gap = _smallest_gap(stand_in, limits, max_gap)
@@ -114,12 +115,14 @@ def _compare(model: PreTrainedModel, limits: AttentionLimits, seed: int, max_gap
     spread = float(torch.cat(own).std(dim=-1).mean())
     pairs = [
         *zip(own, _packed(model, sequences), strict=True),
-        *zip((each[_prompt(each) - 1 :] for each in own), _sampled(model, shape, sequences), strict=True),
+        *zip((each[_prompt_tokens(each) - 1 :] for each in own), _sampled(model, shape, sequences), strict=True),
     ]
     gap = max(_gap(*pair) for pair in pairs)
     if gap <= MAX_TOLERANCE * spread and _caches_plain_keys(model, shape):
         gap = max(gap, _gap(*_deep(model, shape, room, draw)))
-    rounding = _gap(own[0][_prompt(own[0]) - 1 :], _step_by_step(model, sequences[0])) if gap > max_gap * spread else 0.0
+    rounding = (
+        _gap(own[0][_prompt_tokens(own[0]) - 1 :], _step_by_step(model, sequences[0])) if gap > max_gap * spread else 0.0
+    )
     return gap, spread, rounding / spread
 
 
@@ -127,7 +130,7 @@ def _gap(left_NV: Tensor, right_NV: Tensor) -> float:
     return float((left_NV.float().log_softmax(-1) - right_NV.float().log_softmax(-1)).abs().max())
 
 
-def _prompt(tokens) -> int:
+def _prompt_tokens(tokens) -> int:
     """Return the number of tokens of a sequence that belong to the prompt."""
     return max(1, len(tokens) - DECODED)
 
@@ -168,11 +171,11 @@ def _sampled(model: PreTrainedModel, shape: CacheShape, sequences: list[list[int
     """Return the logits from the last prompt token on, computed as in the sampler: packed prompts, then one token of each
     sequence per step."""
     cache = _cache(shape, len(sequences), max(map(len, sequences)))
-    prompts = [PromptInSlots(tokens[: _prompt(tokens)], [slot], [0]) for slot, tokens in enumerate(sequences)]
+    prompts = [PromptInSlots(tokens[: _prompt_tokens(tokens)], [slot], [0]) for slot, tokens in enumerate(sequences)]
     logits_SV, *_ = prefill(model, cache, get("full"), DENSE, prompts)
     rows = [logits_SV]
     lengths = torch.tensor([len(prompt.prompt) for prompt in prompts], device=model.device)
-    rest = torch.tensor([tokens[_prompt(tokens) :] for tokens in sequences], device=model.device)
+    rest = torch.tensor([tokens[_prompt_tokens(tokens) :] for tokens in sequences], device=model.device)
     for step in range(rest.shape[1]):
         longest = max(map(len, sequences)) - rest.shape[1] + step + 1
         rows.append(_decode(model, cache, rest[:, step], lengths + step, longest))
@@ -193,7 +196,7 @@ def _decode(model: PreTrainedModel, cache: SlotCache, tokens_S: Tensor, position
 
 
 def _own_cache(model: PreTrainedModel, shape: CacheShape) -> DynamicCache:
-    """Return a cache of transformers. Without a configuration it holds keys alone, of all tokens."""
+    """Return an empty transformers cache. Without a configuration it holds all keys, and no states."""
     return DynamicCache(config=model.config) if shape.states else DynamicCache()
 
 
@@ -234,9 +237,9 @@ def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Ge
 
 def _step_by_step(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     """Return the same logits as `_sampled` for one sequence, computed with the model's own cache."""
-    out = model(_row(model, tokens[: _prompt(tokens)]), use_cache=True)
+    out = model(_row(model, tokens[: _prompt_tokens(tokens)]), use_cache=True)
     rows = [out.logits[0, -1]]
-    for token in tokens[_prompt(tokens) :]:
+    for token in tokens[_prompt_tokens(tokens) :]:
         out = model(_row(model, [token]), past_key_values=out.past_key_values, use_cache=True)
         rows.append(out.logits[0, -1])
     return torch.stack(rows)

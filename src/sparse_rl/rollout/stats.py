@@ -32,8 +32,8 @@ class Stats:
     side_bytes: int = 0
     """Bytes of positions, lengths, the ring buffer of queries and page tables."""
     scratch_bytes: int = 0
-    """Peak bytes of prefill's keys and values outside the cache: one layer of the packed prompts, all layers of a long prompt until
-    it is compressed, or a prompt whose samples wait for slots."""
+    """Peak bytes of prefill's keys and values outside the cache: one layer of the packed prompts, all layers of a long prompt
+    until it is compressed, or a prompt whose samples wait for slots."""
     slot_steps: int = 0
     kept_tokens: int = 0
     """Cached tokens, summed over decode steps and sequences."""
@@ -63,7 +63,9 @@ class Stats:
         """Combine the statistics of two engines that ran concurrently. Counts are added; for times and memory the maximum is
         used."""
         mine, theirs = vars(self), vars(other)
-        return Stats(**{name: max(mine[name], theirs[name]) if name in LARGER else mine[name] + theirs[name] for name in mine})
+        return Stats(
+            **{name: max(mine[name], theirs[name]) if name in MERGED_BY_MAX else mine[name] + theirs[name] for name in mine}
+        )
 
     @property
     def host_s(self) -> float:
@@ -104,15 +106,15 @@ class Stats:
         self.straggler_page_steps += steps * pages.straggler_pages
 
     def count_steps(self, taken: np.ndarray, held: np.ndarray, dense: np.ndarray) -> None:
-        """Count `taken` steps of each sequence. `held` is the number of tokens it held before the first step, and `dense` is
-        the number that a dense cache would have held."""
+        """Count `taken` steps of each sequence. `held` is the number of tokens it held before the first step, and `dense` the
+        number in a dense cache."""
         grown = taken * (taken + 1) // 2
         self._useful_steps += int(taken.sum())
         self.kept_tokens += int((taken * held + grown).sum())
         self.dense_tokens += int((taken * dense + grown).sum())
 
 
-LARGER = (
+MERGED_BY_MAX = (
     "seconds", "prefill_s", "decode_s", "compaction_s", "steps", "peak_kv_bytes", "side_bytes", "scratch_bytes",
     "dense_peak_tokens", "pool_pages", "peak_pages",
 )  # fmt: skip

@@ -27,7 +27,7 @@ Callback = Callable[[int, dict[str, float]], Any]
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """Objects of a Python caller that no configuration can hold."""
+    """Python objects that a configuration cannot hold."""
 
     reward: Callable[..., Any] | None = None
     callback: Callback | None = None
@@ -40,7 +40,7 @@ class Trainer:
     function in TRL's convention, also a closure or a lambda. It runs in this process in `reward.workers` threads, one sample
     per call, and can share state with the caller. A call beyond `reward.timeout_s` is abandoned and counted, but not killed; a
     reward by name runs in processes, which are killed. `dataset` and `test` are lists of dicts or `datasets.Dataset`s with a
-    prompt (text or messages), an answer and any other columns. They are written to JSON Lines files beside the run folder.
+    prompt (text or messages), an answer and any other columns. They are written to JSON Lines files next to the run folder.
     `callback(step, metrics)` is called after each step; the run stops with a checkpoint if it returns True.
     """
 
@@ -91,7 +91,7 @@ class Trainer:
         if not is_address(run_dir):  # on every rank, before it replaces the rows of an earlier run
             refuse_folders([self.config], run_dir, resume=resume, overwrite=overwrite)
         with _rows_of_a_restored_run(run_dir, [split for split, rows in given.items() if rows is not None]):
-            files = {split: _stored(rows, split, run_dir, resume) for split, rows in given.items() if rows is not None}
+            files = {split: _stored(rows, split, run_dir, resume=resume) for split, rows in given.items() if rows is not None}
             config = Config(**merged_tables(self.config.model_dump(by_alias=True), {"data": files}))
             (run,) = train(config, resume=resume, overwrite=overwrite, objects=self.objects)
         return run
@@ -136,7 +136,7 @@ def _rows(rows: Rows | None, split: str) -> list[Mapping[str, Any]] | None:
 
 @contextmanager
 def _rows_of_a_restored_run(run_dir: str, splits: list[str]) -> Iterator[None]:
-    """Put the rows of an earlier run back if the block fails and the run folder still holds that run."""
+    """Restore the rows of an earlier run if the block fails and the run folder still holds that run."""
     earlier = {path: path.read_bytes() for split in splits if (path := _rows_file(split, run_dir)).exists()}
     config = _config_stamp(run_dir)
     try:
@@ -149,7 +149,7 @@ def _rows_of_a_restored_run(run_dir: str, splits: list[str]) -> Iterator[None]:
 
 
 def _config_stamp(run_dir: str) -> tuple[int, int] | None:
-    """Return what tells a run's config.toml from that of another run; None without a run on disk."""
+    """Return the time and inode of a run's config.toml, which identify the run; None without a run on disk."""
     try:
         info = backup.current(Path(run_dir), "config.toml").stat()
     except OSError:
@@ -164,8 +164,8 @@ def _rows_file(split: str, run_dir: str) -> Path:
     return Path(tempfile.gettempdir()) / f"sparse-rl-{os.getuid()}" / f"{name}.{split}.jsonl"
 
 
-def _stored(rows: list[Mapping[str, Any]], split: str, run_dir: str, resume: bool) -> str:
-    """Write the rows to a JSON Lines file beside the run folder and return its path. A resumed run and `sparse-rl eval` read it
+def _stored(rows: list[Mapping[str, Any]], split: str, run_dir: str, *, resume: bool) -> str:
+    """Write the rows to a JSON Lines file next to the run folder and return its path. A resumed run and `sparse-rl eval` read it
     again."""
     path, lines = _rows_file(split, run_dir), []
     for number, row in enumerate(rows, 1):

@@ -40,8 +40,8 @@ class AutoBudget:
         terminal: RunTerminal,
         world: World,
     ):
-        """Set up the controller. `budgets` are those that fit, in ascending order; `store_tokens` is the longest prompt of the
-        run and its evaluations."""
+        """Set up the controller. `budgets` are those that fit, in ascending order; `store_tokens` is the length of the longest
+        prompt of the run and its evaluations."""
         self.config, self.budgets, self.plan = config, list(budgets), plan
         self.engine, self.actor, self.optimizer = engine, actor, optimizer
         self.longest_prompt, self.store_tokens = longest_prompt, store_tokens
@@ -67,19 +67,19 @@ class AutoBudget:
             ) from error
         wanted = min(state.budget, self.budgets[-1])
         smaller = [budget for budget in reversed(self.budgets) if budget < wanted]
-        for most in (wanted, *smaller, self.engine.kv.kept_tokens):  # the last one is that of the present cache
-            if (seconds := self._resize(most)) is not None:
+        for largest in (wanted, *smaller, self.engine.kv.kept_tokens):  # last, the current budget
+            if (seconds := self._resize(largest)) is not None:
                 break
-        if most != wanted:  # the plan was too optimistic
-            self.budgets = [budget for budget in self.budgets if budget <= most]
-        self.state = state if most == state.budget else BudgetState(most, state.tokens)
-        if most < state.budget:
-            self._note(step, state.budget, f"only {most:,} tokens fit in the memory of this machine", seconds or 0.0)
+        if largest != wanted:  # the plan was too optimistic
+            self.budgets = [budget for budget in self.budgets if budget <= largest]
+        self.state = state if largest == state.budget else BudgetState(largest, state.tokens)
+        if largest < state.budget:
+            self._note(step, state.budget, f"only {largest:,} tokens fit in the memory of this machine", seconds or 0.0)
 
     # Before the first step
 
     def probe(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Use the smallest budget that meets the targets, and print what was measured. Raise UserError if none does."""
+        """Use the smallest budget that meets the targets, and print the measurements. Raise UserError if none does."""
         self.actor.merge()
         measured: dict[int, ProbeRow] = {}
 
@@ -106,7 +106,7 @@ class AutoBudget:
         self._note(0, 0, f"{share}, the smallest of {len(rows)} measured budgets that meets the targets", seconds)
 
     def _measured(self, prompts: Sequence[Sequence[int]], budget: int) -> ProbeRow | None:
-        """Return what is measured with this budget, or None if memory ran out."""
+        """Return the measurement of this budget, or None if memory ran out."""
         if self._resize(budget) is None:
             self.budgets = [each for each in self.budgets if each < budget]
             return None
@@ -157,7 +157,7 @@ class AutoBudget:
     # The cache
 
     def _resize(self, budget: int) -> float | None:
-        """Rebuild the cache and its graphs. Return the seconds, or None if memory ran out and the cache is as before."""
+        """Rebuild the cache and its graphs. Return the seconds. If memory runs out, restore the old cache and return None."""
         device, before = self.actor.learner.device, self.engine.kv.kept_tokens
         started, failed = device_time(device), False
         if budget == before:
@@ -181,7 +181,7 @@ class AutoBudget:
         calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
         self.engine.reserve_dense(self.store_tokens, rollout.max_tokens, *calls)
         self.engine.reserve_prompts(self.store_tokens, *calls)
-        if device.type == "cuda":  # capture the graphs now, so that the cost is known and memory is tested
+        if device.type == "cuda":  # capture the graphs now, to measure their time and to test memory
             try_sampler(self.engine, self.longest_prompt, self.config)
 
     def _note(self, step: int, before: int, reason: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Measure before the first step which budget a run needs: sample with budgets of a ladder and compare with the dense model."""
+"""Measure before the first step which budget a run needs: sample with several budgets and compare with the dense model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +50,8 @@ def probe_budget(
     routing: bool = False,
 ) -> ProbeRow:
     """Sample `samples` responses to evenly spaced prompts at the engine's budget, on all ranks together, and compare their
-    log-probs with those of the dense model, which uses their expert choices if `routing` is set. The same seeds serve every budget."""
+    log-probs with those of the dense model. With `routing`, the dense model uses their expert choices. All budgets use the same
+    seeds."""
     started = device_time(model.device)
     count = -(-ROLLOUTS // samples)
     spaced = [number * len(prompts) // count for number in range(count)]
@@ -69,17 +70,8 @@ def probe_budget(
 
 def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -> Table:
     table = Table(title=f"kv.budget = auto: the smallest budget with {targets}", title_justify="left")
-    for heading in (
-        "budget",
-        targets.judged,
-        "xi p05, long responses",
-        "k3",
-        "response tokens, p90",
-        "slots",
-        "KV",
-        "seconds",
-        "",
-    ):
+    headings = ("budget", targets.judged, "xi p05, long responses", "k3", "response tokens, p90", "slots", "KV", "seconds", "")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
         each = row.figures
@@ -90,7 +82,7 @@ def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -
 
 
 def unreachable(row: ProbeRow, targets: Targets, kv: KV, limit: str) -> UserError:
-    """Return the error of a probe in which no budget meets the targets. `row` is the largest one, and `limit` says why."""
+    """Return the error of a probe in which no budget meets the targets. `row` has the largest budget, and `limit` is what limits it."""
     found = f"{row.figures.rejected:.1%} {targets.judged}, xi p05 of long responses {row.figures.tail:.2f}"
     return UserError(f"No budget up to {row.budget:,} tokens, {limit}, has {targets} (found: {found}): {remedy(kv)}.")
 

@@ -20,7 +20,7 @@ BARS = "▁▂▃▄▅▆▇█"
 BUCKETS = 30
 """Maximum characters of a curve."""
 MACHINE = ("run_dir", "compare", "ranks", "ray", "log")
-"""Options that say where a run ran, and nothing about the model."""
+"""Options of the machine, which a card leaves out."""
 PATHS = {"model": ("path",), "data": ("train", "test", "dir"), "reward": ("function",)}
 """Options that may hold paths of the machine. A card shows only their last part."""
 Row = dict[str, float]
@@ -51,20 +51,20 @@ def _metadata(config: Config, adapter: bool) -> str:
     base, source = config.model.path, config.data.train
     origin = TASKS[source].train if source in TASKS else None
     dataset = origin.hub.id if origin and origin.hub else source.split(":")[0]
-    about: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["sparse-rl", "reinforcement-learning", config.loss.name],
     }
-    about |= {"base_model": base} if is_hub_id(base) else {}
-    about |= {"datasets": [dataset]} if is_hub_id(dataset) else {}
-    return ModelCardData(**about).to_yaml()
+    metadata |= {"base_model": base} if is_hub_id(base) else {}
+    metadata |= {"datasets": [dataset]} if is_hub_id(dataset) else {}
+    return ModelCardData(**metadata).to_yaml()
 
 
 def _summary(kv: KV) -> str:
     bits = f" in {kv.dtype.removesuffix('bit')} bits" if kv.quantised else ""
-    beside = ", the prompt beside them" if kv.stores_prompts else ""
-    cache = f"a KV cache of at most {kv.capacity:,} tokens per layer and head{bits}{beside}"
+    prompts = ", plus the prompt" if kv.stores_prompts else ""
+    cache = f"a KV cache of at most {kv.capacity:,} tokens per layer and head{bits}{prompts}"
     if kv.policy == "full":
         cache = f"a KV cache with all keys{bits}" if bits else "a dense KV cache"
     return f"Trained by reinforcement learning with sparse-rl. Rollouts ran on {cache}."
@@ -73,7 +73,7 @@ def _summary(kv: KV) -> str:
 def _facts(config: Config, kv: KV, rows: Sequence[Row], step: int, merge: bool) -> list[tuple[str, str]]:
     lora, rollout = config.model.lora, config.rollout
     correction = "none" if config.method in SHADOW_METHODS else config.correction.preset or config.default_preset
-    own = " with options of its own" if config.correction.model_dump(exclude={"preset"}, exclude_none=True) else ""
+    changed = " with changed options" if config.correction.model_dump(exclude={"preset"}, exclude_none=True) else ""
     weights = f"LoRA rank {lora.rank}, {'merged into the weights' if merge else 'adapter'}" if lora.rank else "all weights"
     weights += ", trained on base weights in 4 bits (NF4)" if lora.base == "4bit" else ""
     held, dense = (peak(list(rows), key) for key in PEAKS)
@@ -83,7 +83,7 @@ def _facts(config: Config, kv: KV, rows: Sequence[Row], step: int, merge: bool) 
         ("trained", weights),
         ("problems", _short(config.data.train)),
         ("reward", _short(config.reward.function_for(config.data.train))),
-        ("method, correction", f"{config.method}, {correction}{own}"),
+        ("method, correction", f"{config.method}, {correction}{changed}"),
         ("KV cache of the sampler", f"{kv.label}, budget set by the run" if config.sets_budget else kv.label),
         ("KV memory", f"{size(held)} allocated at most; a dense cache would have held {size(dense)}" if held else ""),
         ("step", f"{step} of {config.steps}"),

@@ -186,11 +186,11 @@ def load_last(
             return LoadedCheckpoint(state, statistics, damaged, unfinished_after(folder, step), verified)
     if damaged:
         raise UserError(f"{damaged[0]} No other checkpoint is intact: start over with --overwrite, or use another --run-dir.")
-    agreed(world, lambda: _clearbegun(folder, reached) if world.is_main else None)
+    agreed(world, lambda: _remove_incomplete(folder, reached) if world.is_main else None)
     return None
 
 
-def _clearbegun(folder: Place, reached: float) -> None:
+def _remove_incomplete(folder: Place, reached: float) -> None:
     """Remove the incomplete checkpoints of a folder in which no checkpoint has a state.json.
 
     A killed run leaves at most one incomplete checkpoint, at its last step. A checkpoint of an earlier step was complete and

@@ -62,10 +62,10 @@ def prune(folder: Place, keep: int, best_step: int, warn: Callable[[str], None] 
                 warn(f"The old checkpoint {at_step(folder, step)} could not be removed ({first_line(error)}).")
 
 
-def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) -> str | None:
+def disk_warning(folder: Place, checkpoint_bytes: int, model_bytes: int, to_come: int, keep: int) -> str | None:
     """Return a warning if the free disk space is too small for the checkpoints kept at one time and the final model.
 
-    Return None if the space suffices. Shared storage counts as unlimited.
+    `to_come` is the number of checkpoints that the run will write. Shared storage counts as unlimited.
     """
     if not isinstance(folder, Path):
         return None
@@ -75,11 +75,11 @@ def disk_warning(folder: Place, each: int, model: int, to_come: int, keep: int) 
         return None
     existing = len(begun(folder))
     at_once = min(existing + to_come, keep + 2)  # + 2: the best checkpoint, and the next one while it is written
-    more = max(0, at_once - existing) * each + model
-    if not to_come or not disk.total or disk.free >= more:
+    needed = max(0, at_once - existing) * checkpoint_bytes + model_bytes
+    if not to_come or not disk.total or disk.free >= needed:
         return None
     return (
-        f"The disk of {folder.parent} has {gib(disk.free)} GiB free, but checkpoints of {gib(each)} GiB ({at_once} at "
-        f"once) and the model need {gib(more)} GiB more: free disk space, lower --checkpoint.keep or raise "
+        f"The disk of {folder.parent} has {gib(disk.free)} GiB free, but checkpoints of {gib(checkpoint_bytes)} GiB ({at_once} at "
+        f"once) and the model need {gib(needed)} GiB more: free disk space, lower --checkpoint.keep or raise "
         "--checkpoint.every."
     )

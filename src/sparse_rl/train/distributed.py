@@ -69,6 +69,7 @@ RUNS = itertools.count()
 
 @contextmanager
 def lost_ranks_named() -> Iterator[None]:
+    """Turn the error that a lost rank causes in the block into RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -120,11 +121,11 @@ def address() -> str:
 
     It is the local address of a connection to MASTER_ADDR. If that is a loopback address, return MASTER_ADDR.
     """
-    meeting = os.environ["MASTER_ADDR"]
+    master = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends no packet
-        probe.connect((meeting, int(os.environ["MASTER_PORT"])))
+        probe.connect((master, int(os.environ["MASTER_PORT"])))
         mine = probe.getsockname()[0]
-    return meeting if mine.startswith("127.") else mine
+    return master if mine.startswith("127.") else mine
 
 
 STORE_TIMEOUT = timedelta(seconds=5)
@@ -154,6 +155,7 @@ def refuse_too_large(config: Config, memory_bytes: int) -> None:
 
 
 def refuse_differences(world: World, config: Config) -> None:
+    """Raise UserError if ranks have different versions or options."""
     mine = {"the version of sparse-rl": __version__, "the version of torch": torch.__version__}
     mine |= options_of(config)
     first, *others = world.gather(mine)

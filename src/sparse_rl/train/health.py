@@ -90,8 +90,8 @@ class Health:
     def stop_if_no_verdicts(self, batch: RolloutBatch) -> None:
         """Raise UserError if the reward graded no rollout in the first step, or in `SILENT_STEPS` consecutive steps."""
         state = self.state
-        state.silent_steps = state.silent_steps + 1 if batch.silent else 0
-        if batch.silent and (state.step == 0 or state.silent_steps >= SILENT_STEPS):
+        state.silent_steps = state.silent_steps + 1 if batch.grading_failure else 0
+        if batch.grading_failure and (state.step == 0 or state.silent_steps >= SILENT_STEPS):
             last = checkpoint_folder.latest(self.checkpoints)
             remedy = f"fix reward.function{f' and continue from {last} with --resume' if last else ''}"
-            raise UserError(f"{batch.silent}: {remedy}.")
+            raise UserError(f"{batch.grading_failure}: {remedy}.")

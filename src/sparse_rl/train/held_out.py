@@ -59,7 +59,7 @@ class Evaluator:
         key = f"eval/{name}/pass@1{suffix}"
         metrics = {key: result.mean.mean, f"{key}_low": result.mean.low, f"{key}_high": result.mean.high}
         metrics[f"eval/{name}/no_verdict{suffix}"] = float(result.ungraded)
-        if result.graded:
+        if result.is_mean_reward:
             metrics[f"eval/{name}/graded"] = 1.0
         if result.ungraded:
             self.terminal.warn(
@@ -75,7 +75,7 @@ class Evaluator:
         return max(len(held_out.examples) for held_out in self.sets)
 
     def caches(self) -> list[str]:
-        """Return the caches to evaluate with: dense, sparse or both. Without a plan, memory does not decide."""
+        """Return the caches to evaluate with: dense, sparse or both. Without a plan, memory is not considered."""
         return self.config.evaluation_caches(
             is_sparse=self.engine.is_sparse,
             dense_slots=self._dense_slots() if self.plan is not None else None,
@@ -121,7 +121,7 @@ class Evaluator:
         """Let the training engine use a larger prompt store, if it protects prompts.
 
         Its own store holds a prompt once for several samples. An evaluation has one sample per prompt, so it needs more
-        prompts to fill the slots. The plan limits the store; on a GPU without a plan, the own store is used.
+        prompts to fill the slots. The plan limits the store; on a GPU without a plan, the engine keeps its own store.
         """
         if engine is not self.engine or not engine.kv.stores_prompts:
             yield

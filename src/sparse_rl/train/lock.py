@@ -58,7 +58,7 @@ class Holder:
 
     @property
     def is_alive(self) -> bool | None:
-        """Return whether the process is alive. Return None if it runs on another machine or in another PID namespace."""
+        """True if the process is alive; None if it runs on another machine or in another PID namespace."""
         if not (self.same_machine and self.namespace and self.namespace == _namespace()):
             return None
         return _ticks(self.pid) == self.ticks
@@ -86,7 +86,7 @@ class RunLock:
     def acquire(self) -> None:
         """Take the lock, or raise a UserError that names its holder."""
         for _ in range(ATTEMPTS):
-            if self._taken():
+            if self._try_acquire():
                 break
         else:
             raise self._refusal(self._file.read()[0])
@@ -102,7 +102,7 @@ class RunLock:
                 self._file.remove(self.holder)
         self._file.close()
 
-    def _taken(self) -> bool:
+    def _try_acquire(self) -> bool:
         """Try once to take the lock. Return True on success, False if the caller should retry."""
         exclusive = self._file.open()
         holder, _ = self._file.read()
@@ -130,8 +130,8 @@ class RunLock:
             return False
         if holder is None:
             return True
-        again = bool(holder.launch) and holder.launch == self.holder.launch
-        return again or holder.is_alive is False or (bool(exclusive) and holder.same_machine)
+        restarted = bool(holder.launch) and holder.launch == self.holder.launch
+        return restarted or holder.is_alive is False or (bool(exclusive) and holder.same_machine)
 
     def _wait_for_flock(self, holder: Holder | None) -> None:
         """Wait until flock is free or its holder changes; raise UserError on a timeout.

@@ -39,10 +39,10 @@ class TensorBoard:
 class WandbLike:
     """Logger for wandb and trackio, which share one interface."""
 
-    def __init__(self, module: Any, folder: Path, config: Config, **how: Any):
+    def __init__(self, module: Any, folder: Path, config: Config, **options: Any):
         project = os.environ.get(f"{module.__name__.upper()}_PROJECT", "sparse-rl")
         name = f"{folder.name}-{run_id(folder)[:6]}"
-        self.run = module.init(project=project, name=name, config=config.model_dump(mode="json"), **how)
+        self.run = module.init(project=project, name=name, config=config.model_dump(mode="json"), **options)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)

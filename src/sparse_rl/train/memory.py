@@ -26,8 +26,8 @@ UNPLANNED_SLOTS = 64
 
 
 def plan_run(config: Config, model: PreTrainedModel, prompt_tokens: int) -> Plan | None:
-    """Return the memory plan of a run; None on a CPU or if the model cannot be planned: its architecture is unknown, or it has
-    other weights than its text configuration states."""
+    """Return the memory plan of a run; None on a CPU, for an unknown architecture, or if the number of weights differs from that
+    of the text configuration."""
     if model.device.type != "cuda":
         return None
     try:

@@ -1,8 +1,8 @@
 """Choose the rollouts that run through the learner, and when: before the first update, or only in their training pass.
 
-The first update of a step trains the weights that sampled: pi_old = stopgrad pi_theta. So its training pass gives log pi_old,
-and a separate pass is needed only for the rows of later updates. Rows without a signal are not trained. A random share of them
-runs forward for the metrics, and each of these stands for several.
+The first update of a step trains the weights that sampled: pi_old = stopgrad pi_theta. Its training pass therefore gives log
+pi_old, and only the rows of later updates need a separate pass. Rows without a signal are not trained. A random share of them
+runs forward for the metrics, and each of these represents several.
 """
 
 import random
@@ -16,7 +16,7 @@ from .rollouts import RolloutBatch, RolloutGroup
 MEASURED_SHARE = 0.25
 """Share of the rows without a training pass that run forward for the metrics."""
 MIN_MEASURED = 8
-"""Minimum number of such rows, if there are as many."""
+"""Minimum number of such rows, if there are that many."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class PassPlan:
     before: list[int]
     """Rows whose log-probs are computed before the first update."""
     row_weights: dict[int, float]
-    """Rows with log-probs after the step, and the number of rows of the step that each stands for in the metrics."""
+    """Rows with log-probs after the step, and the number of rows of the step that each represents in the metrics."""
 
 
 def plan_passes(
     config: Config, spec: CorrectionSpec, batch: RolloutBatch, updates: Sequence[Sequence[RolloutGroup]], seed: int
 ) -> PassPlan:
-    """Plan the passes of a step whose updates use these groups. `seed` chooses the rows that are measured only."""
+    """Plan the passes of a step whose updates use these groups. `seed` chooses the rows that are only measured."""
     every = range(len(batch.samples))
     if not config.one_pass:
         return PassPlan(list(every), dict.fromkeys(every, 1.0))

@@ -35,7 +35,7 @@ def preflight(
     """Run the sampler, then the learner, on a GPU; raise UserError if memory runs out. On a CPU, do nothing.
 
     The sampler runs first, so that its CUDA graphs already hold their memory when the learner runs. If memory runs out while
-    `optimizer.gradient_checkpointing = auto` spares some layers on one rank, all layers are checkpointed.
+    `optimizer.gradient_checkpointing = auto` checkpoints only some layers on one rank, all layers are checkpointed.
     """
     if model.device.type != "cuda":
         return
@@ -99,8 +99,8 @@ def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int
     try:
         try_learner(model, optimizer, prompt, config, shape)
     except torch.OutOfMemoryError:
-        spared = optimizer.checkpointed_layers < len(decoder_layers(model))
-        if config.optimizer.gradient_checkpointing != "auto" or not spared or is_sharded(model):
+        more = optimizer.checkpointed_layers < len(decoder_layers(model))
+        if config.optimizer.gradient_checkpointing != "auto" or not more or is_sharded(model):
             raise
         return False
     return True

@@ -14,16 +14,14 @@ from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
 
-ROLLOUTS = 8
-TOKENS = 128
-"""Rollouts of a probe, and response tokens of each at most."""
+ROLLOUTS, TOKENS = 8, 128
+"""Rollouts of a probe, and maximum response tokens of each."""
 WARNED_K3 = 0.02
-"""k3 of quantisation from which a run warns. R-KV with a protected prompt and a budget of half of the response has about as
-much."""
+"""A run warns if k3 of quantisation exceeds this. R-KV with protected prompts and a budget of half the response is similar."""
 REFUSED_K3 = 0.5
-"""k3 from which a run is refused: a typical ratio is then beyond the bounds of most corrections."""
+"""A run is refused if k3 exceeds this: a typical ratio is then beyond the bounds of most corrections."""
 REFUSED_SHARE = 0.5
-"""Share of rejected rollouts from which a run is refused."""
+"""A run is refused if this share of rollouts or more is rejected."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def probe(
 ) -> Probe:
     """Sample a few short responses and measure their mismatch.
 
-    `most` prompts with `samples` samples each are those of a step, for which the cache is reserved.
+    `most` is the prompts per step and `samples` the samples per prompt, for which the cache is reserved.
     """
     count = min(most, -(-ROLLOUTS // samples))
     asked = prompts[:: -(-len(prompts) // count)]

@@ -18,7 +18,7 @@ from ..data.examples import Example, name_of
 from ..errors import UserError
 
 FREE_OPTIONS = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
-"""Prefixes of options that may change without a note. `scored_by` handles changes of `reward` and `checkpoint.best`."""
+"""Prefixes of options that may change without a note. `other_score` handles changes of `reward` and `checkpoint.best`."""
 NOTED_OPTIONS = (
     "steps",
     "optimizer.lr",

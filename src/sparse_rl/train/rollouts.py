@@ -54,12 +54,12 @@ class RolloutGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Return whether the rewards of the group differ and at least one rollout is in the loss."""
+        """True if the rewards of the group differ and at least one rollout is in the loss."""
         return not self.no_signal and any(sample.in_loss for sample in self.samples)
 
     @property
     def is_dropped(self) -> bool:
-        """Return whether fewer than two rollouts have a verdict, so that none is in the loss."""
+        """True if fewer than two rollouts have a verdict, so that none is in the loss."""
         return sum(sample.reward is not None for sample in self.samples) < 2
 
 
@@ -85,7 +85,7 @@ class RolloutBatch:
     old: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
     """Old log-probs and summed entropy of each row that was checked for rejection, by row."""
     old_s: float = 0.0
-    """Seconds of computing them."""
+    """Seconds in which they were computed."""
     prompts: int = 0
     grade_s: float = 0.0
     waited_s: float = 0.0
@@ -108,13 +108,13 @@ class RolloutBatch:
 
     @property
     def samples(self) -> list[GradedRollout]:
-        """Return all sampled rollouts by row, including replaced ones."""
+        """All sampled rollouts by row, including replaced ones."""
         grouped = [sample for group in self.groups for sample in group.samples]
         return sorted([*grouped, *self.replaced], key=lambda sample: sample.row) if self.replaced else grouped
 
     @property
-    def silent(self) -> str | None:
-        """Return why the reward graded no rollout. None if it graded at least one or received none."""
+    def grading_failure(self) -> str | None:
+        """Reason why the reward graded no rollout; None if it graded at least one or received none."""
         asked = len(self.samples) - self.counts["truncated"]
         if not asked or self.failures < asked:
             return None
@@ -217,7 +217,7 @@ class RolloutSampler:
     def _replace_rejected(
         self, batch: RolloutBatch, groups: Iterable[int], find_rejected: FindRejected, progress: ProgressCallback | None
     ) -> None:
-        """Replace rejected rollouts of these groups. Those that the last round rejects stay."""
+        """Replace rejected rollouts of these groups. Rollouts that the last round rejects remain."""
         rows = [sample.row for number in groups for sample in batch.groups[number].samples]
         for _ in range(MAX_DRAWS - 1):
             rejected = set(find_rejected(batch, rows))
@@ -279,8 +279,8 @@ class RolloutSampler:
         parts = [part]
         if self.world.size > 1:
             received = enumerate(self.world.gather(pack(part)))
-            beside = (prompts, per_prompt, seeds, self.engine.quantiser)
-            parts = [part if rank == self.world.rank else unpack(each, *beside) for rank, each in received]
+            known = (prompts, per_prompt, seeds, self.engine.quantiser)
+            parts = [part if rank == self.world.rank else unpack(each, *known) for rank, each in received]
         first = len(batch.samples)
         samples: list[GradedRollout] = [None] * len(seeds)  # type: ignore[list-item]
         for each in parts:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def dry_run(config: Config) -> None:
-    """Show the resolved run. Writes nothing, loads no weights.
+    """Show the resolved run. Write nothing, load no weights.
 
     A missing package or an unreachable hub is reported, not fatal.
     """
@@ -145,8 +145,8 @@ def train(
     with joined(config) as world:
         config = config.changed(ranks={"count": world.size})
         console = wide_console() if world.is_main else Terminal(file=StringIO(), width=160, highlight=False)
-        again = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # a restart after a lost rank
-        if world.gather(again)[0]:
+        restarted = world.is_main and RunFolder(config.run_dir).launched_by(launch)  # after a lost rank
+        if world.gather(restarted)[0]:
             resume, overwrite = True, False
         objects = objects or PythonObjects()
         runs = train_all(config, console, world, resume=resume, overwrite=overwrite, launch=launch, objects=objects)
@@ -166,11 +166,11 @@ def train_all(
 ) -> list[TrainResult]:
     if not resume:
         refuse_unused_bits(config)
-    configs, again = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
+    configs, resume_with = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
             raise UserError("compare needs a --run-dir on a local disk: on remote storage, pass one --method.")
-        again = "the same command and --resume"
+        resume_with = "the same command and --resume"
         configs = [arm(config, method) for method in config.compare]
     check_sources(config.data, evaluates=config.eval.problems > 0)  # report a misspelt name before any other work
     if world.is_main:
@@ -192,7 +192,7 @@ def train_all(
                     console,
                     resume=resume,
                     overwrite=overwrite,
-                    again=again,
+                    resume_with=resume_with,
                     world=world,
                     launch=launch,
                     objects=objects,
@@ -261,12 +261,12 @@ def train_one(
     *,
     resume: bool,
     overwrite: bool,
-    again: str,
+    resume_with: str,
     world: "World",
     launch: str,
     objects: PythonObjects,
 ) -> bool:
-    """Train one run. Return whether it reached its last step. `again` is the command that continues a stopped run."""
+    """Train one run. Return whether it reached its last step. `resume_with` is the command that continues a stopped run."""
     from torch import OutOfMemoryError
 
     from ..models.load import no_progress_bar, place
@@ -318,7 +318,7 @@ def train_one(
                 trainer.report.write()
         done = trainer.state.step >= config.steps
         if not done:
-            terminal.note(f"Stopped at step {trainer.state.step}; continue with {again}.")
+            terminal.note(f"Stopped at step {trainer.state.step}; continue with {resume_with}.")
     return done
 
 

@@ -47,7 +47,7 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Return whether the folder holds a run, also if a killed start with --overwrite moved it to the backup."""
+        """True if the folder holds a run, also one that a killed start with --overwrite moved to the backup."""
         return self.remote.exists if self.remote else backup.current(self.path, "config.toml").exists()
 
     def stored_config(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class RunFolder:
 
     @property
     def is_free(self) -> bool:
-        """Return whether a new run may use the folder: it is missing, empty, or holds only files of a killed start."""
+        """True if a new run may use the folder: it is missing, empty, or holds only files of a killed start."""
         if self.remote:
             return storage.names_in(self.name) <= {"logs", backup.LOCK}  # logs of ranks whose start failed
         if not self.path.is_dir():
@@ -279,7 +279,7 @@ class RunFolder:
 
     @property
     def last_step(self) -> float:
-        """Return the last logged step. Return infinity if the final model exists, because every checkpoint was then saved."""
+        """Last logged step; infinity if the final model exists, because every checkpoint was then saved."""
         return math.inf if self.model.exists() else max((row["step"] for row in self.read_metrics()), default=0)
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:

@@ -48,7 +48,7 @@ class StepResult:
     batch: RolloutBatch
     old: OldLogprobs
     row_weights: dict[int, float]
-    """Rows with old log-probs, and the number of rows that each stands for in the metrics."""
+    """Rows with old log-probs, and the number of rows that each represents in the metrics."""
     corrected: Corrected
     """Correction over these rows, in order."""
     engine_noise: float
@@ -187,8 +187,8 @@ class TrainingStep:
         return dict(zip(rows, logprobs, strict=True)), dict(zip(rows, entropies, strict=True))
 
     def _replay_noise(self, batch: RolloutBatch) -> float | None:
-        """Return the engine noise of a few rows, as many as one pass replays. None if the old log-probs are the replay: of a
-        dense cache, and if the loss uses the sampler's view."""
+        """Return the engine noise of a few rows, as many as one pass replays. None if the old log-probs already are the replay:
+        with a dense cache, or if the loss uses the sampler's view."""
         if self.shadow or not self.engine.is_sparse:
             return None
         rows = batch.recorded[:NOISE_ROLLOUTS]
@@ -211,7 +211,7 @@ class TrainingStep:
         return dense_BT - sampler_BT, response_mask(rollouts).to(dense_BT.device)
 
     def _correct(self, batch: RolloutBatch, rows: Sequence[int], old: OldLogprobs) -> Corrected:
-        """Correct the rows of one update. On the sampler's own view xi is 1 by definition."""
+        """Correct the rows of one update. In the sampler's view, xi is 1 by definition."""
         log_xi_BT, mask_BT = self._log_xi(batch, rows, old.dense)
         if not self.shadow:
             return correct(log_xi_BT, mask_BT, self.spec)

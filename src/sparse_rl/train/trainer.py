@@ -82,10 +82,11 @@ class TrainingRun:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         evaluated = [prompt for held_out in inputs.held_out for prompt in held_out.prompts]
-        self.plan = plan_run(config, inputs.model, max(map(len, [*inputs.prompts, *evaluated])))
+        longest = max(map(len, [*inputs.prompts, *evaluated]))
+        self.plan = plan_run(config, inputs.model, longest)
         kv, budgets = config.sampler_kv, list[int]()
         if config.sets_budget:
-            budgets, start = self._possible_budgets(max(map(len, [*inputs.prompts, *evaluated])))
+            budgets, start = self._possible_budgets(longest)
             kv, self.plan = config.with_budget(start).kv, self.plan and plan_budget(config, self.plan, start)
         self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
         layers = max(world.gather(checkpointed_layers(config, self.plan, self.actor.learner)))  # FSDP runs layers together
@@ -95,10 +96,10 @@ class TrainingRun:
         self.rollout_sampler = RolloutSampler(
             config, inputs.examples, inputs.prompts, order, self.engine, self.tokenizer, self.pool, inputs.limits, world
         )
-        self.longest_prompt = self._longest(inputs.prompts, config.data.train, inputs.places)
+        self.longest_prompt = self._checked_longest(inputs.prompts, config.data.train, inputs.places)
         for held_out in inputs.held_out:
-            self._longest(held_out.prompts, f"the test problems, {held_out.source},")
-        longest, rollout = max(map(len, [self.longest_prompt, *evaluated])), config.rollout
+            self._checked_longest(held_out.prompts, f"the test problems, {held_out.source},")
+        rollout = config.rollout
         calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
         self.engine.reserve_dense(longest, rollout.max_tokens, *calls, kv_bytes=dense_bytes_of(self.plan, self.engine))
         self.engine.reserve_prompts(longest, *calls)
@@ -185,7 +186,7 @@ class TrainingRun:
         kv, longest = self.config.kv, self.config.longest_kept(prompt_tokens)
         if longest < kv.least_budget:
             raise UserError(
-                f"kv.budget = auto has no choice: sequences hold at most {longest} tokens to choose from, and the smallest budget is "
+                f"kv.budget = auto finds no budget: sequences hold at most {longest} tokens, fewer than the smallest budget of "
                 f"{kv.least_budget}. Train dense, or lower kv.window or kv.sinks."
             )
         budgets = min(self.world.gather(budgets_that_fit(self.config, self.plan, prompt_tokens)), key=len)
@@ -193,7 +194,7 @@ class TrainingRun:
         return budgets, max((budget for budget in budgets if budget <= half), default=budgets[0])
 
     def _use_budget(self) -> None:
-        """Use the plan of the present budget, and store the budget in checkpoints."""
+        """Use the plan of the current budget, and store the budget in checkpoints."""
         assert self.auto_budget is not None
         self.plan, self.state.budget = self.auto_budget.plan, self.auto_budget.stored()
         self.evaluator = replace(self.evaluator, plan=self.plan)
@@ -206,14 +207,17 @@ class TrainingRun:
 
     def _probe(self) -> None:
         """Measure the mismatch of a quantised cache. Warn if it is large, and refuse it if it ruins the model."""
-        if self.engine.kv.quantised:
-            self.actor.merge()
-            prompts, sampling = self.rollout_sampler.prompts, self.config.rollout.sampling(self.config.seed)
-            calls = {"most": self.config.rollout.prompts_per_step, "samples": self.config.rollout.samples_per_prompt}
-            found = probe(self.engine, self.actor.sampler, prompts, sampling, **calls)
-            found = self.world.gather(found)[0]  # ranks must agree
-            warning = found.warning()
-            self.terminal.warn(warning) if warning else self.terminal.note(f"{found.sentence}.")
+        if not self.engine.kv.quantised:
+            return
+        self.actor.merge()
+        rollout, prompts = self.config.rollout, self.rollout_sampler.prompts
+        inputs = (self.engine, self.actor.sampler, prompts, rollout.sampling(self.config.seed))
+        found = probe(*inputs, most=rollout.prompts_per_step, samples=rollout.samples_per_prompt)
+        found = self.world.gather(found)[0]  # ranks must agree
+        if warning := found.warning():
+            self.terminal.warn(warning)
+        else:
+            self.terminal.note(f"{found.sentence}.")
 
     # Training loop
 
@@ -264,9 +268,9 @@ class TrainingRun:
         step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint
         to_come = steps // settings.every - step // settings.every + bool(steps % settings.every)
         weights = self.optimizer.masters if self.actor.peft else list(self.actor.sampler.parameters())
-        model = sum(weight.numel() * weight.element_size() for weight in weights)
-        each = checkpoint.bytes_of(self.optimizer)
-        if warning := checkpoint_folder.disk_warning(self.folder.checkpoints, each, model, to_come, settings.keep):
+        model_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+        sizes = checkpoint.bytes_of(self.optimizer), model_bytes
+        if warning := checkpoint_folder.disk_warning(self.folder.checkpoints, *sizes, to_come, settings.keep):
             self.terminal.warn(warning)
 
     def _try_reward(self) -> None:
@@ -340,7 +344,7 @@ class TrainingRun:
             self.terminal.note(peak_line(memory))
         return memory
 
-    def _longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
+    def _checked_longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
         """Return the longest prompt. Raise PromptError if the prompt leaves no room for a response.
 
         `places` is given only for training problems. The error then suggests a value of `data.max_prompt_tokens`.

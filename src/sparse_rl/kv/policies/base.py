@@ -41,8 +41,8 @@ class Policy:
     reads_rows: ClassVar[bool] = False
     """True if `scores` also accepts keys as `kernels.rows.Rows`. Compaction on a GPU then does not copy keys."""
     compares_keys: ClassVar[bool] = True
-    """False if the order of two keys depends on neither other keys nor their number. Compaction then does not read prompts of
-    the prompt store, which are kept in any case."""
+    """False if the order of two keys depends on neither other keys nor their number. Compaction then does not read stored
+    prompts, which are always kept."""
     uses_seeds: ClassVar[bool] = False
     """True if `scores` reads the seed of the row. The samples of a prompt then drop different keys."""
     uses_statistics: ClassVar[tuple[str, ...]] = ()
@@ -54,7 +54,7 @@ class Policy:
     """True for all policies except `full`, whose cache grows with the sequence."""
 
     def __init_subclass__(cls) -> None:
-        """Reset what depends on `scores` and `select` to its default, for a class that defines one of them without setting it."""
+        """Reset the flags that describe `scores` and `select` to their defaults in a class that overrides one of them."""
         super().__init_subclass__()
         if "scores" in cls.__dict__ or "select" in cls.__dict__:
             for name, default in (("reads_rows", False), ("uses_values", True), ("compares_keys", True)):
@@ -71,7 +71,7 @@ class Policy:
         raise TypeError(f"{type(self).__name__} sets uses_statistics, so it must define collector().")
 
     def after(self, prompt: int) -> "Policy":
-        """Return this policy for keys that follow `prompt` tokens. These are kept anyway, and the sinks among them are not counted."""
+        """Return this policy for keys after `prompt` tokens, which are always kept and count as sinks."""
         if not self.sinks:
             return self
         policy = copy.copy(self)

@@ -43,7 +43,7 @@ class Aggregate:
     shares: Callable[[Tensor, Tensor, int], Tensor]
     """Function from (mask [B, T], divisors [B], max_tokens) of the whole update to [B, T]."""
     divides: Literal["sequence", "batch", "nothing"]
-    """What the divisors divide: each sequence by its own, all tokens by their sum, or nothing."""
+    """Use of the correction's divisors: each divides its sequence, their sum divides the batch, or they are ignored."""
 
 
 AGGREGATES = {
