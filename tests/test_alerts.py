@@ -53,7 +53,7 @@ def rows(*parts):
 
 
 def test_every_alert_has_a_trouble_and_a_limit():
-    assert TROUBLE.keys() == RULES.keys() == {*AlertsConfig.model_fields, "no_update"} - {"steps"}
+    assert {*TROUBLE, "held_out"} == RULES.keys() == {*AlertsConfig.model_fields, "no_update"} - {"steps"}
 
 
 @pytest.mark.parametrize("name", TROUBLE)
@@ -73,7 +73,7 @@ def test_it_begins_once_ends_and_may_begin_again(name):
         assert [alert.step for alert in check(story[:length], AlertsConfig())] == [step for step in (16, 26) if step <= length]
 
 
-@pytest.mark.parametrize("name", sorted(AlertsConfig.model_fields.keys() - {"steps"}))
+@pytest.mark.parametrize("name", sorted(AlertsConfig.model_fields.keys() - {"steps", "held_out"}))
 def test_a_limit_of_none_turns_it_off(name):
     story = rows((10, {}), (9, TROUBLE[name]))
     for word in (None, "none", "null"):
@@ -122,6 +122,36 @@ def test_answers_that_are_cut_off_count_sooner_after_a_fall():
     )
     assert [step for step, _ in told(0.6, 0.9)] == [8] and told(0.6, 0.9, truncated=0.7) == []
     assert told(0.6, 0.9, 0.15, truncated=0.7) == []
+
+
+def test_one_evaluation_clearly_below_the_best_begins_and_one_ends_an_alert():
+    """By interval and by the limit; steps without an evaluation do not count, and each benchmark has its own best score."""
+
+    def scores(mean, error, name="test"):
+        key = f"eval/{name}/pass@1"
+        return {key: mean, f"{key}_low": mean - error, f"{key}_high": mean + error}
+
+    def told(*evaluations, **limits):
+        story = rows(*((number, change) for each in evaluations for number, change in ((1, each), (4, {}))))
+        found = [alert for alert in check(story, AlertsConfig(**limits)) if alert.name == "held_out"]
+        return [(alert.step, alert.ended) for alert in found]
+
+    start = {**scores(0.3, 0.02), **scores(0.6, 0.02, "other")}
+    assert told(start, scores(0.4, 0.02), scores(0.3, 0.02), scores(0.39, 0.02)) == [(11, 16)]
+    assert told(start, scores(0.2, 0.02)) == [(6, None)] and told(start, scores(0.4, 0.02, "other")) == [(6, None)]
+    assert told(start, scores(0.2, 0.09)) == told(start, scores(0.27, 0.001)) == []
+    assert told(start, scores(0.2, 0.02), held_out="none") == told(start, scores(0.2, 0.02), held_out=0.5) == []
+
+
+def test_of_real_runs_those_that_lost_what_they_could_do_are_told_by_the_held_out_score():
+    paths = sorted(EVIDENCE_FOLDER.glob("*/raw/*.jsonl.gz"))
+    begun = {}
+    for path in paths:
+        with gzip.open(path, "rt") as file:
+            alerts = check([json.loads(line) for line in file], AlertsConfig())
+        begun |= {(path.parents[1].name, path.name.split(".")[0]): each.step for each in alerts if each.name == "held_out"}
+    lost = {("a-collapse", f"naive{run}"): 60 for run in ("-1", "-4-0", "-4-1")}
+    assert begun == {**lost, ("l-long", "naive-0"): 10} and len(paths) > 70
 
 
 def test_equal_rewards_want_another_remedy_after_a_fall():

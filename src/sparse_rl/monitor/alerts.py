@@ -52,6 +52,8 @@ class History:
     """Largest reward/std so far. If all rollouts of a step fail, its reward/std is 0 and does not measure noise."""
     early: list[float] = field(default_factory=list)
     """Gradient norms of the first steps, at most `EARLY_STEPS` of them."""
+    held_out: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Best held-out score of each benchmark with the lower end of its interval, by metric."""
 
     def add(self, now: Row) -> None:
         self.first = {**now, **self.first}
@@ -62,6 +64,8 @@ class History:
             self.recent.append(now["reward/mean"])
             if self.best == -math.inf or len(self.recent) == self.recent.maxlen:
                 self.best = max(self.best, sum(self.recent) / len(self.recent))
+        for score in _held_out_scores(now):
+            self.held_out[score] = max(self.held_out.get(score, (-math.inf, 0.0)), (now[score], now[f"{score}_low"]))
 
 
 EARLY_STEPS = 10
@@ -92,11 +96,11 @@ class AlertMonitor:
         began = len(self.alerts)
         for name, rule in RULES.items():
             limit = getattr(self.settings, name, 0.0)
-            if limit == "none" or not now.keys() >= set(rule.needs):
+            if limit == "none" or not now.keys() >= set(rule.needs) or (rule.evaluates and not _held_out_scores(now)):
                 continue
             sentence = rule.judge(now, self._past, limit)
             self._against[name] = self._against[name] + 1 if (sentence is None) == (name in self._open) else 0
-            if self._against[name] < self.settings.steps:
+            if self._against[name] < (1 if rule.evaluates else self.settings.steps):
                 continue
             self._against[name] = 0
             if sentence is None:
@@ -128,6 +132,23 @@ def _reward(now: Row, past: History, limit: float) -> str | None:
     if best - value <= max(limit * abs(best), chance):
         return None
     return f"reward/mean is {value:.3g}, down from its best value {best:.3g} (limit {limit:.0%} less)"
+
+
+def _held_out_scores(now: Row) -> list[str]:
+    """Return the held-out scores with a dense cache that have an interval, if a step was evaluated."""
+    scores = [key for key in now if key.startswith("eval/") and key.endswith("/pass@1")]
+    return [score for score in scores if f"{score}_low" in now and f"{score}_high" in now]
+
+
+def _held_out(now: Row, past: History, limit: float) -> str | None:
+    """Return a message if a score fell by more than the limit, and its interval is below that of the best score."""
+    for score in _held_out_scores(now):
+        best, low = past.held_out[score]
+        if now[score] < (1 - limit) * best and now[f"{score}_high"] < low:
+            return (
+                f"{score} is {now[score]:.3g}, down from {best:.3g} (limit {limit:.0%} less): the model lost what it could do"
+            )
+    return None
 
 
 def _has_fallen(now: Row, past: History) -> bool:
@@ -241,6 +262,8 @@ class Rule:
     remedy: str
     after_fall: str = ""
     """Suggested fix if the reward has also fallen."""
+    evaluates: bool = False
+    """The rule reads held-out scores. As they have intervals, one step starts or ends the alert."""
 
 
 TRUNCATED_RISE = 0.5
@@ -256,6 +279,13 @@ RULES = {
         _reward,
         "read rollouts first; continue from the best checkpoint (export --step best) with a lower optimizer.lr; raise "
         "kv.budget if the mismatch grew",
+    ),
+    "held_out": Rule(
+        (),
+        _held_out,
+        "continue from an earlier checkpoint; if training is sparse, use method sparse_rl and kv.protect_prompt and raise "
+        "kv.budget; otherwise lower optimizer.lr",
+        evaluates=True,
     ),
     "entropy": Rule(
         ("policy/entropy",),
