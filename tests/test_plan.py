@@ -170,6 +170,15 @@ def test_a_dense_cache_is_a_pool_of_pages_in_what_is_free():
     assert planned(*lean, memory_gib=500, slots=64).pages == sizes.dense_pages([256] * rollout.prompts_per_step, 4096, 64, 8)
 
 
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens", "samples"), [(8, 7, 8), (100, 48, 2), (100, 64, 8), (256, 48, 8)])
+def test_all_slots_of_a_dense_cache_run_if_no_sequence_waits_for_pages(prompt_tokens, max_tokens, samples):
+    """Slots hold short sequences without any page for the response, and share the full pages of a prompt."""
+    flags = ["--method", "dense", "--rollout.max-tokens", str(max_tokens), "--rollout.samples-per-prompt", str(samples)]
+    plan = planned(*flags, memory_gib=140, prompt_tokens=prompt_tokens)
+    assert plan.pages == sizes.dense_pages([prompt_tokens] * 128, max_tokens, plan.slots, samples)
+    assert plan.running == plan.slots == 128 * samples
+
+
 def test_the_prompts_of_an_evaluation_fill_the_slots():
     """An evaluation has one sample per prompt. Its prompt store has a prompt for every slot, below the peak of a step."""
     flags = ["--kv.protect-prompt", "true", "--rollout.prompts-per-step", "32", "--rollout.samples-per-prompt", "8"]

@@ -102,7 +102,8 @@ class Plan:
     @property
     def running(self) -> int:
         """Sequences of full length that run at once: all slots, or as many as fill the pages of a dense cache."""
-        if not self.pages:
+        _, most = pool_sizes(self.config, self.slots, self.prompt_tokens)
+        if self.pages >= most:  # no sequence waits for pages, also because slots hold short ones without any
             return self.slots
         rollout = self.config.rollout
         of_sequence = pages_of(rollout.max_tokens // 2) + pages_of(self.prompt_tokens) / rollout.samples_per_prompt
