@@ -331,11 +331,12 @@ def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slot
 
 
 def largest_budget(plan: Plan) -> int:
-    """Return the largest `kv.budget` that fits with the plan's slots; 0 if none fits."""
-    config, least = plan.config, plan.config.kv.least_budget
+    """Return the largest `kv.budget` that fits with the plan's slots, up to the longest sequence or the plan's own budget; 0 if
+    none fits. A budget beyond the longest sequence never evicts."""
+    config, below = plan.config, plan.config.kv.least_budget - 1
 
-    def fit(budget: int) -> bool:
-        return plan.replanned(config.with_budget(least + budget), plan.slots).fits
+    def fit(more: int) -> bool:
+        return plan.replanned(config.with_budget(below + more), plan.slots).fits
 
-    found = largest(fit, plan.prompt_tokens + config.rollout.max_tokens)
-    return least + found if found else 0
+    found = largest(fit, max(config.longest_kept(plan.prompt_tokens), config.kv.kept_tokens) - below)
+    return below + found if found else 0
