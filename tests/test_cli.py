@@ -61,6 +61,7 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
         (["generate", "/nowhere/at/all", "1+1="], "There is no model folder"),
         (["generate", "tinny", "1+1="], "did you mean tiny?"),
         (["generate", "tiny", ""], "A prompt is empty"),
+        (["generate", "tiny", "\udcff"], "A prompt is not valid UTF-8"),
         (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),
         (["bench", "rollout", "--kv.policy", "full"], "kv.policy = full is the dense engine"),
         (["bench", "rollout", "--json", "/no/such/folder/x.json"], "does not exist"),
