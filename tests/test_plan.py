@@ -170,6 +170,23 @@ def test_a_dense_cache_is_a_pool_of_pages_in_what_is_free():
     assert planned(*lean, memory_gib=500, slots=64).pages == sizes.dense_pages([256] * rollout.prompts_per_step, 4096, 64, 8)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], None),
+        (["--max-tokens", "32512"], None),
+        (["--max-tokens", "32513"], "--rollout.max-tokens 32512 fits."),
+        (["--prompt-tokens", "32768"], "use shorter prompts."),
+    ],
+)
+def test_lengths_beyond_the_context_are_not_planned_in_silence(flags, said, capsys):
+    """`train` refuses them, however much memory there is."""
+    main(["plan", "1.5B", *flags])
+    out = capsys.readouterr().out
+    assert ("exceed the model's context of 32,768, so train refuses them" in out) is (said is not None)
+    assert said is None or said in out
+
+
 @pytest.mark.parametrize(("prompt_tokens", "max_tokens", "samples"), [(8, 7, 8), (100, 48, 2), (100, 64, 8), (256, 48, 8)])
 def test_all_slots_of_a_dense_cache_run_if_no_sequence_waits_for_pages(prompt_tokens, max_tokens, samples):
     """Slots hold short sequences without any page for the response, and share the full pages of a prompt."""

@@ -67,6 +67,8 @@ def show_plan(
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
     console.print_line(headline(plan, total))
+    if warning := beyond_context(plan):
+        console.print_line(f"warning: {warning}", style="yellow")
     if config.sets_budget:
         tokens = f"{plan.config.kv.kept_tokens:,} tokens, half of the longest sequence"
         console.print_line(f"kv.budget = auto is planned with {tokens}. A run measures it.")
@@ -109,6 +111,19 @@ def headline(plan: Plan, total: int) -> str:
         f"responses of up to {config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens per "
         f"micro-batch; {gpus(config)}{gib(total)} GiB{' each' if config.ranks.count > 1 else ''}. All values are computed, "
         "not measured."
+    )
+
+
+def beyond_context(plan: Plan) -> str | None:
+    """Return a sentence if `train` refuses the planned lengths, because they exceed the model's context."""
+    context, tokens = plan.dims.context, plan.config.rollout.max_tokens
+    if context is None or plan.prompt_tokens + tokens <= context:
+        return None
+    fits = context - plan.prompt_tokens
+    remedy = f"--rollout.max-tokens {fits} fits" if fits > 0 else "use shorter prompts"
+    return (
+        f"prompts of {plan.prompt_tokens:,} and responses of {tokens:,} tokens exceed the model's context of {context:,}, so train "
+        f"refuses them: {remedy}."
     )
 
 
