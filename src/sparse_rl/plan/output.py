@@ -89,7 +89,7 @@ def show_plan(
     console.print_line(host.line)
     if host.warning:
         console.print_line(f"warning: {host.warning}{'' if host_bytes else OTHER_MACHINE}", style="yellow")
-    console.print_line(verdict(plan, total, found))
+    console.print_line(verdict(plan, total, found, host_bytes))
     if file:
         file.write_text(json.dumps(record(plan, gpu, total, rows) | {"host": host.record}, indent=1) + "\n")
 
@@ -255,7 +255,7 @@ def communication_line(plan: Plan, gpu: GPU) -> str:
     )
 
 
-def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
+def verdict(plan: Plan, total: int, found: list[Remedy], host_bytes: int | None) -> str:
     peak = f"the peak is {gib(plan.peak_bytes)} GiB, in phase {plan.fullest.name}"
     if plan.fits:
         return (
@@ -263,7 +263,7 @@ def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
             f"{gib(total)} GiB; {gib(plan.free_bytes)} GiB are free."
         )
     lacks = f"With graphs, allocator and CUDA it needs {gib(-plan.free_bytes)} GiB more than there is"
-    return f"The run does not fit: {peak}. {lacks}; {timed_sentence(plan, found)}."
+    return f"The run does not fit: {peak}. {lacks}; {timed_sentence(plan, found, host_bytes)}."
 
 
 def compact(plan: Plan) -> list[str]:
