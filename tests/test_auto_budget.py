@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ import torch
 from small_runs import Command, arguments, metrics, one_thread, refused, train, without_clock
 from sparse_rl import KV, Engine, Sampling, UserError
 from sparse_rl.cli import main
-from sparse_rl.config import Config
+from sparse_rl.config import PRESETS, Config
 from sparse_rl.kv import cache
-from sparse_rl.monitor.budget import smallest
+from sparse_rl.monitor.budget import BudgetState, Figures, Targets, smallest
 from sparse_rl.plan import dimensions, make_plan
 from sparse_rl.report.document import ReportSource
 from sparse_rl.train.auto_budget import AutoBudget
 from sparse_rl.train.memory import budgets_that_fit, plan_budget
+from sparse_rl.world import ALONE
 from test_resume import assert_same_run, state_of
 
 AUTO = ["--kv.budget", "auto", "--kv.target-rejected", "0.2", "--correction.veto", "0.4", "--alerts.xi-p05", "none"]
@@ -184,6 +186,16 @@ def test_a_killed_run_with_auto_resumes_to_the_same_weights(world, whole, tmp_pa
         assert command.end()[0] == 0
     assert_same_run(again, killed, steps)
     assert changes(again) == changes(killed)
+
+
+def test_rollouts_that_are_only_logged_are_no_evidence():
+    """`log.traces_per_step` adds rows of weight 0 to a step. The controller counts the others, so it does not depend on the log."""
+    auto = AutoBudget.__new__(AutoBudget)
+    auto.spec, auto.world, auto.state, auto.budgets = PRESETS["paper"], ALONE, BudgetState(32), [16, 32]
+    auto.targets = Targets(0.02)
+    metrics = {"sparse/rejection_rate": 0.0, "sparse/xi_p05_long": 0.9, "response/p90_tokens": 30.0}
+    auto.after_step(1, SimpleNamespace(row_weights={0: 1.0, 1: 4.0, 2: 0.0, 3: 0.0}), metrics)
+    assert auto.state.window == (Figures(0.0, 2, 0.9, 30),)
 
 
 def test_rows_of_budgets_after_the_checkpoint_are_dropped(world, whole, tmp_path):

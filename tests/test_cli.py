@@ -61,9 +61,11 @@ def test_flags_take_dashes_and_underscores_and_json(capsys):
         (["generate", "/nowhere/at/all", "1+1="], "There is no model folder"),
         (["generate", "tinny", "1+1="], "did you mean tiny?"),
         (["generate", "tiny", ""], "A prompt is empty"),
+        (["generate", "tiny", "\udcff"], "A prompt is not valid UTF-8"),
         (["generate", "tiny", "1+1=", "--device", "nonsense"], "cannot be used"),
         (["bench", "rollout", "--kv.policy", "full"], "kv.policy = full is the dense engine"),
         (["bench", "rollout", "--json", "/no/such/folder/x.json"], "does not exist"),
+        (["plan", "tiny", "--json", "/"], "argument --json: / is a folder: pass the name of a file"),
         (
             ["train", "quickstart", "--ranks.count", "8"],
             "--ranks.count 8 has no effect here: the launcher sets the number of ranks. Start ranks with torchrun or --ray.workers, or use sparse-rl plan --gpus.",

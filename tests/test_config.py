@@ -227,6 +227,8 @@ def test_a_slip_in_a_recipe_is_named(tmp_path, name, capsys):
         ),
         (["--steps", str(2**63)], "an integer must fit into 64 bits."),
         (["--run-dir", "a\0b"], "run_dir = 'a\\x00b' is invalid: text must not contain a NUL character."),
+        (["--run-dir", "a\udcff"], "run_dir = 'a\\udcff' is invalid: text must be valid UTF-8."),
+        (["--data.template", "\udcff {prompt}"], "data.template = '\\udcff {prompt}' is invalid: text must be valid UTF-8."),
         (["--optimizer.betas", "[0.9, 2]"], "optimizer.betas.1 = 2 is invalid: input should be less than 1."),
         (["--optimizer.lr", "inf"], "optimizer.lr = 'inf' is invalid: input should be a finite number."),
         (["--method", "dens"], "method = 'dens' is invalid: input should be 'dense', 'naive', 'sparse_rl'"),

@@ -31,7 +31,7 @@ from sparse_rl.models.shapes import SHAPES, random_model
 from sparse_rl.plan import dimensions, make_plan, parts, remedies
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.evaluation import evaluation_times
-from sparse_rl.plan.memory import RESERVED_SHARE, peak_held, step_phases
+from sparse_rl.plan.memory import RESERVED_SHARE, largest_budget, peak_held, step_phases
 from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.parts import gradient_bytes, resident
 from sparse_rl.plan.remedies import sentence
@@ -168,6 +168,49 @@ def test_a_dense_cache_is_a_pool_of_pages_in_what_is_free():
     longer = planned(*lean, "--rollout.max-tokens", "8192", "--optimizer.tokens-per-microbatch", "8448", memory_gib=24)
     assert plan.running <= plan.slots and longer.fits
     assert planned(*lean, memory_gib=500, slots=64).pages == sizes.dense_pages([256] * rollout.prompts_per_step, 4096, 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], None),
+        (["--max-tokens", "32512"], None),
+        (["--max-tokens", "32513"], "--rollout.max-tokens 32512 fits."),
+        (["--prompt-tokens", "32768"], "use shorter prompts."),
+    ],
+)
+def test_lengths_beyond_the_context_are_not_planned_in_silence(flags, said, capsys):
+    """`train` refuses them, however much memory there is."""
+    main(["plan", "1.5B", *flags])
+    out = capsys.readouterr().out
+    assert ("exceed the model's context of 32,768, so train refuses them" in out) is (said is not None)
+    assert said is None or said in out
+
+
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens", "samples"), [(8, 7, 8), (100, 48, 2), (100, 64, 8), (256, 48, 8)])
+def test_all_slots_of_a_dense_cache_run_if_no_sequence_waits_for_pages(prompt_tokens, max_tokens, samples):
+    """Slots hold short sequences without any page for the response, and share the full pages of a prompt."""
+    flags = ["--method", "dense", "--rollout.max-tokens", str(max_tokens), "--rollout.samples-per-prompt", str(samples)]
+    plan = planned(*flags, memory_gib=140, prompt_tokens=prompt_tokens)
+    assert plan.pages == sizes.dense_pages([prompt_tokens] * 128, max_tokens, plan.slots, samples)
+    assert plan.running == plan.slots == 128 * samples
+
+
+@pytest.mark.parametrize("protect", ["true", "false"])
+def test_the_largest_budget_ends_at_the_longest_sequence_or_at_the_budget_of_the_run(protect):
+    """With memory for any, a larger one than the longest sequence would never evict."""
+    flags = ["--kv.protect-prompt", protect, "--rollout.max-tokens", "300"]
+    kept = 300 if protect == "true" else 400
+    assert largest_budget(planned(*flags, "--kv.budget", "64", memory_gib=140, prompt_tokens=100)) == kept
+    assert largest_budget(planned(*flags, "--kv.budget", "512", memory_gib=140, prompt_tokens=100)) == 512
+
+
+def test_the_largest_budget_fits_and_one_more_token_does_not():
+    flags = ["--rollout.slots", "256", "--rollout.max-tokens", "4096", "--optimizer.tokens-per-microbatch", "4400"]
+    plan = planned(*flags, "--model.lora.rank", "16", memory_gib=16)
+    budget = largest_budget(plan)
+    assert plan.fits and plan.config.kv.kept_tokens < budget < 4096
+    assert [plan.replanned(plan.config.with_budget(each)).fits for each in (budget, budget + 1)] == [True, False]
 
 
 def test_the_prompts_of_an_evaluation_fill_the_slots():

@@ -1,6 +1,7 @@
 """The plan's remedies: each makes the run fit, within the memory of the machine, and the fastest comes first."""
 
 import itertools
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from sparse_rl.config import Config
 from sparse_rl.plan import dimensions, make_plan, remedies
 from sparse_rl.plan.host import host_plan
 from sparse_rl.plan.memory import CONTEXT_BYTES
-from sparse_rl.plan.remedies import WORTH_SHARE, faster
+from sparse_rl.plan.remedies import WORTH_SHARE, faster, sentence
 from sparse_rl.plan.roofline import GPUS, find_gpu, step_time
 from test_plan import planned
 
@@ -46,6 +47,20 @@ def test_a_remedy_keeps_to_the_memory_of_the_machine():
     assert any("offload" in each.flags for each in remedies(plan, gpu))
     within = remedies(plan, gpu, host_bytes=32 * GIB)
     assert within and all(host_plan(each.plan).peak_bytes <= 32 * GIB for each in within)
+
+
+def test_a_machine_with_too_little_memory_for_any_remedy_is_named(capsys):
+    """A larger GPU would not help: the options that fit it need more host memory."""
+    plan = planned(model="7B", memory_gib=23)
+    assert "optimizer.state offload" in sentence(plan) or "--model.lora.rank 16" in sentence(plan)
+    assert not remedies(plan, find_gpu("RTX 4090"), host_bytes=8 * GIB)
+    words = r"--.*--model\.lora\.rank 16.* fits, but needs 14\.2 GiB of host memory, and the machine has 8\.00 GiB: use a larger machine"
+    assert re.fullmatch(words, sentence(plan, host_bytes=8 * GIB))
+    main(["plan", "7B", "--gpu", "RTX 4090", "--host-memory", "8GiB"])
+    assert re.search(words, capsys.readouterr().out)
+    assert sentence(planned(model="72B", memory_gib=8), host_bytes=8 * GIB).startswith(
+        "no option of the plan makes the run fit"
+    )
 
 
 def test_responses_are_shortened_only_if_nothing_else_fits():

@@ -188,6 +188,17 @@ def test_the_mismatch_is_split_into_quantisation_and_eviction(world, tmp_path):
     assert (out / statistics.FILE).exists()
 
 
+def test_caches_that_need_different_statistics_are_evaluated_without_a_warning(world, tmp_path, capsys):
+    """The statistics that the first cache left in the folder are no others than those of the model: nothing differs."""
+    out = tmp_path / "eval"
+    flags = ["--compare", "full:8bit,triattention@16,expected@16:4bit", "--max-tokens", "20", "--problems", "1"]
+    flags += ["--reward.function", f"{world / 'rewards.py'}:sums", "--reward.workers", "0", "--out", str(out)]
+    with one_thread():
+        main(["eval", str(world / "model"), "--benchmarks", str(world / "problems.jsonl"), *flags])
+    assert "gathered again" not in capsys.readouterr().err
+    assert {"key_step", "query_mean", "query_covariance"} <= statistics.load(out).keys()
+
+
 # transformers
 
 

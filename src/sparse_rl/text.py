@@ -19,6 +19,11 @@ def printable(text: str, most: int = 400, keep: str = "") -> str:
     return "".join(character if character in keep else _escaped(character) for character in cut)
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether the text can be encoded. Arguments of a command may have bytes that are not UTF-8, as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 LONGEST_MESSAGE = 1000
 """Maximum characters of a message on the terminal."""
 

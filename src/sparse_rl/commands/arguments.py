@@ -27,6 +27,8 @@ def _output_file(text: str) -> Path:
     """Parse the path of a file that is written at the end. Its folder must exist at the start."""
     if not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder of {text} does not exist: create it first")
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: pass the name of a file")
     return Path(text)
 
 

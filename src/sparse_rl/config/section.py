@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from ..errors import UserError
-from ..text import did_you_mean, quoted
+from ..text import did_you_mean, is_unicode, quoted
 
 LARGEST_FLOAT = 3.4e38
 """Maximum absolute value of a float option. Larger values are not finite in float32, the dtype of weights and losses."""
@@ -67,6 +67,8 @@ def _unusable(value: Any, depth: int = 0) -> str | None:
     """Return why a value is invalid for any option, or None if it is valid."""
     if isinstance(value, str) and "\0" in value:
         return "text must not contain a NUL character"
+    if isinstance(value, str) and not is_unicode(value):
+        return "text must be valid UTF-8"
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return "an integer must fit into 64 bits"
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT and not (depth == 0 and math.isinf(value)):

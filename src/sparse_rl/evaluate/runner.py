@@ -202,9 +202,12 @@ class Runner:
 
     def _load_statistics(self, engine: Engine) -> None:
         """Use the statistics of the model or of the folder. Else gather them and write them to the folder."""
-        if engine.needed_statistics:
-            found = statistics.load(self.work.path)
-            engine.load_statistics(found | stored_statistics(self.args.model))
+        needed = engine.needed_statistics
+        if needed:
+            found, stored = statistics.load(self.work.path), stored_statistics(self.args.model)
+            # The folder has those of the caches that ran before. If this one needs others, the same prompts give the same again.
+            if stored.keys() & set(needed) or found.keys() >= set(needed):
+                engine.load_statistics(found | stored)
             if not engine.statistics:
                 prompts = [prompt for benchmark in self.benchmarks.values() for prompt in benchmark.prompts]
                 tokens = max(benchmark.sampling.max_tokens for benchmark in self.benchmarks.values())

@@ -104,7 +104,8 @@ class Plan:
     @property
     def running(self) -> int:
         """Sequences of full length that run at once: all slots, or as many as fill the pages of a dense cache."""
-        if not self.pages:
+        _, most = pool_sizes(self.config, self.slots, self.prompt_tokens)
+        if self.pages >= most:  # no sequence waits for pages, also because slots hold short ones without any
             return self.slots
         rollout = self.config.rollout
         sequence_pages = pages_of(rollout.max_tokens // 2) + pages_of(self.prompt_tokens) / rollout.samples_per_prompt
@@ -332,11 +333,12 @@ def evaluation_pages(config: Config, dims: Dimensions, phases: list[Phase], slot
 
 
 def largest_budget(plan: Plan) -> int:
-    """Return the largest `kv.budget` that fits with the plan's slots; 0 if none fits."""
-    config, least = plan.config, plan.config.kv.least_budget
+    """Return the largest `kv.budget` that fits with the plan's slots, up to the longest sequence or the plan's own budget; 0 if
+    none fits. A budget beyond the longest sequence never evicts."""
+    config, below = plan.config, plan.config.kv.least_budget - 1
 
-    def fit(budget: int) -> bool:
-        return plan.replanned(config.with_budget(least + budget), plan.slots).fits
+    def fit(more: int) -> bool:
+        return plan.replanned(config.with_budget(below + more), plan.slots).fits
 
-    found = largest(fit, plan.prompt_tokens + config.rollout.max_tokens)
-    return least + found if found else 0
+    found = largest(fit, max(config.longest_kept(plan.prompt_tokens), config.kv.kept_tokens) - below)
+    return below + found if found else 0

@@ -67,6 +67,8 @@ def show_plan(
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
     console.print_line(headline(plan, total))
+    if warning := beyond_context(plan):
+        console.print_line(f"warning: {warning}", style="yellow")
     if config.sets_budget:
         tokens = f"{plan.config.kv.kept_tokens:,} tokens, half of the longest sequence"
         console.print_line(f"kv.budget = auto is planned with {tokens}. A run measures it.")
@@ -87,7 +89,7 @@ def show_plan(
     console.print_line(host.line)
     if host.warning:
         console.print_line(f"warning: {host.warning}{'' if host_bytes else OTHER_MACHINE}", style="yellow")
-    console.print_line(verdict(plan, total, found))
+    console.print_line(verdict(plan, total, found, host_bytes))
     if file:
         file.write_text(json.dumps(record(plan, gpu, total, rows) | {"host": host.record}, indent=1) + "\n")
 
@@ -109,6 +111,19 @@ def headline(plan: Plan, total: int) -> str:
         f"responses of up to {config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens per "
         f"micro-batch; {gpus(config)}{gib(total)} GiB{' each' if config.ranks.count > 1 else ''}. All values are computed, "
         "not measured."
+    )
+
+
+def beyond_context(plan: Plan) -> str | None:
+    """Return a sentence if `train` refuses the planned lengths, because they exceed the model's context."""
+    context, tokens = plan.dims.context, plan.config.rollout.max_tokens
+    if context is None or plan.prompt_tokens + tokens <= context:
+        return None
+    fits = context - plan.prompt_tokens
+    remedy = f"--rollout.max-tokens {fits} fits" if fits > 0 else "use shorter prompts"
+    return (
+        f"prompts of {plan.prompt_tokens:,} and responses of {tokens:,} tokens exceed the model's context of {context:,}, so train "
+        f"refuses them: {remedy}."
     )
 
 
@@ -240,7 +255,7 @@ def communication_line(plan: Plan, gpu: GPU) -> str:
     )
 
 
-def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
+def verdict(plan: Plan, total: int, found: list[Remedy], host_bytes: int | None) -> str:
     peak = f"the peak is {gib(plan.peak_bytes)} GiB, in phase {plan.fullest.name}"
     if plan.fits:
         return (
@@ -248,7 +263,7 @@ def verdict(plan: Plan, total: int, found: list[Remedy]) -> str:
             f"{gib(total)} GiB; {gib(plan.free_bytes)} GiB are free."
         )
     lacks = f"With graphs, allocator and CUDA it needs {gib(-plan.free_bytes)} GiB more than there is"
-    return f"The run does not fit: {peak}. {lacks}; {timed_sentence(plan, found)}."
+    return f"The run does not fit: {peak}. {lacks}; {timed_sentence(plan, found, host_bytes)}."
 
 
 def compact(plan: Plan) -> list[str]:

@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from ..config import Config
-from ..format import duration
+from ..format import duration, gib
 from .evaluation import without_evaluation
 from .host import host_plan
 from .memory import Plan, auto_limit, make_plan, most_slots
@@ -74,18 +74,31 @@ def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | N
 def sentence(plan: Plan, *, ran_out: bool = False, host_bytes: int | None = None) -> str:
     """Return a sentence with the remedies (`the plan fits with --rollout.slots 48, or …`), or that nothing fits."""
     found = remedies(plan, nearest_gpu(plan.memory_bytes or 0), ran_out=ran_out, host_bytes=host_bytes)
-    return f"the plan fits with {', or '.join(each.flags for each in found)}" if found else nothing_fits(plan)
+    return (
+        f"the plan fits with {', or '.join(each.flags for each in found)}"
+        if found
+        else nothing_fits(plan, host_bytes, ran_out=ran_out)
+    )
 
 
-def timed_sentence(plan: Plan, found: list[Remedy]) -> str:
-    """Return a sentence with the remedies and their times (`the plan fits with --rollout.slots 48 (40 min a step), or …`)."""
+def timed_sentence(plan: Plan, found: list[Remedy], host_bytes: int | None = None) -> str:
+    """Return a sentence with the remedies and their times (`the plan fits with --rollout.slots 48 (40 min a step), or …`), or that
+    nothing fits."""
     shown = [f"{each.flags} ({duration(each.step_s)} a step)" for each in found]
-    return f"the plan fits with {', or '.join(shown)}" if found else nothing_fits(plan)
+    return f"the plan fits with {', or '.join(shown)}" if found else nothing_fits(plan, host_bytes)
 
 
-def nothing_fits(plan: Plan) -> str:
+def nothing_fits(plan: Plan, host_bytes: int | None = None, *, ran_out: bool = False) -> str:
+    """Return a sentence that no option helps. `host_bytes` is the memory of the machine, if it limited the options."""
     if plan.config.ranks.count > 1 and plan.dims.params * itemsize(plan.config) > (plan.memory_bytes or 0):
         return TOO_LARGE
+    if host_bytes is not None and (found := remedies(plan, nearest_gpu(plan.memory_bytes or 0), ran_out=ran_out)):
+        least = min(found, key=lambda each: host_plan(each.plan).peak_bytes)
+        needed = gib(host_plan(least.plan).peak_bytes)
+        return (
+            f"{least.flags} fits, but needs {needed} GiB of host memory, and the machine has {gib(host_bytes)} GiB: use a larger "
+            "machine"
+        )
     return "no option of the plan makes the run fit: use a smaller model or a larger GPU"
 
 

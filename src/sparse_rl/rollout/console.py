@@ -17,6 +17,7 @@ from ..models.load import load_model, load_tokenizer
 from ..models.stored_statistics import stored_statistics
 from ..sizes import PAGE_TOKENS
 from ..terminal import Terminal
+from ..text import is_unicode
 from ..text import printable as escaped
 from .engine import Engine
 from .rollout import Rollout
@@ -29,6 +30,8 @@ def stream(args: argparse.Namespace, kv: KV, sampling: Sampling, data: DataConfi
         raise UserError("samples-per-prompt and slots must be at least 1.")
     if not all(prompt.strip() for prompt in args.prompts):
         raise UserError("A prompt is empty: pass a prompt with text.")
+    if not all(map(is_unicode, args.prompts)):
+        raise UserError("A prompt is not valid UTF-8: encode its text as UTF-8.")
     from_settings(kv)  # report a misspelt policy before the model is loaded
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     prompts = encoded(tokenizer, [Example(prompt, None, {}) for prompt in args.prompts], data)

@@ -128,7 +128,7 @@ class AutoBudget:
         """Follow the controller after a step with these metrics. Return the metrics of a rebuilt cache, if it was rebuilt."""
         figures = Figures(
             metrics[self.spec.judged_metric],
-            len(result.row_weights),
+            sum(weight > 0 for weight in result.row_weights.values()),  # not those that are only logged
             metrics["sparse/xi_p05_long"],
             int(metrics["response/p90_tokens"]),
         )
