@@ -111,6 +111,12 @@ class HidesThatItDraws(Policy):
         return torch.sin(seeds[:, None, None] * torch.arange(1, keys.shape[2] + 1)).expand(keys.shape[:3])
 
 
+@dataclass(frozen=True)
+class DividesByZero(Policy):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return keys.norm(dim=-1) * 0 / 0
+
+
 def test_own_policy_by_dotted_path():
     check_policy(f"{__name__}:Oldest", window=4)
     keys = torch.randn(1, 1, 20, 4)
@@ -159,6 +165,7 @@ def test_what_is_no_policy_is_refused():
     [
         (LooksAtItsNeighbours(window=4), "The selection of a row depends on the other rows of the batch."),
         (HidesThatItDraws(window=4), "set uses_seeds = True"),
+        (DividesByZero(window=4), "Scores contain NaN"),
     ],
 )
 def test_the_check_finds_what_would_break_a_run(policy, sentence):
