@@ -155,9 +155,10 @@ def test_the_check_gives_queries_only_where_they_were_asked_for():
         check_policy(HidesThatItReadsQueries(window=4))
 
 
-def test_what_is_no_policy_is_refused():
+@pytest.mark.parametrize("name", ["collections:OrderedDict", "fractions:Fraction", "time:time"])
+def test_what_is_no_policy_is_refused(name):
     with pytest.raises(UserError, match="derive it from sparse_rl.kv.policies.Policy"):
-        get("collections:OrderedDict")
+        get(name, **({} if name == "time:time" else {"window": 4}))
 
 
 @pytest.mark.parametrize(
