@@ -1,7 +1,9 @@
 """The command as a user meets it: quick help, streamed text, one sentence and exit code 2 for a mistake."""
 
+import logging
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -140,6 +142,13 @@ def test_no_message_drives_the_terminal_or_fills_it(capsys):
         err = capsys.readouterr().err
         assert end.value.code == 2 and err.startswith("sparse-rl: ") and err.endswith("\n")
         assert len(err) <= 1020 and err[:-1].isprintable(), err[:300]
+
+
+def test_warnings_about_optional_packages_that_a_cpu_cannot_use_are_silent(recwarn):
+    main(["recipes", "quickstart"])
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+    warnings.warn("Triton is not supported on current platform, roll back to CPU.", stacklevel=1)
+    assert not recwarn
 
 
 def test_module_runs_as_a_command():

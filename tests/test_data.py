@@ -120,7 +120,7 @@ def test_unicode_line_separators_do_not_end_a_line(path):
             '{"prompt": "\\ud83d"}',
             "an unpaired surrogate",
         ),
-        ('"?"', "the line is a text: write an object"),
+        ('"?"', "the line is a text: write one object per line"),
         ("null", "the line is null"),
         ('[{"prompt": "?"}]', "the line is a list"),
         ('{"text": "?", "answer": 1}', "no column is named prompt, problem or question (found text, answer)"),
@@ -239,11 +239,11 @@ def test_an_examples_own_template_stands_where_none_is_given(tokenizer):
 
 def test_messages_need_a_chat_template(tokenizer):
     example = Example(MESSAGES, "2", {})
-    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+    with pytest.raises(UserError, match="no chat template: add chat_template.jinja to the model.s folder"):
         encode(tokenizer, example)
     tokenizer.chat_template = CHAT
     assert text_of(tokenizer, example) == "[system][user]1+1=[assistant]"
-    with pytest.raises(UserError, match="data.raw is set"):
+    with pytest.raises(UserError, match="data.raw is set: unset it"):
         encode(tokenizer, example, raw=True)
 
 

@@ -97,9 +97,12 @@ def test_a_model_that_is_not_there_is_what_the_answer_is_about(capsys, tmp_path,
         )
 
 
-def test_a_folder_without_a_tokenizer_is_refused_by_a_dry_run(capsys, folder):
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])  # transformers makes an empty tokenizer, or none
+def test_a_folder_without_a_tokenizer_is_refused_by_a_dry_run(capsys, folder, kind):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
     sentence = refused(capsys, "train", "--dry-run", "--model.path", str(folder), "--reward.workers", "0")
     assert "has no tokenizer files" in sentence
 

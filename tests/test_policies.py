@@ -111,6 +111,12 @@ class HidesThatItDraws(Policy):
         return torch.sin(seeds[:, None, None] * torch.arange(1, keys.shape[2] + 1)).expand(keys.shape[:3])
 
 
+@dataclass(frozen=True)
+class DividesByZero(Policy):
+    def scores(self, queries, keys, values, *, seeds=None, positions=None):
+        return keys.norm(dim=-1) * 0 / 0
+
+
 def test_own_policy_by_dotted_path():
     check_policy(f"{__name__}:Oldest", window=4)
     keys = torch.randn(1, 1, 20, 4)
@@ -149,9 +155,10 @@ def test_the_check_gives_queries_only_where_they_were_asked_for():
         check_policy(HidesThatItReadsQueries(window=4))
 
 
-def test_what_is_no_policy_is_refused():
+@pytest.mark.parametrize("name", ["collections:OrderedDict", "fractions:Fraction", "time:time"])
+def test_what_is_no_policy_is_refused(name):
     with pytest.raises(UserError, match="derive it from sparse_rl.kv.policies.Policy"):
-        get("collections:OrderedDict")
+        get(name, **({} if name == "time:time" else {"window": 4}))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +166,7 @@ def test_what_is_no_policy_is_refused():
     [
         (LooksAtItsNeighbours(window=4), "The selection of a row depends on the other rows of the batch."),
         (HidesThatItDraws(window=4), "set uses_seeds = True"),
+        (DividesByZero(window=4), "Scores contain NaN"),
     ],
 )
 def test_the_check_finds_what_would_break_a_run(policy, sentence):

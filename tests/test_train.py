@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import tomllib
 from collections import Counter
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from small_runs import metrics, one_thread, train
+from small_runs import arguments, metrics, one_thread, refused, train
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, load_model, load_tokenizer, replay
 from sparse_rl.cli import main
 from sparse_rl.config import Config, CorrectionConfig, LoraConfig, OptimizerConfig
@@ -666,6 +667,15 @@ def test_a_logger_that_fails_does_not_end_the_run(world, tmp_path, monkeypatch, 
     assert metrics(tmp_path / "run")[-1]["step"] == 2 and (tmp_path / "run/checkpoints/step-2").is_dir()
     said = " ".join(capsys.readouterr().out.split())
     assert "TensorBoard did not log the metrics of step 1 (ConnectionError: the network is unreachable)." in said
+
+
+def test_a_logger_that_cannot_start_is_named(world, tmp_path, monkeypatch, capsys):
+    def init(**options):
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__name__="wandb", init=init))
+    sentence = refused(capsys, *arguments(world, tmp_path / "run", "--log.to", "wandb"))
+    assert "log.to = wandb could not start (RuntimeError: No API key configured. Use `wandb login` to log in)" in sentence
 
 
 def test_prompts_that_fill_the_budget_are_told_what_protects_them():

@@ -209,9 +209,18 @@ def test_padding_elsewhere_is_refused(model):
         cache = BoundedCache("rkv", **SETTINGS)
         model(tokens, past_key_values=cache)
         with pytest.raises(
-            UserError, match="BoundedCache supports padding only on the left of the first prompt: remove padding after it."
+            UserError, match="BoundedCache supports padding only on the left of the first prompt: remove later padding"
         ):
             model(tokens, attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]]), past_key_values=cache)
+
+
+def test_a_cache_that_holds_another_call_is_refused(model):
+    cache = BoundedCache("rkv", **SETTINGS)
+    greedy(model, PROMPTS[:1], cache, tokens=5)
+    with pytest.raises(UserError, match=r"already holds 7 tokens of another call: use a new BoundedCache, or call reset\(\)"):
+        greedy(model, PROMPTS[:1], cache, tokens=5)
+    cache.reset()
+    greedy(model, PROMPTS[:1], cache, tokens=5)
 
 
 def test_what_it_cannot_do_is_refused(model):

@@ -11,14 +11,14 @@ from contextlib import suppress
 from . import __version__
 from .commands import bench, eval, export, from_trl, generate, plan, recipes, report, train
 from .commands.arguments import LOWER
-from .errors import UserError, say, without_torchaos_warnings
+from .errors import UserError, quiet_packages, say
 from .exit_codes import exit_on_error
 from .integrations import trl_flags
 from .text import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    without_torchaos_warnings()
+    quiet_packages()
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         # Sampler and learner alternate and allocate blocks of all sizes. With fixed segments, fragmentation wasted 1.4 of 22
         # GiB.

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 
 from .text import message, printable
 
@@ -64,11 +65,12 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def without_torchaos_warnings() -> None:
-    """Silence warnings about torchao that a user cannot fix: how it registers its enums, and which of its compiled kernels do not
-    load. sparse-rl uses none of them."""
-    for name in ("torch.utils._pytree", "torchao"):
+def quiet_packages() -> None:
+    """Silence warnings that a user cannot fix: how torchao registers its enums, which kernels of torchao and bitsandbytes do not
+    load, and that flash-linear-attention finds no Triton on a CPU. sparse-rl uses none of them there."""
+    for name in ("torch.utils._pytree", "torchao", "bitsandbytes.backends.cpu"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Triton is not supported on current platform")
 
 
 def say(text: str, rank: int | None = None) -> None:

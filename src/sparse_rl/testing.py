@@ -40,6 +40,12 @@ def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
                 model: dict[str, Any] = {"layers": LAYERS[rows], "statistics": more} if policy.uses_statistics else {}
                 return policy.select(window, k[rows], of_rows, budget, seeds=seeds[rows], positions=p[rows], **model)
 
+            if type(policy).scores is not Policy.scores:
+                more = {"layers": LAYERS, "statistics": statistics} if policy.uses_statistics else {}
+                found = policy.scores(queries, keys, values, seeds=seeds, positions=positions, **more)
+                assert not found.isnan().any(), (
+                    "Scores contain NaN, which has no rank: avoid 0 / 0 and similar, or use nan_to_num."
+                )
             kept = select(slice(None), seeds)
             _check_indices(policy, kept, (3, kv_heads, budget), total)
             assert torch.equal(kept, select(slice(None), seeds)), "Two calls with the same input select different keys."

@@ -64,8 +64,10 @@ def encode(
         *before, last = example.prompt
         messages = [*before, last | {"content": template.replace(PLACEHOLDER, last["content"])}]
     else:
-        why = "data.raw is set" if raw else "the tokenizer has no chat template"
-        raise UserError(f"A prompt is a list of messages, but {why}: write prompts as text, or use another model.")
+        why, fix = "the tokenizer has no chat template", "add chat_template.jinja to the model's folder"
+        if raw:
+            why, fix = "data.raw is set", "unset it"
+        raise UserError(f"A prompt is a list of messages, but {why}: {fix}, or write prompts as text.")
     return _not_empty(_rendered(tokenizer, messages, chat_template_kwargs or {}))
 
 

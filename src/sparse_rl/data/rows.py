@@ -87,7 +87,7 @@ def _json_object(place: str, line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # NaN, a repeated key, or thousands of digits or brackets
         refuse(place, f"the JSON cannot be parsed ({first_line(error)}): fix the line.")
     if not isinstance(row, dict):
-        refuse(place, f'the line is {kind_of(row)}: write an object such as {{"prompt": "1+1=", "answer": "2"}}.')
+        refuse(place, f'the line is {kind_of(row)}: write one object per line, such as {{"prompt": "1+1=", "answer": "2"}}.')
     if "\\u" in text and not _encodable(row):
         refuse(place, "a \\u escape is an unpaired surrogate: write both halves of the pair, or the character itself.")
     return row

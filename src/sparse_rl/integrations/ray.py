@@ -13,7 +13,7 @@ from typing import Any
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from ..config import Config
-from ..errors import RankLost, Refused, UserError, first_line, notice, without_torchaos_warnings
+from ..errors import RankLost, Refused, UserError, first_line, notice, quiet_packages
 from ..rewards.find import refuse_inside_a_reward
 from ..train.refusal import is_final
 from ..train.run import refuse_folders
@@ -124,7 +124,7 @@ def _rank(values: dict[str, Any]) -> None:
 
     from ..train import run
 
-    without_torchaos_warnings()
+    quiet_packages()
     if Path(values["cwd"]).is_dir():  # paths of data and models are relative to this folder
         os.chdir(values["cwd"])
     config = Config(**values["config"])

@@ -160,6 +160,8 @@ class BoundedCache(Cache):
 
     def get_mask_sizes(self, query_length, layer_idx):
         seen = self.get_seq_length(layer_idx)
+        if not query_length:  # `generate` drops the tokens that the cache has seen
+            raise UserError(f"The cache already holds {seen} tokens of another call: use a new BoundedCache, or call reset().")
         self.continues = seen > 0  # a pass builds its masks before it runs its layers
         return seen + query_length, 0
 
@@ -222,7 +224,10 @@ class BoundedLayer(LinearAttentionLayer):
             out_BQTD = self._prefill(queries_BQTD, keys_BHTD, values_BHTD, scale, real_BT, form)
         else:
             if real_BT is not None and not bool(real_BT.all()):
-                raise UserError("BoundedCache supports padding only on the left of the first prompt: remove padding after it.")
+                raise UserError(
+                    "BoundedCache supports padding only on the left of the first prompt: remove later padding, or call reset() "
+                    "before another prompt."
+                )
             if self.protects and new > 1:
                 raise UserError(
                     "BoundedCache with protect_prompt takes the whole prompt in one pass, then one token at a time: omit "

@@ -178,10 +178,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     except Exception as error:  # tokenizers raises its own errors
         raise _refusal("tokenizer of", path, error) from error
     if words < 1:  # transformers creates an empty tokenizer if it finds no files
-        raise UserError(
-            f"The model {quoted(path, 200)} has no tokenizer files (tokenizer.json, or tokenizer.model): copy them into its folder."
-        )
+        raise _no_tokenizer(path)
     return tokenizer
+
+
+def _no_tokenizer(path: str) -> UserError:
+    return UserError(
+        f"The model {quoted(path, 200)} has no tokenizer files that transformers can read: copy tokenizer.json into its folder, or "
+        "install sentencepiece if it has only tokenizer.model."
+    )
 
 
 @contextlib.contextmanager
@@ -236,6 +241,8 @@ def _refusal(kind: str, path: str, error: Exception) -> UserError:
     """Return the error for a user. For a hub id, some reasons are known only from the message of transformers."""
     if "trust_remote_code" in str(error):
         return needs_custom_code(path)
+    if "backend tokenizer" in str(error):
+        return _no_tokenizer(path)
     if "validate_layer_type" in str(error) and (layer := unknown_layer(_config(path))):
         return needs_newer_transformers(path, layer)
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):

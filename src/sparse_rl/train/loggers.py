@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config import Config
-from ..errors import UserError
+from ..errors import UserError, first_line
 from .run_folder import write_whole
 
 
@@ -84,5 +84,9 @@ def opened_loggers(folder: Path, config: Config, first_step: int) -> Iterator[li
                     loggers.append(make(folder, config, first_step))
             except ImportError as error:
                 raise UserError(f"log.to = {name} needs an optional package: pip install 'sparse-rl[{name}]'.") from error
+            except Exception as error:  # each logger has its own errors: no key, no network, no space
+                raise UserError(
+                    f"log.to = {name} could not start ({type(error).__name__}: {first_line(error)}): fix the cause, or omit {name}."
+                ) from error
             opened.callback(loggers[-1].close)
         yield loggers

@@ -65,6 +65,8 @@ def get(name: str, **options) -> Policy:
     path of a class, e.g. `my_package.my_module:MyPolicy`.
     """
     make = find(name)
+    if isinstance(make, type) and not issubclass(make, Policy):
+        raise UserError(f"{name} is not a policy: derive it from sparse_rl.kv.policies.Policy.")
     if is_dataclass(make):
         known = [field.name for field in fields(make)]
         for option in options:
