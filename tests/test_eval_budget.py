@@ -45,6 +45,19 @@ def test_the_probe_and_an_evaluation_have_equal_figures_of_the_same_rollouts(mod
     assert found.rejection_rate == np.mean([sample.rejected for sample in samples]) == (judged if spec.veto else 0)
 
 
+@pytest.mark.parametrize(("samples", "prompts", "each"), [(4, 32, 4), (8, 16, 8), (32, 16, 8), (128, 16, 8)])
+def test_the_probe_of_large_groups_has_many_prompts(model, samples, prompts, each):
+    """With all 128 rollouts of one prompt, the budget would be that of the first problem."""
+    asked = [[3 + number] for number in range(40)]
+    engine, calls = Engine(model, KV(policy="streaming", budget=8, interval=4, window=2, sinks=1), slots=128), []
+    generate = engine.generate
+    engine.generate = lambda *args, **options: calls.append(args[:2]) or generate(*args, **options)
+    options = {"tokens_per_pass": 4096, "world": World()}
+    row = budget_probe.probe_budget(engine, model, asked, samples, Sampling(max_tokens=2), PRESETS["paper"], **options)
+    ((sampled, per_prompt),) = calls
+    assert (len(set(map(tuple, sampled))), per_prompt) == (prompts, each) and row.figures.rollouts == 128
+
+
 def test_targets_are_those_of_the_correction_and_the_alerts():
     kv = KV(target_rejected=0.1)
     assert Criteria(PRESETS["paper"], AlertsConfig()).targets(kv) == Targets(0.1, 0.6, "rejected")

@@ -244,6 +244,20 @@ def test_reading_runs_loads_no_torch(looked_at, tmp_path):
                 "3.0 MiB were allocated; a dense cache would have held 2.0 MiB. No memory was saved. Saving memory needs a smaller kv.budget, fewer rollout.slots, or longer answers."
             ],
         ),
+        (
+            curve(
+                [0.3] * 20, kv__token_savings=0, kv__peak_bytes=2**20, kv__dense_bytes=[3 * 2**20] * 20
+            ),  # all keys in 4 bits
+            "flat",
+            [
+                "Savings: fewer bytes per token. Every token stayed in the cache. 1.0 MiB were allocated; a dense cache would have held 3.0 MiB."
+            ],
+        ),
+        (
+            curve([0.3] * 20, kv__token_savings=0, kv__peak_bytes=3 * 2**20, kv__dense_bytes=[3 * 2**20] * 20),
+            "flat",
+            ["Savings: none. Every token stayed in the cache. 3.0 MiB were allocated"],
+        ),
         (curve([0.1, 0.2]), "early", ["Too early to judge"]),
         ([], "empty", ["No metrics yet: metrics.jsonl is empty."]),
         (

@@ -15,7 +15,7 @@ from sparse_rl.terminal import Terminal
 from sparse_rl.train.summary import print_summary
 
 
-def written(folder, method, scores, graded=False, peak=5e6, dense=4e6):
+def written(folder, method, scores, graded=False, peak=5e6, dense=4e6, kv=None):
     """A run whose evaluations had these scores: (mean, low, high)."""
     run = folder / method
     run.mkdir(parents=True)
@@ -27,7 +27,7 @@ def written(folder, method, scores, graded=False, peak=5e6, dense=4e6):
     rows[-1] |= {"reward/mean": 0.5, "kv/peak_bytes": peak, "kv/dense_bytes": dense, "kv/token_savings": 0.11}
     rows[-1] |= {"sparse/rejection_rate": 0.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Config(method=method, run_dir=str(run), data=DataConfig(train="a.jsonl", test="b.jsonl"))
+    return Config(method=method, run_dir=str(run), data=DataConfig(train="a.jsonl", test="b.jsonl"), kv=kv or {})
 
 
 def summary(capsys, *configs):
@@ -56,6 +56,14 @@ def test_a_cache_larger_than_a_dense_one_is_said_to_save_no_memory(tmp_path, cap
     assert "sparse_rl: no memory was saved. Each slot has room for kv.budget + kv.interval = 640 tokens" in out
     assert "no memory was saved" not in summary(capsys, written(tmp_path / "b", "sparse_rl", scored, peak=3e6))
     assert "no memory was saved" not in summary(capsys, written(tmp_path / "c", "dense", scored))
+
+
+def test_a_cache_that_keeps_all_keys_is_not_told_to_lower_its_budget(tmp_path, capsys):
+    """It has none."""
+    kv = {"policy": "full", "dtype": "4bit"}
+    out = summary(capsys, written(tmp_path, "sparse_rl", [(0.5, 0.4, 0.6)] * 2, kv=kv))
+    assert "sparse_rl: no memory was saved. kv.policy = full allocates 128 tokens for each slot" in out
+    assert "kv.budget" not in out
 
 
 def test_an_evaluation_that_was_turned_off_is_not_said_to_have_no_problems(tmp_path, capsys):

@@ -218,7 +218,8 @@ def _savings(run: Run) -> list[str]:
     most, would = (max(curve.values, default=0.0) for curve in (held, dense))
     sizes = f" {size(most)} were allocated; a dense cache would have held {size(would)}." if held and dense else ""
     if saved.mean < 0.005:
-        return [f"Savings: none. Every token stayed in the cache.{sizes}"]
+        less = "fewer bytes per token" if held and dense and most < would else "none"  # such as all keys in 4 bits
+        return [f"Savings: {less}. Every token stayed in the cache.{sizes}"]
     if held and dense and most > would:
         sizes += " No memory was saved. Saving memory needs a smaller kv.budget, fewer rollout.slots, or longer answers."
     return [f"Savings: {saved.mean:.0%} of a dense cache's tokens were not held.{sizes}"]

@@ -20,6 +20,8 @@ from ..world import World
 
 ROLLOUTS = 128
 """Rollouts of a probe at one budget. With a target of 2 %, two of them may be rejected."""
+MIN_PROMPTS = 16
+"""Prompts of a probe, at least. Rollouts of one prompt are rejected together, so few prompts would say little about the others."""
 PROBED = 2**41
 """Counter of the seeds of probes. Training rollouts count prompts from 0."""
 
@@ -49,10 +51,13 @@ def probe_budget(
     world: World,
     routing: bool = False,
 ) -> ProbeRow:
-    """Sample `samples` responses to evenly spaced prompts at the engine's budget, on all ranks together, and compare their
-    log-probs with those of the dense model. With `routing`, the dense model uses their expert choices. All budgets use the same
-    seeds."""
+    """Sample at most `samples` responses to each of evenly spaced prompts at the engine's budget, on all ranks together.
+
+    Compare their log-probs with those of the dense model, which uses their expert choices if `routing` is set. The same seeds
+    serve every budget.
+    """
     started = device_time(model.device)
+    samples = min(samples, max(1, ROLLOUTS // MIN_PROMPTS))
     count = -(-ROLLOUTS // samples)
     spaced = [number * len(prompts) // count for number in range(count)]
     mine = range(world.rank, count, world.size)

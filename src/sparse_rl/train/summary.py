@@ -7,6 +7,7 @@ from rich.table import Table
 from ..config import Config
 from ..format import size
 from ..scores import are_shares, score_keys, score_name, score_set, score_text
+from ..sizes import DENSE_SLOT_TOKENS
 from ..text import printable
 from .run_folder import RunFolder
 
@@ -51,6 +52,11 @@ def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
         return (
             f"{config.method}: no memory was saved. kv.budget = auto needed up to {peak(rows, 'kv/budget'):,.0f} tokens per "
             "slot, more than the sequences held at once. Raise kv.target_rejected, or train dense."
+        )
+    if config.kv.policy == "full":
+        return (
+            f"{config.method}: no memory was saved. kv.policy = full allocates {DENSE_SLOT_TOKENS} tokens for each slot, and pages "
+            "for longer sequences, more than the sequences held at once. Longer answers fill them."
         )
     return (
         f"{config.method}: no memory was saved. Each slot has room for kv.budget + kv.interval = {config.kv.capacity:,} "
