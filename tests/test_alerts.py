@@ -18,7 +18,7 @@ from rich.console import Console
 
 from small_runs import metrics, refused, train
 from sparse_rl.cli import build_parser
-from sparse_rl.config import AlertsConfig, Config, from_flags, to_toml
+from sparse_rl.config import KV, AlertsConfig, Config, from_flags, to_toml
 from sparse_rl.monitor.alerts import RULES, check
 from sparse_rl.monitor.ratios import BINS, HIGH, LOW, count
 from sparse_rl.train.terminal import RunTerminal
@@ -105,6 +105,22 @@ def test_the_numbers_and_the_limit_are_in_the_sentence():
     assert "from 0% to 60% (limit 50% more): answers no longer end within rollout.max_tokens" in told["truncated"]
     assert "6 of 48 rollouts" in told["no_verdict"] and "2 None, 2 timeouts, 2 errors" in told["no_verdict"]
     assert "sparse/wasted_tokens 70% (limit 40%)" in told["rejected"]
+
+
+@pytest.mark.parametrize(
+    ("kv", "remedy"),
+    [
+        (KV(), "raise kv.budget"),
+        (KV(budget="auto"), "lower kv.target_rejected"),
+        (KV(policy="full", dtype="4bit"), "use more bits (kv.dtype)"),
+    ],
+)
+def test_remedies_suit_the_cache(kv, remedy):
+    """A budget that sets itself is not raised by hand, and a cache that keeps everything has none."""
+    told = check(rows((10, {}), (3, TROUBLE["rejected"])), AlertsConfig(), kv)
+    assert [alert.remedy for alert in told] == [f"{remedy} or use another kv.policy"]
+    for rule in RULES.values():
+        assert "kv.budget" not in rule.remedy + rule.after_fall
 
 
 def test_answers_that_are_cut_off_count_sooner_after_a_fall():

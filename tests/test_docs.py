@@ -12,7 +12,7 @@ import pytest
 import small_runs
 import sparse_rl
 from sparse_rl.cli import build_parser, main
-from sparse_rl.config import AlertsConfig
+from sparse_rl.config import KV, AlertsConfig
 from sparse_rl.data.arithmetic import write_problem
 from sparse_rl.models.load import load_tokenizer
 from sparse_rl.monitor.alerts import RULES
@@ -239,7 +239,8 @@ def test_the_page_of_collapse_lists_every_alert_with_its_limit():
         named = set(re.findall(r"`((?:reward|policy|response|sparse)/\w+)`", row[1]))
         assert named <= set(rule.needs)
         for option in re.findall(r"`([a-z]+\.[a-z_]+)`", row[3]):
-            assert option in rule.remedy, f"{option} is not what the alert says: {rule.remedy}"
+            remedy = rule.remedy.format(cache=KV().remedy)
+            assert option in remedy, f"{option} is not what the alert says: {remedy}"
 
 
 def test_options_that_the_guides_name_exist():

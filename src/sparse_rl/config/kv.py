@@ -131,6 +131,13 @@ class KV(Section):
         return self.policy != "full" or self.quantised
 
     @property
+    def remedy(self) -> str:
+        """What lowers the mismatch of this cache, as a remedy in a message."""
+        if self.policy == "full":
+            return "use more bits (kv.dtype)"
+        return "lower kv.target_rejected" if self.budget == "auto" else "raise kv.budget"
+
+    @property
     def label(self) -> str:
         """Name of the cache in tables, such as triattention 512+128 or full 4bit."""
         size = "" if self.policy == "full" else f" {self.budget}+{self.interval}"

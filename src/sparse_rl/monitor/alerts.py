@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..config import AlertsConfig
+from ..config import KV, AlertsConfig
 from .limits import DEFAULTS
 
 Row = Mapping[str, float]
+FIXED = KV()
+"""A cache with a fixed budget."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Alert:
     """Step at which the alert ended; None if it is active at the last row."""
 
 
-def check(rows: Sequence[Row], settings: AlertsConfig) -> list[Alert]:
-    """Return all alerts of a run, in the order in which they started."""
-    watch = AlertMonitor(settings)
+def check(rows: Sequence[Row], settings: AlertsConfig, kv: KV = FIXED) -> list[Alert]:
+    """Return all alerts of a run, in the order in which they started. The remedies suit the run's cache."""
+    watch = AlertMonitor(settings, kv)
     for row in rows:
         watch.update(row)
     return watch.alerts
@@ -75,8 +77,8 @@ EARLY_STEPS = 10
 class AlertMonitor:
     """Checks a run row by row. A missing or non-finite value neither starts nor ends an alert."""
 
-    def __init__(self, settings: AlertsConfig):
-        self.settings = settings
+    def __init__(self, settings: AlertsConfig, kv: KV = FIXED):
+        self.settings, self.kv = settings, kv
         self.alerts: list[Alert] = []
         """All alerts so far, in the order in which they started."""
         self._past = History(deque(maxlen=settings.steps))
@@ -109,7 +111,7 @@ class AlertMonitor:
             else:
                 self._open[name] = len(self.alerts)
                 remedy = rule.after_fall if rule.after_fall and _has_fallen(now, self._past) else rule.remedy
-                self.alerts.append(Alert(int(now["step"]), name, sentence, remedy))
+                self.alerts.append(Alert(int(now["step"]), name, sentence, remedy.format(cache=self.kv.remedy)))
         return self.alerts[began:]
 
 
@@ -260,6 +262,7 @@ class Rule:
     """Metrics that the rule reads."""
     judge: Callable[[Row, History, float], str | None]
     remedy: str
+    """Suggested fix. `{cache}` stands for what lowers the mismatch of the run's cache, such as "raise kv.budget"."""
     after_fall: str = ""
     """Suggested fix if the reward has also fallen."""
     evaluates: bool = False
@@ -277,14 +280,14 @@ RULES = {
     "reward": Rule(
         ("reward/mean", "reward/std", *COUNTED),
         _reward,
-        "read rollouts first; continue from the best checkpoint (export --step best) with a lower optimizer.lr; raise "
-        "kv.budget if the mismatch grew",
+        "read rollouts first; continue from the best checkpoint (export --step best) with a lower optimizer.lr; {cache} "
+        "if the mismatch grew",
     ),
     "held_out": Rule(
         (),
         _held_out,
-        "continue from an earlier checkpoint; if training is sparse, use method sparse_rl and kv.protect_prompt and raise "
-        "kv.budget; otherwise lower optimizer.lr",
+        "continue from an earlier checkpoint; if training is sparse, use method sparse_rl and kv.protect_prompt, and "
+        "{cache}; otherwise lower optimizer.lr",
         evaluates=True,
     ),
     "entropy": Rule(
@@ -295,37 +298,37 @@ RULES = {
     "repetition": Rule(
         ("response/repetition",),
         _repetition,
-        "read these rollouts; set kv.sinks to 4 and raise kv.budget, or lower optimizer.lr",
+        "read these rollouts; set kv.sinks to 4 and {cache}, or lower optimizer.lr",
     ),
     "truncated": Rule(
         ("response/truncated", "reward/mean"),
         _truncated,
         "read rollouts: raise rollout.max_tokens if answers need it, or change the reward if it favors length; otherwise "
-        "continue from an earlier checkpoint with a lower optimizer.lr or a larger kv.budget",
-        after_fall="read rollouts first; continue from an earlier checkpoint with a larger kv.budget, a lower optimizer.lr or "
+        "continue from an earlier checkpoint and lower optimizer.lr or {cache}",
+        after_fall="read rollouts first; continue from an earlier checkpoint and {cache}, lower optimizer.lr or set "
         "loss.kl_coef",
     ),
     "length": Rule(
         ("response/mean_tokens",),
         _length,
-        "read the rollouts with the highest reward: the reward may accept very short answers; raise kv.budget if long "
+        "read the rollouts with the highest reward: the reward may accept very short answers; {cache} if long "
         "answers are rejected",
     ),
     "grad_norm": Rule(
         ("policy/grad_norm",),
         _grad_norm,
-        "if sparse/mismatch_k3 grows too, use method sparse_rl instead of naive and raise kv.budget; otherwise lower "
+        "if sparse/mismatch_k3 grows too, use method sparse_rl instead of naive and {cache}; otherwise lower "
         "optimizer.lr; keep the checkpoints from before this step",
     ),
     "xi_p05": Rule(
         ("sparse/xi_p05",),
         _xi_p05,
-        "raise kv.budget before changing the correction; if eval pass@1 and pass@1_sparse stay close, lower alerts.xi_p05",
+        "{cache} before changing the correction; if eval pass@1 and pass@1_sparse stay close, lower alerts.xi_p05",
     ),
     "rejected": Rule(
         ("sparse/rejection_rate", "sparse/wasted_tokens"),
         _rejected,
-        "raise kv.budget or use another kv.policy",
+        "{cache} or use another kv.policy",
     ),
     "zero_std_groups": Rule(
         ("reward/zero_std_groups",),
@@ -342,7 +345,7 @@ RULES = {
     "no_update": Rule(
         ("policy/skipped_updates", "reward/zero_std_groups", "reward/mean"),
         _no_update,
-        "if all rollouts are rejected, raise kv.budget; otherwise lower optimizer.lr or use float32",
+        "if all rollouts are rejected, {cache}; otherwise lower optimizer.lr or use float32",
     ),
 }
 """Rules by the option that holds their limit. `no_update` has no limit."""

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ..config import PRESETS, Config, CorrectionSpec, flat, migrated_tables
+from ..config import KV, PRESETS, Config, CorrectionSpec, flat, migrated_tables
 from ..errors import UserError, first_line
 from ..monitor.ratios import BINS
 from ..text import printable
@@ -60,6 +60,11 @@ class Run:
     def steps(self) -> list[dict[str, float]]:
         """Rows of training steps. The row of step 0 is left out: it holds only an evaluation."""
         return [row for row in self.rows if row["step"] > 0]
+
+    @property
+    def kv(self) -> KV:
+        """Cache of the run; the default one if this version cannot parse the configuration."""
+        return KV() if self.settings is None else self.settings.kv
 
     @property
     def target_rejected(self) -> float | None:

@@ -168,14 +168,15 @@ def _cache_too_small(run: Run) -> list[str]:
         cost.append(f"{rejected.values[0]:.0%} of the rollouts of step {rejected.steps[0]} were rejected")
     if not cost:
         return []
-    return [(f"Sampler's cache: too small from the start ({_and(cost)}). Raise kv.budget before changing anything else.")]
+    remedy = run.kv.remedy.capitalize()
+    return [f"Sampler's cache: too small from the start ({_and(cost)}). {remedy} before changing anything else."]
 
 
 def _skipped(run: Run) -> list[str]:
     idle = list(takewhile(_no_update, reversed(run.steps)))
     equal = all(row.get("reward/zero_std_groups") == 1 for row in idle)
     why = "the rewards of each group were equal" if equal else "all rollouts with a signal were rejected or not finite"
-    holds = {alert.name: alert for alert in check(run.rows, AlertsConfig()) if alert.ended is None}
+    holds = {alert.name: alert for alert in check(run.rows, AlertsConfig(), run.kv) if alert.ended is None}
     alert = holds.get("zero_std_groups" if equal else "no_update")
     if alert is None or len(idle) < AlertsConfig().steps:
         return []

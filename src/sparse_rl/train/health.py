@@ -47,7 +47,8 @@ class Health:
             then = "so only their lengths contribute to the loss" if learned else "so nothing is learned"
             self.warn(f"Step {step}: {what}{since}, {then}: {why}.")
         elif not quiet and not broken and not any(each.learned for each in updates):
-            self.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: raise kv.budget.")
+            remedy = self.config.kv.remedy
+            self.warn(f"Step {step}: every sequence with a signal was rejected, so nothing was learned: {remedy}.")
         for remark in batch.remarks(self.config.reward):
             self.warn(f"Step {step}: {remark}.")
 
