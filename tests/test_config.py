@@ -41,6 +41,7 @@ def parsed(*flags, base=None):
         (["--compare", "dense, smd"], lambda config: config.compare == ("dense", "smd")),
         (["--compare", "dense"], lambda config: config.compare == ("dense",)),
         (["--compare", ""], lambda config: config.compare == ()),
+        (["--log.to", "none"], lambda config: config.log.to == ()),
         (["--log.to", "wandb"], lambda config: config.log.to == ("wandb",)),
         (["--log.to", '"wandb",trackio'], lambda config: config.log.to == ("wandb", "trackio")),
         (["--optimizer.betas", "0.9,0.95"], lambda config: config.optimizer.betas == (0.9, 0.95)),
