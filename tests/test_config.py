@@ -159,7 +159,7 @@ RECIPES = {
     "nested-typo": ("[loss.smd]\nlamda = 1\n", "Unknown option loss.smd.lamda: did you mean lambda?"),
     "text for a number": ('steps = "many"\n', "steps = 'many' is invalid: input should be a valid integer"),
     "list for a number": ("[kv]\nbudget = [1]\n", "kv.budget = [1] is invalid: input should be a valid integer"),
-    "number for a section": ("kv = 3\n", "kv = 3 is invalid: input should be a valid dictionary"),
+    "number for a section": ("kv = 3\n", "kv = 3 is invalid: kv is a table. Set an option in it, such as kv.policy."),
     "not toml": ("steps = \n", " is not valid TOML: Invalid value (at line 1, column 9)."),
     "not text": (b"\xff\xfe", "cannot be read ('utf-8' codec"),
     "self": ("self = 1\n", "Unknown option self: valid options are method"),
