@@ -175,7 +175,7 @@ def test_a_reward_that_fails_on_some_samples_costs_only_those(world, tmp_path, c
     ("reward", "why"),
     [
         ("raises", "RuntimeError: out of ideas"),
-        ("hangs", "over time"),
+        ("hangs", "over reward.timeout_s"),
         ("returns_nan", "ValueError: the reward returned nan"),
         ("returns_two", "ValueError: the reward returned 2 values for 1 completion"),
     ],

@@ -23,6 +23,7 @@ from small_runs import one_thread
 from sparse_rl import KV, Engine, UserError, load_model, load_tokenizer, replay
 from sparse_rl.config import PRESETS, LossConfig
 from sparse_rl.data.arithmetic import make_problems
+from sparse_rl.errors import notice
 from sparse_rl.integrations import trl as integration
 from sparse_rl.integrations.trl import EXACT, SparseGRPOConfig, SparseGRPOTrainer, SparseRollouts
 from sparse_rl.integrations.trl_rollouts import SamplerWeights, grouped
@@ -327,6 +328,14 @@ def test_the_mismatch_is_measured_on_completions_that_trl_masks(tmp_path):
         assert seen[masked] == pytest.approx(seen[0], rel=1e-3, abs=1e-6)
         torch.testing.assert_close(advantages[masked][:4], advantages[0][:4], rtol=1e-4, atol=1e-5)
         assert advantages[0][4:].any() and not advantages[masked][4:].any()
+
+
+def test_a_budget_that_no_completion_fills_is_told(tmp_path, capsys):
+    notice.cache_clear()
+    trainer = trainer_of(tmp_path, kv=KV(policy="rkv", budget=64), max_completion_length=8)
+    generated(trainer)
+    generated(trainer)
+    assert capsys.readouterr().err.count("kv.budget = 64 never evicts: a response has at most 8 tokens.") == 1
 
 
 def test_the_rollouts_alone_work_in_the_trainer_of_trl(tmp_path):

@@ -89,6 +89,8 @@ def _parsed(text: str, key: str, annotation: Any) -> Any:
     if not _is_container(annotation):
         return text
     is_list = _is_container(annotation, tuple)
+    if is_list and text.lower() in ("none", "null"):
+        return []
     if is_list and not text.lstrip().startswith("["):
         return [part.strip().strip("\"'") for part in text.split(",")] if text.strip() else []
     example = "dense,sparse_rl or '[1, 2]'" if is_list else "'{\"mix\": 0.2}'"

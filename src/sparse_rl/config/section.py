@@ -60,6 +60,10 @@ class Section(BaseModel):
             return f"Unknown option {key}: {hint}"
         if first["type"] == "value_error":  # raised by our own validators, whose message is already complete
             return str(first["ctx"]["error"])
+        if first["type"] == "model_type":
+            name, field = next(iter(cls.model_fields[place[0]].annotation.model_fields.items()))  # type: ignore[union-attr]
+            option = f"{key}.{field.alias or name}"
+            return f"{key} = {quoted(first['input'])} is invalid: {key} is a table. Set an option in it, such as {option}."
         return f"{key} = {quoted(first['input'])} is invalid: {first['msg'][0].lower()}{first['msg'][1:]}."
 
 

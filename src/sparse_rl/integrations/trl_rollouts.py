@@ -70,6 +70,8 @@ class SparseRollouts:
         sampling = Sampling(
             max_tokens=trainer.max_completion_length, temperature=trainer.temperature, stop=tuple(trainer.eos_token_ids)
         )
+        if not self.rollouts and self.world.is_main and (warning := self.kv.remark(unique, sampling.max_tokens)):
+            notice(warning)
         longest = max(map(len, unique)) + sampling.max_tokens
         assert self.weights is not None
         self.weights.sync()

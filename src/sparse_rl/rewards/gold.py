@@ -34,5 +34,5 @@ def try_on_gold(pool: RewardPool, example: Example, tokenizer: "PreTrainedTokeni
     columns = {name: [value] for name, value in example.columns.items()}
     columns |= {"finish": ["stop"], "completion_ids": [ids], "in_thought": [False]}
     graded = pool.grade([example.prompt], [text], columns)
-    fault = (graded.first_error or "over time") if graded.errors + graded.timeouts else ""
+    fault = (graded.first_error or "over reward.timeout_s") if graded.errors + graded.timeouts else ""
     return GoldCheck(example.answer, graded.values[0], fault)
