@@ -187,6 +187,12 @@ def test_lengths_beyond_the_context_are_not_planned_in_silence(flags, said, caps
     assert said is None or said in out
 
 
+@pytest.mark.parametrize(("tokens", "said"), [("48", True), ("4096", False)])
+def test_a_budget_that_never_evicts_is_said(tokens, said, capsys):
+    main(["plan", "1.5B", "--gpu", "H200", "--kv.budget", "2000", "--rollout.max-tokens", tokens])
+    assert ("warning: kv.budget = 2000 never evicts" in capsys.readouterr().out) is said
+
+
 @pytest.mark.parametrize(("prompt_tokens", "max_tokens", "samples"), [(8, 7, 8), (100, 48, 2), (100, 64, 8), (256, 48, 8)])
 def test_all_slots_of_a_dense_cache_run_if_no_sequence_waits_for_pages(prompt_tokens, max_tokens, samples):
     """Slots hold short sequences without any page for the response, and share the full pages of a prompt."""

@@ -67,7 +67,8 @@ def show_plan(
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
     console.print_line(headline(plan, total))
-    if warning := beyond_context(plan):
+    remark = config.sampler_kv.remark([range(plan.prompt_tokens)], config.rollout.max_tokens)
+    for warning in filter(None, (beyond_context(plan), remark)):
         console.print_line(f"warning: {warning}", style="yellow")
     if config.sets_budget:
         tokens = f"{plan.config.kv.kept_tokens:,} tokens, half of the longest sequence"
