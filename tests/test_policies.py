@@ -119,6 +119,7 @@ class DividesByZero(Policy):
 
 def test_own_policy_by_dotted_path():
     check_policy(f"{__name__}:Oldest", window=4)
+    check_policy(Oldest, window=4)
     keys = torch.randn(1, 1, 20, 4)
     assert get(f"{__name__}.Oldest", window=2).select(None, keys, keys, 6)[0, 0].tolist() == [0, 1, 2, 3, 18, 19]
 

@@ -14,9 +14,12 @@ LAYERS = torch.tensor([0, 1, 0])
 """Layers of the three rows, for policies that use statistics."""
 
 
-def check_policy(policy: str | Policy, budget: int = 24, **options) -> None:
+def check_policy(policy: str | type[Policy] | Policy, budget: int = 24, **options) -> None:
     """Raise AssertionError if the policy would break the cache, replay or reproducibility."""
-    policy = get(policy, **options) if isinstance(policy, str) else policy
+    if isinstance(policy, str):
+        policy = get(policy, **options)
+    elif isinstance(policy, type):
+        policy = policy(**options)
     assert policy.window + policy.sinks < budget, (
         f"budget = {budget} is too small: it must exceed the policy's window + sinks."
     )

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import sys
@@ -23,6 +24,8 @@ BUILT_IN = {
     "math_answer": "math",  # the only built-in reward that imports sympy
 }
 """Built-in reward names and the modules that define them."""
+ARGUMENTS = ("prompts", "completions")
+"""Keyword arguments of every call of a reward. Columns of the data come on top."""
 OBJECT = "python:"
 """Prefix of the stored name of a reward that was passed as a Python object."""
 INSIDE = "SPARSE_RL_REWARD_WORKER"
@@ -80,7 +83,22 @@ def find(spec: str) -> Callable[..., Any]:
         raise UserError(
             f"reward.function = {spec} is of type {type(function).__name__}, which is not callable: {did_you_mean(name, known)}"
         )
+    if lacks := missing_arguments(function):
+        raise UserError(
+            f"reward.function = {spec} does not accept {', '.join(lacks)}: define it as {name}(prompts, completions, **columns)."
+        )
     return function
+
+
+def missing_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments of every call that the function does not accept."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some functions in C have no signature
+        return []
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [name for name in ARGUMENTS if name not in parameters]
 
 
 def imported(where: str, spec: str) -> ModuleType:
