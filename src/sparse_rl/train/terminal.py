@@ -21,7 +21,7 @@ SHOWN_STEPS = 12
 
 COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
     ("reward", "reward/mean", "{:.3f}".format),
-    ("saved", "kv/token_savings", "{:.0%}".format),
+    ("not held", "kv/token_savings", "{:.0%}".format),
     ("rejected", "sparse/rejection_rate", "{:.0%}".format),
     ("mismatch", "sparse/mismatch_k3", "{:.1e}".format),
     ("xi p05", "sparse/xi_p05", "{:.2f}".format),
