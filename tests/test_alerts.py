@@ -111,7 +111,7 @@ def test_the_numbers_and_the_limit_are_in_the_sentence():
     ("kv", "remedy"),
     [
         (KV(), "raise kv.budget"),
-        (KV(budget="auto"), "lower kv.target_rejected"),
+        (KV(budget="auto"), "lower kv.target_rejected or rollout.max_tokens"),
         (KV(policy="full", dtype="4bit"), "use more bits (kv.dtype)"),
     ],
 )
@@ -156,6 +156,7 @@ def test_one_evaluation_clearly_below_the_best_begins_and_one_ends_an_alert():
     assert told(start, scores(0.4, 0.02), scores(0.3, 0.02), scores(0.39, 0.02)) == [(11, 16)]
     assert told(start, scores(0.2, 0.02)) == [(6, None)] and told(start, scores(0.4, 0.02, "other")) == [(6, None)]
     assert told(start, scores(0.2, 0.09)) == told(start, scores(0.27, 0.001)) == []
+    assert told(scores(-1.0, 0.01), scores(-1.05, 0.01)) == [] and told(scores(-1.0, 0.01), scores(-1.3, 0.01)) == [(6, None)]
     assert told(start, scores(0.2, 0.02), held_out="none") == told(start, scores(0.2, 0.02), held_out=0.5) == []
 
 

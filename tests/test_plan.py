@@ -187,10 +187,20 @@ def test_lengths_beyond_the_context_are_not_planned_in_silence(flags, said, caps
     assert said is None or said in out
 
 
-@pytest.mark.parametrize(("tokens", "said"), [("48", True), ("4096", False)])
-def test_a_budget_that_never_evicts_is_said(tokens, said, capsys):
-    main(["plan", "1.5B", "--gpu", "H200", "--kv.budget", "2000", "--rollout.max-tokens", tokens])
-    assert ("warning: kv.budget = 2000 never evicts" in capsys.readouterr().out) is said
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--kv.budget", "2000", "--rollout.max-tokens", "48"], True),
+        (["--kv.budget", "2000", "--rollout.max-tokens", "4096"], False),
+        (["--kv.budget", "auto", "--rollout.max-tokens", "4096"], False),
+        (["--kv.budget", "128", "--kv.protect-prompt", "false"], False),
+    ],
+)
+def test_a_budget_that_never_evicts_is_said(flags, said, capsys):
+    """And nothing of the prompts, whose lengths are assumed."""
+    main(["plan", "1.5B", "--gpu", "H200", *flags])
+    out = capsys.readouterr().out
+    assert ("warning: kv.budget = 2000 never evicts" in out) is said and "prompts are longer" not in out
 
 
 @pytest.mark.parametrize(("prompt_tokens", "max_tokens", "samples"), [(8, 7, 8), (100, 48, 2), (100, 64, 8), (256, 48, 8)])

@@ -250,7 +250,7 @@ def test_reading_runs_loads_no_torch(looked_at, tmp_path):
             ),  # all keys in 4 bits
             "flat",
             [
-                "Savings: fewer bytes per token. Every token stayed in the cache. 1.0 MiB were allocated; a dense cache would have held 3.0 MiB."
+                "Savings: bytes, but no tokens. Every token stayed in the cache. 1.0 MiB were allocated; a dense cache would have held 3.0 MiB."
             ],
         ),
         (

@@ -394,6 +394,7 @@ def eventually(condition):
         ("my_reward.py:length", "no file my_reward.py, did you mean my_rewards.py?"),
         ("my_rewards:not_callable", "type int, which is not callable: "),
         ("narrow:f", "does not accept prompts, completions: define it as f(prompts, completions, **columns)."),
+        ("narrow:g", "does not accept prompts, completions: define it as g(prompts, completions, **columns)."),
         ("exat", "no exat in the built-in rewards, did you mean exact?"),
         ("number_in", "no number_in in the built-in rewards"),
         ("raises:f", "cannot be imported (ValueError: two lines)"),
@@ -407,7 +408,7 @@ def test_a_function_that_cannot_be_had_is_refused_in_one_sentence(folder, functi
     (folder / "raises.py").write_text("raise ValueError('two\\nlines')")
     (folder / "lacks.py").write_text("import not_installed")
     (folder / "typo.py").write_text("def f(:")
-    (folder / "narrow.py").write_text("def f(texts, answer): pass")
+    (folder / "narrow.py").write_text("def f(texts, answer): pass\ndef g(prompts, completions, /): pass")
     (folder / "quits.py").write_text("import sys; sys.exit(1)")
     (folder / "crashes.py").write_text("import os; os._exit(4)")
     with pytest.raises(UserError) as refused:

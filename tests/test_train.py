@@ -37,6 +37,7 @@ from sparse_rl.train import step as training_step
 from sparse_rl.train.checkpoint import State
 from sparse_rl.train.health import Health
 from sparse_rl.train.preflight import largest_microbatch, preflight, try_sampler
+from sparse_rl.train.refusal import is_final
 from sparse_rl.train.rollout_log import SCHEMA
 from sparse_rl.train.rollouts import GradedRollout, RolloutBatch, RolloutGroup, RolloutSampler
 from sparse_rl.train.run import arm
@@ -674,6 +675,9 @@ def test_a_logger_that_cannot_start_is_named(world, tmp_path, monkeypatch, capsy
         raise RuntimeError("No API key configured. Use `wandb login` to log in.")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__name__="wandb", init=init))
+    with pytest.raises(UserError) as error, loggers.opened_loggers(tmp_path, Config(log={"to": ["wandb"]}), 1):
+        pass
+    assert not is_final(error.value)  # its service may answer after a restart
     sentence = refused(capsys, *arguments(world, tmp_path / "run", "--log.to", "wandb"))
     assert "log.to = wandb could not start (RuntimeError: No API key configured. Use `wandb login` to log in)" in sentence
 

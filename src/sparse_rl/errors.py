@@ -26,6 +26,10 @@ class RankLost(UserError):
     """Raised when another rank has died. The launcher may restart the ranks."""
 
 
+class LoggerUnavailable(UserError):
+    """Raised when a logger cannot start. A restart may reach its service."""
+
+
 class Refused(UserError):
     """Raised when another rank has failed with a user error. A restart would fail in the same way."""
 

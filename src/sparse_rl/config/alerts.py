@@ -14,7 +14,9 @@ class AlertsConfig(Section):
 
     section: ClassVar[str] = "alerts"
 
-    steps: int = Field(3, ge=1, description="Consecutive steps beyond a limit that start an alert.")
+    steps: int = Field(
+        3, ge=1, description="Consecutive steps beyond a limit that start an alert; held_out needs one evaluation."
+    )
     reward: Share = Field(0.5, description="Largest drop of reward/mean, as a fraction of its best value.")
     held_out: Share = Field(
         0.2,

@@ -135,7 +135,7 @@ class KV(Section):
         """What lowers the mismatch of this cache, as a remedy in a message."""
         if self.policy == "full":
             return "use more bits (kv.dtype)"
-        return "lower kv.target_rejected" if self.budget == "auto" else "raise kv.budget"
+        return "lower kv.target_rejected or rollout.max_tokens" if self.budget == "auto" else "raise kv.budget"
 
     @property
     def label(self) -> str:

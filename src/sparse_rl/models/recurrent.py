@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -26,7 +26,9 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from ..errors import UserError, first_line, notice
 from ..kv.states import States
 
-DELTA_NET, SHORT_CONV, MAMBA = ("fla", "causal_conv1d"), ("causal_conv1d",), ("mamba_ssm", "causal_conv1d")
+CONVOLUTION = "causal_conv1d"
+"""Package of the only kernels without matrix products, and prefix of their functions in transformers."""
+DELTA_NET, SHORT_CONV, MAMBA = ("fla", CONVOLUTION), (CONVOLUTION,), ("mamba_ssm", CONVOLUTION)
 MIXERS = {
     "Qwen3NextGatedDeltaNet": DELTA_NET,
     "Qwen3_5GatedDeltaNet": DELTA_NET,
@@ -112,8 +114,10 @@ def bind(model: nn.Module) -> None:
         if not hasattr(kind.forward, "sparse_rl"):
             kind.forward = _viewed(kind.forward)
             _use_references(sys.modules[kind.__module__])
-        missing = [name for name in MIXERS[kind.__name__] if find_spec(name) is None]
-        if missing and next(model.parameters()).is_cuda:
+        parameter = next(model.parameters())
+        used = [name for name in MIXERS[kind.__name__] if name == CONVOLUTION or not _is_exact([parameter])]
+        missing = [name for name in used if find_spec(name) is None]
+        if missing and parameter.is_cuda:
             notice(
                 f"{kind.__name__} runs without fast kernels, which is slower and takes more memory than planned: install "
                 f"{' and '.join(DISTRIBUTIONS[name] for name in missing)}."
@@ -170,22 +174,26 @@ def _use_references(source: ModuleType) -> None:
 def with_reference(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `function`, or the torch reference it wraps where its kernels would fail or round.
 
-    They need a GPU, and those in Triton multiply float32 in TF32, which torch does not by default.
+    They need a GPU. Those with matrix products round float32 to TF32, which torch does not by default.
     """
     reference = function.__wrapped__  # type: ignore[attr-defined]
-    parameters = inspect.signature(reference).parameters
+    parameters, rounds = inspect.signature(reference).parameters, not function.__name__.startswith(CONVOLUTION)
 
     @functools.wraps(function)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in args if isinstance(value, Tensor)]
-        rounds = all(each.dtype == torch.float32 for each in tensors) and torch.get_float32_matmul_precision() == "highest"
         packed = any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx"))  # references ignore these
-        if packed or (tensors[0].is_cuda and not rounds):
+        if packed or (tensors[0].is_cuda and not (rounds and _is_exact(tensors))):
             return function(*args, **kwargs)
         return reference(*args, **{name: value for name, value in kwargs.items() if name in parameters})
 
     chosen.sparse_rl = True  # type: ignore[attr-defined]
     return chosen
+
+
+def _is_exact(tensors: Iterable[Tensor]) -> bool:
+    """Return whether torch multiplies these tensors in full float32 precision."""
+    return torch.get_float32_matmul_precision() == "highest" and all(each.dtype == torch.float32 for each in tensors)
 
 
 def run_packed(mixer: Mixer, hidden_1ND: Tensor, bounds: Sequence[int]) -> Tensor:

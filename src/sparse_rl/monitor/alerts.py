@@ -146,7 +146,7 @@ def _held_out(now: Row, past: History, limit: float) -> str | None:
     """Return a message if a score fell by more than the limit, and its interval is below that of the best score."""
     for score in _held_out_scores(now):
         best, low = past.held_out[score]
-        if now[score] < (1 - limit) * best and now[f"{score}_high"] < low:
+        if best - now[score] > limit * abs(best) and now[f"{score}_high"] < low:
             return (
                 f"{score} is {now[score]:.3g}, down from {best:.3g} (limit {limit:.0%} less): the model lost what it could do"
             )
@@ -298,7 +298,7 @@ RULES = {
     "repetition": Rule(
         ("response/repetition",),
         _repetition,
-        "read these rollouts; set kv.sinks to 4 and {cache}, or lower optimizer.lr",
+        "read these rollouts; {cache}, or lower optimizer.lr",
     ),
     "truncated": Rule(
         ("response/truncated", "reward/mean"),

@@ -67,8 +67,7 @@ def show_plan(
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
     console = wide_console()
     console.print_line(headline(plan, total))
-    remark = config.sampler_kv.remark([range(plan.prompt_tokens)], config.rollout.max_tokens)
-    for warning in filter(None, (beyond_context(plan), remark)):
+    for warning in filter(None, (beyond_context(plan), never_evicts(config, plan.prompt_tokens))):
         console.print_line(f"warning: {warning}", style="yellow")
     if config.sets_budget:
         tokens = f"{plan.config.kv.kept_tokens:,} tokens, half of the longest sequence"
@@ -126,6 +125,13 @@ def beyond_context(plan: Plan) -> str | None:
         f"prompts of {plan.prompt_tokens:,} and responses of {tokens:,} tokens exceed the model's context of {context:,}, so train "
         f"refuses them: {remedy}."
     )
+
+
+def never_evicts(config: Config, prompt_tokens: int) -> str | None:
+    """Return a sentence if the budget exceeds the longest planned sequence."""
+    if config.kv.budget == "auto" or config.longest_kept(prompt_tokens) > config.kv.budget:
+        return None
+    return config.sampler_kv.remark([range(prompt_tokens)], config.rollout.max_tokens)
 
 
 def gpus(config: Config) -> str:

@@ -219,7 +219,7 @@ def _savings(run: Run) -> list[str]:
     most, would = (max(curve.values, default=0.0) for curve in (held, dense))
     sizes = f" {size(most)} were allocated; a dense cache would have held {size(would)}." if held and dense else ""
     if saved.mean < 0.005:
-        less = "fewer bytes per token" if held and dense and most < would else "none"  # such as all keys in 4 bits
+        less = "bytes, but no tokens" if held and dense and most < would else "none"
         return [f"Savings: {less}. Every token stayed in the cache.{sizes}"]
     if held and dense and most > would:
         sizes += " No memory was saved. Saving memory needs a smaller kv.budget, fewer rollout.slots, or longer answers."

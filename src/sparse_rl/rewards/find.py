@@ -83,22 +83,22 @@ def find(spec: str) -> Callable[..., Any]:
         raise UserError(
             f"reward.function = {spec} is of type {type(function).__name__}, which is not callable: {did_you_mean(name, known)}"
         )
-    if lacks := missing_arguments(function):
+    if lacks := [argument for argument in ARGUMENTS if not accepts(function, argument)]:
         raise UserError(
             f"reward.function = {spec} does not accept {', '.join(lacks)}: define it as {name}(prompts, completions, **columns)."
         )
     return function
 
 
-def missing_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the arguments of every call that the function does not accept."""
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function accepts the keyword argument `name`."""
     try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # some functions in C have no signature
-        return []
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return []
-    return [name for name in ARGUMENTS if name not in parameters]
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return True
+    return any(
+        each.kind is each.VAR_KEYWORD or (each.name == name and each.kind is not each.POSITIONAL_ONLY) for each in parameters
+    )
 
 
 def imported(where: str, spec: str) -> ModuleType:

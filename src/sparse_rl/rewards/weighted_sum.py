@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UserError
-from .find import BUILT_IN, find
+from .find import BUILT_IN, accepts, find
 
 if TYPE_CHECKING:
     from ..data.examples import Example  # which imports pydantic, and every worker would wait for that
@@ -111,17 +111,6 @@ class Reward:
     def _sum(self, results: list, count: int) -> list[RewardSum]:
         called = [verdicts(result, count) for result in results]
         return [RewardSum(total(list(zip(self.weights, each, strict=True))), list(each)) for each in zip(*called, strict=True)]
-
-
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function accepts the keyword argument `name`."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        return True
-    return any(
-        each.kind is each.VAR_KEYWORD or (each.name == name and each.kind is not each.POSITIONAL_ONLY) for each in parameters
-    )
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config import Config
-from ..errors import UserError, first_line
+from ..errors import LoggerUnavailable, UserError, first_line
 from .run_folder import write_whole
 
 
@@ -85,7 +85,7 @@ def opened_loggers(folder: Path, config: Config, first_step: int) -> Iterator[li
             except ImportError as error:
                 raise UserError(f"log.to = {name} needs an optional package: pip install 'sparse-rl[{name}]'.") from error
             except Exception as error:  # each logger has its own errors: no key, no network, no space
-                raise UserError(
+                raise LoggerUnavailable(
                     f"log.to = {name} could not start ({type(error).__name__}: {first_line(error)}): fix the cause, or omit {name}."
                 ) from error
             opened.callback(loggers[-1].close)

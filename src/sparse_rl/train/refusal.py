@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ..errors import RankLost, Refused, StorageUnavailable, UserError, first_line, say_error
+from ..errors import LoggerUnavailable, RankLost, Refused, StorageUnavailable, UserError, first_line, say_error
 
 POLL_S = 0.5
 """Seconds between two reads of the store."""
@@ -32,8 +32,8 @@ class Interrupted(BaseException):
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a restart would fail again: True for every UserError except RankLost and StorageUnavailable."""
-    return isinstance(error, UserError) and not isinstance(error, RankLost | StorageUnavailable)
+    """Return whether a restart would fail again: True for every UserError that a lost rank or an unreachable service did not cause."""
+    return isinstance(error, UserError) and not isinstance(error, RankLost | StorageUnavailable | LoggerUnavailable)
 
 
 class RefusalWatcher(threading.Thread):
