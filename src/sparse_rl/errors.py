@@ -70,8 +70,8 @@ def first_line(error: BaseException) -> str:
 
 
 def quiet_packages() -> None:
-    """Silence warnings that a user cannot fix: how torchao registers its enums, which kernels of torchao and bitsandbytes do not
-    load, and that flash-linear-attention finds no Triton on a CPU. sparse-rl uses none of them there."""
+    """Silence warnings that a user cannot fix: about torchao's enums, kernels of torchao and bitsandbytes that do not load, and
+    flash-linear-attention on a CPU. sparse-rl does not use these there."""
     for name in ("torch.utils._pytree", "torchao", "bitsandbytes.backends.cpu"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Triton is not supported on current platform")

@@ -20,7 +20,7 @@ class AlertsConfig(Section):
     reward: Share = Field(0.5, description="Largest drop of reward/mean, as a fraction of its best value.")
     held_out: Share = Field(
         0.2,
-        description="Largest drop of a held-out score (dense cache), as a fraction of its best value, if intervals differ.",
+        description="Largest drop of a held-out score (dense cache), as a fraction of its best value; overlapping intervals do not count.",
     )
     entropy: Share = Field(0.1, description="Smallest policy/entropy, relative to step 1.")
     repetition: Share = Field(0.1, description="Largest response/repetition.")

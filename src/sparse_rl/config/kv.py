@@ -132,7 +132,7 @@ class KV(Section):
 
     @property
     def remedy(self) -> str:
-        """What lowers the mismatch of this cache, as a remedy in a message."""
+        """Return the change of options that lowers the mismatch of this cache, for messages."""
         if self.policy == "full":
             return "use more bits (kv.dtype)"
         return "lower kv.target_rejected or rollout.max_tokens" if self.budget == "auto" else "raise kv.budget"

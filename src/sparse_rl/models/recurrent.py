@@ -162,9 +162,9 @@ def _through_view(view: RecurrentView, mixer: Mixer, hidden_BTD: Tensor) -> Tens
 
 
 def _use_references(source: ModuleType) -> None:
-    """Give each function with fast kernels in a module of transformers the choice of `with_reference`. Changes the module once.
+    """Wrap the functions with fast kernels of a transformers module in `with_reference`. Repeated calls change nothing.
 
-    If the package `kernels` is installed, these functions are no functions any more, and transformers' own choice stands.
+    The package `kernels` replaces these functions with modules, which are left alone: transformers then chooses.
     """
     for name, function in inspect.getmembers(source, inspect.isfunction):
         if function.__module__ == source.__name__ and hasattr(function, "__wrapped__") and not hasattr(function, "sparse_rl"):
@@ -172,7 +172,7 @@ def _use_references(source: ModuleType) -> None:
 
 
 def with_reference(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function`, or the torch reference it wraps where its kernels would fail or round.
+    """Return a function that calls `function`, or its torch reference if the kernels would fail or round.
 
     They need a GPU. Those with matrix products round float32 to TF32, which torch does not by default.
     """

@@ -147,9 +147,7 @@ def _held_out(now: Row, past: History, limit: float) -> str | None:
     for score in _held_out_scores(now):
         best, low = past.held_out[score]
         if best - now[score] > limit * abs(best) and now[f"{score}_high"] < low:
-            return (
-                f"{score} is {now[score]:.3g}, down from {best:.3g} (limit {limit:.0%} less): the model lost what it could do"
-            )
+            return f"{score} is {now[score]:.3g}, down from {best:.3g} (limit {limit:.0%} less): training has made the model worse"
     return None
 
 
@@ -266,7 +264,7 @@ class Rule:
     after_fall: str = ""
     """Suggested fix if the reward has also fallen."""
     evaluates: bool = False
-    """The rule reads held-out scores. As they have intervals, one step starts or ends the alert."""
+    """True if the rule reads held-out scores. These have intervals, so one evaluation starts or ends the alert."""
 
 
 TRUNCATED_RISE = 0.5

@@ -25,7 +25,7 @@ BUILT_IN = {
 }
 """Built-in reward names and the modules that define them."""
 ARGUMENTS = ("prompts", "completions")
-"""Keyword arguments of every call of a reward. Columns of the data come on top."""
+"""Keyword arguments of every reward call, besides the columns of the data."""
 OBJECT = "python:"
 """Prefix of the stored name of a reward that was passed as a Python object."""
 INSIDE = "SPARSE_RL_REWARD_WORKER"

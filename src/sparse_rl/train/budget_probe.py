@@ -53,8 +53,8 @@ def probe_budget(
 ) -> ProbeRow:
     """Sample at most `samples` responses to each of evenly spaced prompts at the engine's budget, on all ranks together.
 
-    Compare their log-probs with those of the dense model, which uses their expert choices if `routing` is set. The same seeds
-    serve every budget.
+    Compare their log-probs with those of the dense model, which uses their expert choices if `routing` is set. All budgets
+    use the same seeds.
     """
     started = device_time(model.device)
     samples = min(samples, max(1, ROLLOUTS // MIN_PROMPTS))
