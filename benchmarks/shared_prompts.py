@@ -2,13 +2,14 @@
 
     python benchmarks/shared_prompts.py --json benchmarks/results/shared-prompts.json
 
-Shapes of Qwen2.5-1.5B (12 query heads, 2 kv heads) and 7B (28, 4), bfloat16, random keys, slots with 320 to 640 tokens of their own,
-groups of 8 slots and of one. Microseconds of one layer, from a CUDA graph over four layers. Needs a GPU.
+Shapes of Qwen2.5-1.5B (12 query heads, 2 kv heads) and 7B (28, 4), random keys in bfloat16, in 8 and in 4 bits, slots with 320 to 640
+tokens of their own, groups of 8 slots and of one. Microseconds of one layer, from a CUDA graph over four layers. Needs a GPU.
 """
 
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,29 @@ import torch
 from torch import Tensor
 
 from sparse_rl.bench.record import environment
-from sparse_rl.kernels.rows import StoredPrompts
+from sparse_rl.kernels.code_attention import attend_and_append_codes
+from sparse_rl.kernels.rows import StoredCodes, StoredPrompts
 from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
 from sparse_rl.rollout.decode import PROMPT_TOKENS
 from sparse_rl.sizes import PAGE_TOKENS, pages_of
 
 HEADS = {"1.5B": (12, 2), "7B": (28, 4)}
+BITS = {"auto": 16, "8bit": 8, "4bit": 4}
+SLOTS = ((64, 8), (256, 8), (256, 1))
+"""Slots, and slots of a group."""
+PROMPTS = (256, 1100, 2048, 4096)
 DIM, OWN, LAYERS, REPEATS = 128, 640, 4, 10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", choices=BITS, default=list(BITS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    for shape in HEADS:
-        for slots, members in ((64, 8), (256, 8), (256, 1)):
-            for prompt in (256, 1100, 2048, 4096):
-                rows.append(measured(shape, slots, members, prompt))
-                print(json.dumps(rows[-1]), flush=True)
+    for dtype, shape, (slots, members), prompt in product(args.dtypes, HEADS, SLOTS, PROMPTS):
+        rows.append(measured(dtype, shape, slots, members, prompt))
+        print(json.dumps(rows[-1]), flush=True)
     if args.json:
         record = environment("shared_prompts", torch.device("cuda")) | {
             "seed": 0,
@@ -44,10 +49,11 @@ def main() -> None:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measured(shape: str, slots: int, members: int, prompt: int) -> dict[str, Any]:
-    step, order_S = attention(*HEADS[shape], slots, members, prompt)
+def measured(dtype: str, shape: str, slots: int, members: int, prompt: int) -> dict[str, Any]:
+    step, order_S = attention(BITS[dtype], *HEADS[shape], slots, members, prompt)
     gap = (step(0, order_S) - step(0, None)).abs().max().item()
     return {
+        "dtype": dtype,
         "shape": shape,
         "slots": slots,
         "members": members,
@@ -59,7 +65,7 @@ def measured(shape: str, slots: int, members: int, prompt: int) -> dict[str, Any
 
 
 def attention(
-    q_heads: int, kv_heads: int, slots: int, members: int, prompt: int
+    bits: int, q_heads: int, kv_heads: int, slots: int, members: int, prompt: int
 ) -> tuple[Callable[[int, Tensor | None], Tensor], Tensor]:
     """Return a step of attention for a layer and an order of the slots, and the order of their prompts."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -67,31 +73,40 @@ def attention(
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device="cuda", dtype=torch.bfloat16, generator=generator)
 
+    def held(rows: int, tokens: int) -> tuple[Tensor, ...]:
+        """Keys and values of all layers, or their codes and the steps of both."""
+        size = (LAYERS, rows, kv_heads, tokens)
+        if bits == 16:
+            return normal(*size, DIM), normal(*size, DIM)
+        codes = [
+            torch.randint(256, (*size, DIM * bits // 8), device="cuda", generator=generator).to(torch.uint8) for _ in "kv"
+        ]
+        steps = [torch.full((*size, 1 if bits == 8 else DIM // 32), 2 / 2**bits, device="cuda").half() for _ in "kv"]
+        return *(each.view(torch.int8) if bits == 8 else each for each in codes), *steps
+
     new = (normal(slots, q_heads, DIM), normal(slots, kv_heads, DIM), normal(slots, kv_heads, DIM))
-    own = [normal(LAYERS, slots, kv_heads, OWN, DIM) for _ in range(2)]
+    own = held(slots, OWN)
     positions = torch.zeros(LAYERS, slots, kv_heads, OWN, dtype=torch.int32, device="cuda")
     ring = normal(LAYERS, slots, q_heads, 0, DIM)
     lengths_S = torch.randint(OWN // 2, OWN - 1, (slots,), device="cuda", generator=generator)
     pages, groups = pages_of(prompt), -(-slots // members)
-    stored = [normal(LAYERS, groups * pages, kv_heads, PAGE_TOKENS, DIM) for _ in range(2)]
+    stored = held(groups * pages, PAGE_TOKENS)
     taken = torch.randperm(groups * pages, device="cuda", generator=generator).int().reshape(groups, pages)
     table_SP = taken[torch.arange(slots, device="cuda") // members].contiguous()
     prompts_S = torch.full((slots,), prompt, device="cuda")
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    static = torch.zeros(kv_heads, DIM, device="cuda"), torch.ones(kv_heads, DIM, device="cuda")
 
     def step(layer: int, order_S: Tensor | None) -> Tensor:
         row_tokens = OWN + (PROMPT_TOKENS if order_S is None else 0)
-        return attend_and_append(
-            *new,
-            *(each[layer] for each in own),
-            positions[layer],
-            ring[layer],
-            lengths_S,
-            lengths_S + prompts_S,
-            scale=DIM**-0.5,
-            splits=splits_for(slots, kv_heads, row_tokens, processors),
-            prompts=StoredPrompts(*(each[layer] for each in stored), table_SP, prompts_S, order_S),
-        )
+        splits = splits_for(slots, kv_heads, row_tokens, processors)
+        cached, pool = (tuple(each[layer] for each in tensors) for tensors in (own, stored))
+        places = (positions[layer], ring[layer], lengths_S, lengths_S + prompts_S)
+        if bits == 16:
+            prompts = StoredPrompts(*pool, table_SP, prompts_S, order_S)
+            return attend_and_append(*new, *cached, *places, scale=DIM**-0.5, splits=splits, prompts=prompts)
+        codes = StoredCodes(pool, table_SP, prompts_S, order_S)
+        return attend_and_append_codes(*new, cached, *places, *static, scale=DIM**-0.5, splits=splits, prompts=codes)
 
     return step, table_SP[:, 0].argsort()
 

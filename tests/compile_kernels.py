@@ -103,10 +103,11 @@ def code_attention(q_heads: int, kv_heads: int, dim: int, bits: int, form: Atten
     positions, lengths = torch.zeros(SLOTS, kv_heads, CAPACITY, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int64)
     scales = [normal(kv_heads, dim, dtype=torch.float32) for _ in range(2)]
     ring, table = normal(SLOTS, q_heads, 8, dim), torch.zeros(SLOTS, 4, dtype=torch.int32)
-    prompts = StoredCodes(codes(16, PAGE), table, lengths)  # type: ignore[arg-type]
-    cached = codes(SLOTS, CAPACITY)
+    pool, cached = codes(16, PAGE), codes(SLOTS, CAPACITY)
     step = (*new, cached, positions, ring, lengths, lengths, *scales)
-    attend_and_append_codes(*step, scale=0.1, splits=4, prompts=prompts, form=form)
+    for order in (None, lengths):
+        prompts = StoredCodes(pool, table, lengths, order)  # type: ignore[arg-type]
+        attend_and_append_codes(*step, scale=0.1, splits=4, prompts=prompts, form=form)
     fused_decode(cached[0], cached[2], *scales, torch.bfloat16)
 
 

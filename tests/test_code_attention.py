@@ -128,6 +128,62 @@ def test_a_step_reads_the_stored_prompt_and_the_slot(q_heads, kv_heads, dim, nam
     torch.testing.assert_close(ours.float(), expected, **({} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}))
 
 
+@pytest.mark.parametrize(
+    ("name", "q_heads", "kv_heads", "dim", "splits", "kind"),
+    [
+        ("8bit", 6, 2, 64, 1, ""),
+        ("8bit", 2, 2, 24, 3, "capped sinks"),
+        ("8bit", 9, 1, 132, 1, ""),
+        ("4bit", 6, 2, 128, 1, ""),
+        ("4bit", 2, 2, 24, 3, "capped sinks"),
+        ("4bit", 40, 2, 16, 2, ""),
+    ],
+)
+def test_a_prompt_of_codes_is_read_once_for_the_slots_that_share_it(name, q_heads, kv_heads, dim, splits, kind):
+    """Groups within a program and across two, a slot with its own prompt, and one that has ended, whose page belongs to another
+    group by now."""
+    torch.manual_seed(0)
+    slots, capacity, page = 19, 70, 64
+    prompts = torch.tensor([130] * 9 + [64] + [7] * 8 + [0], device=DEVICE)
+    table = torch.tensor([[3, 11, 1]] * 9 + [[5, 0, 0]] + [[2, 0, 0]] * 8 + [[2, 8, 0]], device=DEVICE).int()
+    mixed = torch.randperm(slots, device=DEVICE)
+    prompts, table = prompts[mixed], table[mixed]
+    form = form_of(kind, q_heads)
+    quantiser = quantiser_of(name, kv_heads, dim, form)
+    stored, cached = (
+        quantiser.encode(0, keys_of(rows, kv_heads, tokens, dim), torch.randn(rows, kv_heads, tokens, dim, device=DEVICE))
+        for rows, tokens in ((12, page), (slots, capacity))
+    )
+    query = torch.randn(slots, q_heads, dim, device=DEVICE).bfloat16()
+    key = keys_of(slots, kv_heads, dim).bfloat16()
+    value = torch.randn(slots, kv_heads, dim, device=DEVICE).bfloat16()
+    places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
+    ring = torch.zeros(slots, q_heads, 0, dim, dtype=torch.bfloat16, device=DEVICE)
+    lengths = torch.randint(capacity, (slots,), device=DEVICE)
+    state = (query, key, value, cached, places, ring, lengths, prompts + lengths, *(each[0] for each in quantiser.scales))
+    alone, once = (
+        attend_and_append_codes(
+            *state, scale=0.05, splits=splits, prompts=StoredCodes(stored, table, prompts, order), form=form
+        )
+        for order in (None, table[:, 0].argsort())
+    )
+
+    def read(pages_1P, tokens):
+        return quantiser.decode(0, stored.map(lambda each: gathered_prompts(each, pages_1P, tokens)), torch.float32)
+
+    scaled = {"scale": 0.05, "softcap": form.softcap}
+    own = attention_part(query, *quantiser.decode(0, cached, torch.float32), lengths + 1, **scaled)
+    asked = prompts > 0
+    stored_part = [torch.zeros_like(own[0]), torch.full_like(own[1], -torch.inf)]
+    for whole, part in zip(
+        stored_part, prompt_attention(query[asked], table[asked], prompts[asked], read, **scaled), strict=True
+    ):
+        whole[asked] = part
+    expected = merged_parts(stored_part, own, sinks_Q=form.sinks_Q)
+    torch.testing.assert_close(once.float(), expected, atol=0.03, rtol=0.03)
+    torch.testing.assert_close(alone.float(), once.float(), atol=0.03, rtol=0.03)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("8bit", torch.bfloat16), ("4bit", torch.float32)])
 @pytest.mark.parametrize("dim", [16, 24, 64, 128])
 def test_codes_of_rows_of_several_layers_are_decoded(name, dim, dtype):

@@ -24,6 +24,7 @@ def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path):
         "_attend_8bit",
         "_attend_4bit",
         "_attend_prompts",
+        "_attend_prompt_codes",
         "_combine",
         "_decode",
         "_importance",

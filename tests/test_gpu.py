@@ -71,16 +71,17 @@ def test_a_gpu_without_kernels_samples_as_a_cpu(stored, monkeypatch, capsys):
     assert [each.response for each in found] == [each.response for each in expected]
 
 
-def test_bfloat16_noise_of_a_quantised_cache():
+@pytest.mark.parametrize("kv", [{"policy": "full"}, {"policy": "rkv", "protect_prompt": True, **SMALL}])
+def test_bfloat16_noise_of_a_quantised_cache(kv, monkeypatch):
     """A step of 8 bits is as fine as bfloat16's own rounding, so flips hardly add to the noise: in training it was 0.0037, and
     0.0040 in 16 bits. In 4 bits flips dominate it (0.021), so its ratio to 16 bits says little. A replay that read other keys than
-    the sampler would be as far from it as a dense replay is, so the noise must stay below half of that."""
+    the sampler would be as far from it as a dense replay is, so the noise must stay below half of that. Protected prompts are read
+    once for all samples."""
+    monkeypatch.setattr(PromptStore, "choose_reads", lambda store, *args: setattr(store, "reads_once", not store.responses))
     model = random_model("qwen2").to("cuda", torch.bfloat16)
     noise, mismatch = {}, {}
     for dtype in ("auto", "8bit", "4bit"):
-        rollouts = Engine(model, KV(policy="full", dtype=dtype), slots=8).generate(
-            PROMPTS, 4, Sampling(max_tokens=200, stop=())
-        )
+        rollouts = Engine(model, KV(dtype=dtype, **kv), slots=8).generate(PROMPTS, 4, Sampling(max_tokens=200, stop=()))
         for view, found in (("sparse", noise), ("dense", mismatch)):
             pairs = zip(replay(model, rollouts, view), rollouts, strict=True)
             found[dtype] = float(torch.cat([(ours.detach().cpu() - rollout.logprobs).abs() for ours, rollout in pairs]).mean())

@@ -77,7 +77,7 @@ def _attend_4bit(
     q_slot, q_head, k_slot, k_head, v_slot, v_head, capacity,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, STORED: tl.constexpr,
     SHIFTED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
@@ -178,12 +178,12 @@ def _attend_4bit(
     out_row = slot * HEADS * GROUP + q_head_of
     for part in tl.static_range(4):
         c = _channel(w, part, DIM)
-        if SPLITS == 1:
+        if PARTS == 1:
             out = (totals[part] / weight[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_row[:, None] * DIM + c[None, :], out, mask=in_query)
         else:
-            place = (out_row * SPLITS + split)[:, None] * DIM + c[None, :]
+            place = (out_row * PARTS + split)[:, None] * DIM + c[None, :]
             tl.store(sums_ptr + place, totals[part], mask=in_query)
-    if SPLITS > 1:
-        tl.store(marks_ptr + (out_row * SPLITS + split) * 2, top, mask=in_group)
-        tl.store(marks_ptr + (out_row * SPLITS + split) * 2 + 1, weight, mask=in_group)
+    if PARTS > 1:
+        tl.store(marks_ptr + (out_row * PARTS + split) * 2, top, mask=in_group)
+        tl.store(marks_ptr + (out_row * PARTS + split) * 2 + 1, weight, mask=in_group)

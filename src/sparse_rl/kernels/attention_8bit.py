@@ -129,13 +129,13 @@ def _attend_8bit(
     prompt_keys_ptr, prompt_values_ptr, prompt_key_steps_ptr, prompt_value_steps_ptr, pages_ptr, prompts_ptr, pages_slot,
     lengths_ptr, next_positions_ptr, centre_ptr, step_ptr, out_ptr, sums_ptr, marks_ptr, scale, softcap, sinks_ptr,
     q_slot, q_head, k_slot, k_head, v_slot, v_head, capacity,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, STORED: tl.constexpr, SHIFTED: tl.constexpr, CAPPED: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PROGRAMS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, STORED: tl.constexpr, SHIFTED: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, PAGE: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(2)
-    part = tl.program_id(1) % PARTS  # of the query heads of a kv head
+    slot, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // PROGRAMS, tl.program_id(2)
+    part = tl.program_id(1) % PROGRAMS  # of the query heads of a kv head
     BLOCK: tl.constexpr = WARPS * TOKENS
     ROWS: tl.constexpr = GROUP_PAD if FLOAT32 else 2 * GROUP_PAD
     length = tl.load(lengths_ptr + slot).to(tl.int32)
@@ -240,14 +240,13 @@ def _attend_8bit(
     if SINKS:
         weight += tl.exp2(sink - highest)
     total = tl.reshape(tl.join(totals[0], totals[1]), [WARPS, ROWS // GROUP_PAD, GROUP_PAD, DIM_PAD])
-    total = tl.sum(tl.sum(total, axis=1) * shares[:, :, None], axis=0) + WEIGHT_FACTOR * own[:, None] * value[None, :]
-    weight *= WEIGHT_FACTOR
+    total = tl.sum(tl.sum(total, axis=1) * shares[:, :, None], axis=0) / WEIGHT_FACTOR + own[:, None] * value[None, :]
     out_rows = slot * HEADS * GROUP + q_heads
-    if SPLITS == 1:
+    if PARTS == 1:
         out = (total / weight[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_rows[:, None] * DIM + c[None, :], out, mask=in_query)
     else:
-        place = out_rows * SPLITS + split
+        place = out_rows * PARTS + split
         tl.store(sums_ptr + place[:, None] * DIM + c[None, :], total, mask=in_query)
         tl.store(marks_ptr + place * 2, highest / LOG2_E, mask=in_group)
         tl.store(marks_ptr + place * 2 + 1, weight, mask=in_group)

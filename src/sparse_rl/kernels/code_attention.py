@@ -1,5 +1,6 @@
 """One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch. The kernels are in `attention_8bit.py` and
-`attention_4bit.py`.
+`attention_4bit.py`. If the slots are given in the order of their prompts, another launch reads each prompt once for several
+slots (`prompt_codes.py`).
 
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
 `attention_part` with a prompt store.
@@ -17,8 +18,9 @@ from .attention_4bit import _attend_4bit
 from .attention_8bit import _attend_8bit
 from .form import PLAIN, AttentionForm
 from .jit import next_power_of_2, precision
+from .prompt_codes import attend_prompts
 from .rows import StoredCodes
-from .slot_attention import _rows, combine
+from .slot_attention import _rows, combine, members_of, prompt_splits_for
 
 BLOCK = 64
 """Maximum number of tokens that a program reads at a time: a page of a stored prompt."""
@@ -55,11 +57,14 @@ def attend_and_append_codes(
     group, window, words = q_heads // kv_heads, ring_SQWD.shape[2], width // 2
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
+    shared = prompts is not None and prompts.order_S is not None
+    prompt_splits = prompt_splits_for(slots, members_of(group)[1], kv_heads, out.device) if shared else 0
+    parts_of_row = splits + prompt_splits
     sums = out
     marks = out
-    if splits > 1:
-        sums = torch.empty(slots, q_heads, splits, dim, dtype=torch.float32, device=out.device)
-        marks = torch.empty(slots, q_heads, splits, 2, dtype=torch.float32, device=out.device)
+    if parts_of_row > 1:
+        sums = torch.empty(slots, q_heads, parts_of_row, dim, dtype=torch.float32, device=out.device)
+        marks = torch.empty(slots, q_heads, parts_of_row, 2, dtype=torch.float32, device=out.device)
     stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, BLOCK
     if prompts is not None:
         stored, table = prompts.stored, (prompts.pages_SP, prompts.lengths_S)
@@ -70,7 +75,8 @@ def attend_and_append_codes(
         "DIM": dim,
         "WINDOW": window,
         "SPLITS": splits,
-        "STORED": prompts is not None,
+        "PARTS": parts_of_row,
+        "STORED": prompts is not None and not shared,
         "SHIFTED": not form.is_plain,
         "CAPPED": form.softcap is not None,
         "SINKS": form.sinks_Q is not None,
@@ -81,14 +87,17 @@ def attend_and_append_codes(
     words_pad = max(16, next_power_of_2(words))
     if bits == 8:
         kernel, (tokens, warps, stages) = _attend_8bit, _shape_8bit(dim)
-        parts = -(-group // QUERY_HEADS)
-        options |= {"GROUP_PAD": QUERY_HEADS, "PARTS": parts, "DIM_PAD": 2 * words_pad, "WARPS": warps, "TOKENS": tokens}
+        programs = -(-group // QUERY_HEADS)
+        options |= {"GROUP_PAD": QUERY_HEADS, "PROGRAMS": programs, "DIM_PAD": 2 * words_pad, "WARPS": warps, "TOKENS": tokens}
     else:
-        kernel, warps, stages, parts = _attend_4bit, 1, 3, 1  # the fastest of 22 on an H200
+        kernel, warps, stages, programs = _attend_4bit, 1, 3, 1  # the fastest of 22 on an H200
         options |= {"GROUP_PAD": max(16, next_power_of_2(group)), "WORDS": words, "WORDS_PAD": words_pad, "STEPS": steps}
         options |= {"STEPS_PAD": words_pad * steps // (2 * words), "BLOCK": BLOCK // 2}
         cached, stored = _in_words(cached), _in_words(stored)
-    kernel[(slots, kv_heads * parts, splits)](
+    if prompts is not None and shared:
+        static = (centre_HD, step_HD)
+        attend_prompts(queries, prompts, _in_words(prompts.stored), static, sums, marks, prompt_splits, scale, form)
+    kernel[(slots, kv_heads * programs, splits)](
         *(queries, keys, values, *cached, positions_SHC, ring_SQWD, *stored, *table, pages_slot),
         *(lengths_S, next_positions_S, centre_HD, step_HD, out, sums, marks, scale),
         *(1.0 if form.softcap is None else form.softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
@@ -97,7 +106,7 @@ def attend_and_append_codes(
         num_warps=warps,
         num_stages=stages,
     )
-    if splits > 1:
+    if parts_of_row > 1:
         combine(sums, marks, out)
     return out
 

@@ -69,3 +69,5 @@ class StoredCodes:
     """Pages of each slot, int32."""
     lengths_S: Tensor
     """Tokens in the pages of each slot."""
+    order_S: Tensor | None = None
+    """Slots in the order of their first pages, if pages are shared, as in `StoredPrompts`."""

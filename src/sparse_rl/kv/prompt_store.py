@@ -57,7 +57,7 @@ class PromptStore:
         """Read prompts once in a call with `samples` responses to each of these prompts, if that is faster."""
         running = min(self.slots, samples * len(prompt_lengths))
         tokens = running * sum(prompt_lengths) / len(prompt_lengths)
-        supported = self.quantiser is None and not self.responses and self.shape.dtype.itemsize == 2
+        supported = not self.responses and self.shape.dtype.itemsize == 2
         self.reads_once = supported and samples >= ONCE_SAMPLES and tokens >= ONCE_TOKENS
 
     @property

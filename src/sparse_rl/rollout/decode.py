@@ -127,7 +127,7 @@ class DecodeView:
         own = cache.stored.map(lambda tensor: tensor[layer])
         prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
         if cache.quantiser is not None:
-            codes = None if prompt is None else StoredCodes(prompt, *self._pages())
+            codes = None if prompt is None else StoredCodes(prompt, *self._pages(), self.order_S)
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(
                 *new, own, *bookkeeping, *scales, prompts=codes, scale=scale, form=form, splits=self.splits
