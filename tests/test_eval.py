@@ -206,7 +206,13 @@ def test_without_names_the_cache_is_the_models_own():
         ("full,", {}, "--compare  is not a valid cache: use "),
         ("rkv@64,rkv@64+16", {}, "--compare lists rkv@64 twice"),
         ("rkv@64", {"budget": "32"}, "kv.budget and --compare both set a cache: use only --compare, in the form "),
-        ("rkv@8", {}, "kv.budget = 8 is too small: it must exceed window"),
+        ("rkv@12", {}, "--compare rkv@12 is too small: it must exceed window + sinks = 12. Try --compare rkv@64."),
+        (
+            "rkv@40+8:8bit",
+            {"window": 36},
+            "--compare rkv@40+8:8bit is too small: it must exceed window + sinks = 40. Try --compare rkv@160+8:8bit.",
+        ),
+        ("expected@0", {}, "--compare expected@0 is too small: it must exceed window + sinks = 8. Try --compare expected@64."),
         ("rkv@64+0", {}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),
     ],
 )

@@ -82,11 +82,7 @@ class KV(Section):
         if self.budget < 1:
             raise ValueError(f"kv.budget = {self.budget} is invalid: it must be at least 1, or auto.")
         if self.policy != "full" and self.budget < self.least_budget:
-            forced = self.recent + self.sinks
-            raise ValueError(
-                f"kv.budget = {self.budget} is too small: it must exceed window + sinks = {forced}. Try --kv.budget "
-                f"{max(64, 4 * forced)}."
-            )
+            raise ValueError(f"kv.budget = {self.budget} {self.too_small('--kv.budget {}')}")
         return self
 
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
@@ -165,6 +161,11 @@ class KV(Section):
     def least_budget(self) -> int:
         """Smallest valid budget: one more than window + sinks. Independent of `budget`, which may be auto."""
         return 1 + (2 * self.sinks if self.window_follows_budget else self.recent + self.sinks)
+
+    def too_small(self, fix: str) -> str:
+        """Return the end of the message about a budget that is too small. `fix` sets the budget `{}`."""
+        forced = self.least_budget - 1
+        return f"is too small: it must exceed window + sinks = {forced}. Try {fix.format(max(64, 4 * forced))}."
 
     @property
     def least_auto(self) -> int:

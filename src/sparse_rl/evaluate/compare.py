@@ -65,6 +65,7 @@ def default_interval(budget: int | Literal["auto"]) -> int:
 
 def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> Setting:
     """Return the cache that `text` names. If the model was trained with the same policy, the stored options apply."""
+    named = text
     text, _, dtype = text.partition(":") if text.endswith((":8bit", ":4bit")) else (text, "", "")
     given = {**given, "dtype": dtype} if dtype else given
     if text == "full":
@@ -74,7 +75,11 @@ def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> 
         raise UserError(f"--compare {text} is not a valid cache: use {FORM}.")
     trained = {name: stored[name] for name in TRAINED if name in stored} if stored.get("policy") == match[1] else {}
     budget: int | Literal["auto"] = "auto" if match[2] == "auto" else int(match[2])
-    values = {"interval": default_interval(budget), **trained, **given, "policy": match[1], "budget": budget}
+    values = {"interval": default_interval(budget), **trained, **given, "policy": match[1], "budget": "auto"}
     if match[3]:
         values["interval"] = int(match[3])
-    return Setting(KV(**values))
+    kv = KV(**values)
+    if budget != "auto" and budget < kv.least_budget:
+        fix = named.replace(f"@{match[2]}", "@{}")
+        raise UserError(f"--compare {named} {kv.too_small(f'--compare {fix}')}")
+    return Setting(KV(**values | {"budget": budget}))
