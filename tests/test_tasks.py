@@ -257,6 +257,8 @@ def test_answers_of_a_table_may_be_numbers(tmp_path):
         ("a.csv", b"text,answer\nx,1\n", "a.csv:2: no column is named prompt, problem or question (found text, answer)"),
         ("a.csv", b"prompt,answer\nx,1\n,2\n", "a.csv:3: prompt is empty"),
         ("a.csv", b"prompt,answer\n", "a.csv has no rows: write one row per problem, with a prompt and an answer."),
+        ("a.tsv", b"prompt\tanswer\nx\t1\n", "a.tsv holds tab-separated values, which are not supported: save it as .csv."),
+        ("a.TSV.gz", b"", "a.TSV.gz holds tab-separated values, which are not supported: save it as .csv."),
         ("a.csv", b"", "a.csv has no rows: write one row per problem, with a prompt and an answer."),
         ("a.parquet", b"PAR1 nonsense", "a.parquet is an incomplete or damaged Parquet file"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz is an incomplete or damaged gzip file"),

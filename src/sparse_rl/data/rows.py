@@ -42,12 +42,14 @@ def refuse(place: str, sentence: str) -> NoReturn:
 
 
 def read_rows(source: str) -> list[DataRow]:
-    """Return all rows of a file in order. A file that is neither .csv nor .parquet is read as JSON Lines."""
+    """Return all rows of a file in order. A file that is neither .csv, .tsv nor .parquet is read as JSON Lines."""
     try:
         content = read_file(source)
     except OSError as error:
         raise UserError(f"{source} cannot be read ({error.strerror}): {ACCEPTED}") from error
     name = source.lower()
+    if name.endswith((".tsv", ".tsv.gz")):
+        raise UserError(f"{source} holds tab-separated values, which are not supported: save it as .csv.")
     if name.endswith(".parquet"):
         return list(_parquet(source, content))
     if name.endswith(".gz"):
