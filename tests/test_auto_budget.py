@@ -318,6 +318,14 @@ def test_a_run_resumes_with_the_largest_budget_for_which_there_is_memory(world, 
     assert f"kv.budget is 24 from step 3 on, was 32: {reason} (" in said
     assert [row["kv/budget"] for row in metrics(run)[1:]] == [32, 32, 24]
     assert changes(run)[1:] == [{"step": 2, "before": 32, "after": 24, "reason": reason}]
+    killed = at_step_2(run, tmp_path / "killed")  # before it saved a checkpoint with the new budget
+    assert changes(killed) == changes(run)
+    train(world, killed, *SHRINKS, "--steps", "3", "--resume", reward="short")
+    assert changes(killed) == changes(run)
+    memory_for(1024)
+    killed = at_step_2(run, tmp_path / "killed on a larger machine")
+    train(world, killed, *SHRINKS, "--steps", "3", "--resume", reward="short")
+    assert changes(killed) == changes(run)[:1]
 
 
 def test_the_default_cache_follows_a_budget_that_the_run_sets(world, tmp_path):

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -257,14 +257,19 @@ class RunFolder:
         """Add comments for the next write of config.toml, without duplicates."""
         self.history += [each for each in comments if each not in self.history]
 
-    def drop_rows_after(self, step: int, warn: Callable[[str], None]) -> None:
-        """Delete metrics, xi rows, budgets and rollouts after `step`, the checkpoint to resume from. Also drop invalid rows."""
+    def drop_rows_after(self, step: int, warn: Callable[[str], None], budgets: Sequence[dict[str, Any]] = ()) -> None:
+        """Delete metrics, xi rows, budgets and rollouts after `step`, the checkpoint to resume from. Also drop invalid rows.
+
+        The changes of the budget at `step` become those in `budgets`. An earlier resume from this checkpoint may have added others.
+        """
         if not self.writes:
             return
         with self.writing():
             for file in (self.metrics, self.xi, self.budget):
                 found = read_rows(file)
                 kept = [row for row in found.rows if row["step"] <= step]
+                if file == self.budget:
+                    kept = [row for row in kept if row["step"] < step] + [row for row in budgets if row["step"] == step]
                 if file.exists():
                     write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
                 if found.unreadable:

@@ -125,7 +125,8 @@ class TrainingRun:
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
         self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
         self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
-        folder.drop_rows_after(self.state.step if last else -1, terminal.warn)
+        budgets_so_far = self.auto_budget.changes if self.auto_budget else []
+        folder.drop_rows_after(self.state.step if last else -1, terminal.warn, budgets_so_far)
         if last is not None:
             terminal.replay_rows(folder.read_metrics())
 
