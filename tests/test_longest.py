@@ -155,6 +155,15 @@ def test_the_answer_for_a_recipe(capsys):
     assert "No response trains" in out
 
 
+def test_the_flags_for_a_recipe_with_a_penalty_on_long_responses_are_valid(capsys):
+    command = ["plan", "7b-lora-24gb", "--gpu-memory", "18GiB", "--advantage.overlong", "4096"]
+    main([*command, "--longest"])
+    flags = re.search(r"^Flags: (.*)$", capsys.readouterr().out, flags=re.MULTILINE)[1].split()
+    assert int(flags[1]) < 4096
+    main([*command, *flags])
+    assert "The run fits" in capsys.readouterr().out
+
+
 def test_a_length_and_the_longest_length_are_not_asked_together(capsys):
     line = refused(capsys, "plan", "1.5B", "--longest", "--max-tokens", "4096")
     assert line == "--rollout.max-tokens 4096 has no effect with --longest, which searches for it: remove one of them."

@@ -172,6 +172,7 @@ def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
         return [f"No response trains in {size}, computed by the plan: {advice}."]
     rollout, optimizer = plan.config.rollout, plan.config.optimizer
     alone = f"; memory alone would allow {found.by_memory:,}" if found.bound == "context" else ""
+    penalized = f" --advantage.overlong {found.tokens // 4}" if plan.config.advantage.overlong > found.tokens else ""
     host = host_plan(plan, host_bytes or machine_bytes())
     lines = [
         f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
@@ -179,7 +180,8 @@ def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
         f"Limited by: {found.bound}{alone}.",
         f"Fullest phase: {plan.fullest.name}, {gib(plan.peak_bytes)} GiB ({plan.fullest.in_words}); "
         f"activations: {recomputing(plan.checkpointed_layers, plan.dims.layers)}.",
-        f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}",
+        f"Flags: --rollout.max-tokens {found.tokens} --optimizer.tokens-per-microbatch {optimizer.tokens_per_microbatch}"
+        f"{penalized}",
         host.line,
     ]
     if plan.dims.estimated_width:
