@@ -183,6 +183,13 @@ def test_a_bounded_cache_of_transformers_gives_the_rollouts_of_the_engine(models
     assert cache.kv_bytes == 2 * 2 * 2 * held  # rows, keys and values, heads
 
 
+@pytest.mark.parametrize(("name", "evicts"), [("mistral", False), ("gemma3", True)])
+def test_tokens_that_leave_a_window_do_not_count_as_evicted(models, name, evicts):
+    engine = Engine(models[name], BOUNDED, slots=2)
+    engine.generate([SHORT, LONG], 1, Sampling(max_tokens=TOKENS))
+    assert (engine.stats.token_savings > 0) == (engine.stats.compactions > 0) == evicts
+
+
 def test_windows_are_not_quantised(models):
     """With a window in every layer, codes change nothing."""
     sampling, dense = Sampling(max_tokens=40, stop=()), KV(policy="full")

@@ -109,5 +109,6 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
         table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's tokens, over all steps")
         table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")
     else:
-        table.add_row("compactions", "none: every sequence fits into the budget")
+        why = "every sequence fits into the budget" if cache.layers else "every layer has a window"
+        table.add_row("compactions", f"none: {why}")
     return table

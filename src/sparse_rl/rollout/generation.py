@@ -107,6 +107,8 @@ class Generation:
         self._count_time()
         if self.pages is not None:
             self.stats.count_pages(self.pages, 0)
+        if not self.cache.layers:  # every layer has a window, and the statistics leave out windows
+            self.stats.compactions, self.stats.kept_tokens = 0, self.stats.dense_tokens
         assert self.finished == self.total
         return [rollout for rollout in self.rollouts if rollout is not None]
 
