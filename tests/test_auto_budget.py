@@ -221,7 +221,7 @@ def test_the_report_has_every_change_and_the_target(whole, tmp_path):
     assert shown["budgets"] == changes(whole[0]) and shown["target"] == 0.2
     assert shown["columns"]["kv/budget"][1:] == [row["kv/budget"] for row in metrics(run)[1:]]
     assert "Budget: set by the run, went from 32 to 24 tokens in 1 change, to hold 20.0% rejected." in shown["sentences"]
-    assert "budget.jsonl: 1 line(s) cannot be read and are skipped." in shown["notes"]
+    assert "budget.jsonl: skipped 1 line that cannot be read." in shown["notes"]
 
 
 def at_step_2(run, copy):

@@ -251,9 +251,9 @@ def test_updates_that_are_not_finite_are_skipped_and_then_end_the_run(world, tmp
         train(world, run, *flags, "--steps", "9")
     out, err = capsys.readouterr()
     assert end.value.code == 2 and err.count("\n") == 1
-    assert "3 consecutive updates were not finite: lower optimizer.lr or the loss coefficients; " in err
+    assert "Loss or gradient was not finite in 3 consecutive updates: lower optimizer.lr or the loss coefficients; " in err
     assert f"the last good checkpoint is {run / 'checkpoints/step-1'}." in err
-    assert out.count("loss or gradient was not finite in 1 of 1 updates, which were skipped.") == 3
+    assert out.count("skipped 1 of 1 update, because loss or gradient was not finite.") == 3
     assert [row["policy/skipped_updates"] for row in metrics(run)[1:]] == [0, 1, 1, 1]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-1"]
 

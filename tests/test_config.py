@@ -11,6 +11,7 @@ from small_runs import arguments, refused, train
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import KV, Config, from_flags, migrated, recipe, recipe_names, to_toml
 from sparse_rl.errors import UserError
+from sparse_rl.format import counted
 from sparse_rl.train.resume import changes_since, kept_options
 
 
@@ -275,6 +276,13 @@ def test_a_dry_run_shows_a_gold_that_is_not_graded_right(world, capsys):
 
 def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_a_count_of_one_has_a_singular_noun():
+    assert [counted(count, "step") for count in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
+    summary = Config(steps=1, rollout={"prompts_per_step": 1, "samples_per_prompt": 8}).batch_summary
+    assert summary.startswith("1 step of 1 prompt x 8 samples = 8 rollouts of at most ")
+    assert "; 1 update of 8 rollouts per step, " in summary
 
 
 def test_options_load_no_torch():

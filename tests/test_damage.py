@@ -199,11 +199,11 @@ def test_metrics_that_cannot_be_read_are_told_and_left_out(whole, tmp_path, caps
     ]
     (run / "metrics.jsonl").write_bytes(b"".join([lines[0], *odd, *lines[2:]]))
     main(["report", str(run), "--out", str(tmp_path / "report.html")])
-    assert "line(s) cannot be read" in capsys.readouterr().out
+    assert " that cannot be read" in capsys.readouterr().out
     resume(run)
     out = capsys.readouterr().out
-    assert "metrics.jsonl: 5 line(s) cannot be read and are dropped." in out
-    assert "metrics.jsonl lacks 1 steps (1)" in out
+    assert "metrics.jsonl: dropped 5 lines that cannot be read." in out
+    assert "metrics.jsonl lacks 1 step (1)" in out
     assert same_weights(run / "model", whole[1] / "model") and [row["step"] for row in metrics(run)] == [0, 2, 3, 4]
 
 

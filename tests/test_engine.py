@@ -177,7 +177,7 @@ def test_wrong_policies_are_refused_before_any_work(model, kv, sentence):
         ([[5.9]], {}, "token id 5.9"),
         ([[5]], {"seeds": [2**63]}, "from 0 to 2"),
         ([[5]], {"samples": 0}, "Nothing to sample: "),
-        ([[5]], {"samples": 2, "seeds": [1]}, "1 seeds do not match 1 prompts with 2 samples"),
+        ([[5]], {"samples": 2, "seeds": [1]}, "1 seed given for 1 prompt with 2 samples"),
     ],
 )
 def test_wrong_requests_are_refused_in_one_sentence(model, prompts, options, sentence):
@@ -246,7 +246,7 @@ def test_limits_end_each_rollout_at_its_own_length(model):
     assert [len(each.response) for each in rollouts] == [3, 20, 1, 20]
     free = Engine(model, SMALL, slots=2).generate([[5, 6], [7]], 2, sampling)
     assert all(left.response == right.response[: len(left.response)] for left, right in zip(rollouts, free, strict=True))
-    with pytest.raises(UserError, match="limits"):
+    with pytest.raises(UserError, match="1 limit given for 1 prompt with 2 samples each"):
         Engine(model, SMALL, slots=2).generate([[5, 6]], 2, sampling, limits=[3])
 
 

@@ -454,7 +454,7 @@ def test_rewards_that_are_no_shares_and_missing_verdicts(eval_world, tmp_path, c
     evaluate(*arguments(eval_world, tmp_path / "some", "--compare", "full", reward="some"))
     row = json.loads((tmp_path / "some/results.json").read_text())["results"][0]
     assert (row["problems"], row["no_verdict"], row["pass@1"]["mean"]) == (7, 1, 1.0)
-    assert "1 rollouts got no verdict and are excluded from Pass@1" in capsys.readouterr().out
+    assert "Pass@1 excludes 1 rollout without a verdict" in capsys.readouterr().out
 
 
 def test_a_model_is_compared_under_the_cache_it_was_trained_with(eval_world, tmp_path):

@@ -134,9 +134,9 @@ def test_generate_keeps_the_settings_of_training_unless_told(runs, tmp_path, run
     capsys.readouterr()
     with one_thread():
         main(["generate", str(out), "15:47+85=", "--max-tokens", "30"])
-        assert "for 1 slots of 24 tokens" in capsys.readouterr().out
+        assert "for 1 slot of 24 tokens" in capsys.readouterr().out
         main(["generate", str(out), "15:47+85=", "--max-tokens", "30", "--kv.budget", "30"])
-        assert "for 1 slots of 34 tokens" in capsys.readouterr().out
+        assert "for 1 slot of 34 tokens" in capsys.readouterr().out
 
 
 def test_a_cache_from_the_folder_has_the_settings_of_training(runs, tmp_path):

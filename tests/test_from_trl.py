@@ -280,11 +280,11 @@ def test_a_config_of_trl_trains_a_step_in_both(tmp_path, monkeypatch, capsys):
         ),
         (
             ["--num_generations", "3"],
-            "8 sequences are generated at once, which is not a multiple of --num_generations 3: change one.",
+            "TRL generates 8 sequences at once, which is not a multiple of --num_generations 3: change one.",
         ),
         (
             ["--steps_per_generation", "6", "--gradient_accumulation_steps", "4"],
-            "48 sequences are generated at once and 32 used per update, which sparse-rl does not mix: let one be a multiple",
+            "TRL generates 48 sequences at once and uses 32 per update, which sparse-rl does not mix: let one be a multiple",
         ),
         (
             ["--loss_type", "vespo"],
@@ -294,7 +294,7 @@ def test_a_config_of_trl_trains_a_step_in_both(tmp_path, monkeypatch, capsys):
         (["--lr_scheduler_type", "polynomial"], "--lr_scheduler_type polynomial has no counterpart: use one of linear"),
         (["--dataset_name", "gsm8k"], "--dataset_name 'gsm8k' is not a dataset of the hub: write owner/name, or a folder."),
         (["--reward_funcs", "accuracy"], "--reward_funcs accuracy is not a reward of TRL: use one of accuracy_reward"),
-        (["--reward_weights", "1", "2"], "--reward_weights has 2 values for 1 rewards: pass one weight for each."),
+        (["--reward_weights", "1", "2"], "--reward_weights has 2 values for 1 reward: pass one weight for each."),
         (["--temperature", "0"], "temperature"),
         (["--config", "nowhere.yaml"], "The config 'nowhere.yaml' cannot be read .*: pass a YAML file of TRL."),
         (["--config"], "The config '' cannot be read"),

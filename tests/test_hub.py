@@ -121,7 +121,7 @@ def test_a_pushed_model_trains_on_with_its_kv_settings_and_data_of_the_hub(hub, 
     assert metrics(tmp_path / "run")[-1]["step"] == 1
     assert "base_model: me/full" in (tmp_path / "run/model/README.md").read_text()
     code, out, err = process("generate", "me/full", "15:47+85=", "--max-tokens", "30")
-    assert code == 0 and "for 1 slots of 24 tokens" in out, err
+    assert code == 0 and "for 1 slot of 24 tokens" in out, err
 
 
 def test_another_push_replaces_the_model_and_leaves_other_files(hub, runs, process, tmp_path):

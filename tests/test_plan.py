@@ -756,3 +756,10 @@ def test_a_step_counts_every_pass_over_the_rollouts():
     smd, taught = at("--method", "smd"), at("--method", "smd", "--loss.smd.direction", "shadow_to_dense")
     assert smd.old_s == pytest.approx(2 * forward) and smd.update_s == pytest.approx(2 * plain.update_s)
     assert taught.update_s == pytest.approx(plain.update_s * 4 / 3)
+
+
+def test_a_plan_of_one_step_and_one_slot_has_singular_nouns(capsys):
+    main(["plan", "0.5B", "--steps", "1", "--rollout.slots", "1", "--gpu-memory", "80GB", "--data.test", "gsm8k"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert ", 1 slot, " in out and "1 step and 2 evaluations." in out
+    assert not re.search(r"\b1 (steps|slots|evaluations)\b", out)

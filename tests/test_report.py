@@ -418,10 +418,10 @@ def test_a_half_written_run_is_shown_with_what_is_missing(looked_at, tmp_path):
     (shown,) = document(run)["runs"]
     notes = " ".join(shown["notes"])
     assert "The last line of metrics.jsonl is incomplete: the run is still writing it, or was killed." in notes
-    assert "3 line(s) cannot be read (line 2, 3, 4)" in notes
+    assert "skipped 3 lines that cannot be read (line 2, 3, 4)" in notes
     assert "config.toml cannot be read" in notes
     assert "step-1.parquet cannot be read" in notes and "step-7.parquet cannot be read" in notes
-    assert "xi.jsonl: 1 line(s) cannot be read and are skipped." in notes
+    assert "xi.jsonl: skipped 1 line that cannot be read." in notes
     assert "tokenizer is not on this disk" in notes
     assert shown["steps"] == [0, 1, 9] and [step for step, *_ in shown["rollouts"]] == [2]
 

@@ -563,7 +563,7 @@ def test_without_workers_the_reward_is_called_here_with_the_whole_batch(folder):
         assert (graded.values, graded.no_verdict, graded.errors) == ([None, 1.0, 2.0], 1, 0)
     with RewardPool("batched:fails", workers=0, log=folder / "log") as pool:
         graded = grade(pool, ["a", "b", "c"])
-        assert (graded.values, graded.errors) == ([None] * 3, 3) and "1 values for 3 completions" in graded.first_error
+        assert (graded.values, graded.errors) == ([None] * 3, 3) and "1 value for 3 completions" in graded.first_error
         assert "Traceback" in (folder / "log").read_text()
     with RewardPool("batched:odd", workers=0) as pool:  # as of a worker: it costs its own sample a verdict, and no other
         graded = grade(pool, ["a", "b", "c"])

@@ -246,7 +246,7 @@ def test_answers_of_a_table_may_be_numbers(tmp_path):
     ("name", "content", "sentence"),
     [
         ("a.csv", b'prompt,answer\nx,1\n\n"y\nz",2\nw,3,4\n', "a.csv:6: the row has 3 cells, but the header has 2 columns"),
-        ("a.csv", b"prompt,answer\nx\n", "a.csv:2: the row has 1 cells, but the header has 2 columns"),
+        ("a.csv", b"prompt,answer\nx\n", "a.csv:2: the row has 1 cell, but the header has 2 columns"),
         ("a.csv", b'prompt,answer\nx,1\n"y,2\n', "a.csv:3: the row is not valid CSV"),
         ("a.csv", b"prompt,prompt\nx,1\n", "a.csv:1: the column names are prompt, prompt"),
         (

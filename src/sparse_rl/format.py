@@ -1,8 +1,13 @@
-"""Format bytes and durations for display."""
+"""Format counts, bytes and durations for display."""
 
 import math
 
 GIB = 2**30
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, e.g. 1 step or 1,200 steps."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..config import Config
 from ..errors import UserError, first_line
+from ..format import counted
 from ..learner.replay import forward, response_logprobs
 from ..models.compile import fused_layers
 from ..terminal import titled_table, wide_console
@@ -106,7 +107,7 @@ def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    made = titled_table(f"GiB by phase, {found['slots']} slots", ("phase", "before", "peak", "predicted", "off"))
+    made = titled_table(f"GiB by phase, {counted(found['slots'], 'slot')}", ("phase", "before", "peak", "predicted", "off"))
     for name, row in found["rows"].items():
         if "out_of_memory" in row:
             made.add_row(name, "", "out of memory")

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ..format import counted
 from .advantage import AdvantageConfig
 from .alerts import AlertsConfig
 from .correction import CorrectionConfig
@@ -244,8 +245,8 @@ class Config(Section):
         if self.rollout.refill_rejected:
             again += f"; refill_rejected samples rejected rollouts again, up to {MAX_DRAWS - 1} times"
         return (
-            f"{self.steps} steps of {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = "
-            f"{rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens; {updates} "
-            f"update{'s' if updates > 1 else ''} of {per_update} rollouts per step, "
+            f"{counted(self.steps, 'step')} of {counted(rollout.prompts_per_step, 'prompt')} x {rollout.samples_per_prompt} "
+            f"samples = {rollout.rollouts_per_step} rollouts of at most {rollout.max_tokens:,} tokens; "
+            f"{counted(updates, 'update')} of {per_update} rollouts per step, "
             f"{self.optimizer.tokens_per_microbatch:,} tokens per micro-batch{again}."
         )

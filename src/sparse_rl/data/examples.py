@@ -16,6 +16,7 @@ from typing import Any
 
 from ..config import PLACEHOLDER, TASKS, DataConfig, HubData, Origin, Split, Task
 from ..errors import UserError
+from ..format import counted
 from ..rewards.weighted_sum import ROLLOUT_COLUMNS
 from ..text import listed
 from .arithmetic import make_problems
@@ -246,8 +247,8 @@ def too_few_note(source: str, problems: int, prompts_per_step: int) -> str | Non
     if problems >= prompts_per_step:
         return None
     return (
-        f"{source} has {problems:,} problems, fewer than rollout.prompts_per_step = {prompts_per_step:,}: a step samples "
-        f"some problems more than once. Lower --rollout.prompts-per-step to at most {problems:,}, or add problems."
+        f"{source} has {counted(problems, 'problem')}, fewer than rollout.prompts_per_step = {prompts_per_step:,}: a step "
+        f"samples some problems more than once. Lower --rollout.prompts-per-step to at most {problems:,}, or add problems."
     )
 
 

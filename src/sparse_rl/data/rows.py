@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import UserError, first_line
+from ..format import counted
 from ..reading import read_file
 from ..text import listed, printable
 
@@ -145,7 +146,7 @@ def _csv(source: str, content: bytes) -> Iterator[DataRow]:
                 names = cells
                 _check_names(place, names)
             elif len(cells) != len(names):
-                counts = f"{len(cells)} cells, but the header has {len(names)} columns"
+                counts = f"{counted(len(cells), 'cell')}, but the header has {counted(len(names), 'column')}"
                 refuse(place, f"the row has {counts}: quote cells that contain a comma.")
             else:
                 yield DataRow(place, {name: cell or None for name, cell in zip(names, cells, strict=True)})

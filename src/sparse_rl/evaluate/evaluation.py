@@ -10,6 +10,7 @@ import torch
 from ..bench.record import environment
 from ..config import DataConfig, RewardConfig
 from ..errors import UserError
+from ..format import counted
 from ..kv.policies import from_settings
 from ..models.load import place
 from ..rewards.find import refuse_inside_a_reward
@@ -92,12 +93,12 @@ def warn_of_missing_verdicts(columns: Sequence[tuple[str, Sequence[Result]]], co
             cost, problem = row.score.cost, ""
             if row.score.ungraded:
                 problem = (
-                    f"{row.score.ungraded} rollouts got no verdict and are excluded from "
-                    f"{score_name(row.score.samples, are_shares(rows))} ({cost.no_verdict} None, {cost.timeouts} timed "
+                    f"{score_name(row.score.samples, are_shares(rows))} excludes "
+                    f"{counted(row.score.ungraded, 'rollout')} without a verdict ({cost.no_verdict} None, {cost.timeouts} timed "
                     f"out, {cost.errors} failed{f': {cost.first_error}' if cost.first_error else ''})."
                 )
             elif cost.timeouts:
-                problem = f"{cost.timeouts} rollouts exceeded reward.timeout_s and count as 0."
+                problem = f"{counted(cost.timeouts, 'rollout')} exceeded reward.timeout_s and scored 0."
             if problem:
                 console.print_line(f"warning: {title}, {row.setting}: {problem}", style="yellow")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from ..format import size
+from ..format import counted, size
 from ..scores import score_text
 from .compare import Setting
 from .mismatch import Criteria, Mismatch
@@ -58,7 +58,7 @@ def benchmark_tables(title: str, results: Sequence[Result]) -> list[Table]:
     The pass@k table needs several samples per problem. The mismatch table needs --mismatch.
     """
     first, name, share = results[0].score, _named(results), are_shares(results)
-    title = f"{escape(title)}: {first.problems:,} problems, {name}, 95 % intervals"
+    title = f"{escape(title)}: {counted(first.problems, 'problem')}, {name}, 95 % intervals"
     main = table(title, ["cache", name, *([f"against {results[0].setting}"] if len(results) > 1 else ()),
                          "tokens", "cut off", "repeating", "KV saved", "KV held", "no verdict", "tokens/s"])  # fmt: skip
     for each in results:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import UserError
+from ..format import counted
 from .trl_flags import reason
 from .trl_parser import Flags, parsed
 from .trl_problems import OVERLONG, data_section, reward_section
@@ -91,12 +92,13 @@ def _batch(flags: Flags) -> tuple[dict[str, Any], int]:
     whole = max(generated, per_update)
     if generated % samples:
         raise UserError(
-            f"{generated} sequences are generated at once, which is not a multiple of --num_generations {samples}: change one."
+            f"TRL generates {counted(generated, 'sequence')} at once, which is not a multiple of --num_generations "
+            f"{samples}: change one."
         )
     if whole % generated or whole % per_update:
         raise UserError(
-            f"{generated} sequences are generated at once and {per_update} used per update, which sparse-rl does not mix: let one "
-            "be a multiple of the other."
+            f"TRL generates {counted(generated, 'sequence')} at once and uses {per_update} per update, which "
+            "sparse-rl does not mix: let one be a multiple of the other."
         )
     prompts, updates = whole // samples, whole // per_update
     if flags["max_completion_length"] is None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..format import counted
 from ..text import printable, quoted
 from .trl_parser import Flags
 
@@ -63,7 +64,10 @@ def reward_section(flags: Flags, max_tokens: int) -> dict[str, Any]:
         )
     weights = weights or [1.0] * len(names)
     if len(weights) != len(names):
-        raise UserError(f"--reward_weights has {len(weights)} values for {len(names)} rewards: pass one weight for each.")
+        raise UserError(
+            f"--reward_weights has {counted(len(weights), 'value')} for {counted(len(names), 'reward')}: pass one weight "
+            "for each."
+        )
     terms, overlong = [], False
     for name, weight in zip(names, weights, strict=True):
         if name == OVERLONG[0] and weight == 1.0 and max_tokens == OVERLONG[1]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..format import counted
 from ..kernels.counter_rng import mix
 from ..kernels.gather import dropped_positions, keep_in_place
 from ..kernels.jit import usable
@@ -67,7 +68,7 @@ class SlotCache:
         """Statistics that a policy with `uses_statistics` reads, of the cache's layers and on its device."""
         self.prompts: PromptStore | None = None
         """Store of the prompts that the slots read; None if the slots hold their prompts."""
-        name = f"The KV cache of {slots:,} slots of {capacity:,} tokens"
+        name = f"The KV cache of {counted(slots, 'slot')} of {capacity:,} tokens"
         refuse_too_large(
             shape, slots * capacity * self.token_bytes, name, "lower kv.budget or max_tokens, or the number of slots"
         )

@@ -9,6 +9,7 @@ A decode step updates the rows in place, so that a CUDA graph can capture it. Po
 import torch
 from torch import Tensor
 
+from ..format import counted
 from .shape import CacheShape, refuse_too_large
 
 States = dict[str, Tensor]
@@ -18,7 +19,9 @@ States = dict[str, Tensor]
 class StateStore:
     def __init__(self, shape: CacheShape, slots: int):
         self.shape, self.device = shape, shape.device
-        refuse_too_large(shape, slots * shape.state_bytes, f"The recurrent state of {slots:,} slots", "use fewer slots")
+        refuse_too_large(
+            shape, slots * shape.state_bytes, f"The recurrent state of {counted(slots, 'slot')}", "use fewer slots"
+        )
         self.of_layer: dict[int, States] = {}
         for state in shape.states:
             tensor = torch.zeros(slots, *state.size, dtype=state.dtype, device=shape.device)

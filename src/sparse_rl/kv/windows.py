@@ -10,6 +10,7 @@ never evict from these layers. A trace does not record them, because the window 
 import torch
 from torch import Tensor
 
+from ..format import counted
 from ..sizes import token_bytes
 from .prompt_layout import PackedPrompts
 from .shape import CacheShape, refuse_too_large
@@ -25,7 +26,7 @@ class WindowStore:
         refuse_too_large(
             shape,
             slots * self.capacity * token_bytes(local, shape.dtype.itemsize),
-            f"The cache of {slots:,} sliding windows of {self.capacity:,} tokens",
+            f"The cache of {counted(slots, 'sliding window')} of {self.capacity:,} tokens",
             "use shorter sequences or fewer slots",
         )
         rows = (local.layers, slots, local.kv_heads, self.capacity, local.head_dim)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config import KV, AlertsConfig
+from ..format import counted
 from .limits import DEFAULTS
 
 Row = Mapping[str, float]
@@ -240,8 +241,8 @@ def _no_verdict(now: Row, past: History, limit: float) -> str | None:
         return None
     none, timeouts, errors = counts
     return (
-        f"{sum(counts):.0f} of {rollouts} rollouts got no verdict (limit {limit:.0%}): {none:.0f} None, {timeouts:.0f} timeouts, "
-        f"{errors:.0f} errors"
+        f"{sum(counts):.0f} of {rollouts} rollouts got no verdict (limit {limit:.0%}): {none:.0f} None, "
+        f"{counted(int(timeouts), 'timeout')}, {counted(int(errors), 'error')}"
     )
 
 

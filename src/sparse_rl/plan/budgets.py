@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from ..config import KV
-from ..format import duration
+from ..format import counted, duration
 from ..sizes import PAGE_TOKENS, pages_of, slot_bytes, token_bytes
 from ..terminal import Terminal, titled_table
 from .evaluation import without_evaluation
@@ -107,7 +107,7 @@ def _row(plan: Plan, gpu: GPU, kv: KV | None, max_tokens: int | None = None) -> 
 def budget_table(plan: Plan, rows: list[BudgetRow], gpu: GPU, flags: str = "") -> Table:
     """Return the table of a sweep. `flags` are the flags with which the plan fits."""
     steps, using = plan.config.steps, f" with {flags}" if flags else ""
-    headings = ("sampler", "of the longest sequence", "slots", "step s", f"{steps} steps", "speed-up")
+    headings = ("sampler", "of the longest sequence", "slots", "step s", counted(steps, "step"), "speed-up")
     title = f"Budgets on {gpu.name}{using}, with as many slots as fit"
     table = titled_table(title, [*headings, "measured with R-KV: rejected, Pass@1"])
     dense_s = rows[-1].step_s
@@ -236,6 +236,6 @@ def fewer_prompts(plan: Plan, gpu: GPU) -> str | None:
     then_s, steps = step_time(made, gpu).total_s, plan.config.steps
     return (
         f"A step samples {rollout.rollouts_per_step:,} rollouts, {ranks * plan.running:,} at once. With "
-        f"--rollout.prompts-per-step {prompts} it takes {duration(then_s)} instead of {duration(now_s)}, {steps} steps "
-        f"{duration(steps_s(made, gpu))}; each update then has fewer rollouts."
+        f"--rollout.prompts-per-step {prompts} it takes {duration(then_s)} instead of {duration(now_s)}, "
+        f"{counted(steps, 'step')} {duration(steps_s(made, gpu))}; each update then has fewer rollouts."
     )

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..config import Config
 from ..errors import UserError
-from ..format import gib
+from ..format import counted, gib
 from ..host_memory import machine_bytes
 from ..terminal import titled_table, wide_console
 from .dimensions import Dimensions, dimensions
@@ -145,14 +145,15 @@ def cell(found: Longest) -> str:
     if not found.tokens:
         return "none"
     alone = f" (memory: {found.by_memory:,})" if found.bound == "context" else ""
-    return f"{found.tokens:,}; {found.plan.slots:,} slots; {found.bound}{alone}"
+    return f"{found.tokens:,}; {counted(found.plan.slots, 'slot')}; {found.bound}{alone}"
 
 
 def notes(config: Config, dims: Dimensions, prompt_tokens: int) -> list[str]:
     rollout = config.rollout
+    slots = rollout.samples_per_prompt if rollout.slots == "auto" else rollout.slots
     found = [
         f"Computed by the plan, not measured: prompts of {prompt_tokens:,} tokens, {rollout.rollouts_per_step:,} rollouts per "
-        f"step in at least {rollout.samples_per_prompt if rollout.slots == 'auto' else rollout.slots} slots, micro-batches of "
+        f"step in at least {counted(slots, 'slot')}, micro-batches of "
         "one rollout if more do not fit."
     ]
     if dims.estimated_width:
@@ -175,7 +176,7 @@ def sentences(found: Longest, size: str, host_bytes: int | None) -> list[str]:
     penalized = f" --advantage.overlong {found.tokens // 4}" if plan.config.advantage.overlong > found.tokens else ""
     host = host_plan(plan, host_bytes or machine_bytes())
     lines = [
-        f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {plan.slots} slots and "
+        f"Longest response in {size}: rollout.max_tokens = {found.tokens:,}, with {counted(plan.slots, 'slot')} and "
         f"{rollout.rollouts_per_step:,} rollouts per step. Computed by the plan, not measured.",
         f"Limited by: {found.bound}{alone}.",
         f"Fullest phase: {plan.fullest.name}, {gib(plan.peak_bytes)} GiB ({plan.fullest.in_words}); "

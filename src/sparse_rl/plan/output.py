@@ -11,7 +11,7 @@ from rich.table import Table
 from ..config import Config
 from ..data.examples import name_of
 from ..errors import UserError
-from ..format import duration, gib
+from ..format import counted, duration, gib
 from ..host_memory import machine_bytes
 from ..sizes import dense_bytes, slot_bytes, window_bytes
 from ..terminal import titled_table, wide_console
@@ -107,7 +107,7 @@ def headline(plan: Plan, total: int) -> str:
     how = f"LoRA of rank {lora.rank}{' on 4 bits' if lora.base == '4bit' else ''}" if lora.rank else "all weights trained"
     return (
         f"{config.model.path}: {dims.params / 1e9:.2f} billion parameters in {config.model.dtype}, {how}, optimizer state "
-        f"{config.optimizer.state}; method {config.method}, {plan.slots} slots, prompts of {plan.prompt_tokens} and "
+        f"{config.optimizer.state}; method {config.method}, {counted(plan.slots, 'slot')}, prompts of {plan.prompt_tokens} and "
         f"responses of up to {config.rollout.max_tokens:,} tokens, {config.optimizer.tokens_per_microbatch:,} tokens per "
         f"micro-batch; {gpus(config)}{gib(total)} GiB{' each' if config.ranks.count > 1 else ''}. All values are computed, "
         "not measured."
@@ -206,7 +206,7 @@ def time_table(plan: Plan, gpu: GPU, *, assumed: bool) -> Table:
         "old log-probs s",
         "update s",
     ]
-    headings += [*(["sync s"] if several else []), "step s", f"{plan.config.steps} steps"]
+    headings += [*(["sync s"] if several else []), "step s", counted(plan.config.steps, "step")]
     table = titled_table(f"Best-case step time, computed for {speed}, all responses at full length", headings)
     for name, arm in arms(plan):
         if not arm.fits:
@@ -243,9 +243,10 @@ def evaluation_table(plan: Plan, gpu: GPU) -> Table:
 
 def run_line(plan: Plan, gpu: GPU) -> str:
     config = plan.config
-    methods = f" of each of {len(config.compare)} methods" if config.compare else ""
+    methods = f" of each of {len(config.compare)} methods" if len(config.compare) > 1 else ""
     time = duration(run_s(plan, gpu))
-    return f"This run takes {time} at best: {config.steps} steps and {evaluations(config)} evaluations{methods}."
+    evaluated = counted(evaluations(config), "evaluation")
+    return f"This run takes {time} at best: {counted(config.steps, 'step')} and {evaluated}{methods}."
 
 
 def no_evaluation(config: Config) -> str:
@@ -275,7 +276,7 @@ def verdict(plan: Plan, total: int, found: list[Remedy], host_bytes: int | None)
 
 def compact(plan: Plan) -> list[str]:
     """Return the plan as the two lines that `train` prints."""
-    slots = f"{plan.slots} slots{' (auto)' if plan.config.rollout.slots == 'auto' else ''}"
+    slots = f"{counted(plan.slots, 'slot')}{' (auto)' if plan.config.rollout.slots == 'auto' else ''}"
     room = f" of {gib(plan.memory_bytes)}" if plan.memory_bytes else ""
     return [
         f"plan: {slots}, peak {gib(plan.peak_bytes)}{room} GiB in {plan.fullest.name} ({plan.fullest.in_words})",

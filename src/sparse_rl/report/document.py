@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import AlertsConfig
+from ..format import counted
 from ..monitor.alerts import check
 from ..monitor.ratios import BINS, HIGH, LOW
 from ..text import printable
@@ -136,7 +137,7 @@ def summary(runs: Sequence[Run]) -> str:
     order = list(LABELS.values())
     judged = sorted(((run.name, verdict(run)) for run in runs), key=lambda pair: order.index(pair[1].label))
     sentences = [f"{name}: {', '.join([each.label, *each.signs[:1]])}." for name, each in judged]
-    more = f" {len(sentences) - MOST_NAMED} more runs are listed below." if len(sentences) > MOST_NAMED else ""
+    more = f" The list below has {counted(len(sentences) - MOST_NAMED, 'more run')}." if len(sentences) > MOST_NAMED else ""
     return " ".join(sentences[:MOST_NAMED]) + more
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from ..config import KV, PRESETS, Config, CorrectionSpec, flat, migrated_tables
 from ..errors import UserError, first_line
+from ..format import counted
 from ..monitor.ratios import BINS
 from ..text import printable
 from ..train.rows import MOST_STEPS
@@ -191,7 +192,7 @@ def _read_metrics(run: Run) -> None:
         run.notes.append("The last line of metrics.jsonl is incomplete: the run is still writing it, or was killed.")
     if bad:
         shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
-        run.notes.append(f"metrics.jsonl: {len(bad)} line(s) cannot be read (line {shown}) and are skipped.")
+        run.notes.append(f"metrics.jsonl: skipped {counted(len(bad), 'line')} that cannot be read (line {shown}).")
     if not run.rows:
         run.notes.append("metrics.jsonl has no metrics yet: nothing can be plotted.")
 
@@ -225,7 +226,7 @@ def _valid_rows(run: Run, name: str, is_valid: Callable[[dict[str, Any]], bool])
         else:
             bad += not is_unterminated
     if bad:
-        run.notes.append(f"{name}: {bad} line(s) cannot be read and are skipped.")
+        run.notes.append(f"{name}: skipped {counted(bad, 'line')} that cannot be read.")
     return rows
 
 

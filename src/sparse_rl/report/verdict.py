@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Literal
 
 from ..config import AlertsConfig
-from ..format import size
+from ..format import counted, size
 from ..monitor.alerts import check
 from ..monitor.budget import WORDS
 from ..monitor.limits import limit
@@ -74,7 +74,8 @@ def verdict(run: Run) -> Verdict:
 def _state(run: Run, reward: Curve, entropy: Curve) -> tuple[State, str]:
     if len(reward.values) < FEWEST:
         return "early", (
-            f"Too early to judge learning or collapse: the run has {len(reward.values)} steps, and {FEWEST} are needed."
+            f"Too early to judge learning or collapse: the run has {counted(len(reward.values), 'step')}, and {FEWEST} are "
+            "needed."
         )
     step, best = reward.best
     floor = min(0.0, *reward.values)
@@ -194,7 +195,7 @@ def _rewards(run: Run, reward: Curve) -> list[str]:
     if len(reward.values) < FEWEST:
         return [f"Training reward: {reward.values[-1]:.3g} at step {run.last_step}{planned}."]
     return [
-        f"Training reward: {reward.first:.3g} in the first {reward.window} steps, {reward.last:.3g} in the last "
+        f"Training reward: {reward.first:.3g} in the first {counted(reward.window, 'step')}, {reward.last:.3g} in the last "
         f"{reward.window}, {run.last_step} steps{planned} in total."
     ]
 
@@ -250,7 +251,7 @@ def _budget(run: Run) -> list[str]:
     path = (
         f"stayed at {first:,} tokens"
         if not changed
-        else f"went from {first:,} to {last:,} tokens in {changed} change{'s' * (changed > 1)}"
+        else f"went from {first:,} to {last:,} tokens in {counted(changed, 'change')}"
     )
     target = "" if run.target_rejected is None else f", to hold {run.target_rejected:.1%} {WORDS[run.correction.judged]}"
     return [f"Budget: set by the run, {path}{target}."]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UserError
+from ..format import counted
 from .find import BUILT_IN, accepts, find
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def verdicts(result: Any, count: int) -> list[float | None]:
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
         raise TypeError(f"the reward returned {type(result).__name__}, not a list with one float per completion")
     if len(result) != count:
-        raise ValueError(f"the reward returned {len(result)} values for {count} completion{'s' if count > 1 else ''}")
+        raise ValueError(f"the reward returned {counted(len(result), 'value')} for {counted(count, 'completion')}")
     return [verdict(value) for value in result]
 
 

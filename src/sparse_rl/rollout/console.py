@@ -11,7 +11,7 @@ from ..config import KV, DataConfig, Sampling
 from ..data.examples import Example
 from ..data.prompts import encoded
 from ..errors import UserError
-from ..format import size
+from ..format import counted, size
 from ..kv.policies import from_settings
 from ..models.load import load_model, load_tokenizer
 from ..models.stored_statistics import stored_statistics
@@ -98,10 +98,13 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     table.add_row("tokens", f"{stats.tokens:,} in {stats.seconds:.1f} s, {stats.tokens_per_s:,.1f} tokens/s")
     pages = ""
     if cache.prompts is not None:
-        pages = f", and {cache.prompts.pages} pages of {PAGE_TOKENS} tokens{'' if cache.prompts.responses else ' for prompts'}"
+        use = "" if cache.prompts.responses else " for prompts"
+        pages = f", and {counted(cache.prompts.pages, 'page')} of {PAGE_TOKENS} tokens{use}"
     if cache.windows is not None:
-        pages += f", with windows of {cache.windows.capacity} tokens in {len(cache.windows.place)} layers"
-    table.add_row("KV allocated", f"{size(cache.kv_bytes)} for {cache.slots} slots of {cache.capacity} tokens{pages}")
+        pages += f", with windows of {cache.windows.capacity} tokens in {counted(len(cache.windows.place), 'layer')}"
+    table.add_row(
+        "KV allocated", f"{size(cache.kv_bytes)} for {counted(cache.slots, 'slot')} of {cache.capacity} tokens{pages}"
+    )
     held = max(rollout.kv_peak for rollout in rollouts)
     table.add_row("peak held", f"{held} tokens of a sequence, {size(held * cache.token_bytes)}")
     table.add_row("dense cache", f"{longest} tokens, {size(longest * cache.dense_token_bytes)}")

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ..config import KV, WORTH_COMPILING, Sampling
 from ..errors import UserError, notice
+from ..format import counted
 from ..kernels.codes import HEAD_MULTIPLE
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
@@ -291,8 +292,8 @@ class Engine:
         if pages < least:
             needed = (least * PAGE_TOKENS + self.slots * DENSE_SLOT_TOKENS) * token_bytes + fixed
             raise UserError(
-                f"kv_bytes = {kv_bytes:,} is too small: {self.slots} slots and one sequence of {prompt_tokens + max_tokens:,} "
-                f"tokens take {needed:,}. Use fewer slots, shorter responses or more memory."
+                f"kv_bytes = {kv_bytes:,} is too small: {counted(self.slots, 'slot')} and one sequence of "
+                f"{prompt_tokens + max_tokens:,} tokens take {needed:,}. Use fewer slots, shorter responses or more memory."
             )
         self._allocate_pool(pages, prompt_tokens + max_tokens)
         self.pool_reserved = True

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import Sampling
 from ..errors import PromptError, UserError
+from ..format import counted
 from ..kernels.counter_rng import derive_all, uniform
 from ..kv.prompt_store import PromptStore
 from ..models.support import AttentionLimits
@@ -54,18 +55,15 @@ class RequestLimits:
         prompts = [prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
         if any(isinstance(prompt, (str, int, float)) for prompt in prompts):
             raise UserError("Prompts must be lists of token ids: encode text with the model's tokenizer first.")
+        asked = f"{counted(len(prompts), 'prompt')} with {counted(samples, 'sample')} each"
         if len(prompts) == 0 or samples < 1:
-            raise UserError(f"Nothing to sample: {len(prompts)} prompts with {samples} samples each. Both must be at least 1.")
+            raise UserError(f"Nothing to sample: {asked}. Both must be at least 1.")
         if seeds is not None and (len(seeds) != len(prompts) * samples or not all(0 <= seed < 2**63 for seed in seeds)):
             raise UserError(
-                f"{len(seeds)} seeds do not match {len(prompts)} prompts with {samples} samples each: pass one seed per "
-                "rollout, from 0 to 2**63 - 1."
+                f"{counted(len(seeds), 'seed')} given for {asked}: pass one seed per rollout, from 0 to 2**63 - 1."
             )
         if limits is not None and (len(limits) != len(prompts) * samples or min(limits) < 1):
-            raise UserError(
-                f"{len(limits)} limits do not match {len(prompts)} prompts with {samples} samples each: pass one limit of "
-                "at least 1 per rollout."
-            )
+            raise UserError(f"{counted(len(limits), 'limit')} given for {asked}: pass one limit of at least 1 per rollout.")
         for number, prompt in enumerate(prompts):
             self.check_prompt(prompt, sampling, allow_beyond_context=allow_beyond_context, name=f"Prompt {number}")
         if seeds is None:

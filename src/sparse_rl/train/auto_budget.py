@@ -7,7 +7,7 @@ import torch
 
 from ..config import Config
 from ..errors import UserError
-from ..format import size
+from ..format import counted, size
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
 from ..monitor.budget import MOST_CHANGES, BudgetState, Failed, Figures, Targets, decide, smallest
@@ -103,7 +103,7 @@ class AutoBudget:
         missed = [Failed(row.budget, row.figures.tokens) for row in rows if row.budget < found.budget]
         self.state = BudgetState(found.budget, found.figures.tokens, failed=missed[-1] if missed else None)
         share = f"{found.figures.rejected:.1%} of {found.figures.rollouts} probed rollouts {self.targets.judged}"
-        self._note(0, 0, f"{share}, the smallest of {len(rows)} measured budgets that meets the targets", seconds)
+        self._note(0, 0, f"{share}, the smallest of {counted(len(rows), 'measured budget')} that meets the targets", seconds)
 
     def _measured(self, prompts: Sequence[Sequence[int]], budget: int) -> ProbeRow | None:
         """Return the measurement of this budget, or None if memory ran out."""
@@ -187,7 +187,8 @@ class AutoBudget:
     def _note(self, step: int, before: int, reason: str, seconds: float) -> None:
         """Log a change on the terminal, in budget.jsonl and in the next checkpoint."""
         was = f"was {before:,}" if before else "found by the probe"
-        cost = f"{self.engine.slots} slots, {size(self.engine.cache.kv_bytes)} of keys and values, rebuilt in {seconds:.1f} s"
+        slots, held = counted(self.engine.slots, "slot"), size(self.engine.cache.kv_bytes)
+        cost = f"{slots}, {held} of keys and values, rebuilt in {seconds:.1f} s"
         self.terminal.note(f"kv.budget is {self.state.budget:,} from step {step + 1} on, {was}: {reason} ({cost}).")
         self._append(step, before, reason)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import KV, SHADOW_METHODS, TASKS, Config
-from ..format import size
+from ..format import counted, size
 from ..hub import is_hub_id
 from ..report.figures import CURVES
 from ..scores import are_shares, score_keys, score_name, score_set, score_text
@@ -89,7 +89,8 @@ def _facts(config: Config, kv: KV, rows: Sequence[Row], step: int, merge: bool) 
         ("step", f"{step} of {config.steps}"),
         (
             "batch",
-            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} rollouts of at most {rollout.max_tokens:,} tokens",
+            f"{counted(rollout.prompts_per_step, 'prompt')} x {rollout.samples_per_prompt} rollouts of at most "
+            f"{rollout.max_tokens:,} tokens",
         ),
         ("loss, learning rate", f"{config.loss.name}, {config.optimizer.lr:g}"),
         ("seed", str(config.seed)),

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..disk import refusal
 from ..errors import RankLost, StorageUnavailable, UserError, first_line
+from ..format import counted
 from ..kv.statistics import Statistics
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
@@ -215,8 +216,8 @@ def load(checkpoint: Place, actor: Actor, optimizer: Optimizer, world: World = A
     state, files = checked_state(checkpoint, world)
     if optimizer.settings.state == "8bit" and state.ranks != world.size:
         raise UserError(
-            f"{checkpoint} was saved by {state.ranks} ranks, and 8-bit moments cannot be resharded for {world.size} ranks: "
-            f"resume with {state.ranks} ranks."
+            f"{checkpoint} was saved by {counted(state.ranks, 'rank')}, and 8-bit moments cannot be resharded for "
+            f"{counted(world.size, 'rank')}: resume with {counted(state.ranks, 'rank')}."
         )
     parts = {"weights": optimizer.weights, "moments": optimizer.moments}
     statistics = _read(checkpoint, parts, files, world)

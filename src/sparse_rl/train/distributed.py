@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .. import __version__
 from ..config import Config
 from ..errors import RankLost, UserError, first_line
-from ..format import gib
+from ..format import counted, gib
 from ..plan.dimensions import dimensions
 from ..plan.parts import weight_bytes
 from ..plan.remedies import TOO_LARGE
@@ -57,7 +57,7 @@ def gpu_of(local_rank: int, gpus: int) -> int:
     """Return the GPU index of a rank. Raise UserError if the machine has fewer GPUs than ranks."""
     if local_rank >= gpus:
         raise UserError(
-            f"This machine has {gpus} GPU{'' if gpus == 1 else 's'} but at least {local_rank + 1} ranks: start at most one "
+            f"This machine has {counted(gpus, 'GPU')} but at least {local_rank + 1} ranks: start at most one "
             f"rank per GPU, with --nproc-per-node {gpus}."
         )
     return local_rank

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ..config import MAX_DRAWS, Config
 from ..errors import UserError
+from ..format import counted
 from ..learner.update import Updated
 from . import checkpoint_folder
 from .checkpoint import State
@@ -34,7 +35,7 @@ class Health:
         state.skipped_updates += sum(not each.learned for each in updates)
         if broken:
             self.warn(
-                f"Step {step}: loss or gradient was not finite in {broken} of {len(updates)} updates, which were skipped."
+                f"Step {step}: skipped {broken} of {counted(len(updates), 'update')}, because loss or gradient was not finite."
             )
         quiet = not any(group.has_signal for group in batch.groups)
         if quiet:
@@ -72,7 +73,7 @@ class Health:
         """End a run whose `rollout.refill` found no signal at all in `SILENT_STEPS` steps in a row."""
         if self.config.refill and self.state.quiet_steps >= SILENT_STEPS:
             what, why = self.no_signal
-            rounds = f"{MAX_DRAWS} rounds of {self.config.rollout.prompts_per_step} prompts"
+            rounds = f"{MAX_DRAWS} rounds of {counted(self.config.rollout.prompts_per_step, 'prompt')}"
             raise UserError(
                 f"rollout.refill found no signal in {self.state.quiet_steps} steps of {rounds}: {what}, because {why}. "
                 "Change data.train or the reward, or set rollout.refill = false."
@@ -84,7 +85,8 @@ class Health:
         if skipped >= self.config.optimizer.max_skipped_updates:
             last = checkpoint_folder.latest(self.checkpoints)
             raise UserError(
-                f"{skipped} consecutive updates were not finite: lower optimizer.lr or the loss coefficients; "
+                f"Loss or gradient was not finite in {counted(skipped, 'consecutive update')}: lower optimizer.lr or the "
+                "loss coefficients; "
                 f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}."
             )
 

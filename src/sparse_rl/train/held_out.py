@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import KV, TASK_REWARDS, Config
 from ..evaluate.benchmark import Benchmark, Cost, EvalChunk, EvalSample, run, score
+from ..format import counted
 from ..models.actor import Actor
 from ..plan.memory import Plan
 from ..rewards.pool import RewardPool, pool_for
@@ -88,7 +89,7 @@ class Evaluator:
             return None
         return (
             f"Held-out problems are evaluated with the sampler's cache only, because a dense cache has room for "
-            f"{self._dense_slots()} slots. Set eval.cache = both to evaluate with both."
+            f"{counted(self._dense_slots(), 'slot')}. Set eval.cache = both to evaluate with both."
         )
 
     def _dense_slots(self) -> int:

@@ -16,6 +16,7 @@ from ..config import FORMAT, TASK_REWARDS, Config, flat, migrated, refuse_total_
 from ..config.kv import PREDICTS_QUERIES, SCORING_WINDOW
 from ..data.examples import Example, name_of
 from ..errors import UserError
+from ..format import counted
 
 FREE_OPTIONS = ("run_dir", "compare", "checkpoint.", "log.", "eval.", "reward.", "alerts.", "ranks.", "ray.")
 """Prefixes of options that may change without a note. `other_score` handles changes of `reward` and `checkpoint.best`."""
@@ -147,7 +148,7 @@ def refuse_other_problems(source: str, before: dict[str, Any], now: dict[str, An
         return
     remedy = "Restore the file, or start a new run with another --run-dir."
     if before.get("count") != now["count"]:
-        had = f"{now['count']:,} problems now but had {before.get('count'):,} at step {step}"
+        had = f"{counted(now['count'], 'problem')} now but had {before.get('count'):,} at step {step}"
         raise UserError(f"{source} has {had}: the run would continue with different problems in a different order. {remedy}")
     raise UserError(
         f"The prompts of {source} differ from those of step {step}: its rows, their order or the chat template changed. {remedy}"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import MAX_DRAWS, Config, RewardConfig
 from ..data.examples import Example
+from ..format import counted
 from ..kernels.counter_rng import derive
 from ..learner.advantages import group_advantages, overlong_penalty
 from ..learner.losses import get as get_loss
@@ -125,15 +126,17 @@ class RolloutBatch:
         """Return warnings about failed rewards in this step."""
         sentences = []
         if failures := self.counts["errors"] + self.counts["timeouts"]:
-            sentences.append(f"the reward failed on {failures} rollouts (see reward.log): {self.first_error or 'timeout'}")
+            sentences.append(
+                f"the reward failed on {counted(failures, 'rollout')} (see reward.log): {self.first_error or 'timeout'}"
+            )
         if strays := self.counts["strays"]:
-            sentences.append(f"{strays} lines that a reward wrote to the channel of its worker process were ignored")
+            sentences.append(f"ignored {counted(strays, 'line')} that a reward wrote to the channel of its worker process")
         zeros = {"truncated": reward.truncated == "zero", "timeout": reward.timeout == "zero"}
         counts = {"truncated": self.counts["truncated"], "timeout": self.counts["timeouts"]}
         rewards = [sample.reward for sample in self.samples if sample.reward is not None]
         for key in [key for key, is_zero in zeros.items() if is_zero and counts[key] and min(rewards) < 0]:
             sentences.append(
-                f"reward.{key} = zero gave {counts[key]} rollouts the reward 0, more than the lowest reward "
+                f"reward.{key} = zero gave {counted(counts[key], 'rollout')} the reward 0, more than the lowest reward "
                 f"{min(rewards):.3g}: set it to none, or return no reward below 0"
             )
         return sentences

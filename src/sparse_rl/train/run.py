@@ -18,7 +18,7 @@ from ..config import Config, to_toml
 from ..data.examples import TASK_PROBLEMS, check_sources, filter_by_length, load, too_few_note
 from ..data.prompts import encoded
 from ..errors import MissingResource, UserError
-from ..format import duration, gib
+from ..format import counted, duration, gib
 from ..models.folder import check_model_folder, refuse_missing
 from ..plan.dimensions import HUB_SHAPES
 from ..plan.evaluation import run_s
@@ -122,8 +122,8 @@ def planned(config: Config) -> str:
         return f"computed: the run does not fit on one {gpu.name}; see sparse-rl plan."
     step_s = step_time(plan, gpu).total_s
     return (
-        f"computed: the run fits on one {gpu.name} with {plan.slots} slots, peak {gib(plan.peak_bytes)} GiB; a step of "
-        f"full-length responses takes {duration(step_s)} at best, all steps and evaluations {duration(run_s(plan, gpu))}."
+        f"computed: the run fits on one {gpu.name} with {counted(plan.slots, 'slot')}, peak {gib(plan.peak_bytes)} GiB; a "
+        f"step of full-length responses takes {duration(step_s)} at best, all steps and evaluations {duration(run_s(plan, gpu))}."
     )
 
 

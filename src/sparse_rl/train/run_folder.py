@@ -15,6 +15,7 @@ from .. import backup
 from ..config import FORMAT, Config, migrated_tables, to_toml
 from ..disk import refusal
 from ..errors import UserError, first_line, notice
+from ..format import counted
 from . import resume, storage
 from .lock import RunLock
 from .rows import missing_steps, read_rows
@@ -273,10 +274,10 @@ class RunFolder:
                 if file.exists():
                     write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
                 if found.unreadable:
-                    warn(f"{file.name}: {found.unreadable} line(s) cannot be read and are dropped.")
+                    warn(f"{file.name}: dropped {counted(found.unreadable, 'line')} that cannot be read.")
                 if file == self.metrics and (missing := missing_steps(kept, step)):
                     shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
-                    warn(f"{file.name} lacks {len(missing)} steps ({shown}); the run continues without them.")
+                    warn(f"{file.name} lacks {counted(len(missing), 'step')} ({shown}); the run continues nevertheless.")
             for file in self.rollouts.glob("step-*.parquet"):
                 number = file.stem.removeprefix("step-")
                 if number.isdecimal() and int(number) > step and not file.is_dir():

@@ -120,9 +120,10 @@ function fillSteps(open) {
   const steps = data.runs[inspector.run].rollouts.filter(([, , rejected]) => rejected || !only);
   const select = document.getElementById("pick-step");
   select.replaceChildren(
-    ...steps.map(([step, count, rejected]) =>
-      el("option", { value: step }, `${step} · ${count} rollouts${rejected ? `, ${rejected} rejected` : ""}`),
-    ),
+    ...steps.map(([step, count, rejected]) => {
+      const rollouts = `${count} ${count === 1 ? "rollout" : "rollouts"}`;
+      return el("option", { value: step }, `${step} · ${rollouts}${rejected ? `, ${rejected} rejected` : ""}`);
+    }),
   );
   if (!open) {
     select.value = inspector.step;
