@@ -29,6 +29,7 @@ from sparse_rl.plan.budgets import (
     winning_length,
 )
 from sparse_rl.plan.memory import CONTEXT_BYTES
+from sparse_rl.plan.output import fit_table
 from sparse_rl.plan.roofline import GPUS, step_time, steps_s
 from sparse_rl.sizes import PAGE_TOKENS, pages_of
 
@@ -79,6 +80,13 @@ def test_only_models_with_layers_for_codes_have_a_row_for_them(kind, has_row, tm
     main(["plan", "1.5b-full-24gb", "--model.path", str(tmp_path), "--gpu", "RTX 4090"])
     out = capsys.readouterr().out
     assert "triattention 512+128" in out and "dense" in out and ("4bit" in out) is has_row
+
+
+def test_a_cache_of_all_keys_has_no_largest_budget():
+    evicting, whole = ({"policy": policy, "dtype": "4bit"} for policy in ("triattention", "full"))
+    for kv, named in ((evicting, True), (whole, False)):
+        largest, of_dense = fit_table(planned(rollout=LONG, kv=kv)).columns[-1].cells
+        assert largest.isdigit() is named and of_dense == ""
 
 
 def test_a_protected_prompt_counts_in_the_share():

@@ -184,7 +184,7 @@ def fit_table(plan: Plan) -> Table:
         keys = sum(slot_bytes(arm.dims.full, kv, size)) + window_bytes(arm.dims, longest, size) + arm.dims.state_bytes(size)
         keys += dense_bytes(arm.dims.full, 0, arm.pages, size, kv.dtype) // arm.slots
         most = most_slots(arm.config, arm.dims, arm.memory_bytes, arm.prompt_tokens, 4 * auto_limit(arm.config))
-        budget = "" if name == "dense" else str(largest_budget(arm) or "none")
+        budget = "" if kv.policy == "full" else str(largest_budget(arm) or "none")
         free = gib(arm.free_bytes) if arm.fits else f"lacks {gib(-arm.free_bytes)}"
         table.add_row(
             name, f"{keys / 2**20:,.1f}", str(most), str(arm.slots), gib(arm.peak_bytes), arm.fullest.name, free, budget
