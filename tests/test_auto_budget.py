@@ -347,6 +347,9 @@ def test_contradictions_are_refused_with_the_remedy(world, tmp_path, capsys):
     }
     for flags, sentence in cases.items():
         assert refused(capsys, *arguments(world, tmp_path / "run", *AUTO, *flags)).startswith(sentence)
+    never = "kv.budget = auto with kv.interval = 64 never evicts: a response of 32 tokens ends before the first compaction."
+    flags = ["--kv.interval", "64", "--kv.protect-prompt", "true"]
+    assert refused(capsys, *arguments(world, tmp_path / "run", *AUTO, *flags)).startswith(never)
     with pytest.raises(UserError, match="auto works only in train and in eval --mismatch: set a number"):
         KV(policy="rkv", budget="auto", protect_prompt=False).capacity  # noqa: B018
 

@@ -88,17 +88,9 @@ class KV(Section):
     def remark(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> str | None:
         """Return a message if the budget is never filled by these prompts and responses, or if prompts fill most of it and may be
         evicted; else None."""
-        if self.policy == "full" or self.budget == "auto":
-            return None
-        longest, what = max(map(len, prompts), default=0) + max_tokens, "a prompt and its response have"
-        if self.protect_prompt:
-            longest, what = max_tokens, "a response has"
-        if longest <= self.budget:
-            return (
-                f"kv.budget = {self.budget} never evicts: {what} at most {longest:,} tokens. Each slot still allocates "
-                f"{self.capacity:,} tokens. Lower kv.budget (docs/choosing-a-budget.md), or use a dense cache."
-            )
-        if self.protect_prompt or not prompts:
+        if told := self.never_evicts(max(map(len, prompts), default=0), max_tokens):
+            return told
+        if self.policy == "full" or self.budget == "auto" or self.protect_prompt or not prompts:
             return None
         lengths = sorted(map(len, prompts))
         typical, most = lengths[len(lengths) // 2], lengths[-1]
@@ -115,6 +107,31 @@ class KV(Section):
                 f"tokens: set {enough} if answers need the whole prompt."
             )
         return None
+
+    def never_evicts(self, prompt_tokens: int, max_tokens: int) -> str | None:
+        """Return a message if no sequence of at most these lengths fills the budget at a compaction; else None. For auto, this is
+        the smallest budget that is tried."""
+        if self.policy == "full":
+            return None
+        least = self.least_auto if self.budget == "auto" else self.budget
+        counted, what = (0, "a response has") if self.protect_prompt else (prompt_tokens, "a prompt and its response have")
+        longest = counted + max_tokens
+        if longest <= least:
+            if self.budget == "auto":
+                return None  # the run refuses it with the lengths of all prompts
+            return (
+                f"kv.budget = {self.budget} never evicts: {what} at most {longest:,} tokens. Each slot still allocates "
+                f"{self.capacity:,} tokens. Lower kv.budget (docs/choosing-a-budget.md), or use a dense cache."
+            )
+        last = (max_tokens - 1) // self.interval * self.interval  # the last token does not enter the cache
+        if counted + last > least:
+            return None
+        held = f"{what} at most {counted + last:,} tokens at the last compaction"
+        when = held if last else f"a response of {max_tokens:,} tokens ends before the first compaction"
+        return (
+            f"kv.budget = {self.budget} with kv.interval = {self.interval} never evicts: {when}. Lower kv.interval, for "
+            f"example to {max(1, max_tokens // 16)}, or use a dense cache."
+        )
 
     @property
     def quantised(self) -> bool:

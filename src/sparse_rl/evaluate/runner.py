@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import DataConfig, RewardConfig
+from ..config import KV, DataConfig, RewardConfig
 from ..data.prompts import encoded
 from ..errors import PromptError, UserError
 from ..kv import statistics
@@ -76,6 +76,8 @@ class Runner:
             self.watch = opened.enter_context(EvalProgress(self.console))
             opened.enter_context(no_progress_bar())
             self._load()
+            for setting in self.settings:
+                self._check_search(setting)
             self.watch.restart()
             try:
                 self._run()
@@ -93,6 +95,32 @@ class Runner:
         for setting, source, missing in self.left:
             self._benchmark(setting, source, missing)
 
+    def _searched_lengths(self, kv: KV) -> tuple[int, int]:
+        """Return (the longest prompt, the tokens that a budget counts in the longest sequence)."""
+        longest_prompt = max(len(prompt) for benchmark in self.benchmarks.values() for prompt in benchmark.prompts)
+        return longest_prompt, self._max_tokens + (0 if kv.protect_prompt else longest_prompt)
+
+    @property
+    def _max_tokens(self) -> int:
+        return max(source.sampling.max_tokens for source in self.sources)
+
+    def _check_search(self, setting: Setting) -> None:
+        """Refuse a search for a budget in which nothing would be evicted."""
+        kv, max_tokens = setting.kv, self._max_tokens
+        if kv.budget != "auto":
+            return
+        longest_prompt, longest = self._searched_lengths(kv)
+        if longest < kv.least_auto:
+            raise UserError(
+                f"{setting.name} tries budgets from {kv.least_auto} tokens on, and no sequence fills them: raise --max-tokens, or "
+                "compare full."
+            )
+        if kv.never_evicts(longest_prompt, max_tokens):
+            raise UserError(
+                f"{setting.name} never evicts: responses of {max_tokens:,} tokens are too short for an interval of {kv.interval}. Add "
+                f"a smaller one, as in {kv.policy}@auto+{max(1, max_tokens // 16)}, or raise --max-tokens."
+            )
+
     def _with_budgets(self, setting: Setting) -> list[Setting]:
         """Return the setting, or for `auto` one setting for each budget that the search tried.
 
@@ -101,13 +129,7 @@ class Runner:
         if setting.kv.budget != "auto":
             return [setting]
         kv, targets = setting.kv, self.criteria.targets(setting.kv)
-        longest_prompt = max(len(prompt) for benchmark in self.benchmarks.values() for prompt in benchmark.prompts)
-        longest = max(source.sampling.max_tokens for source in self.sources) + (0 if kv.protect_prompt else longest_prompt)
-        if longest < kv.least_auto:
-            raise UserError(
-                f"{setting.name} tries budgets from {kv.least_auto} tokens on, and no sequence fills them: raise --max-tokens, or "
-                "compare full."
-            )
+        _, longest = self._searched_lengths(kv)
         tried: dict[int, Setting] = {}
 
         def meets(budget: int) -> bool | None:

@@ -128,10 +128,8 @@ def beyond_context(plan: Plan) -> str | None:
 
 
 def never_evicts(config: Config, prompt_tokens: int) -> str | None:
-    """Return a sentence if the budget exceeds the longest planned sequence."""
-    if config.kv.budget == "auto" or config.longest_kept(prompt_tokens) > config.kv.budget:
-        return None
-    return config.sampler_kv.remark([range(prompt_tokens)], config.rollout.max_tokens)
+    """Return a sentence if no planned sequence fills the budget at a compaction."""
+    return config.sampler_kv.never_evicts(prompt_tokens, config.rollout.max_tokens)
 
 
 def gpus(config: Config) -> str:

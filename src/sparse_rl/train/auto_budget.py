@@ -104,6 +104,12 @@ class AutoBudget:
         self.state = BudgetState(found.budget, found.figures.tokens, failed=missed[-1] if missed else None)
         share = f"{found.figures.rejected:.1%} of {found.figures.rollouts} probed rollouts {self.targets.judged}"
         self._note(0, 0, f"{share}, the smallest of {counted(len(rows), 'measured budget')} that meets the targets", seconds)
+        if not found.compactions:
+            self.terminal.warn(
+                f"The probe evicted nothing at kv.budget = {found.budget:,}, because its responses end before they fill it at a "
+                f"compaction. The budget rises if longer responses need it. Lower kv.interval = {self.config.kv.interval} to save "
+                "memory."
+            )
 
     def _measured(self, prompts: Sequence[Sequence[int]], budget: int) -> ProbeRow | None:
         """Return the measurement of this budget, or None if memory ran out."""

@@ -36,6 +36,8 @@ class ProbeRow:
     kv_bytes: int
     slots: int
     seconds: float
+    compactions: int
+    """Compactions of all rollouts. If there are none, the figures are those of a cache that keeps all keys."""
 
 
 @torch.no_grad()
@@ -62,15 +64,17 @@ def probe_budget(
     spaced = [number * len(prompts) // count for number in range(count)]
     mine = range(world.rank, count, world.size)
     seeds = [derive(sampling.seed, PROBED + number, sample) for number in mine for sample in range(samples)]
-    own = []
+    own, compactions = [], 0
     if mine:
         asked = [prompts[spaced[number]] for number in mine]
         rollouts = engine.generate(asked, samples, sampling, seeds=seeds, record=False, routing=routing)
         dense = replay(model, rollouts, "dense", tokens_per_pass=tokens_per_pass)
         own = [each.cpu() - rollout.logprobs for each, rollout in zip(dense, rollouts, strict=True)]
+        compactions = engine.stats.compactions
     found = measure([each for part in world.gather(own) for each in part], spec)
     kept, k3, seconds = engine.kv.kept_tokens, found.metrics["sparse/mismatch_k3"], device_time(model.device) - started
-    return ProbeRow(kept, found.figures, k3, engine.cache.kv_bytes, engine.slots, seconds)
+    compactions = sum(world.gather(compactions))
+    return ProbeRow(kept, found.figures, k3, engine.cache.kv_bytes, engine.slots, seconds, compactions)
 
 
 def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -> Table:

@@ -50,8 +50,9 @@ def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
         return None
     if config.sets_budget:
         return (
-            f"{config.method}: no memory was saved. kv.budget = auto needed up to {peak(rows, 'kv/budget'):,.0f} tokens per "
-            "slot, more than the sequences held at once. Raise kv.target_rejected, or train dense."
+            f"{config.method}: no memory was saved. Each slot had room for up to {peak(rows, 'kv/budget'):,.0f} tokens of kv.budget = "
+            f"auto and {config.kv.interval:,} of kv.interval, more than the sequences held at once. Lower kv.interval, raise "
+            "kv.target_rejected, or train dense."
         )
     if config.kv.policy == "full":
         return (

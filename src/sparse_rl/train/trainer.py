@@ -75,6 +75,8 @@ class TrainingRun:
         for note in inputs.notes:
             terminal.note(note)
         if warning := config.sampler_kv.remark(inputs.prompts, config.rollout.max_tokens):
+            if config.sets_budget:  # a probe without evictions measures nothing
+                raise UserError(warning)
             terminal.warn(warning)
         self.tokenizer = inputs.tokenizer
         self.report = LiveReport(folder.path, self.tokenizer, terminal.warn)
