@@ -7,10 +7,11 @@ import pytest
 
 from sparse_rl.cli import main
 from sparse_rl.config import Config
+from sparse_rl.format import gib
 from sparse_rl.plan import dimensions, make_plan, remedies
 from sparse_rl.plan.host import host_plan
 from sparse_rl.plan.memory import CONTEXT_BYTES
-from sparse_rl.plan.remedies import WORTH_SHARE, faster, sentence
+from sparse_rl.plan.remedies import WORTH_SHARE, faster, sentence, timed_sentence
 from sparse_rl.plan.roofline import GPUS, find_gpu, step_time
 from test_plan import planned
 
@@ -47,6 +48,16 @@ def test_a_remedy_keeps_to_the_memory_of_the_machine():
     assert any("offload" in each.flags for each in remedies(plan, gpu))
     within = remedies(plan, gpu, host_bytes=32 * GIB)
     assert within and all(host_plan(each.plan).peak_bytes <= 32 * GIB for each in within)
+
+
+def test_a_remedy_that_needs_more_host_memory_names_it():
+    plan, gpu = planned(model="7B", memory_gib=80), find_gpu("H100")
+    found = remedies(plan, gpu)
+    shown = timed_sentence(plan, found)
+    more = [each for each in found if host_plan(each.plan).peak_bytes > host_plan(plan).peak_bytes]
+    assert more and len(more) < len(found) and shown.count("GiB of host memory") == len(more)
+    for each in more:
+        assert re.search(rf"{each.flags} \([^)]* a step, {gib(host_plan(each.plan).peak_bytes)} GiB of host memory\)", shown)
 
 
 def test_a_machine_with_too_little_memory_for_any_remedy_is_named(capsys):

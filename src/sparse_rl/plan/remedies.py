@@ -83,8 +83,13 @@ def sentence(plan: Plan, *, ran_out: bool = False, host_bytes: int | None = None
 
 def timed_sentence(plan: Plan, found: list[Remedy], host_bytes: int | None = None) -> str:
     """Return a sentence with the remedies and their times (`the plan fits with --rollout.slots 48 (40 min a step), or …`), or that
-    nothing fits."""
-    shown = [f"{each.flags} ({duration(each.step_s)} a step)" for each in found]
+    nothing fits. Remedies that need more host memory than the plan name it."""
+    planned = host_plan(plan).peak_bytes
+    shown = []
+    for each in found:
+        needed = host_plan(each.plan).peak_bytes
+        host = f", {gib(needed)} GiB of host memory" if needed > planned else ""
+        shown.append(f"{each.flags} ({duration(each.step_s)} a step{host})")
     return f"the plan fits with {', or '.join(shown)}" if found else nothing_fits(plan, host_bytes)
 
 
