@@ -133,7 +133,7 @@ def test_the_model_keeps_its_mode_and_its_gradients(model):
         ({"window": -1}, "kv.window = -1 is invalid: it must be at least 0, or auto."),
         ({"interval": 0}, "kv.interval = 0 is invalid: it must be at least 1. Try 128."),
         ({"budgte": 64}, "Unknown option kv.budgte: did you mean budget?"),
-        ({"budget": "many"}, "kv.budget = 'many' is invalid: input should be a valid integer"),
+        ({"budget": "many"}, "kv.budget = 'many' is invalid: input should be a valid integer, or 'auto'."),
     ],
 )
 def test_wrong_kv_options_are_refused_in_one_sentence(options, sentence):

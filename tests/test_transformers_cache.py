@@ -70,6 +70,11 @@ def test_statistics_of_another_number_of_layers_are_not_used(model, capsys):
         model.generate(torch.tensor(PROMPTS[:1]), past_key_values=cache, max_new_tokens=3, do_sample=False)
 
 
+def test_a_budget_that_only_a_run_sets_is_refused():
+    with pytest.raises(UserError, match="kv.budget = auto works only in train and in eval --mismatch: set a number of tokens"):
+        BoundedCache(policy="rkv", budget="auto")
+
+
 def test_a_policy_without_its_statistics_is_refused():
     with pytest.raises(UserError, match="Policy triattention needs statistics of the model: pass statistics"):
         BoundedCache("triattention", **SETTINGS)

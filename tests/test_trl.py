@@ -388,6 +388,11 @@ def test_arguments_that_cannot_be_right_are_refused(tmp_path, options, sentence)
         trainer_of(tmp_path, options=options)
 
 
+def test_a_budget_that_only_a_run_sets_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(UserError, match="auto works only in train and in eval --mismatch: set a number of tokens"):
+        trainer_of(tmp_path, kv=KV(budget="auto"))
+
+
 def test_a_model_that_the_engine_cannot_run_is_refused_before_the_first_step(tmp_path):
     tiny = load_model("tiny", dtype="float32", device="cpu")
     virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -122,6 +122,7 @@ def _add_bench_run(parser: argparse.ArgumentParser) -> None:
 
 def run_rollout(args: argparse.Namespace) -> None:
     kv = from_flags(args, KV)
+    kv.capacity  # noqa: B018 - refuse auto before a model is loaded
     from ..bench.rollout import bench
 
     bench(args, kv)

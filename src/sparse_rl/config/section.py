@@ -50,7 +50,7 @@ class Section(BaseModel):
 
     @classmethod
     def _sentence(cls, error: ValidationError) -> str:
-        first = error.errors()[0]
+        first, *others = error.errors()
         # Within a field, only an index is informative: the other parts are pydantic's names of the types that it tried.
         place = [str(part) for index, part in enumerate(first["loc"]) if index == 0 or isinstance(part, int)]
         key = cls._key(".".join(place))
@@ -64,7 +64,13 @@ class Section(BaseModel):
             name, field = next(iter(cls.model_fields[place[0]].annotation.model_fields.items()))  # type: ignore[union-attr]
             option = f"{key}.{field.alias or name}"
             return f"{key} = {quoted(first['input'])} is invalid: {key} is a table. Set an option in it, such as {option}."
-        return f"{key} = {quoted(first['input'])} is invalid: {first['msg'][0].lower()}{first['msg'][1:]}."
+        why = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        words = [
+            each["ctx"]["expected"] for each in others if each["type"] == "literal_error" and each["loc"][0] == first["loc"][0]
+        ]
+        if words:  # a number or a word, such as auto
+            why = f"{why.split(',')[0]}, or {words[0]}"
+        return f"{key} = {quoted(first['input'])} is invalid: {why}."
 
 
 def _unusable(value: Any, depth: int = 0) -> str | None:

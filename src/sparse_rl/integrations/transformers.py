@@ -80,6 +80,7 @@ class BoundedCache(Cache):
             dtype=dtype,
             options=options or {},
         )
+        self.kv.capacity  # noqa: B018 - refuse auto here, not in the model's first pass
         if not self.kv.is_sparse:
             raise UserError("BoundedCache does not support policy='full' with dtype='auto': use transformers' DynamicCache.")
         chosen, statistics = from_settings(self.kv), statistics or {}

@@ -52,6 +52,7 @@ class SparseRollouts:
 
     def __init__(self, kv: KV | None = None, *, slots: int | None = None, merge_lora: bool = True):
         self.kv = KV() if kv is None else kv
+        self.kv.capacity  # noqa: B018 - refuse auto here, not at the first call
         self.slots, self.merge_lora = slots, merge_lora
         self.weights: SamplerWeights | None = None
         self.engine: Engine | None = None
