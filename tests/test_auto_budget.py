@@ -142,6 +142,7 @@ def test_a_run_finds_its_budget_and_says_so(whole):
     run, out = whole
     assert "the smallest budget with at most 20.0% rejected" in out and "chosen" in out and "missed" in out
     assert "kv.budget is 32 from step 1 on, found by the probe: " in out
+    assert "triattention 24+4 (auto)" in " ".join(out.split())
     first = changes(run)[0]
     assert (first["step"], first["before"], first["after"]) == (0, 0, metrics(run)[1]["kv/budget"])
 

@@ -36,7 +36,7 @@ def summary_table(configs: list[Config], runs: list[list[dict[str, float]]]) -> 
         for number, key in enumerate(dict.fromkeys(key for row in rows for key in score_keys(row)) or [""]):
             scored = [row for row in rows if key in row]
             before, after = (_score(scored[end], key, share) if scored else "" for end in (0, -1))
-            cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else config.kv.label
+            cache = "dense" if config.method == "dense" or (key and not key.endswith("_sparse")) else _cache(config, rows)
             costs = _costs(rows) if number == 0 else [""] * 4
             held_out = [escape(printable(score_set(key), 60))] if several else []
             table.add_row(config.method if number == 0 else "", *held_out, cache, before, after, *costs)
@@ -63,6 +63,12 @@ def memory_note(config: Config, rows: list[dict[str, float]]) -> str | None:
         f"{config.method}: no memory was saved. Each slot has room for kv.budget + kv.interval = {config.kv.capacity:,} "
         "tokens, more than the sequences held at once. Lower kv.budget (docs/choosing-a-budget.md)."
     )
+
+
+def _cache(config: Config, rows: list[dict[str, float]]) -> str:
+    """Return the name of the cache, with the last budget if the run set it."""
+    budgets = [int(row["kv/budget"]) for row in rows if "kv/budget" in row]
+    return f"{config.with_budget(budgets[-1]).kv.label} (auto)" if config.sets_budget and budgets else config.kv.label
 
 
 def _held_out(configs: list[Config], share: bool) -> str:
