@@ -280,7 +280,10 @@ def test_targets_that_no_budget_in_memory_reaches_are_refused(world, tmp_path, c
     memory_for(24)
     sentence = refused(capsys, *arguments(world, tmp_path / "run", *AUTO))
     assert sentence.startswith("No budget up to 24 tokens, the most that fits in memory, has at most 20.0% rejected (found: ")
-    assert "lower rollout.max_tokens, use another kv.policy, set kv.protect_prompt = true, raise kv.target" in sentence
+    remedies = (
+        "lower rollout.max_tokens, use another kv.policy, set kv.protect_prompt = true, set kv.dtype = 8bit, raise kv.target"
+    )
+    assert remedies in sentence
 
 
 def test_a_budget_that_memory_cannot_hold_leaves_the_run_as_it_was(world, whole, tmp_path, capsys, memory_for):

@@ -96,9 +96,7 @@ class AutoBudget:
             raise out_of_memory(self.config, self.plan)
         self.terminal.table(probe_table(rows, self.targets, found.budget if found else None))
         if found is None:
-            longest = self.budgets[-1] >= self.config.longest_kept(self.store_tokens)
-            limit = "the longest sequence" if longest else "the most that fits in memory"
-            raise unreachable(rows[-1], self.targets, self.config.kv, limit)
+            raise unreachable(rows[-1], self.targets, self.config.kv, memory_limits=self._memory_limits)
         seconds = self._resize(found.budget) or 0.0
         missed = [Failed(row.budget, row.figures.tokens) for row in rows if row.budget < found.budget]
         self.state = BudgetState(found.budget, found.figures.tokens, failed=missed[-1] if missed else None)
@@ -144,7 +142,7 @@ class AutoBudget:
         if decision.unmet:
             self.terminal.warn(
                 f"kv.budget = {before:,} is the largest that fits, and misses its targets: {decision.unmet}. To hold them, "
-                f"{remedy(self.config.kv)}."
+                f"{remedy(self.config.kv, self._memory_limits)}."
             )
             self._append(step, before, f"the largest budget misses the targets: {decision.unmet}")
         if not decision.reason:
@@ -161,6 +159,11 @@ class AutoBudget:
         return {"perf/rebuild_s": seconds}
 
     # The cache
+
+    @property
+    def _memory_limits(self) -> bool:
+        """Whether memory, and not the longest sequence, limits the budgets."""
+        return self.budgets[-1] < self.config.longest_kept(self.store_tokens)
 
     def _resize(self, budget: int) -> float | None:
         """Rebuild the cache and its graphs. Return the seconds. If memory runs out, restore the old cache and return None."""

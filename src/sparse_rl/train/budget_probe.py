@@ -90,15 +90,21 @@ def probe_table(rows: Sequence[ProbeRow], targets: Targets, found: int | None) -
     return table
 
 
-def unreachable(row: ProbeRow, targets: Targets, kv: KV, limit: str) -> UserError:
-    """Return the error of a probe in which no budget meets the targets. `row` has the largest budget, and `limit` is what limits it."""
+def unreachable(row: ProbeRow, targets: Targets, kv: KV, *, memory_limits: bool) -> UserError:
+    """Return the error of a probe in which no budget meets the targets. `row` has the largest budget."""
+    limit = "the most that fits in memory" if memory_limits else "the longest sequence"
     found = f"{row.figures.rejected:.1%} {targets.judged}, xi p05 of long responses {row.figures.tail:.2f}"
-    return UserError(f"No budget up to {row.budget:,} tokens, {limit}, has {targets} (found: {found}): {remedy(kv)}.")
+    return UserError(
+        f"No budget up to {row.budget:,} tokens, {limit}, has {targets} (found: {found}): {remedy(kv, memory_limits)}."
+    )
 
 
-def remedy(kv: KV) -> str:
-    """Return what to do if the largest budget misses the targets."""
+def remedy(kv: KV, memory_limits: bool) -> str:
+    """Return what to do if the largest budget misses the targets. `memory_limits` is true if longer sequences need a larger one."""
     ways = ["lower rollout.max_tokens", "use another kv.policy"]
     ways += [] if kv.protect_prompt else ["set kv.protect_prompt = true"]
-    ways += ["set kv.dtype = auto"] if kv.quantised else []
+    if memory_limits and not kv.quantised and ":" not in kv.policy:  # a custom policy may refuse codes
+        ways.append("set kv.dtype = 8bit")  # room for about twice the budget
+    elif kv.quantised and not memory_limits:
+        ways.append("set kv.dtype = auto")
     return f"{', '.join(ways)}, raise kv.target_rejected, or lower alerts.xi_p05"
