@@ -35,7 +35,7 @@ from sparse_rl.plan.memory import RESERVED_SHARE, largest_budget, peak_held, ste
 from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.parts import gradient_bytes, resident
 from sparse_rl.plan.remedies import sentence
-from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
+from sparse_rl.plan.roofline import GPUS, ONCE_SHARE, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
 from sparse_rl.train.memory import checkpointed_layers, dense_slots, out_of_memory, peak_line, slots_of
 
@@ -137,7 +137,7 @@ def test_the_prompt_store_is_what_is_allocated():
         assert ours.parts["positions, queries"] == theirs.parts["positions, queries"] + store.side_bytes
     reads, before = decode_step_s(plan, find_gpu("H200")), decode_step_s(free, find_gpu("H200"))
     held = 256 * sizes.token_bytes(dims, 2) * 1100 / (find_gpu("H200").bandwidth * 0.9)
-    assert reads - before == pytest.approx(held)
+    assert reads - before == pytest.approx(ONCE_SHARE * held)  # a prompt is read once for its samples
     lean = ["--optimizer.gradient-checkpointing", "--optimizer.state", "8bit", "--optimizer.tokens-per-microbatch", "5200"]
     fewer, more = (planned(*lean, *each, memory_gib=22, prompt_tokens=1100) for each in (flags, flags[2:]))
     assert fewer.fits and 1 < fewer.slots < more.slots < 256
@@ -203,6 +203,21 @@ def test_a_budget_that_never_evicts_is_said(flags, said, capsys):
     main(["plan", "1.5B", "--gpu", "H200", *flags])
     out = capsys.readouterr().out
     assert ("never evicts: " in out) is said and "prompts are longer" not in out
+
+
+@pytest.mark.parametrize("stored", ["auto", "8bit", "4bit"])
+def test_a_step_reads_a_long_prompt_once_for_its_samples(stored):
+    """From a certain number of prompt keys on, as the engine does."""
+    flags = ("--kv.protect-prompt", "true", "--kv.dtype", stored, "--rollout.slots", "64", "--rollout.max-tokens", "2048")
+    gpu, held = GPUS["h200"], {}
+    for samples, tokens in ((8, 2001), (8, 3001), (4, 2001), (4, 3001)):
+        groups = 64 // samples
+        each = (*flags, "--rollout.samples-per-prompt", str(samples), "--rollout.prompts-per-step", str(groups))
+        plan = planned(*each, model="7B", memory_gib=141, prompt_tokens=tokens)
+        held[samples, tokens] = decode_step_s(plan, gpu)
+    once_s, alone_s = (held[samples, 3001] - held[samples, 2001] for samples in (8, 4))
+    in_16_bits = sizes.token_bytes(plan.dims, 2) / sizes.token_bytes(plan.dims, 2, stored)
+    assert once_s == pytest.approx(ONCE_SHARE * in_16_bits * alone_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(("prompt_tokens", "max_tokens", "samples"), [(8, 7, 8), (100, 48, 2), (100, 64, 8), (256, 48, 8)])

@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import gathered_prompts
-from ..sizes import PAGE_TOKENS, least_dense_pages, page_table_width, pages_of, token_bytes
+from ..sizes import PAGE_TOKENS, least_dense_pages, page_table_width, pages_of, reads_prompts_once, token_bytes
 from .shape import CacheShape, refuse_too_large
 from .storage import Quantiser, Stored, allocated
-
-ONCE_TOKENS, ONCE_SAMPLES = 2**18, 8
-"""Prompt tokens that the slots read in a step, and samples per prompt, at which reading each prompt once was faster than reading
-it in each slot. Measured on an H200 in bfloat16: 30 % slower at 70,000 tokens, level at 66,000 with 256 slots, 27 % faster at
-262,000."""
 
 
 class PromptStore:
@@ -56,9 +51,9 @@ class PromptStore:
     def choose_reads(self, prompt_lengths: Collection[int], samples: int) -> None:
         """Read prompts once in a call with `samples` responses to each of these prompts, if that is faster."""
         running = min(self.slots, samples * len(prompt_lengths))
-        tokens = running * sum(prompt_lengths) / len(prompt_lengths)
-        supported = not self.responses and self.shape.dtype.itemsize == 2
-        self.reads_once = supported and samples >= ONCE_SAMPLES and tokens >= ONCE_TOKENS
+        tokens = sum(prompt_lengths) / len(prompt_lengths)
+        once = reads_prompts_once(self.shape.kv_heads, self.shape.dtype.itemsize, tokens, running, samples)
+        self.reads_once = once and not self.responses
 
     @property
     def longest(self) -> int:

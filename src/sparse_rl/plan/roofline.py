@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..config import KV, SHADOW_METHODS, Config
 from ..errors import UserError
 from ..format import GIB
-from ..sizes import token_bytes
+from ..sizes import reads_prompts_once, token_bytes
 from .dimensions import Dimensions
 from .memory import Plan
 from .microbatch import rollouts_of_rank, samples_per_computed_prompt
@@ -24,6 +24,9 @@ LEARNER_MFU = 0.4
 UNMERGED_SLOWDOWN = 3.1
 """Factor by which a decode step with unmerged adapters is slower, measured with a 7B model on an H200 (3,674 and 1,170 tokens per
 second). Adapters on a base in 4 bits are not merged."""
+ONCE_SHARE = 0.3
+"""Time to read shared prompts once for all slots, as a share of reading them in every slot in 16 bits. From differences of prompt
+lengths on an H200 (benchmarks/shared_prompts.py): 0.21 to 0.47 in 16, 8 and 4 bits."""
 HOST_BYTES_PER_S = 20e9
 """Assumed bandwidth between GPU and host memory in bytes per second, for an offloaded optimizer."""
 
@@ -148,10 +151,15 @@ def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None 
     """Return the seconds of a decode step at the mean number of cached tokens, by default of the sampler's slots and cache."""
     longest = plan.config.rollout.max_tokens
     kv = kv or plan.config.sampler_kv
-    held = mean_held(kv, plan.prompt_tokens, longest, longest / 2)
-    size, in_window = itemsize(plan.config), mean_in_window(plan.dims.window or 0, plan.prompt_tokens, longest)
+    slots, dims, prompt = slots or plan.running, plan.dims, plan.prompt_tokens
+    held = mean_held(kv, prompt, longest, longest / 2)
+    size, in_window = itemsize(plan.config), mean_in_window(dims.window or 0, prompt, longest)
+    samples = plan.config.rollout.samples_per_prompt
+    if kv.stores_prompts and reads_prompts_once(dims.full.kv_heads, size, prompt, slots, samples):
+        in_16_bits = token_bytes(dims.full, size) / token_bytes(dims.full, size, kv.dtype)
+        held -= prompt * (1 - ONCE_SHARE * in_16_bits)
     slowdown = UNMERGED_SLOWDOWN if plan.config.model.lora.base == "4bit" else 1.0
-    return slowdown * decode_s(plan.dims, slots or plan.running, held, size, gpu, kv.dtype, in_window=in_window)
+    return slowdown * decode_s(dims, slots, held, size, gpu, kv.dtype, in_window=in_window)
 
 
 def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:
