@@ -10,7 +10,7 @@ from ..errors import UserError
 from .section import Section
 
 LOG_RATIO_LIMIT = 20.0
-"""Limit of |log xi|; larger values are clamped. exp(20) squared still fits float32."""
+"""Limit of the absolute value of a log-prob ratio. Larger ones are clamped: exp(20) squared still fits float32."""
 
 Weight = Literal["one", "token", "sequence", "mean"]
 Drop = Literal["none", "token", "sequence", "mean"]

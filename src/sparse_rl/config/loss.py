@@ -63,6 +63,11 @@ class LossConfig(Section):
     smd: SMDConfig = Field(default_factory=SMDConfig, description="Options of method smd.")
 
     @property
+    def has_other_terms(self) -> bool:
+        """True if KL or entropy train all tokens, also those of rows without an advantage."""
+        return self.kl_coef > 0 or self.entropy_coef != 0
+
+    @property
     def clips(self) -> tuple[float, float]:
         """Return (clip_low, clip_high). Values that are not set default to those published for the loss."""
         low, high = CLIP_RANGES[self.name]

@@ -194,9 +194,8 @@ class Config(Section):
         `rollout.refill_rejected` needs them before. The shadow methods have no dense training pass. The mean of `normalize`
         scales the policy term alone, so beside another term it must be known before the pass.
         """
-        other_terms = self.loss.kl_coef > 0 or self.loss.entropy_coef != 0
         normalize = self.correction.spec(self.default_preset).normalize
-        before = self.rollout.refill_rejected or (normalize and other_terms)
+        before = self.rollout.refill_rejected or (normalize and self.loss.has_other_terms)
         return self.method not in SHADOW_METHODS and not before
 
     @property

@@ -7,7 +7,6 @@ Every divisor is computed once for the whole update, so micro-batches are plain 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ..config import CorrectionSpec, LossConfig
 from ..rollout.rollout import Rollout
 from ..world import World
 from .correction import Corrected, weigh
-from .losses import aggregate_of
+from .losses import Divides, aggregate_of
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ class OnePassBatch:
     sampler_BT: Tensor
     mask_BT: Tensor
     spec: CorrectionSpec
-    divides: Literal["sequence", "batch", "nothing"]
-    """See `Aggregate.divides`."""
+    divides: Divides
     shares_BT: Tensor
     """Shares by response tokens. The divisor of the correction may count kept tokens instead."""
     reference_BT: Tensor | None = None
@@ -122,21 +120,26 @@ class OnePassBatch:
             for row, (logprobs, entropy) in part.items():
                 self.logprobs[row], self.entropies[row] = logprobs.to(device), entropy.to(device)
 
-    @property
-    def has_scale(self) -> bool:
-        """True if `scale` may differ from 1. It then needs log pi_old of every row of the update."""
-        return self.spec.normalize or (self.spec.divisor == "kept" and self.divides == "batch")
-
     def scale(self) -> float:
         """Return the factor of the summed gradients, which divides by the mean weight and by kept tokens instead of all."""
-        if not self.has_scale:
+        if not needs_every_row(self.spec, self.divides):
             return 1.0
         old_BT = padded([self.logprobs[row] for row in range(len(self.rollouts))])
         weighed = weigh(old_BT - self.sampler_BT, self.mask_BT, self.spec)
         factor = 1 / float(weighed.mean_weight) if self.spec.normalize else 1.0
-        if self.spec.divisor == "kept" and self.divides == "batch":
+        if divides_by_kept(self.spec, self.divides):
             factor *= float(self.mask_BT.sum() / weighed.divisors[self.mask_BT.any(dim=1)].sum())
         return factor
+
+
+def needs_every_row(spec: CorrectionSpec, divides: Divides) -> bool:
+    """Return whether an update in one pass needs log pi_old of all its rows, for a mean over them."""
+    return spec.normalize or divides_by_kept(spec, divides)
+
+
+def divides_by_kept(spec: CorrectionSpec, divides: Divides) -> bool:
+    """Return whether the tokens that the correction keeps in the whole update divide the loss."""
+    return spec.divisor == "kept" and divides == "batch"
 
 
 def make_batch(

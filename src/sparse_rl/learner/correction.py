@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import LOG_RATIO_LIMIT as LIMIT
-from ..config import PRESETS, CorrectionConfig, CorrectionSpec
+from ..config import LOG_RATIO_LIMIT, PRESETS, CorrectionConfig, CorrectionSpec
 
 LONGEST = 0.25
 """Share of the responses, longest first, that `long_tail` reads."""
@@ -118,7 +117,9 @@ def weigh(log_ratio: Tensor, mask: Tensor, spec: CorrectionSpec, broken: Tensor 
     broken_B = (valid_BT & ~log_xi_BT.isfinite()).any(dim=1)
     if broken is not None:
         broken_B = broken_B | broken
-    log_xi_BT = log_xi_BT.nan_to_num(nan=-LIMIT, posinf=LIMIT, neginf=-LIMIT).masked_fill(~valid_BT, 0)
+    log_xi_BT = log_xi_BT.nan_to_num(nan=-LOG_RATIO_LIMIT, posinf=LOG_RATIO_LIMIT, neginf=-LOG_RATIO_LIMIT).masked_fill(
+        ~valid_BT, 0
+    )
     tokens_B1 = valid_BT.sum(dim=1, keepdim=True)
     sum_B1 = log_xi_BT.sum(dim=1, keepdim=True)
     levels = {"token": log_xi_BT, "sequence": sum_B1, "mean": sum_B1 / tokens_B1.clamp(min=1), "one": sum_B1 * 0}
@@ -137,7 +138,7 @@ def weigh(log_ratio: Tensor, mask: Tensor, spec: CorrectionSpec, broken: Tensor 
     counted_BT = keep_BT if spec.divisor == "kept" else valid_BT
     return Weighed(
         log_xi=log_xi_BT,
-        raw=levels[spec.weight].clamp(-LIMIT, LIMIT).exp().clamp(max=spec.cap).expand_as(log_xi_BT),
+        raw=levels[spec.weight].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=spec.cap).expand_as(log_xi_BT),
         valid=valid_BT,
         keep=keep_BT,
         rejected=rejected_B,
@@ -173,7 +174,11 @@ def long_tail(log_xi: Sequence[Tensor], row_weights: Sequence[float] | None = No
         taken += weights[row]
         values.append(log_xi[row][len(log_xi[row]) // 2 :])
         counts.append(torch.full_like(values[-1], weights[row], dtype=torch.float64))
-    log_xi_N = torch.cat(values).nan_to_num(nan=-LIMIT).clamp(-LIMIT, LIMIT) if values else torch.empty(0)
+    log_xi_N = (
+        torch.cat(values).nan_to_num(nan=-LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        if values
+        else torch.empty(0)
+    )
     return _quantile(log_xi_N.exp(), torch.cat(counts), 0.05) if log_xi_N.numel() else math.nan
 
 
@@ -185,7 +190,7 @@ def _metrics(weighed: Weighed, weights_BT: Tensor, row_weights_B: Tensor | None)
     """Return the metrics over the N valid tokens: rejections, wasted tokens, effective sample size, and the mismatch of the
     two policies."""
     valid_BT, rejected_B = weighed.valid, weighed.rejected
-    log_xi_N = weighed.log_xi[valid_BT].clamp(-LIMIT, LIMIT)
+    log_xi_N = weighed.log_xi[valid_BT].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if log_xi_N.numel() == 0:
         return {f"sparse/{name}": math.nan for name in METRICS}
     rows_B = valid_BT.any(dim=1).double() * (1 if row_weights_B is None else row_weights_B)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Config, CorrectionSpec
+from ..learner.batch import needs_every_row
 from ..learner.losses import aggregate_of
 from .rollouts import RolloutBatch, RolloutGroup
 
@@ -34,12 +35,11 @@ def plan_passes(
     every = range(len(batch.samples))
     if not config.one_pass:
         return PassPlan(list(every), dict.fromkeys(every, 1.0))
-    other_terms = config.loss.kl_coef > 0 or config.loss.entropy_coef != 0
     first, *later = [[sample for group in groups for sample in group.samples if sample.in_loss] for groups in updates]
-    trained = {sample.row for sample in first if other_terms or sample.advantage}
+    trained = {sample.row for sample in first if config.loss.has_other_terms or sample.advantage}
     before = {sample.row for samples in later for sample in samples}
-    if spec.normalize or (spec.divisor == "kept" and aggregate_of(config.loss).divides == "batch"):
-        before |= {sample.row for sample in first} - trained  # they count in a mean over the update
+    if needs_every_row(spec, aggregate_of(config.loss).divides):
+        before |= {sample.row for sample in first} - trained
     rest = [row for row in every if row not in trained and row not in before]
     count = min(len(rest), max(MIN_MEASURED, round(MEASURED_SHARE * len(rest))))
     measured = random.Random(seed).sample(rest, count)

@@ -3,7 +3,7 @@
 from ...config import LossConfig
 from ...errors import UserError
 from ...text import did_you_mean
-from .aggregate import AGGREGATES, Aggregate
+from .aggregate import AGGREGATES, Aggregate, Divides
 from .base import LossInputs, PolicyLoss
 from .cispo import CISPO
 from .dapo import DAPO
@@ -11,7 +11,7 @@ from .dr_grpo import DR_GRPO
 from .grpo import GRPO
 from .gspo import GSPO
 
-__all__ = ["LOSSES", "LossInputs", "PolicyLoss", "aggregate_of", "get"]
+__all__ = ["LOSSES", "Divides", "LossInputs", "PolicyLoss", "aggregate_of", "get"]
 
 LOSSES: dict[str, PolicyLoss] = {"grpo": GRPO, "dr_grpo": DR_GRPO, "dapo": DAPO, "gspo": GSPO, "cispo": CISPO}
 

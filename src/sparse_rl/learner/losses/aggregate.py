@@ -14,6 +14,9 @@ from typing import Literal
 
 from torch import Tensor
 
+Divides = Literal["sequence", "batch", "nothing"]
+"""Use of the correction's divisors: each divides its sequence, their sum divides the batch, or they are ignored."""
+
 
 def sequence_mean(mask: Tensor, divisors: Tensor, max_tokens: int) -> Tensor:
     """Return 1/(B d_i): the mean over sequences of their mean over tokens (GRPO)."""
@@ -42,8 +45,7 @@ def _sequences(mask_BT: Tensor) -> Tensor:
 class Aggregate:
     shares: Callable[[Tensor, Tensor, int], Tensor]
     """Function from (mask [B, T], divisors [B], max_tokens) of the whole update to [B, T]."""
-    divides: Literal["sequence", "batch", "nothing"]
-    """Use of the correction's divisors: each divides its sequence, their sum divides the batch, or they are ignored."""
+    divides: Divides
 
 
 AGGREGATES = {

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LIMIT = 20.0  # a larger |log ratio| would overflow in exp or in a product with it
-
 
 @dataclass(frozen=True)
 class LossInputs:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import LIMIT, LossInputs, PolicyLoss, log_ratios, sums
+from ...config import LOG_RATIO_LIMIT
+from .base import LossInputs, PolicyLoss, log_ratios, sums
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return - sum share xi_t sg[clip(w_t, 1 - low, 1 + high)] A_i log pi_theta. Only its gradient is meaningful."""
-    ratio_BT = log_ratios(inputs).detach().clamp(-LIMIT, LIMIT).exp()
+    ratio_BT = log_ratios(inputs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped_BT = ratio_BT.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
     logprobs_BT = inputs.logprobs.masked_fill(~(inputs.mask & inputs.logprobs.isfinite()), 0)
     loss = -(inputs.shares * inputs.weights * clipped_BT * inputs.advantages[:, None] * logprobs_BT).sum()

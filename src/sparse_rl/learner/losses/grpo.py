@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
+from ...config import LOG_RATIO_LIMIT
+from .base import LossInputs, PolicyLoss, clipped_surrogate, log_ratios
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -14,7 +15,7 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
     J = sum_i 1/(B |o_i|) sum_t xi_t min(w_t A_i, clip(w_t, 1 - low, 1 + high) A_i), w_t = pi_theta/pi_old.
     """
-    return clipped_surrogate(log_ratios(inputs).clamp(-LIMIT, LIMIT).exp(), inputs)
+    return clipped_surrogate(log_ratios(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), inputs)
 
 
 GRPO = PolicyLoss(loss)

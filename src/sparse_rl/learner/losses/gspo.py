@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import LIMIT, LossInputs, PolicyLoss, clipped_surrogate, log_ratios
+from ...config import LOG_RATIO_LIMIT
+from .base import LossInputs, PolicyLoss, clipped_surrogate, log_ratios
 
 
 def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -18,7 +19,7 @@ def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """
     delta_BT = log_ratios(inputs)
     log_s_B1 = delta_BT.sum(dim=1, keepdim=True) / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)
-    log_s_BT = log_s_B1.detach().clamp(-LIMIT, LIMIT) + (delta_BT - delta_BT.detach())
+    log_s_BT = log_s_B1.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) + (delta_BT - delta_BT.detach())
     return clipped_surrogate(log_s_BT.exp(), inputs)
 
 

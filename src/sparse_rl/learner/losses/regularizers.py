@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from .base import LIMIT
+from ...config import LOG_RATIO_LIMIT
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -21,7 +21,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimato
     default as in GRPO, has the gradient of KL(pi_ref || pi_theta), which is the same to first order. On samples of another
     policy none is exact.
     """
-    log_r_BT = (ref_logprobs - logprobs).masked_fill(~mask.bool(), 0).clamp(-LIMIT, LIMIT)
+    log_r_BT = (ref_logprobs - logprobs).masked_fill(~mask.bool(), 0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -log_r_BT
     if estimator == "k2":
