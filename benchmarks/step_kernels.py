@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from sparse_rl import KV, Engine, Sampling
 from sparse_rl.bench.learner import synthetic_batch, synthetic_rollouts
 from sparse_rl.config import LossConfig, OptimizerConfig
+from sparse_rl.learner.objective import Objective
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.packing import packs
 from sparse_rl.learner.update import accumulate
@@ -71,7 +72,7 @@ def update(model, args: argparse.Namespace) -> None:
     optimizer.allocate()
 
     def run() -> None:
-        accumulate(model, batch, passes, LossConfig(), "dense", None, None)
+        accumulate(model, batch, passes, Objective(LossConfig()))
         optimizer.update(0)
 
     seconds = timed(run, model.device)

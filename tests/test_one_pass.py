@@ -16,6 +16,7 @@ from sparse_rl.learner import update as update_module
 from sparse_rl.learner.batch import make_batch, make_one_pass_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES
+from sparse_rl.learner.objective import Objective
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.update import accumulate, update
 from sparse_rl.train.passes import plan_passes
@@ -53,7 +54,7 @@ def weights_after(model, make, loss, opsm=None):
     learner = copy.deepcopy(model)
     optimizer = Optimizer(learner, SETTINGS, steps=1)
     batch = make(learner)
-    updated = update(learner, optimizer, 0, batch, loss, opsm_delta=opsm)
+    updated = update(learner, optimizer, 0, batch, Objective(loss, opsm_delta=opsm))
     return [weight.detach().clone() for weight in learner.parameters()], updated, batch
 
 
@@ -153,7 +154,7 @@ def test_a_pass_without_rows_does_nothing(sampled):
     loss = LossConfig()
     rollouts[0] = replace(rollouts[0], response=rollouts[0].response[:3], logprobs=rollouts[0].logprobs[:3])
     batch = one_pass(rollouts, PRESETS["none"], loss, None)(model)
-    accumulate(model, batch, [[1, 2], []], loss, "dense", None, None)
+    accumulate(model, batch, [[1, 2], []], Objective(loss))
     assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
 
 

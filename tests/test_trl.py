@@ -30,6 +30,7 @@ from sparse_rl.integrations.trl_rollouts import SamplerWeights, grouped
 from sparse_rl.integrations.trl_version import refuse_version
 from sparse_rl.learner.batch import make_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
+from sparse_rl.learner.objective import Objective
 from sparse_rl.learner.update import accumulate
 from sparse_rl.models.load import TINY
 from sparse_rl.train import probe
@@ -165,7 +166,7 @@ def test_the_gradient_is_that_of_our_learner(second_update, loss_type, preset):
     ours = make_batch(rollouts, advantages, old, corrected, loss, MAX_TOKENS, reference=old)
     learner = copy.deepcopy(sampler)
     move(learner)
-    counts = accumulate(learner, ours, [list(range(len(rollouts)))], loss, "dense", None, None)
+    counts = accumulate(learner, ours, [list(range(len(rollouts)))], Objective(loss))
     mine = gradient(learner)
     assert float((mine - theirs).abs().max()) <= 1e-6  # rounding of log-probs: 4e-8 with every preset
     # Some presets keep few terms, and the rounding is a larger share of the rest. Measured: 1e-5 for "paper" (3e-5 with TRL 1.15),

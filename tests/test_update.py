@@ -13,6 +13,7 @@ from sparse_rl.learner import logprobs as chunked
 from sparse_rl.learner.batch import make_batch, padded, response_mask
 from sparse_rl.learner.correction import correct
 from sparse_rl.learner.losses import LOSSES
+from sparse_rl.learner.objective import Objective
 from sparse_rl.learner.optimizer import Optimizer, checkpointed
 from sparse_rl.learner.packing import packs
 from sparse_rl.learner.replay import forward
@@ -68,7 +69,9 @@ def gradients(model):
 
 def gradient_of(model, batch, loss, *, tokens=10**6, view="dense", smd=None):
     model.zero_grad()
-    sums = accumulate(model, batch, list(packs(batch.rollouts, tokens, share_prompts=view == "dense")), loss, view, smd, None)
+    sums = accumulate(
+        model, batch, list(packs(batch.rollouts, tokens, share_prompts=view == "dense")), Objective(loss, view, smd)
+    )
     return gradients(model), sums
 
 
@@ -241,7 +244,7 @@ def test_rows_that_teach_nothing_do_not_pass_through_the_model(sampled, monkeypa
     assert 2 not in active and len(active) < len(rollouts) - 1  # some were rejected
     whole, _ = gradient_of(learner, batch, loss)
     learner.zero_grad()
-    accumulate(learner, batch, [active], loss, "dense", None, None)
+    accumulate(learner, batch, [active], Objective(loss))
     assert_close(gradients(learner), whole, 1e-12)
 
 
@@ -259,7 +262,7 @@ def test_rejected_rollouts_count_in_the_terms_beside_the_loss(sampled, beside):
     whole, _ = gradient_of(learner, batch, loss, smd=smd)
     learner.zero_grad()
     settings = OptimizerConfig(lr=1e-9, clip_norm=1e9)
-    result = update(learner, Optimizer(learner, settings, steps=1), 0, batch, loss, smd=smd)
+    result = update(learner, Optimizer(learner, settings, steps=1), 0, batch, Objective(loss, smd=smd))
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole))
     assert result.grad_norm == pytest.approx(norm, rel=1e-6)
 
@@ -275,7 +278,7 @@ def test_opsm_counts_what_it_drops_and_takes_it_out_of_the_loss(sampled):
     dropped = [row for row in worse if apart_B[row] > delta]
     assert 0 < len(dropped) < len(worse)
     learner.zero_grad()
-    sums = accumulate(learner, batch, [list(range(len(rollouts)))], loss, "dense", None, delta)
+    sums = accumulate(learner, batch, [list(range(len(rollouts)))], Objective(loss, opsm_delta=delta))
     assert sums["opsm_dropped"] == len(dropped)
     ours = gradients(learner)
     batch.corrected.weights[dropped] = 0
@@ -289,7 +292,7 @@ def test_an_update_that_keeps_nothing_changes_nothing(sampled):
     batch.corrected.weights.zero_()
     before = copy.deepcopy(learner.state_dict())
     optimizer = Optimizer(learner, OptimizerConfig(lr=0.1), steps=1)
-    result = update(learner, optimizer, 0, batch, loss)
+    result = update(learner, optimizer, 0, batch, Objective(loss))
     assert not result.learned and result.finite
     assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
 
@@ -307,7 +310,7 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(sampled, broken):
             learner.lm_head.weight[3, 3] = math.nan
     before = copy.deepcopy(learner.state_dict())
     optimizer = Optimizer(learner, OptimizerConfig(lr=0.1), steps=1)
-    result = update(learner, optimizer, 0, batch, loss)
+    result = update(learner, optimizer, 0, batch, Objective(loss))
     assert not result.learned and not result.finite
     for name, value in learner.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
@@ -332,9 +335,9 @@ def test_a_rollout_that_is_not_finite_takes_no_part(sampled, beside):
     batch = make_batch(chosen, advantages, old, correct(log_xi, response_mask(chosen), "paper"), loss, MAX_TOKENS, reference)
     assert 0 not in batch.active and batch.active
     optimizer = Optimizer(learner, OptimizerConfig(lr=1e-9, tokens_per_microbatch=32), steps=1)
-    result = update(learner, optimizer, 0, batch, loss, smd=smd)
+    result = update(learner, optimizer, 0, batch, Objective(loss, smd=smd))
     assert result.learned and result.finite and result.grad_norm > 0
-    accumulate(learner, batch, [batch.active, []], loss, "dense", smd, None)
+    accumulate(learner, batch, [batch.active, []], Objective(loss, smd=smd))
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in learner.parameters())
 
 

@@ -15,6 +15,7 @@ from ..kv.trace import Trace
 from ..learner.batch import Batch, make_batch, response_mask
 from ..learner.correction import correct
 from ..learner.logprobs import token_logprobs
+from ..learner.objective import Objective
 from ..learner.optimizer import Optimizer, checkpointed
 from ..learner.packing import packs
 from ..learner.replay import ReplayKind, replay
@@ -75,7 +76,7 @@ def bench(args: argparse.Namespace) -> None:
 
     def learn(view: ReplayKind) -> None:
         with checkpointed(model, optimizer.checkpointed_layers):
-            accumulate(model, batch, passes, loss, view, None, None)
+            accumulate(model, batch, passes, Objective(loss, view))
 
     def update(view: ReplayKind) -> None:
         learn(view)

@@ -10,8 +10,7 @@ from ..models.compile import fused_layers
 from ..models.sharded import release_weights, with_weights
 from ..rollout.rollout import Rollout
 from ..world import ALONE, World
-from .packing import passes_of
-from .replay import ReplayKind, logprobs_of, may_share_prompts
+from .replay import ReplayKind, logprobs_of, passes_of
 
 
 @torch.no_grad()
@@ -24,11 +23,8 @@ def old_logprobs(
         return [], []
     logprobs: dict[int, Tensor] = {}
     entropies: dict[int, Tensor] = {}
-    shares = view == "dense" and may_share_prompts(model)
-    for indices in passes_of(rollouts, tokens_per_pass, world, share_prompts=shares):
-        pack = [
-            rollouts[index] for index in indices or [0]
-        ]  # without rows, run any rollout, because the ranks run every pass together
+    for indices in passes_of(model, rollouts, view, tokens_per_pass, world):
+        pack = [rollouts[index] for index in indices or [0]]  # ranks run every pass together: without rows, run any rollout
         with fused_layers(model):
             logprobs_n, entropy_n = with_weights(model, logprobs_of, pack, view)
         if indices:

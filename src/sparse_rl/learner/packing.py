@@ -15,7 +15,6 @@ from torch import Tensor
 from ..kernels.prefix_attention import Segment
 from ..rollout.rollout import Rollout
 from ..sizes import KEYS_PER_TOKEN, worth_sharing
-from ..world import World
 
 
 def packs(rollouts: Sequence[Rollout], tokens_per_pass: int, *, share_prompts: bool) -> Iterator[list[int]]:
@@ -34,13 +33,6 @@ def packs(rollouts: Sequence[Rollout], tokens_per_pass: int, *, share_prompts: b
         tokens, keys = tokens + length, keys + whole
     if pack:
         yield pack
-
-
-def passes_of(rollouts: Sequence[Rollout], tokens_per_pass: int, world: World, *, share_prompts: bool) -> list[list[int]]:
-    """Return the passes of this rank. With one rank they keep the order of the rollouts."""
-    if world.size == 1:
-        return list(packs(rollouts, tokens_per_pass, share_prompts=share_prompts))
-    return world.passes([len(rollout.prompt) + len(rollout.response) for rollout in rollouts], tokens_per_pass)
 
 
 def shares_prompt(before: Rollout, rollout: Rollout) -> bool:

@@ -28,6 +28,7 @@ from ..models.recurrent import Mixer, run_packed
 from ..models.routing import ReplayedRouting, install
 from ..models.support import head_of, prepare
 from ..rollout.rollout import Rollout
+from ..world import World
 from .logprobs import token_logprobs
 from .packing import PackedRow, pack_tokens, packs
 
@@ -75,6 +76,15 @@ def may_share_prompts(model: PreTrainedModel) -> bool:
     return not limits.shape.states and (model.device.type != "cuda" or limits.plain)
 
 
+def passes_of(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], view: ReplayKind, tokens_per_pass: int, world: World
+) -> list[list[int]]:
+    """Return the passes of this rank, as indices of the rollouts. With one rank they keep the order of the rollouts."""
+    if world.size == 1:
+        return list(packs(rollouts, tokens_per_pass, share_prompts=view == "dense" and may_share_prompts(model)))
+    return world.passes([len(rollout.prompt) + len(rollout.response) for rollout in rollouts], tokens_per_pass)
+
+
 def _check_positions(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> None:
     limits = prepare(model)
     # the last token is not fed
@@ -86,7 +96,7 @@ def _check_positions(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Non
 
 
 @dataclass(frozen=True)
-class PassOutput:
+class HeadInputs:
     """Inputs of the LM head at the tokens that predict response tokens, and the response tokens, of one pass."""
 
     hidden_nD: Tensor
@@ -96,29 +106,32 @@ class PassOutput:
     """Expert choices of the pass; None if the rollouts have none."""
 
 
-def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> PassOutput:
+def forward(model: PreTrainedModel, pack: Sequence[Rollout], view: ReplayKind, temperature: float | None = None) -> HeadInputs:
     device, shape = model.device, prepare(model).shape
     evictions = [_evictions(rollout) if view == "sparse" else None for rollout in pack]
     keeps_all = all(evicted_at_LHT is None for evicted_at_LHT in evictions)
     row = pack_tokens(pack, share_prompts=keeps_all and may_share_prompts(model))
     quantiser = None if view == "dense" else quantiser_of(pack)
     if row.shared:
-        seen = ReplayView([], row.segments, quantiser, shape)
+        replay_view = ReplayView([], row.segments, quantiser, shape)
     else:
-        spans = [Span(each.start, each.stop, e) for each, e in zip(row.segments, evictions, strict=True)]
-        seen = ReplayView(spans, quantiser=quantiser, shape=shape)
-    seen.routing = _routing(model, pack, row)
+        spans = [
+            Span(segment.start, segment.stop, evicted_at_LHT)
+            for segment, evicted_at_LHT in zip(row.segments, evictions, strict=True)
+        ]
+        replay_view = ReplayView(spans, quantiser=quantiser, shape=shape)
+    replay_view.routing = _routing(model, pack, row)
     tokens_1N, positions_1N, predicting_n = (upload(each, device) for each in row.tensors())
-    hidden_nD = hidden_states(model, tokens_1N, positions_1N, seen, predicting_n)
+    hidden_nD = hidden_states(model, tokens_1N, positions_1N, replay_view, predicting_n)
     # greedy rollouts use temperature 1
     temperatures = [rollout.temperature if temperature is None else temperature or 1.0 for rollout in pack]
     lengths = torch.tensor([len(rollout.response) for rollout in pack])
     temperatures_b = torch.tensor(temperatures, dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
-    return PassOutput(
+    return HeadInputs(
         hidden_nD,
         upload(torch.tensor([token for rollout in pack for token in rollout.response]), device),
         upload(temperatures_b.repeat_interleave(lengths), device),
-        seen.routing,
+        replay_view.routing,
     )
 
 
@@ -145,9 +158,9 @@ def logprobs_of(
     return response_logprobs(model, forward(model, pack, view, temperature))
 
 
-def response_logprobs(model: PreTrainedModel, seen: PassOutput) -> tuple[Tensor, Tensor]:
+def response_logprobs(model: PreTrainedModel, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
     """Return (log-probs, entropies) of all response tokens of a pass, [n] each."""
-    return token_logprobs(head_of(model), seen.hidden_nD, seen.targets_n, seen.temperatures_n)
+    return token_logprobs(head_of(model), inputs.hidden_nD, inputs.targets_n, inputs.temperatures_n)
 
 
 def _evictions(rollout: Rollout) -> Tensor | None:
@@ -197,10 +210,10 @@ class ReplayView:
         self.place, self.sources = ({}, {}) if shape is None else (shape.place, shape.sources)
         self.bounds = [0, *(span.stop for span in spans)]
         self.longest = max((span.stop - span.start for span in spans), default=0)
-        self._on: dict[torch.device, Pack] = {}
+        self._packs: dict[torch.device, DevicePack] = {}
 
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
-        pack, layer = self._pack(queries_1QND.device), self.sources.get(layer, layer)
+        pack, layer = self._on_device(queries_1QND.device), self.sources.get(layer, layer)
         if pack.quantiser is not None and form.window is None:  # windows are in the model's dtype
             keys_1HND, values_1HND = pack.quantiser.restored(self.place[layer], keys_1HND, values_1HND)
         packed = (queries_1QND, keys_1HND, values_1HND)
@@ -235,19 +248,21 @@ class ReplayView:
                 outputs.append(shadow_attention(q, k, v, until_HT, scale=scale, form=form))
         return torch.cat(outputs, dim=2)
 
-    def _pack(self, device: torch.device) -> "Pack":
+    def _on_device(self, device: torch.device) -> "DevicePack":
         """Return the pack on the device. It is uploaded once, at the first layer."""
-        if device not in self._on:
+        if device not in self._packs:
             bounds = upload(torch.tensor(self.bounds, dtype=torch.int32), device)
             until_LHN = packed_until(self.spans)
             prefixes = PrefixAttention(self.segments, device) if self.segments else None
             quantiser = None if self.quantiser is None else self.quantiser.to(device)
-            self._on[device] = Pack(bounds, None if until_LHN is None else upload(until_LHN, device), prefixes, quantiser)
-        return self._on[device]
+            self._packs[device] = DevicePack(
+                bounds, None if until_LHN is None else upload(until_LHN, device), prefixes, quantiser
+            )
+        return self._packs[device]
 
 
 @dataclass(frozen=True)
-class Pack:
+class DevicePack:
     """Boundaries and evictions of packed rollouts, on one device."""
 
     bounds: Tensor
@@ -277,6 +292,7 @@ def kept_until(bounds: Tensor, window: int | None) -> Tensor:
 
 
 def packed_until(spans: Sequence[Span]) -> Tensor | None:
+    """Return `until` [L, H, N] of the packed keys, or None if no key was evicted."""
     shapes = [span.evicted_at_LHT.shape[:2] for span in spans if span.evicted_at_LHT is not None]
     if not shapes:
         return None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from ..config import MAX_DRAWS, Config
 from ..errors import UserError
 from ..format import counted
-from ..learner.update import Updated
+from ..learner.update import UpdateResult
 from . import checkpoint_folder
 from .checkpoint import State
 from .rollouts import RolloutBatch
@@ -25,7 +25,7 @@ class Health:
         self.no_signal = ("", "")
         """What happened and why in the last step without a signal."""
 
-    def after_step(self, batch: RolloutBatch, updates: Sequence[Updated]) -> None:
+    def after_step(self, batch: RolloutBatch, updates: Sequence[UpdateResult]) -> None:
         """Update the counters in `state`. Warn if no group had a signal, an update was skipped, or the reward failed."""
         state, step = self.state, self.state.step
         broken = sum(not each.finite for each in updates)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..learner.update import Updated
+from ..learner.update import UpdateResult
 from ..monitor.budget import long_length
 from ..rollout.engine import Engine
 from ..rollout.rollout import Rollout
@@ -76,7 +76,7 @@ def engine_noise(rollouts: Sequence[Rollout], replayed: Sequence[Tensor]) -> flo
     return float(gaps.abs().mean())
 
 
-def policy_metrics(updates: Sequence[Updated], tokens: int, entropy: float, lr: float) -> dict[str, float]:
+def policy_metrics(updates: Sequence[UpdateResult], tokens: int, entropy: float, lr: float) -> dict[str, float]:
     learned = [each for each in updates if each.learned]
 
     def total(name: str) -> float:

@@ -6,13 +6,13 @@ The preflight does not run compactions, decode graphs with fewer slots or the ev
 import torch
 from transformers import PreTrainedModel
 
-from ..config import SHADOW_METHODS, Config
+from ..config import Config
 from ..kv.shape import CacheShape
 from ..kv.trace import TraceRecorder
 from ..learner.batch import make_batch, response_mask
 from ..learner.correction import correct
+from ..learner.objective import Objective
 from ..learner.optimizer import Optimizer, checkpointed
-from ..learner.replay import ReplayKind
 from ..learner.update import accumulate
 from ..models.compile import decoder_layers
 from ..models.sharded import is_sharded
@@ -87,11 +87,9 @@ def add_gradients(
     corrected = correct(torch.zeros(mask.shape, device=model.device), mask, "none")
     reference = zeros if config.loss.kl_coef > 0 else None
     batch = make_batch(rollouts, torch.ones(count), zeros, corrected, config.loss, config.rollout.max_tokens, reference)
-    view: ReplayKind = "sparse" if config.method in SHADOW_METHODS else "dense"
-    smd = config.loss.smd if config.method == "smd" else None
     optimizer.allocate()
     with checkpointed(model, optimizer.checkpointed_layers):
-        accumulate(model, batch, passes, config.loss, view, smd, None)
+        accumulate(model, batch, passes, Objective.of(config))
 
 
 def _learner_fits(model: PreTrainedModel, optimizer: Optimizer, prompt: list[int], config: Config, shape: CacheShape) -> bool:

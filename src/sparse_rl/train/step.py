@@ -8,16 +8,18 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..config import SHADOW_METHODS, Config
 from ..kernels.counter_rng import derive
 from ..learner.batch import Batch, OnePassBatch, make_batch, make_one_pass_batch, padded, response_mask
 from ..learner.correction import Corrected, correct, long_tail, weigh
+from ..learner.objective import Objective
 from ..learner.old_logprobs import old_logprobs
 from ..learner.optimizer import Optimizer
 from ..learner.packing import packs
 from ..learner.replay import ReplayKind
-from ..learner.update import Updated, update
+from ..learner.update import UpdateResult, update
 from ..models.actor import Actor
 from ..rollout.clock import device_time
 from ..rollout.engine import Engine
@@ -26,7 +28,7 @@ from ..sizes import NOISE_ROLLOUTS
 from ..world import World
 from .metrics import engine_noise, kv_metrics, policy_metrics, response_metrics, reward_metrics
 from .passes import plan_passes
-from .rollouts import RolloutBatch, RolloutGroup, RolloutSampler
+from .rollouts import ProgressCallback, RolloutBatch, RolloutGroup, RolloutSampler
 
 ENGINE_PARTS = ("prefill_s", "decode_s", "compaction_s")
 
@@ -52,7 +54,7 @@ class StepResult:
     corrected: Corrected
     """Correction over these rows, in order."""
     engine_noise: float
-    updates: list[Updated]
+    updates: list[UpdateResult]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -84,10 +86,10 @@ class TrainingStep:
         self.config, self.rollout_sampler, self.engine = config, rollout_sampler, engine
         self.actor, self.optimizer, self.world = actor, optimizer, world
         self.shadow = config.method in SHADOW_METHODS
-        self.view: ReplayKind = "sparse" if self.shadow else "dense"
+        self.objective = Objective.of(config)
         self.spec = config.correction.spec(config.default_preset)
 
-    def sample(self, cursor: int, progress) -> RolloutBatch:
+    def sample(self, cursor: int, progress: ProgressCallback | None) -> RolloutBatch:
         """Sample and grade the groups of one step, from prompt number `cursor` on."""
         self.actor.merge()
         replaces = self.config.rollout.refill_rejected
@@ -173,11 +175,11 @@ class TrainingStep:
         if self.config.loss.kl_coef > 0:
             in_loss = [sample.row for part in updates for group in part for sample in group.samples if sample.in_loss]
             with self.actor.reference() as model:
-                old.reference, _ = self._logprobs(model, batch, in_loss, self.view)
+                old.reference, _ = self._logprobs(model, batch, in_loss, self.objective.view)
         return old
 
     def _logprobs(
-        self, model, batch: RolloutBatch, rows: Sequence[int], view: ReplayKind
+        self, model: PreTrainedModel, batch: RolloutBatch, rows: Sequence[int], view: ReplayKind
     ) -> tuple[dict[int, Tensor], dict[int, float]]:
         """Return (log-probs, sum of the entropy) of each row under the current weights."""
         samples = batch.samples
@@ -220,12 +222,12 @@ class TrainingStep:
 
     def _update(
         self, step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup], old: OldLogprobs, *, one_pass: bool
-    ) -> Updated:
+    ) -> UpdateResult:
         """Update the weights once. In one pass, add the log-probs of the trained rows to `old`."""
         config, learner = self.config, self.actor.learner
         samples = [sample for group in groups for sample in group.samples if sample.in_loss]
         if not samples:
-            return Updated({}, 0.0, learned=False, finite=True)
+            return UpdateResult({}, 0.0, learned=False, finite=True)
         rows = [sample.row for sample in samples]
         rollouts = [sample.rollout for sample in samples]
         advantages_B = torch.tensor(
@@ -260,11 +262,8 @@ class TrainingStep:
             self.optimizer,
             step,
             update_batch,
-            config.loss,
-            view=self.view,
-            smd=config.loss.smd if config.method == "smd" else None,
-            opsm_delta=config.correction.opsm,
-            world=self.world,
+            self.objective,
+            self.world,
         )
         if isinstance(update_batch, OnePassBatch):
             for place, entropy in update_batch.entropies.items():
