@@ -56,19 +56,26 @@ def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | N
     if ran_out:
         limit = min(limit, int(SAFETY_SHARE * plan.needed_bytes))
     kinds = _edits(plan.config, plan.prompt_tokens, takes_4bit=plan.dims.takes_4bit_base, takes_codes=plan.dims.takes_codes)
-    for more in ([], _shorter(plan.config)):
-        found = []
-        for strengths in product(*(range(len(kind) + 1) for kind in [*kinds, *more])):
-            edits = [kind[place - 1] for kind, place in zip([*kinds, *more], strengths, strict=True) if place]
-            fitted = _fitted(plan, edits, limit, ran_out=ran_out)
-            if fitted is None or (host_bytes is not None and host_plan(fitted[1]).peak_bytes > host_bytes):
-                continue
-            flags, made = fitted
-            adapters = made.config.model.lora.rank > plan.config.model.lora.rank
-            found.append(Remedy(flags, made, step_time(made, gpu).total_s, strengths, adapters))
-        if found:
-            return _best(found)
-    return []
+    found = _search(plan, gpu, kinds, limit, ran_out=ran_out, host_bytes=host_bytes)
+    if not found and (shorter := _shorter(plan.config)):
+        found = _search(plan, gpu, [*kinds, *shorter], limit, ran_out=ran_out, host_bytes=host_bytes)
+    return _best(found)
+
+
+def _search(
+    plan: Plan, gpu: GPU, kinds: list[list[Edit]], limit: int, *, ran_out: bool, host_bytes: int | None
+) -> list[Remedy]:
+    """Return a remedy for each combination of at most one edit of each kind with which the run fits."""
+    found = []
+    for strengths in product(*(range(len(kind) + 1) for kind in kinds)):
+        edits = [kind[strength - 1] for kind, strength in zip(kinds, strengths, strict=True) if strength]
+        fitted = _fitted(plan, edits, limit, ran_out=ran_out)
+        if fitted is None or (host_bytes is not None and host_plan(fitted[1]).peak_bytes > host_bytes):
+            continue
+        flags, made = fitted
+        adapters = made.config.model.lora.rank > plan.config.model.lora.rank
+        found.append(Remedy(flags, made, step_time(made, gpu).total_s, strengths, adapters))
+    return found
 
 
 def sentence(plan: Plan, *, ran_out: bool = False, host_bytes: int | None = None) -> str:
