@@ -3,6 +3,7 @@
 `parts.py` computes the parts of a phase. The peak is the phase with the most bytes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -140,22 +141,33 @@ def make_plan(
             f"model.lora.base = 4bit cannot store {dims.model}: less than half of its layers' weights are in linear layers. Set "
             "model.lora.base = auto."
         )
-    wanted = slots if slots is not None else config.rollout.slots
-    if wanted == "auto":
+    wanted = config.rollout.slots if slots is None else slots
+    if wanted == "auto":  # most_slots calls make_plan with a number of slots, so the recursion ends there
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt
-    least, most = pool_sizes(config, int(wanted), prompt_tokens)
+    slots = int(wanted)
+    least, most = pool_sizes(config, slots, prompt_tokens)
 
     def plan_with(checkpointed: int, pages: int = least) -> Plan:
-        phases = step_phases(config, dims, int(wanted), prompt_tokens, checkpointed, pages)
-        evaluated = evaluation_slots(config, dims, phases, int(wanted), prompt_tokens, pages)
+        phases = step_phases(config, dims, slots, prompt_tokens, checkpointed, pages)
+        eval_slots = evaluation_slots(config, dims, phases, slots, prompt_tokens, pages)
         is_sparse, problems = config.sampler_kv.is_sparse, config.evaluated_problems
-        caches = config.evaluation_caches(is_sparse=is_sparse, dense_slots=evaluated, problems=problems)
-        stored = evaluation_pages(config, dims, phases, int(wanted), prompt_tokens) if "sparse" in caches else 0
-        if evaluated and (config.eval.slots != "auto" or "dense" in caches):
-            always = always_parts(config, dims, int(wanted), prompt_tokens, pages)
-            phases = [*phases, evaluation_phase(config, dims, always, evaluated, prompt_tokens)]
+        caches = config.evaluation_caches(is_sparse=is_sparse, dense_slots=eval_slots, problems=problems)
+        eval_pages = evaluation_pages(config, dims, phases, slots, prompt_tokens) if "sparse" in caches else 0
+        if eval_slots and (config.eval.slots != "auto" or "dense" in caches):
+            always = always_parts(config, dims, slots, prompt_tokens, pages)
+            phases = [*phases, evaluation_phase(config, dims, always, eval_slots, prompt_tokens)]
         return Plan(
-            config, dims, prompt_tokens, int(wanted), memory_bytes, phases, checkpointed, evaluated, caches, pages, stored
+            config,
+            dims,
+            prompt_tokens,
+            slots,
+            memory_bytes=memory_bytes,
+            phases=phases,
+            checkpointed_layers=checkpointed,
+            evaluation_slots=eval_slots,
+            evaluation_caches=caches,
+            pages=pages,
+            evaluation_pages=eval_pages,
         )
 
     chosen = config.optimizer.gradient_checkpointing
@@ -165,8 +177,8 @@ def make_plan(
     plan = plan_with(layers)
     if least == most or not plan.fits:
         return plan
-    free = memory_bytes is None or not dims.full.layers  # without full layers, pages take no memory
-    return plan_with(layers, most if free else min(most, least + more_pages(plan)))
+    unlimited = memory_bytes is None or not dims.full.layers  # without full layers, pages take no memory
+    return plan_with(layers, most if unlimited else min(most, least + more_pages(plan)))
 
 
 def pool_sizes(config: Config, slots: int, prompt_tokens: int) -> tuple[int, int]:
@@ -201,7 +213,7 @@ def most_slots(config: Config, dims: Dimensions, memory_bytes: int | None, promp
     return largest(fit, limit)
 
 
-def largest(fits, limit: int) -> int:
+def largest(fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest number from 1 to `limit` for which `fits` is true; 0 if there is none. `fits` must be monotonic."""
     low, high = 0, limit
     while low < high:
