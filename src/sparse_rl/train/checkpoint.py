@@ -129,7 +129,7 @@ def save(
             _write_last(within(target, manifest.FILE), json.dumps({"step": state.step, "files": files}, indent=1))
             _write_last(within(target, STATE), text)
     except (Exception, dcp.api.CheckpointException) as error:  # the disk or a storage library may raise any type
-        reason, remedy = refusal(error, target) if isinstance(target, Path) else (_reason(error), "")
+        refused = refusal(error, target) if isinstance(target, Path) else None  # tests the disk before space is freed
         last = None
         with suppress(Exception):
             if world.is_main:
@@ -139,13 +139,22 @@ def save(
             raise
         if LOST.search(_reason(error)):
             raise RuntimeError(_reason(error)) from error
-        remedy += f" and continue from {last} with --resume" if last else " and start again"
-        if not isinstance(target, Path):
-            remedy = "check the storage and its credentials, and continue with --resume"
-        kind = UserError if isinstance(target, Path) else StorageUnavailable
-        raise kind(f"The checkpoint of step {state.step} could not be written ({reason}): {remedy}.") from error
+        raise _write_failure(error, state.step, last, refused) from error
     world.barrier()
     return target
+
+
+def _write_failure(error: BaseException, step: int, last: Place | None, refused: tuple[str, str] | None) -> UserError:
+    """Return the error of a checkpoint that was not written. `last` is the last complete checkpoint; `refused` is the (reason,
+    remedy) of a local disk, or None for shared storage."""
+    failed = f"The checkpoint of step {step} could not be written"
+    if refused is None:
+        return StorageUnavailable(
+            f"{failed} ({_reason(error)}): check the storage and its credentials, and continue with --resume."
+        )
+    reason, remedy = refused
+    then = f"continue from {last} with --resume" if last else "start again"
+    return UserError(f"{failed} ({reason}): {remedy} and {then}.")
 
 
 def bytes_of(optimizer: Optimizer) -> int:
