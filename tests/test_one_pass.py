@@ -20,7 +20,7 @@ from sparse_rl.learner.objective import Objective
 from sparse_rl.learner.optimizer import Optimizer
 from sparse_rl.learner.update import accumulate, update
 from sparse_rl.train.passes import plan_passes
-from sparse_rl.train.rollouts import GradedRollout, RolloutBatch, RolloutGroup
+from sparse_rl.train.rollouts import RolloutBatch, RolloutGroup, Sample
 from sparse_rl.train.step import split_groups
 
 MAX_TOKENS = 24
@@ -199,7 +199,7 @@ def test_opsm_drops_the_same_rows_in_one_pass(sampled):
 def batch_of(advantages):
     """A batch of groups of four with these advantages; rollouts are not needed to plan."""
     samples = [
-        GradedRollout(row, example=None, rollout=None, reward=value, advantage=value, in_loss=True)
+        Sample(row, example=None, rollout=None, reward=value, advantage=value, in_loss=True)
         for row, value in enumerate(advantages)
     ]
     return RolloutBatch(groups=[RolloutGroup(samples[start : start + 4]) for start in range(0, len(samples), 4)])

@@ -39,7 +39,7 @@ from sparse_rl.train.health import Health
 from sparse_rl.train.preflight import largest_microbatch, preflight, try_sampler
 from sparse_rl.train.refusal import is_final
 from sparse_rl.train.rollout_log import SCHEMA
-from sparse_rl.train.rollouts import GradedRollout, RolloutBatch, RolloutGroup, RolloutSampler
+from sparse_rl.train.rollouts import RolloutBatch, RolloutGroup, RolloutSampler, Sample
 from sparse_rl.train.run import arm
 from sparse_rl.train.terminal import RunTerminal
 
@@ -564,7 +564,7 @@ def test_a_step_without_signal_is_not_blamed_on_timeouts_that_count_as_zero(time
     warnings = []
     health = Health(Config(reward={"timeout": timeout}), State(step=1), None, warnings.append)
     rewards = [0.0, 0.0 if timeout == "zero" else None]
-    samples = [GradedRollout(row, None, None, reward) for row, reward in enumerate(rewards)]
+    samples = [Sample(row, None, None, reward) for row, reward in enumerate(rewards)]
     health.after_step(RolloutBatch([RolloutGroup(samples, no_signal=True)], counts=Counter(timeouts=1)), [])
     assert f"no group had two different rewards, so nothing is learned: {why}" in warnings[0]
 

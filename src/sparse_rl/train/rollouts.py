@@ -36,7 +36,9 @@ KNOWN_LENGTHS = 2**14
 
 
 @dataclass
-class GradedRollout:
+class Sample:
+    """A rollout with its problem, reward and advantage."""
+
     row: int
     """Index of the rollout among all rollouts of the step."""
     example: Example
@@ -49,7 +51,7 @@ class GradedRollout:
 
 @dataclass
 class RolloutGroup:
-    samples: list[GradedRollout]
+    samples: list[Sample]
     no_signal: bool = False
     """True if the group has at least two rewards and all of them are equal."""
 
@@ -81,7 +83,7 @@ class RolloutBatch:
     """Values of each function of a summed reward."""
     recorded: list[int] = field(default_factory=list)
     """Rows whose evictions were recorded."""
-    replaced: list[GradedRollout] = field(default_factory=list)
+    replaced: list[Sample] = field(default_factory=list)
     """Rejected rollouts that were replaced by another sample. They belong to no group."""
     old: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
     """Old log-probs and summed entropy of each row that was checked for rejection, by row."""
@@ -108,7 +110,7 @@ class RolloutBatch:
                 samples[row].rollout = replace(samples[row].rollout, trace=trace)
 
     @property
-    def samples(self) -> list[GradedRollout]:
+    def samples(self) -> list[Sample]:
         """All sampled rollouts by row, including replaced ones."""
         grouped = [sample for group in self.groups for sample in group.samples]
         return sorted([*grouped, *self.replaced], key=lambda sample: sample.row) if self.replaced else grouped
@@ -262,7 +264,7 @@ class RolloutSampler:
         expected: list[float],
         record: Collection[int],
         progress: ProgressCallback | None,
-    ) -> list[GradedRollout]:
+    ) -> list[Sample]:
         """Sample and grade on all ranks, and add the costs to the batch. `expected` are response lengths by prompt."""
         part = sample_and_grade(
             self.engine,
@@ -285,10 +287,10 @@ class RolloutSampler:
             known = (prompts, per_prompt, seeds, self.engine.quantiser)
             parts = [part if rank == self.world.rank else unpack(each, *known) for rank, each in received]
         first = len(batch.samples)
-        samples: list[GradedRollout] = [None] * len(seeds)  # type: ignore[list-item]
+        samples: list[Sample] = [None] * len(seeds)  # type: ignore[list-item]
         for each in parts:
             for place, rollout, reward in zip(each.places, each.rollouts, each.graded.values, strict=True):
-                samples[place] = GradedRollout(first + place, examples[place // per_prompt], rollout, reward)
+                samples[place] = Sample(first + place, examples[place // per_prompt], rollout, reward)
             batch.counts.update({name: getattr(each.graded, name) for name in COUNTED})
             batch.first_error = batch.first_error or each.graded.first_error
             for name, values in each.graded.parts.items():
@@ -306,7 +308,7 @@ class RolloutSampler:
         typical = sum(known.values()) / len(known) if known else 0.0
         return [known.get(str(index), typical) for index in chosen]
 
-    def _note_length(self, index: int, group: list[GradedRollout]) -> None:
+    def _note_length(self, index: int, group: list[Sample]) -> None:
         self.mean_tokens.pop(str(index), None)
         self.mean_tokens[str(index)] = sum(len(sample.rollout.response) for sample in group) / len(group)
         if len(self.mean_tokens) > KNOWN_LENGTHS:
@@ -328,7 +330,7 @@ class RolloutSampler:
         room = max(1, self.engine.slots // per_prompt)
         return self.world.work_queue(costs, min(room, -(-len(prompts) // self.world.size)))
 
-    def _with_advantages(self, samples: list[GradedRollout]) -> list[RolloutGroup]:
+    def _with_advantages(self, samples: list[Sample]) -> list[RolloutGroup]:
         config = self.config
         verdicts = torch.tensor(
             [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
