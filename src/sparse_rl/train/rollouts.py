@@ -96,15 +96,15 @@ class RolloutBatch:
     sampled_s: float = 0.0
     """Seconds of sampling and grading on the slowest rank."""
 
-    def share_traces(self, rows: Iterable[int], world: World) -> None:
-        """Gather the eviction traces of these rows from the ranks that sampled them, and set them on every rank.
+    def share_traces(self, world: World) -> None:
+        """Gather the recorded eviction traces from the ranks that sampled them, and set them on every rank.
 
         Without this call, a trace exists only on the rank that sampled its rollout.
         """
         if world.size == 1:
             return
         samples = self.samples
-        mine = {row: trace for row in rows if (trace := samples[row].rollout.trace) is not None}
+        mine = {row: trace for row in self.recorded if (trace := samples[row].rollout.trace) is not None}
         for theirs in world.gather(mine):
             for row, trace in theirs.items():
                 samples[row].rollout = replace(samples[row].rollout, trace=trace)

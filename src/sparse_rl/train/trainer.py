@@ -304,7 +304,7 @@ class TrainingRun:
         with self.terminal.sampling(self.state.step + 1) as progress:
             batch = self.training_step.sample(self.state.cursor, progress)
         self.health.stop_if_no_verdicts(batch)
-        batch.share_traces(batch.recorded, self.world)
+        batch.share_traces(self.world)
         rollout_s = device_time(device) - started - batch.old_s
         with self.terminal.learning(self.state.step + 1):
             result = self.training_step.learn(self.state.step, batch)
