@@ -92,7 +92,7 @@ def test_the_update_uses_the_log_probs_that_decided(trainer_of):
     """No row runs twice: of those known from sampling none runs again in front of the update."""
     trainer = trainer_of(optimizer={"updates_per_step": 2})
     batch = trainer.training_step.sample(0, None)
-    known = {row: logprobs for row, (logprobs, _) in batch.old.items()}
+    known = {row: logprobs for row, (logprobs, _) in batch.old_logprobs.items()}
     assert {sample.row for sample in batch.replaced} < set(known)
     result = trainer.training_step.learn(0, batch)
     assert all(result.old.dense[row] is each for row, each in known.items())

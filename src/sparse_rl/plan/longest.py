@@ -34,7 +34,7 @@ class Longest:
     by_memory: int
     """Largest `rollout.max_tokens` within the memory."""
     bound: str
-    """What limits `tokens`: the phase that exceeds the GPU's memory at one more token, `host memory` or `context`."""
+    """Limit of `tokens`: the phase that exceeds the GPU's memory at one more token, `host memory` or `context`."""
     plan: Plan
     """Plan at `tokens`, or at one token if no response fits."""
 

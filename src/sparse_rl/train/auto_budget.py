@@ -162,7 +162,7 @@ class AutoBudget:
 
     @property
     def _memory_limits(self) -> bool:
-        """Whether memory, and not the longest sequence, limits the budgets."""
+        """True if memory, not the longest sequence, limits the budgets."""
         return self.budgets[-1] < self.config.longest_kept(self.store_tokens)
 
     def _resize(self, budget: int) -> float | None:

@@ -23,7 +23,7 @@ class Health:
     def __init__(self, config: Config, state: State, checkpoints: Place, warn: Callable[[str], None]):
         self.config, self.state, self.checkpoints, self.warn = config, state, checkpoints, warn
         self.no_signal = ("", "")
-        """What happened and why in the last step without a signal."""
+        """Observation and reason of the last step without a signal."""
 
     def after_step(self, batch: RolloutBatch, updates: Sequence[UpdateResult]) -> None:
         """Update the counters in `state`. Warn if no group had a signal, an update was skipped, or the reward failed."""
@@ -54,7 +54,7 @@ class Health:
             self.warn(f"Step {step}: {remark}.")
 
     def _no_signal(self, batch: RolloutBatch) -> tuple[str, str]:
-        """Return (what happened, why) of a step without any signal."""
+        """Return (observation, reason) of a step without any signal."""
         late = batch.counts["timeouts"] if self.config.reward.timeout == "zero" else 0  # their verdict is 0
         if missing := batch.failures - late:
             why = f"{missing} of {len(batch.samples)} rollouts got no verdict"

@@ -18,6 +18,7 @@ from ..sizes import pool_pages
 from ..world import World
 from .inputs import HeldOut
 from .memory import dense_slots, evaluation_bytes
+from .rollouts import ProgressCallback
 from .terminal import RunTerminal
 
 
@@ -144,7 +145,9 @@ class Evaluator:
         with pool_for(reward, reward.function_for(source), log=self.pool.log) as pool:
             yield pool
 
-    def _graded(self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress) -> tuple[list[EvalSample], Cost]:
+    def _graded(
+        self, engine: Engine, benchmark: Benchmark, pool: RewardPool, progress: ProgressCallback | None
+    ) -> tuple[list[EvalSample], Cost]:
         """Sample and grade this rank's share of the problems. Return (samples, cost) gathered from all ranks."""
         mine = range(self.world.rank, len(benchmark.examples), self.world.size)
         chunk = run(engine, self.tokenizer, benchmark, pool, mine, progress=progress) if mine else EvalChunk([], Cost())

@@ -85,10 +85,10 @@ class RolloutBatch:
     """Rows whose evictions were recorded."""
     replaced: list[Sample] = field(default_factory=list)
     """Rejected rollouts that were replaced by another sample. They belong to no group."""
-    old: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
+    old_logprobs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
     """Old log-probs and summed entropy of each row that was checked for rejection, by row."""
-    old_s: float = 0.0
-    """Seconds in which they were computed."""
+    old_logprobs_s: float = 0.0
+    """Seconds spent on `old_logprobs`."""
     prompts: int = 0
     grade_s: float = 0.0
     waited_s: float = 0.0

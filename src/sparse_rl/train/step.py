@@ -100,11 +100,11 @@ class TrainingStep:
         started = self._now()
         self.actor.restore()
         dense, entropies = self._logprobs(self.actor.learner, batch, rows, "dense")
-        batch.old |= {row: (dense[row], entropies[row]) for row in rows}
+        batch.old_logprobs |= {row: (dense[row], entropies[row]) for row in rows}
         rejected_B = weigh(*self._log_xi(batch, rows, dense), self.spec).rejected
         rejected = [row for row, is_rejected in zip(rows, rejected_B.tolist(), strict=True) if is_rejected]
         self.actor.merge()
-        batch.old_s += self._now() - started
+        batch.old_logprobs_s += self._now() - started
         return self.world.gather(rejected)[0]  # ranks must sample the same rows again
 
     def learn(self, step: int, batch: RolloutBatch) -> StepResult:
@@ -132,8 +132,8 @@ class TrainingStep:
         if noise is None:
             rollouts = {row: batch.samples[row].rollout for row in row_weights}
             noise = engine_noise(list(rollouts.values()), [old.learned[row] for row in rollouts])
-        learner_s = self._now() - started + batch.old_s
-        seconds = {"old_logprobs_s": before_s + batch.old_s, "update_s": update_s, "learner_s": learner_s}
+        learner_s = self._now() - started + batch.old_logprobs_s
+        seconds = {"old_logprobs_s": before_s + batch.old_logprobs_s, "update_s": update_s, "learner_s": learner_s}
         return StepResult(batch, old, row_weights, corrected, noise, updates, seconds)
 
     def metrics(self, step: int, result: StepResult, rollout_s: float) -> dict[str, float]:
@@ -167,9 +167,9 @@ class TrainingStep:
     ) -> OldLogprobs:
         """Compute the log-probs of these rows, and of the reference for the rows of the updates."""
         learner = self.actor.learner
-        dense, entropies = self._logprobs(learner, batch, [row for row in rows if row not in batch.old], "dense")
-        dense |= {row: logprobs for row, (logprobs, _) in batch.old.items()}
-        entropies |= {row: entropy for row, (_, entropy) in batch.old.items()}
+        dense, entropies = self._logprobs(learner, batch, [row for row in rows if row not in batch.old_logprobs], "dense")
+        dense |= {row: logprobs for row, (logprobs, _) in batch.old_logprobs.items()}
+        entropies |= {row: entropy for row, (_, entropy) in batch.old_logprobs.items()}
         learned = self._logprobs(learner, batch, rows, "sparse")[0] if self.shadow else dense
         old = OldLogprobs(dense, learned, entropies)
         if self.config.loss.kl_coef > 0:

@@ -305,7 +305,7 @@ class TrainingRun:
             batch = self.training_step.sample(self.state.cursor, progress)
         self.health.stop_if_no_verdicts(batch)
         batch.share_traces(self.world)
-        rollout_s = device_time(device) - started - batch.old_s
+        rollout_s = device_time(device) - started - batch.old_logprobs_s
         with self.terminal.learning(self.state.step + 1):
             result = self.training_step.learn(self.state.step, batch)
         self.state.step += 1
