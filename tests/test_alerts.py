@@ -19,8 +19,9 @@ from rich.console import Console
 from small_runs import metrics, refused, train
 from sparse_rl.cli import build_parser
 from sparse_rl.config import KV, AlertsConfig, Config, from_flags, to_toml
-from sparse_rl.monitor.alerts import RULES, check
+from sparse_rl.monitor.alerts import check
 from sparse_rl.monitor.ratios import BINS, HIGH, LOW, count
+from sparse_rl.monitor.rules import RULES
 from sparse_rl.train.terminal import RunTerminal
 
 METHODS = json.loads((Path(__file__).parents[1] / "benchmarks/results/methods.json").read_text())["runs"]

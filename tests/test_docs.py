@@ -15,7 +15,7 @@ from sparse_rl.cli import build_parser, main
 from sparse_rl.config import KV, AlertsConfig
 from sparse_rl.data.arithmetic import write_problem
 from sparse_rl.models.load import load_tokenizer
-from sparse_rl.monitor.alerts import RULES
+from sparse_rl.monitor.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

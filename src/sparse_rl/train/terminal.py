@@ -12,7 +12,8 @@ from rich.text import Text
 
 from ..config import Config
 from ..format import clock
-from ..monitor.alerts import Alert, AlertMonitor, Row
+from ..monitor.alerts import Alert, AlertMonitor
+from ..monitor.rules import Row
 from ..rollout.console import printable
 from ..rollout.stats import Progress
 from ..scores import are_shares, score_keys, score_text
