@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.resources import files
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from small_runs import cpu_of_children, refused
 from sparse_rl import sizes
+from sparse_rl.bench import step as bench_step
 from sparse_rl.cli import build_parser, main
 from sparse_rl.config import KV, Config, LoraConfig, from_flags, recipe, recipe_names
 from sparse_rl.errors import UserError
@@ -663,6 +665,17 @@ def test_bench_step_measures_every_phase(tmp_path, capsys):
         phases += step["old log-probs"] + step["update"] + step["sync"]
         assert 0 < phases <= step["step_s"] and 8 * 2 <= step["tokens"] <= 8 * 32
     assert record["arms"][0]["steps"][0]["tokens"] == record["arms"][1]["steps"][0]["tokens"]  # the same lengths
+
+
+def test_bench_step_records_only_that_memory_ran_out(monkeypatch):
+    def fail(error):
+        monkeypatch.setattr(bench_step, "synthetic_trainer", Mock(side_effect=error))
+        return bench_step.measure(Config(), None, 6, 1, uniform=True)
+
+    error = out_of_memory(Config())
+    assert fail(error) == {"fits": False, "why": str(error), "steps": []}
+    with pytest.raises(UserError, match="does not exist"):
+        fail(UserError("memory.jsonl does not exist."))
 
 
 def test_bench_memory_needs_a_gpu(capsys, monkeypatch):

@@ -22,6 +22,10 @@ class MissingResource(UserError):
     """
 
 
+class OutOfMemory(UserError):
+    """Raised when a training step does not fit into the GPU's memory. The message suggests settings that need less."""
+
+
 class RankLost(UserError):
     """Raised when another rank has died. The launcher may restart the ranks."""
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import Config
-from ..errors import UserError, first_line
+from ..errors import OutOfMemory, UserError, first_line
 from ..kv.policies import from_settings
 from ..models.load import place
 from ..terminal import titled_table, wide_console
@@ -70,9 +70,7 @@ def measure(config: Config, console: Console, prompt_tokens: int, steps: int, un
                 **peak_metrics(trainer.plan, device),
                 "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
             }
-    except UserError as error:
-        if "memory" not in str(error):
-            raise
+    except OutOfMemory as error:
         return {"fits": False, "why": str(error), "steps": []}
     except torch.OutOfMemoryError as error:
         return {"fits": False, "why": first_line(error), "steps": []}

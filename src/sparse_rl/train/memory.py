@@ -5,7 +5,7 @@ from torch import device as Device
 from transformers import PreTrainedModel
 
 from ..config import Config
-from ..errors import UserError
+from ..errors import OutOfMemory, UserError
 from ..format import gib
 from ..gpu_memory import room_bytes
 from ..host_memory import machine_bytes
@@ -130,13 +130,13 @@ def peak_line(metrics: dict[str, float]) -> str:
     return f"memory: peak {peak:.2f} GiB, predicted {predicted:.2f} GiB ({predicted / peak - 1:+.0%})"
 
 
-def out_of_memory(config: Config, plan: Plan | None = None) -> UserError:
+def out_of_memory(config: Config, plan: Plan | None = None) -> OutOfMemory:
     """Return an error that suggests settings with which the plan fits. Without a plan, suggest settings that usually help."""
     plan = plan or _plan_by_name(config)
     if plan is None:
-        return UserError(f"A training step does not fit into the GPU's memory: try {', or '.join(_usual(config))}.")
+        return OutOfMemory(f"A training step does not fit into the GPU's memory: try {', or '.join(_usual(config))}.")
     fixed = " Slots need a fixed budget: set kv.budget to a number, too." if config.kv.budget == "auto" else ""
-    return UserError(
+    return OutOfMemory(
         f"The GPU's memory of {gib(plan.memory_bytes or 0)} GiB is too small for a training step, which needs "
         f"{gib(plan.needed_bytes)} GiB or more: {sentence(plan, ran_out=True, host_bytes=machine_bytes())}.{fixed}"
     )
