@@ -218,7 +218,7 @@ def learner_alone(config: Config, prompt_tokens: int) -> dict[str, Any]:
         with synthetic_trainer(config, wide_console(), prompt_tokens, uniform_lengths=False) as trainer:
             part = "sampling"
             trainer.actor.merge()
-            try_sampler(trainer.engine, trainer.longest_prompt, config)
+            try_sampler(trainer.engine, trainer.longest_prompt_ids, config)
             trainer.actor.restore()
             part = "update"
             seconds, norm = train_one(trainer)
@@ -240,7 +240,7 @@ def train_one(trainer) -> tuple[float, float | None]:
     from sparse_rl.train.preflight import add_gradients, longest_rollout
 
     config, model, optimizer = trainer.config, trainer.actor.learner, trainer.optimizer
-    shape, prompt = trainer.engine.limits.shape, trainer.longest_prompt
+    shape, prompt = trainer.engine.limits.shape, trainer.longest_prompt_ids
     lengths = (min(SHORT_TOKENS, config.rollout.max_tokens), config.rollout.max_tokens)
     rollouts = [longest_rollout(prompt, tokens, config, shape) for tokens in lengths]
     add_gradients(model, optimizer, rollouts, [[0]], config)  # also compiles the layers

@@ -25,7 +25,7 @@ from sparse_rl.plan.remedies import sentence
 from sparse_rl.plan.roofline import BANDWIDTH_SHARE, GPUS, decode_s
 from sparse_rl.sizes import token_bytes
 from sparse_rl.train import memory
-from sparse_rl.train.memory import checkpointed_layers, dense_bytes_of, out_of_memory, plan_run, slots_of
+from sparse_rl.train.memory import checkpointed_layers, out_of_memory, plan_run, reserve_step, slots_of
 from test_hybrid import LONG, family
 from test_plan import kept_bytes
 from test_plan_windows import run_of
@@ -80,13 +80,11 @@ def test_planned_keys_and_states_are_those_in_storage(name, policy):
     """In falcon-h1, a layer has both attention and a state. In nemotron-h, some layers have neither."""
     model = family(name)
     config = run_of("full" if policy == "full" else "rkv", protect=policy == "protected")
-    dims, rollout = from_config(model.config.to_dict(), name), config.rollout
+    dims = from_config(model.config.to_dict(), name)
     plan = make_plan(config, dims, prompt_tokens=len(LONG))
     planned = cache_parts(plan.config, dims, plan.slots, len(LONG), plan.pages)
     engine = Engine(model, config.sampler_kv, slots=plan.slots)
-    calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
-    engine.reserve_dense(len(LONG), rollout.max_tokens, *calls, kv_bytes=dense_bytes_of(plan, engine))
-    engine.reserve_prompts(len(LONG), *calls)
+    reserve_step(engine, config, plan, len(LONG))
     assert sum(planned[part] for part in ("KV cache", "prompt store", "recurrent states")) == engine.cache.kv_bytes
     assert planned["recurrent states"] == engine.cache.states.nbytes
     assert planned["positions, queries"] == engine.cache.side_bytes - engine.cache.lengths_S.nbytes

@@ -16,7 +16,7 @@ from sparse_rl.plan.dimensions import Dimensions, from_config
 from sparse_rl.plan.memory import cache_parts
 from sparse_rl.plan.roofline import GPUS, decode_step_s, mean_in_window, pairs, step_time
 from sparse_rl.train import memory
-from sparse_rl.train.memory import budgets_that_fit, dense_bytes_of, plan_run
+from sparse_rl.train.memory import budgets_that_fit, plan_run, reserve_step
 from test_plan import compile_as_on_a_gpu, kept_bytes
 from test_windows import FAMILIES, LONG, SHORT, WINDOW, family
 
@@ -103,9 +103,7 @@ def test_planned_keys_and_values_are_those_in_storage(name, policy, window, stor
     plan = make_plan(config, dims, prompt_tokens=len(LONG))
     planned = cache_parts(plan.config, dims, plan.slots, len(LONG), plan.pages)
     engine = Engine(model, config.sampler_kv, slots=plan.slots)
-    calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
-    engine.reserve_dense(len(LONG), rollout.max_tokens, *calls, kv_bytes=dense_bytes_of(plan, engine))
-    engine.reserve_prompts(len(LONG), *calls)
+    reserve_step(engine, config, plan, len(LONG))
     of_keys = ("KV cache", "prompt store", "sliding windows")
     assert sum(planned.get(part, 0) for part in of_keys) == engine.cache.kv_bytes
     rings = engine.cache.windows

@@ -76,7 +76,7 @@ def measure(config: Config, console: Console, prompt_tokens: int) -> dict[str, A
 def parts(trainer: TrainingRun) -> dict[str, Callable[[], Any]]:
     """Return the phases in the order of a step. The update runs as in the preflight."""
     config, engine, model = trainer.config, trainer.engine, trainer.actor.learner
-    prompt = trainer.longest_prompt
+    prompt = trainer.longest_prompt_ids
     rollouts = largest_microbatch(
         prompt, config, engine.limits.shape, plain=engine.limits.plain and not engine.limits.shape.states
     )

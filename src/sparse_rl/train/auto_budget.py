@@ -16,7 +16,7 @@ from ..rollout.clock import device_time
 from ..rollout.engine import Engine
 from ..world import World
 from .budget_probe import ProbeRow, probe_budget, probe_table, remedy, unreachable
-from .memory import checkpointed_layers, out_of_memory, plan_budget, slots_of
+from .memory import checkpointed_layers, out_of_memory, plan_budget, reserve_step, slots_of
 from .preflight import try_sampler
 from .run_folder import RunFolder
 from .step import StepResult
@@ -30,21 +30,23 @@ class AutoBudget:
         self,
         config: Config,
         budgets: Sequence[int],
+        *,
         plan: Plan | None,
         engine: Engine,
         actor: Actor,
         optimizer: Optimizer,
-        longest_prompt: list[int],
-        store_tokens: int,
+        longest_prompt_ids: list[int],
+        most_prompt_tokens: int,
         folder: RunFolder,
         terminal: RunTerminal,
         world: World,
     ):
-        """Set up the controller. `budgets` are those that fit, in ascending order; `store_tokens` is the length of the longest
-        prompt of the run and its evaluations."""
+        """Set up the controller. `budgets` are those that fit, in ascending order.
+        `longest_prompt_ids` is the longest training prompt, `most_prompt_tokens` the length of the longest prompt of the run
+        and its evaluations."""
         self.config, self.budgets, self.plan = config, list(budgets), plan
         self.engine, self.actor, self.optimizer = engine, actor, optimizer
-        self.longest_prompt, self.store_tokens = longest_prompt, store_tokens
+        self.longest_prompt_ids, self.most_prompt_tokens = longest_prompt_ids, most_prompt_tokens
         self.folder, self.terminal, self.world = folder, terminal, world
         self.spec = config.correction.spec(config.default_preset)
         self.targets = Targets.of(config.kv, config.alerts, self.spec)
@@ -163,7 +165,7 @@ class AutoBudget:
     @property
     def _memory_limits(self) -> bool:
         """True if memory, not the longest sequence, limits the budgets."""
-        return self.budgets[-1] < self.config.longest_kept(self.store_tokens)
+        return self.budgets[-1] < self.config.longest_kept(self.most_prompt_tokens)
 
     def _resize(self, budget: int) -> float | None:
         """Rebuild the cache and its graphs. Return the seconds. If memory runs out, restore the old cache and return None."""
@@ -184,14 +186,12 @@ class AutoBudget:
         return device_time(device) - started
 
     def _rebuild(self, budget: int) -> None:
-        device, rollout = self.actor.learner.device, self.config.rollout
+        device = self.actor.learner.device
         self.plan = self.plan and plan_budget(self.config, self.plan, budget)
         self.engine.resize(budget, slots_of(self.config, self.plan, device))
-        calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
-        self.engine.reserve_dense(self.store_tokens, rollout.max_tokens, *calls)
-        self.engine.reserve_prompts(self.store_tokens, *calls)
+        reserve_step(self.engine, self.config, self.plan, self.most_prompt_tokens)
         if device.type == "cuda":  # capture the graphs now, to measure their time and to test memory
-            try_sampler(self.engine, self.longest_prompt, self.config)
+            try_sampler(self.engine, self.longest_prompt_ids, self.config)
 
     def _note(self, step: int, before: int, reason: str, seconds: float) -> None:
         """Log a change on the terminal, in budget.jsonl and in the next checkpoint."""

@@ -1,17 +1,19 @@
-"""Load the inputs of a run: the model, its tokenizer and the problems with their token ids."""
+"""Load the inputs of a run: the model, its tokenizer and the problems with their token ids. Check the longest prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import Config
+from ..config import Config, Sampling
 from ..data.examples import TASK_PROBLEMS, Example, filter_by_length, load, name_of, too_few_note
 from ..data.prompts import encoded
+from ..errors import PromptError
 from ..models.load import load_model, load_tokenizer
 from ..models.routing import install
 from ..models.support import set_head_dtype
 from ..rewards.weighted_sum import refuse_without_answers
+from ..rollout.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,22 @@ def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[He
         examples = loaded.examples[:most]
         sets.append(HeldOut(source, examples, encoded(tokenizer, examples, config.data), loaded.note))
     return sets
+
+
+def check_longest(
+    engine: Engine, sampling: Sampling, prompts: Sequence[list[int]], source: str, places: Sequence[int] = ()
+) -> None:
+    """Raise PromptError if the longest prompt of a data source leaves no room for a response.
+
+    `places` is given only for training problems. The error then suggests a value of `data.max_prompt_tokens`.
+    """
+    at, longest = max(enumerate(prompts), key=lambda pair: len(pair[1]))
+    try:
+        engine.check_prompt(longest, sampling)
+    except PromptError as error:
+        fix = error.fix
+        most = engine.most_prompt_tokens(sampling)
+        if places and most is not None and min(map(len, prompts)) <= most < len(longest):
+            longer = f"{sum(len(prompt) > most for prompt in prompts):,} of {len(prompts):,} problems"
+            fix = f"{fix}, or skip {longer} with --data.max-prompt-tokens {most}"
+        raise error.named(f"Problem {(places[at] if places else at) + 1} of {source}", fix) from None

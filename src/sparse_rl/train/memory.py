@@ -18,6 +18,7 @@ from ..plan.microbatch import rollouts_of_rank
 from ..plan.remedies import sentence
 from ..rollout.engine import Engine
 from ..sizes import MAX_AUTO_SLOTS, dense_bytes, live_dense_pages, window_bytes
+from ..world import World
 
 CPU_SLOTS = 256
 """Maximum number of automatic slots on a CPU. More slots are not faster."""
@@ -67,6 +68,19 @@ def budgets_that_fit(config: Config, plan: Plan | None, prompt_tokens: int) -> l
     return budgets[: max(1, largest(fits, len(budgets)))]
 
 
+def possible_budgets(config: Config, plan: Plan | None, prompt_tokens: int, world: World) -> tuple[list[int], int]:
+    """Return (the budgets that fit on all ranks, the one to start with: at most half of the longest sequence)."""
+    kv, longest = config.kv, config.longest_kept(prompt_tokens)
+    if longest < kv.least_budget:
+        raise UserError(
+            f"kv.budget = auto finds no budget: sequences hold at most {longest} tokens, fewer than the smallest budget of "
+            f"{kv.least_budget}. Train dense, or lower kv.window or kv.sinks."
+        )
+    budgets = min(world.gather(budgets_that_fit(config, plan, prompt_tokens)), key=len)
+    half = config.with_known_budget(prompt_tokens).kv.kept_tokens
+    return budgets, max((budget for budget in budgets if budget <= half), default=budgets[0])
+
+
 def plan_budget(config: Config, plan: Plan, budget: int) -> Plan:
     """Return the plan of the same run with another budget."""
     return plan.replanned(config.with_budget(budget))
@@ -100,6 +114,15 @@ def dense_bytes_of(plan: Plan | None, engine: Engine) -> int | None:
     if plan is None or not plan.pages:
         return None
     return _kv_bytes(plan, engine, plan.pages, plan.prompt_tokens + plan.config.rollout.max_tokens)
+
+
+def reserve_step(engine: Engine, config: Config, plan: Plan | None, prompt_tokens: int) -> None:
+    """Allocate the sliding windows, the dense pages and the prompt store of a training step. `prompt_tokens` is the length of the
+    longest prompt."""
+    rollout = config.rollout
+    prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
+    engine.reserve_dense(prompt_tokens, rollout.max_tokens, prompts, samples, kv_bytes=dense_bytes_of(plan, engine))
+    engine.reserve_prompts(prompt_tokens, prompts, samples)
 
 
 def evaluation_bytes(plan: Plan | None, engine: Engine, prompt_tokens: int, max_tokens: int) -> int | None:

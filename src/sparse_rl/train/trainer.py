@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from ..config import Config
+from ..config import KV, Config
 from ..data.order import Order
-from ..errors import PromptError, RankLost, StorageUnavailable, UserError
+from ..errors import RankLost, StorageUnavailable, UserError
 from ..host_memory import machine_bytes
 from ..learner.optimizer import Optimizer
 from ..models.actor import Actor
@@ -33,16 +34,16 @@ from .best import Best
 from .card import model_card
 from .health import Health
 from .held_out import Evaluator
-from .inputs import RunInputs, load_all
+from .inputs import HeldOut, RunInputs, check_longest, load_all
 from .loggers import Logger
 from .memory import (
-    budgets_that_fit,
     checkpointed_layers,
-    dense_bytes_of,
     peak_line,
     peak_metrics,
     plan_budget,
     plan_run,
+    possible_budgets,
+    reserve_step,
     slots_of,
 )
 from .preflight import preflight
@@ -72,52 +73,98 @@ class TrainingRun:
         self.world, self.callback = world, callback
         torch.manual_seed(config.seed)  # only adapter initialization uses it; all other randomness is derived from counters
         inputs = inputs or load_all(config)
-        for note in inputs.notes:
-            terminal.note(note)
-        if warning := config.sampler_kv.remark(inputs.prompts, config.rollout.max_tokens):
-            if config.sets_budget:  # a probe without evictions measures nothing
-                raise UserError(warning)
-            terminal.warn(warning)
+        self._show_notes(inputs)
         self.tokenizer = inputs.tokenizer
         self.report = LiveReport(folder.path, self.tokenizer, terminal.warn)
-        device = inputs.model.device
+        self.best, self.peak_shown = Best(config.checkpoint, terminal.warn), False
+        kv, budgets = self._plan_memory(inputs)
+        self._build_actor(inputs.model)
+        self._build_sampler(inputs, kv)
+        self._build_evaluator(inputs.held_out)
+        self._build_auto_budget(budgets)
+        self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
+        self._resume_or_start(inputs, resume=resume)
+
+    # Setup, in the order of these methods
+
+    def _show_notes(self, inputs: RunInputs) -> None:
+        """Print the notes about the data. Warn if the cache never evicts; `kv.budget = auto` then raises UserError."""
+        for note in inputs.notes:
+            self.terminal.note(note)
+        if warning := self.config.sampler_kv.remark(inputs.prompts, self.config.rollout.max_tokens):
+            if self.config.sets_budget:  # a probe without evictions measures nothing
+                raise UserError(warning)
+            self.terminal.warn(warning)
+
+    def _plan_memory(self, inputs: RunInputs) -> tuple[KV, list[int]]:
+        """Plan the memory of the run. Return the sampler's KV settings, and the budgets that `kv.budget = auto` may choose;
+        empty if the budget is fixed."""
+        config, device = self.config, inputs.model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         evaluated = [prompt for held_out in inputs.held_out for prompt in held_out.prompts]
-        longest = max(map(len, [*inputs.prompts, *evaluated]))
-        self.plan = plan_run(config, inputs.model, longest)
-        kv, budgets = config.sampler_kv, list[int]()
-        if config.sets_budget:
-            budgets, start = self._possible_budgets(longest)
-            kv, self.plan = config.with_budget(start).kv, self.plan and plan_budget(config, self.plan, start)
-        self.actor = Actor(inputs.model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
-        layers = max(world.gather(checkpointed_layers(config, self.plan, self.actor.learner)))  # FSDP runs layers together
+        self.most_prompt_tokens = max(map(len, [*inputs.prompts, *evaluated]))
+        """Tokens of the longest prompt of training and evaluation."""
+        self.plan = plan_run(config, inputs.model, self.most_prompt_tokens)
+        if not config.sets_budget:
+            return config.sampler_kv, []
+        budgets, start = possible_budgets(config, self.plan, self.most_prompt_tokens, self.world)
+        self.plan = self.plan and plan_budget(config, self.plan, start)
+        return config.with_budget(start).kv, budgets
+
+    def _build_actor(self, model: PreTrainedModel) -> None:
+        """Build the actor and its optimizer."""
+        config = self.config
+        self.actor = Actor(model, config.model.lora, keep_reference=config.loss.kl_coef > 0, ranks=config.ranks)
+        layers = checkpointed_layers(config, self.plan, self.actor.learner)
+        layers = max(self.world.gather(layers))  # FSDP runs layers together
         self.optimizer = Optimizer(self.actor.learner, config.optimizer, config.steps, checkpointed_layers=layers)
-        self.engine = Engine(self.actor.sampler, kv, slots=slots_of(config, self.plan, device))
+
+    def _build_sampler(self, inputs: RunInputs, kv: KV) -> None:
+        """Build the engine and the rollout sampler, and allocate the memory of a step. Raise PromptError if a prompt is too
+        long."""
+        config, sampling = self.config, self.config.rollout.sampling(self.config.seed)
+        self.engine = Engine(self.actor.sampler, kv, slots=slots_of(config, self.plan, self.actor.learner.device))
         order = Order(len(inputs.examples), config.seed).take
         self.rollout_sampler = RolloutSampler(
-            config, inputs.examples, inputs.prompts, order, self.engine, self.tokenizer, self.pool, inputs.limits, world
+            config, inputs.examples, inputs.prompts, order, self.engine, self.tokenizer, self.pool, inputs.limits, self.world
         )
-        self.longest_prompt = self._checked_longest(inputs.prompts, config.data.train, inputs.places)
+        check_longest(self.engine, sampling, inputs.prompts, config.data.train, inputs.places)
         for held_out in inputs.held_out:
-            self._checked_longest(held_out.prompts, f"the test problems, {held_out.source},")
-        rollout = config.rollout
-        calls = (rollout.prompts_per_step, rollout.samples_per_prompt)
-        self.engine.reserve_dense(longest, rollout.max_tokens, *calls, kv_bytes=dense_bytes_of(self.plan, self.engine))
-        self.engine.reserve_prompts(longest, *calls)
+            check_longest(self.engine, sampling, held_out.prompts, f"the test problems, {held_out.source},")
+        self.longest_prompt_ids = max(inputs.prompts, key=len)
+        reserve_step(self.engine, config, self.plan, self.most_prompt_tokens)
+
+    def _build_evaluator(self, sets: Sequence[HeldOut]) -> None:
         self.evaluator = Evaluator(
-            config, inputs.held_out, self.engine, self.actor, self.plan, self.tokenizer, pool, world, terminal
+            self.config, sets, self.engine, self.actor, self.plan, self.tokenizer, self.pool, self.world, self.terminal
         )
         if remark := self.evaluator.remark():
-            terminal.note(remark)
+            self.terminal.note(remark)
+
+    def _build_auto_budget(self, budgets: list[int]) -> None:
+        """Build the controller of `kv.budget = auto`. `budgets` is empty if the budget is fixed."""
         self.auto_budget = None
         if budgets:
-            parts = (self.plan, self.engine, self.actor, self.optimizer, self.longest_prompt, longest, folder, terminal, world)
-            self.auto_budget = AutoBudget(config, budgets, *parts)
-        self.peak_shown = False
-        self.best = Best(config.checkpoint, terminal.warn)
+            self.auto_budget = AutoBudget(
+                self.config,
+                budgets,
+                plan=self.plan,
+                engine=self.engine,
+                actor=self.actor,
+                optimizer=self.optimizer,
+                longest_prompt_ids=self.longest_prompt_ids,
+                most_prompt_tokens=self.most_prompt_tokens,
+                folder=self.folder,
+                terminal=self.terminal,
+                world=self.world,
+            )
+
+    def _resume_or_start(self, inputs: RunInputs, *, resume: bool) -> None:
+        """Continue from the last checkpoint with `resume`, if there is one; else start at step 0."""
+        config, folder, warn = self.config, self.folder, self.terminal.warn
         self.state = checkpoint.State(
-            ranks=world.size,
+            ranks=self.world.size,
             problems=resuming.problem_digest(inputs.prompts),
             scored_by=resuming.scored_by(config, inputs.examples, {each.source: each.examples for each in inputs.held_out}),
             config=resuming.kept_options(config),
@@ -125,12 +172,11 @@ class TrainingRun:
         last = self._load_last() if resume else None
         self._load_statistics(last, inputs.prompts)
         self.rollout_sampler.mean_tokens = self.state.mean_tokens
-        self.health = Health(config, self.state, folder.checkpoints, terminal.warn)
-        self.training_step = TrainingStep(config, self.rollout_sampler, self.engine, self.actor, self.optimizer, world)
+        self.health = Health(config, self.state, folder.checkpoints, warn)
         budgets_so_far = self.auto_budget.changes if self.auto_budget else []
-        folder.drop_rows_after(self.state.step if last else -1, terminal.warn, budgets_so_far)
+        folder.drop_rows_after(self.state.step if last else -1, warn, budgets_so_far)
         if last is not None:
-            terminal.replay_rows(folder.read_metrics())
+            self.terminal.replay_rows(folder.read_metrics())
 
     def _load_last(self) -> checkpoint.LoadedCheckpoint | None:
         """Continue from the last checkpoint. Return None if there is none yet."""
@@ -184,18 +230,6 @@ class TrainingRun:
             checkpoint_folder.rename_damaged(last.damaged)
         self.terminal.note(f"Continuing after step {step}.")
 
-    def _possible_budgets(self, prompt_tokens: int) -> tuple[list[int], int]:
-        """Return (the budgets that fit on all ranks, the one to start with: at most half of the longest sequence)."""
-        kv, longest = self.config.kv, self.config.longest_kept(prompt_tokens)
-        if longest < kv.least_budget:
-            raise UserError(
-                f"kv.budget = auto finds no budget: sequences hold at most {longest} tokens, fewer than the smallest budget of "
-                f"{kv.least_budget}. Train dense, or lower kv.window or kv.sinks."
-            )
-        budgets = min(self.world.gather(budgets_that_fit(self.config, self.plan, prompt_tokens)), key=len)
-        half = self.config.with_known_budget(prompt_tokens).kv.kept_tokens
-        return budgets, max((budget for budget in budgets if budget <= half), default=budgets[0])
-
     def _use_budget(self) -> None:
         """Use the plan of the current budget, and store the budget in checkpoints."""
         assert self.auto_budget is not None
@@ -206,7 +240,7 @@ class TrainingRun:
         """Gather the statistics that the cache or the policy needs, on all ranks together."""
         if self.engine.needed_statistics:
             self.actor.merge()
-            self.engine.calibrate(texts, len(self.longest_prompt) + self.config.rollout.max_tokens, self.world)
+            self.engine.calibrate(texts, len(self.longest_prompt_ids) + self.config.rollout.max_tokens, self.world)
 
     def _probe(self) -> None:
         """Measure the mismatch of a quantised cache. Warn if it is large, and refuse it if it ruins the model."""
@@ -295,7 +329,7 @@ class TrainingRun:
                 self.terminal.note(line)
             if host.warning:
                 self.terminal.warn(host.warning)
-        preflight(self.engine, self.actor.learner, self.optimizer, self.longest_prompt, self.config, self.plan)
+        preflight(self.engine, self.actor.learner, self.optimizer, self.longest_prompt_ids, self.config, self.plan)
 
     def step(self) -> dict[str, float]:
         """Run one training step and return its metrics."""
@@ -346,24 +380,6 @@ class TrainingRun:
             self.peak_shown = True
             self.terminal.note(peak_line(memory))
         return memory
-
-    def _checked_longest(self, prompts: list[list[int]], source: str, places: Sequence[int] = ()) -> list[int]:
-        """Return the longest prompt. Raise PromptError if the prompt leaves no room for a response.
-
-        `places` is given only for training problems. The error then suggests a value of `data.max_prompt_tokens`.
-        """
-        at, longest = max(enumerate(prompts), key=lambda pair: len(pair[1]))
-        sampling = self.config.rollout.sampling(self.config.seed)
-        try:
-            self.engine.check_prompt(longest, sampling)
-        except PromptError as error:
-            fix = error.fix
-            most = self.engine.most_prompt_tokens(sampling)
-            if places and most is not None and min(map(len, prompts)) <= most < len(longest):
-                longer = f"{sum(len(prompt) > most for prompt in prompts):,} of {len(prompts):,} problems"
-                fix = f"{fix}, or skip {longer} with --data.max-prompt-tokens {most}"
-            raise error.named(f"Problem {(places[at] if places else at) + 1} of {source}", fix) from None
-        return longest
 
     # Logs and checkpoints
 
