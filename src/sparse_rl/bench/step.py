@@ -53,7 +53,7 @@ def measure(config: Config, console: Console, prompt_tokens: int, steps: int, un
     """Return the seconds of each phase for every step. `fits` is False if memory ran out."""
     try:
         with synthetic_trainer(config, console, prompt_tokens, uniform_lengths=uniform) as trainer:
-            trainer.preflight()
+            trainer.check_memory()
             if trainer.engine.use_graphs:
                 prompts = (trainer.rollout_sampler.prompts * trainer.engine.slots)[: trainer.engine.slots]
                 warm_up(trainer.engine, prompts, trainer.engine.kv.capacity, uniform=uniform)

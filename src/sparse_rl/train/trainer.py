@@ -242,7 +242,7 @@ class TrainingRun:
             self.actor.merge()
             self.engine.calibrate(texts, len(self.longest_prompt_ids) + self.config.rollout.max_tokens, self.world)
 
-    def _probe(self) -> None:
+    def _check_quantised_cache(self) -> None:
         """Measure the mismatch of a quantised cache. Warn if it is large, and refuse it if it ruins the model."""
         if not self.engine.kv.quantised:
             return
@@ -262,9 +262,9 @@ class TrainingRun:
         """Train to the last step, or until `stop.requested`. In both cases, save a checkpoint of the last finished step."""
         self._warn_if_disk_is_small()
         self._try_reward()
-        self.preflight()
+        self.check_memory()
         if self.state.step == 0:
-            self._probe()
+            self._check_quantised_cache()
             if self.auto_budget:
                 self.auto_budget.probe(self.rollout_sampler.prompts)
                 self._use_budget()
@@ -273,33 +273,43 @@ class TrainingRun:
         while self.state.step < self.config.steps and not stopping:
             metrics = self.step()
             self.best.after_step(self.state, metrics)
-            step, last = self.state.step, self.state.step == self.config.steps
-            if self.config.evaluates_after(step):
-                try:
-                    metrics |= self.evaluator.evaluate()
-                except Exception:
-                    if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may not reach a save
-                        with suppress(UserError):  # raise the error of the evaluation, not of the save
-                            self._log(metrics)
-                            self._save(metrics, last=last)
-                            self.terminal.note(f"The evaluation failed. Step {step} is saved: continue with --resume.")
-                    raise
+            metrics |= self._evaluate_or_save(metrics)
             self._log(metrics)
             self.health.stop_if_not_finite()
             self.health.stop_if_refill_fails()
-            stopping = self.world.any(self._asked_to_stop(step, metrics) or stop.requested)
-            # Save no checkpoint right after a skipped update: it would replace an older, good one.
-            due = step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
-            if last or stopping or due:
-                self._save(metrics, last=last)
+            stopping = self.world.any(self._asked_to_stop(metrics) or stop.requested)
+            if stopping or self._at_last_step or self._save_is_due():
+                self._save(metrics)
         if self.state.step >= self.config.steps:
             self._write_model()
         if line := self.best.summary_line(self.state):
             self.terminal.note(line)
 
-    def _asked_to_stop(self, step: int, metrics: dict[str, float]) -> bool:
+    @property
+    def _at_last_step(self) -> bool:
+        return self.state.step == self.config.steps
+
+    def _evaluate_or_save(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the held-out metrics if an evaluation follows this step. If it fails, log and save the step, then raise."""
+        if not self.config.evaluates_after(self.state.step):
+            return {}
+        try:
+            return self.evaluator.evaluate()
+        except Exception:
+            if self.world.size == 1 and not self.state.skipped_in_a_row:  # other ranks may not reach a save
+                with suppress(UserError):  # raise the error of the evaluation, not of the save
+                    self._log(metrics)
+                    self._save(metrics)
+                    self.terminal.note(f"The evaluation failed. Step {self.state.step} is saved: continue with --resume.")
+            raise
+
+    def _asked_to_stop(self, metrics: dict[str, float]) -> bool:
         """Call the user's callback on the main rank and return whether it asks to end the run."""
-        return self.callback is not None and self.world.is_main and self.callback(step, dict(metrics)) is True
+        return self.callback is not None and self.world.is_main and self.callback(self.state.step, dict(metrics)) is True
+
+    def _save_is_due(self) -> bool:
+        """Return whether a periodic save is due. Right after a skipped update, it would replace an older, good checkpoint."""
+        return self.state.step % self.config.checkpoint.every == 0 and not self.state.skipped_in_a_row
 
     def _warn_if_disk_is_small(self) -> None:
         step, steps, settings = self.state.step, self.config.steps, self.config.checkpoint
@@ -321,7 +331,7 @@ class TrainingRun:
                 raise UserError(failed.sentence)
             self.terminal.warn(failed.sentence)
 
-    def preflight(self) -> None:
+    def check_memory(self) -> None:
         """Print the planned memory, then run the sampler and the largest micro-batch once to detect out-of-memory errors."""
         if self.plan is not None:
             host = host_plan(self.plan, machine_bytes())
@@ -405,7 +415,8 @@ class TrainingRun:
             card = model_card(self.config, kv, self.folder.read_metrics(), self.state.step, name)
             write_model(self.folder.model, self.actor, self.tokenizer, kv, self.engine.statistics, card=card)
 
-    def _save(self, metrics: dict[str, float], *, last: bool) -> None:
+    def _save(self, metrics: dict[str, float]) -> None:
+        last = self._at_last_step
         self.best.before_save(self.state, metrics, last=last)
         self.folder.push_or_warn(self.terminal.warn)  # push first: storage must have the logs up to the checkpoint
         try:
