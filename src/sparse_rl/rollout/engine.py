@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -139,10 +140,6 @@ class Engine:
             prompts, samples, sampling, seeds, limits, record, allow_beyond_context=allow_beyond_context
         )
 
-        def next_group() -> list[Request]:
-            group = take() if take is not None else None
-            return [] if group is None else requests[group * samples : (group + 1) * samples]
-
         prompt_lengths = [len(request.prompt) for request in requests[::samples]]
         longest = max(prompt_lengths) + sampling.max_tokens
         tokens = min(ENOUGH_TOKENS, sum(prompt_lengths))
@@ -166,7 +163,7 @@ class Engine:
             prefill_tokens=self.prefill_tokens,
             progress=progress,
             on_end=on_end,
-            more=next_group if take is not None else None,
+            more=None if take is None else partial(_next_group, take, requests, samples),
             graphs=self._graphs(),
             quantiser=self.quantiser,
             routers=install(self.model) if routing else None,
@@ -404,3 +401,9 @@ class Engine:
         if not all(type(token) is int for token in ids):
             raise UserError(f"The model's eos_token_id = {quoted(ids)} is not a token id: fix its generation_config.json.")
         return ids
+
+
+def _next_group(take: Callable[[], int | None], requests: list[Request], samples: int) -> list[Request]:
+    """Return the requests of the prompt whose index `take` returns; an empty list if it returns None."""
+    prompt = take()
+    return [] if prompt is None else requests[prompt * samples : (prompt + 1) * samples]

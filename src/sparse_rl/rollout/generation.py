@@ -40,6 +40,8 @@ REFILL = 16
 
 
 class Generation:
+    """State of one `generate` call: requests, sequences, slots and statistics."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -66,13 +68,10 @@ class Generation:
         self.runner: StepRunner = graphs or EagerRunner(model, cache)
         self.stop = np.array(sorted(stop))
         refill = max(1, REFILL * cache.slots // 256) if self.runner.overlaps else 1
-        self.total = len(requests) if more is None else 0
         self.pages = None
         if cache.prompts is not None:
             self.pages = PagePool(cache.prompts.pages, responses=schedule.pages_responses)
-        self.scheduler = Scheduler(
-            requests if more is None else [], cache.slots, refill, more and self._counted(more), self.pages
-        )
+        self.scheduler = Scheduler(requests if more is None else [], cache.slots, refill, more, self.pages)
         self.clock = Clock(cache.shape.device)
         self.stats = Stats(peak_kv_bytes=cache.kv_bytes, side_bytes=cache.side_bytes)
         self.paged: PagedSlots | None = None
@@ -82,7 +81,7 @@ class Generation:
         self.finished = 0
         self.steps_together = 0  # steps since all slots were last empty
         self.stash: Stash | None = None
-        self.first_tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.sampled_ahead: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # first token and its log-prob, by request index
         self.started = 0
         self.drops = PendingDrops()
         self.prompt_choices: dict[int, Tensor | None] = {}  # experts chosen for the tokens of each prompt, by group
@@ -109,16 +108,8 @@ class Generation:
             self.stats.count_pages(self.pages, 0)
         if not self.cache.layers:  # every layer has a window, and the statistics leave out windows
             self.stats.compactions, self.stats.kept_tokens = 0, self.stats.dense_tokens
-        assert self.finished == self.total
+        assert self.finished == self.scheduler.total
         return [rollout for rollout in self.rollouts if rollout is not None]
-
-    def _counted(self, more: Callable[[], list[Request]]) -> Callable[[], list[Request]]:
-        def counted() -> list[Request]:
-            requests = more()
-            self.total += len(requests)
-            return requests
-
-        return counted
 
     # Prompts
 
@@ -148,17 +139,17 @@ class Generation:
             self.cache.prompts.assign(pages_of_slots)
         self.stash = None if prompts else self.stash
         if prompts:
-            first_logits, dropped_of, _ = self._prefilled(prompts)
+            first_logits, dropped_of, _ = self._run_prefill(prompts)
             for prompt, logits_V, dropped_of_prompt in zip(prompts, first_logits, dropped_of, strict=True):
                 logits += [logits_V] * len(prompt.slots)
                 dropped += dropped_of_prompt
             self._stash_prompt(groups[-1][0].group, prompts[-1], first_logits[-1], dropped_of[-1][0])
         sequences = self._new_sequences(requests, dropped)
-        self._take(sequences, *first_tokens(requests, torch.stack(logits), self.sampling))
+        self._append_tokens(sequences, *first_tokens(requests, torch.stack(logits), self.sampling))
         self._end_aborted(sequences)
         self.scheduler.active += sequences
 
-    def _prefilled(self, prompts: list[PromptInSlots]) -> Prefilled:
+    def _run_prefill(self, prompts: list[PromptInSlots]) -> Prefilled:
         """Fill slots or pages with prompts."""
         with fused_layers(self.model):
             inputs = (self.model, self.cache, self.policy, self.schedule)
@@ -182,8 +173,8 @@ class Generation:
         fresh = [request for request in requests if request.index not in self.scheduler.paused]
         sequences = {each.request.index: each for each in self._new_sequences(fresh, [None] * len(fresh))}
         if fresh:
-            firsts = zip(*(self.first_tokens.pop(request.index) for request in fresh), strict=True)
-            self._take(list(sequences.values()), *map(np.stack, firsts))
+            firsts = zip(*(self.sampled_ahead.pop(request.index) for request in fresh), strict=True)
+            self._append_tokens(list(sequences.values()), *map(np.stack, firsts))
         for request in requests:
             if request.index in self.scheduler.paused:
                 sequences[request.index] = self.scheduler.paused.pop(request.index)
@@ -210,11 +201,11 @@ class Generation:
             samples = [*group, *self.scheduler.waiting_of(group[0].group)]
             requests += samples
             rows += [row] * len(samples)
-        logits_nV, *_ = self._prefilled(prompts)
+        logits_nV, *_ = self._run_prefill(prompts)
         self.pages.prefilled.update(group[0].group for group in groups)
         logits_nV = logits_nV[torch.tensor(rows, device=logits_nV.device)]
         tokens, logprobs = first_tokens(requests, logits_nV, self.sampling)
-        self.first_tokens |= {each.index: (tokens[row], logprobs[row]) for row, each in enumerate(requests)}
+        self.sampled_ahead |= {each.index: (tokens[row], logprobs[row]) for row, each in enumerate(requests)}
 
     def _is_long(self, prompts: list[PromptInSlots]) -> bool:
         """Return whether the prompt exceeds one forward pass. The scheduler admits such a prompt alone."""
@@ -251,7 +242,7 @@ class Generation:
             sequence.prompt_choices_TRK = self.prompt_choices[request.group]
             self.started += 1
             if self.sampling.repetition is not None:
-                sequence.guard = RepetitionGuard(*self.sampling.repetition)
+                sequence.repetition = RepetitionGuard(*self.sampling.repetition)
             if dropped_LHN is not None:
                 self.stats.compactions += 1
                 if sequence.trace is not None:
@@ -326,7 +317,7 @@ class Generation:
         active = self.scheduler.active
         cached, dense = (np.array(each) for each in zip(*((each.cached, each.position) for each in active), strict=True))
         running = np.array([sequence.finish is None for sequence in active])  # the others ended in the last chunk and idled
-        taken = self._take(active, tokens_Sn, logprobs_Sn)
+        taken = self._append_tokens(active, tokens_Sn, logprobs_Sn)
         for slot, (sequence, runs, tokens) in enumerate(zip(active, running, taken, strict=True)):
             if choices_SnRK is not None:
                 sequence.choices.append(choices_SnRK[slot, :tokens].copy())  # a view would keep the choices of all slots
@@ -343,7 +334,7 @@ class Generation:
         self.stats.slot_steps += steps * self.cache.slots
         self._report()
 
-    def _take(self, sequences: list[Sequence], tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> list[int]:
+    def _append_tokens(self, sequences: list[Sequence], tokens_Sn: np.ndarray, logprobs_Sn: np.ndarray) -> list[int]:
         """Append sampled tokens to the sequences that still run. Return how many each took."""
         running = np.array([sequence.finish is None for sequence in sequences])
         if not np.isfinite(logprobs_Sn[running]).all():
@@ -352,13 +343,13 @@ class Generation:
         stop_at_S = np.where(stops_Sn.any(axis=1), stops_Sn.argmax(axis=1), stops_Sn.shape[1]).tolist()
         repeats_at_S = [tokens_Sn.shape[1]] * len(sequences)
         if self.sampling.repetition is not None:
-            guards = [sequence.guard for sequence in sequences if sequence.guard is not None]
+            guards = [sequence.repetition for sequence in sequences if sequence.repetition is not None]
             repeats_at_S = first_repetitions(guards, tokens_Sn).tolist()
         taken = []
         for sequence, tokens, logprobs, stop_at, repeats_at in zip(
             sequences, tokens_Sn, logprobs_Sn, stop_at_S, repeats_at_S, strict=True
         ):
-            taken.append(0 if sequence.finish else sequence.take(tokens, logprobs, stop_at, repeats_at))
+            taken.append(0 if sequence.finish else sequence.append(tokens, logprobs, stop_at, repeats_at))
             if self.progress is not None and taken[-1]:
                 self.new_tokens.setdefault(sequence.request.index, []).append(tokens[: taken[-1]])
         self.stats.tokens += sum(taken)
@@ -420,7 +411,7 @@ class Generation:
 
     def _report(self) -> None:
         if self.progress is not None:
-            counts = (self.finished, self.total, self.stats.tokens, self.clock.wall_s)
+            counts = (self.finished, self.scheduler.total, self.stats.tokens, self.clock.wall_s)
             self.progress(Progress(*counts, self.new_tokens, self.new_ends, self._abort))
         self.new_tokens, self.new_ends = {}, []
 

@@ -42,7 +42,7 @@ class Sequence:
     """Pages of a dense sequence, without the pages that it shares with the other samples of its prompt."""
     number: int = 0
     """Order in which sequences entered. The largest number is the youngest sequence."""
-    guard: RepetitionGuard | None = None
+    repetition: RepetitionGuard | None = None
     entered: int = 0
     """Response tokens whose keys have entered the cache, including steps after the end."""
     tokens: int = 0
@@ -91,7 +91,7 @@ class Sequence:
         """True if the oldest tokens of a dense slot fill a page and cannot stay to the end."""
         return self.held >= PAGE_TOKENS and self.pages_to_come > 0
 
-    def take(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int, repeats_at: int) -> int:
+    def append(self, tokens: np.ndarray, logprobs: np.ndarray, stop_at: int, repeats_at: int) -> int:
         """Append sampled tokens up to the end of the rollout and return their number. `stop_at` and `repeats_at` are the indices
         of the first stop token and the first repetition, or the number of tokens if there is none."""
         if stop_at == repeats_at == len(tokens) < self.remaining:  # fast path: most chunks end no sequence
@@ -151,6 +151,8 @@ class Scheduler:
         """
         self.slots, self.refill, self.more, self.pages = slots, refill, more, pages
         self.waiting = deque(requests)
+        self.total = len(requests)
+        """Number of requests so far, including those from `more`."""
         self.active: list[Sequence] = []
         self.paused: dict[int, Sequence] = {}
         """Paused sequences, by the index of their request."""
@@ -160,6 +162,7 @@ class Scheduler:
         while self.more is not None and len(self.waiting) + len(self.active) < self.slots:
             requests = self.more()
             self.waiting.extend(requests)
+            self.total += len(requests)
             self.more = self.more if requests else None
         return bool(self.waiting or self.active)
 
