@@ -10,8 +10,8 @@ from sparse_rl.kernels.attention import (
     decode_attention,
     gathered_prompts,
     merged_parts,
+    paged_decode_attention,
     prompt_attention,
-    sequence_attention,
 )
 from sparse_rl.kernels.choose import fused_choose
 from sparse_rl.kernels.counter_rng import uniform
@@ -85,7 +85,7 @@ def test_a_step_of_attention_reads_the_stored_prompt_and_the_slot(q_heads, kv_he
     torch.testing.assert_close(merged, torch.stack(whole)[some])
     in_pages = (each.float() for each in read(table, int(prompts.max())))
     own = (expected_keys.float(), expected_values.float(), lengths + 1)
-    torch.testing.assert_close(sequence_attention(query.float(), *in_pages, prompts, *own, scale=0.2), torch.stack(whole))
+    torch.testing.assert_close(paged_decode_attention(query.float(), *in_pages, prompts, *own, scale=0.2), torch.stack(whole))
     places = torch.zeros(slots, kv_heads, capacity, dtype=torch.int32, device=DEVICE)
     ring = torch.zeros(slots, q_heads, 0, dim, dtype=dtype, device=DEVICE)
     state = (keys, values, places, ring, lengths, prompts + lengths)
@@ -240,7 +240,7 @@ def test_a_step_of_attention_caps_logits_and_adds_sinks(form, splits):
         if stored is None:
             ours = decode_attention(query, keys, values, lengths + 1, longest=capacity, even=False, **how)
         else:
-            ours = sequence_attention(query, *read(table, 100), prompts, keys, values, lengths + 1, **how)
+            ours = paged_decode_attention(query, *read(table, 100), prompts, keys, values, lengths + 1, **how)
             parts = [
                 prompt_attention(query, table, prompts, read, scale=0.2, softcap=softcap),
                 attention_part(query, keys, values, lengths + 1, scale=0.2, softcap=softcap),

@@ -6,7 +6,8 @@ N. `shadow.py` computes shadow attention for a whole packed row on a GPU.
 """
 
 # B rows, S slots, Q query heads, H kv heads, G query heads per kv head, T tokens, N packed tokens, M packed keys, C capacity, D
-# head dimension; in stored prompts: P pages of a prompt, N pages of the pool, T tokens of a page, U tokens in pages and slot
+# head dimension, n segments of a row, or slots of a prompt; in stored prompts: R pages of the pool, P pages of a prompt, p tokens
+# of a page, t stored tokens, U = t + T
 
 import inspect
 import itertools
@@ -40,19 +41,21 @@ def decode_attention(
     The query heads of a kv head are treated as a sequence of queries, so keys are never repeated. The host provides `longest`
     and `even` (True if all lengths are equal), so that no key beyond them is read or masked.
     """
-    slots, q_heads, dim = queries_SQD.shape
-    kv_heads = keys_SHCD.shape[1]
-    queries_SHGD = queries_SQD.view(slots, kv_heads, q_heads // kv_heads, dim)
-    mask = None
-    if not even:
-        mask = (torch.arange(longest, device=lengths_S.device) < lengths_S[:, None])[:, None, None]
+    held_ST = None if even else torch.arange(longest, device=lengths_S.device) < lengths_S[:, None]
+    return _attend_slots(queries_SQD, keys_SHCD[:, :, :longest], values_SHCD[:, :, :longest], held_ST, scale, form)
+
+
+def _attend_slots(
+    queries_SQD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, held_ST: Tensor | None, scale: float, form: AttentionForm
+) -> Tensor:
+    """Return the attention output [S, Q, D] of each slot's query over the keys that `held` marks; None for all."""
     if not form.is_plain:
-        part = (queries_SQD[:, :, None], keys_SHCD[:, :, :longest], values_SHCD[:, :, :longest])
-        return masked_attention(*part, None if mask is None else mask[:, :, None], scale, form)[:, :, 0]
-    out_SHGD = F.scaled_dot_product_attention(
-        queries_SHGD, keys_SHCD[:, :, :longest], values_SHCD[:, :, :longest], attn_mask=mask, scale=scale
-    )
-    return out_SHGD.reshape(slots, q_heads, dim)
+        sees = None if held_ST is None else held_ST[:, None, None, None]
+        return masked_attention(queries_SQD[:, :, None], keys_SHTD, values_SHTD, sees, scale, form)[:, :, 0]
+    queries_SHGD = queries_SQD.unflatten(1, (keys_SHTD.shape[1], -1))
+    mask = None if held_ST is None else held_ST[:, None, None]
+    out_SHGD = F.scaled_dot_product_attention(queries_SHGD, keys_SHTD, values_SHTD, attn_mask=mask, scale=scale)
+    return out_SHGD.reshape(queries_SQD.shape)
 
 
 def attention_part(
@@ -123,7 +126,7 @@ def prompt_attention(
     return out_SQD, sums_SQ
 
 
-def sequence_attention(
+def paged_decode_attention(
     queries_SQD: Tensor,
     stored_keys_SHtD: Tensor,
     stored_values_SHtD: Tensor,
@@ -137,8 +140,6 @@ def sequence_attention(
 ) -> Tensor:
     """Return the attention output [S, Q, D] of each slot's query over the first `stored` keys that were gathered from its
     pages and the first `lengths` keys of its row."""
-    slots, q_heads, dim = queries_SQD.shape
-    heads = keys_SHTD.shape[1]
     keys_SHUD = torch.cat([stored_keys_SHtD, keys_SHTD], dim=2)
     values_SHUD = torch.cat([stored_values_SHtD, values_SHTD], dim=2)
     held_SU = torch.cat(
@@ -148,24 +149,16 @@ def sequence_attention(
         ],
         dim=1,
     )
-    if not form.is_plain:
-        return masked_attention(queries_SQD[:, :, None], keys_SHUD, values_SHUD, held_SU[:, None, None, None], scale, form)[
-            :, :, 0
-        ]
-    queries_SHGD = queries_SQD.view(slots, heads, -1, dim)
-    out_SHGD = F.scaled_dot_product_attention(
-        queries_SHGD, keys_SHUD, values_SHUD, attn_mask=held_SU[:, None, None], scale=scale
-    )
-    return out_SHGD.reshape(slots, q_heads, dim)
+    return _attend_slots(queries_SQD, keys_SHUD, values_SHUD, held_SU, scale, form)
 
 
-def gathered_prompts(stored_NHTD: Tensor, pages_SP: Tensor, tokens: int) -> Tensor:
+def gathered_prompts(stored_RHpD: Tensor, pages_SP: Tensor, tokens: int) -> Tensor:
     """Return a copy of the first `tokens` tokens in each row's pages, as [S, H, tokens, D]."""
-    heads, page, dim = stored_NHTD.shape[1:]
+    heads, page, dim = stored_RHpD.shape[1:]
     token = torch.arange(tokens, device=pages_SP.device)
     head_H1 = torch.arange(heads, device=pages_SP.device)[:, None]
     index_SHt = (pages_SP.long()[:, token // page][:, None] * heads + head_H1) * page + token % page
-    return stored_NHTD.flatten(0, 2).index_select(0, index_SHt.flatten()).view(len(pages_SP), heads, tokens, dim)
+    return stored_RHpD.flatten(0, 2).index_select(0, index_SHt.flatten()).view(len(pages_SP), heads, tokens, dim)
 
 
 def causal_attention(

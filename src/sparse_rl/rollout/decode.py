@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ..kernels.attention import attention_part, decode_attention, merged_parts, prompt_attention, sequence_attention
+from ..kernels.attention import attention_part, decode_attention, merged_parts, paged_decode_attention, prompt_attention
 from ..kernels.code_attention import attend_and_append_codes
 from ..kernels.form import PLAIN, AttentionForm
 from ..kernels.jit import usable
@@ -157,7 +157,7 @@ class DecodeView:
             pages_SP, stored_S = self._pages()
             stored = cache.prompts.read(layer, pages_SP, pages_of(self.most_stored) * PAGE_TOKENS)
             own = (keys_SHTD, values_SHTD, lengths_S)
-            return sequence_attention(queries_SQD, *stored, stored_S, *own, scale=scale, form=form)
+            return paged_decode_attention(queries_SQD, *stored, stored_S, *own, scale=scale, form=form)
         read, cap = partial(cache.prompts.read, layer), form.softcap
         out_SQD = merged_parts(
             prompt_attention(queries_SQD, *self._pages(), read, scale=scale, softcap=cap),
