@@ -20,7 +20,7 @@ from .form import PLAIN, AttentionForm
 from .jit import next_power_of_2, precision
 from .prompt_codes import attend_prompts
 from .rows import StoredCodes
-from .slot_attention import _rows, combine, members_of, prompt_splits_for
+from .slot_attention import _rows, combine, part_buffers
 
 BLOCK = 64
 """Maximum number of tokens that a program reads at a time: a page of a stored prompt."""
@@ -58,13 +58,8 @@ def attend_and_append_codes(
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
     shared = prompts is not None and prompts.order_S is not None
-    prompt_splits = prompt_splits_for(slots, members_of(group)[1], kv_heads, out.device) if shared else 0
+    prompt_splits, parts, marks = part_buffers(out, kv_heads, splits, shared=shared)
     parts_of_row = splits + prompt_splits
-    sums = out
-    marks = out
-    if parts_of_row > 1:
-        sums = torch.empty(slots, q_heads, parts_of_row, dim, dtype=torch.float32, device=out.device)
-        marks = torch.empty(slots, q_heads, parts_of_row, 2, dtype=torch.float32, device=out.device)
     stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, BLOCK
     if prompts is not None:
         stored, table = prompts.stored, (prompts.pages_SP, prompts.lengths_S)
@@ -96,10 +91,10 @@ def attend_and_append_codes(
         cached, stored = _in_words(cached), _in_words(stored)
     if prompts is not None and shared:
         static = (centre_HD, step_HD)
-        attend_prompts(queries, prompts, _in_words(prompts.stored), static, sums, marks, prompt_splits, scale, form)
+        attend_prompts(queries, prompts, _in_words(prompts.stored), static, parts, marks, prompt_splits, scale, form)
     kernel[(slots, kv_heads * programs, splits)](
         *(queries, keys, values, *cached, positions_SHC, ring_SQWD, *stored, *table, pages_slot),
-        *(lengths_S, next_positions_S, centre_HD, step_HD, out, sums, marks, scale),
+        *(lengths_S, next_positions_S, centre_HD, step_HD, out, parts, marks, scale),
         *(1.0 if form.softcap is None else form.softcap, lengths_S if form.sinks_Q is None else form.sinks_Q),
         *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), capacity),
         **options,
@@ -107,7 +102,7 @@ def attend_and_append_codes(
         num_stages=stages,
     )
     if parts_of_row > 1:
-        combine(sums, marks, out)
+        combine(parts, marks, out)
     return out
 
 

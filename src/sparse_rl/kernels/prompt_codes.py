@@ -17,10 +17,7 @@ from .codes import _parts
 from .form import AttentionForm
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredCodes
-from .slot_attention import _cap, members_of
-
-BLOCK = 64
-"""Number of tokens that a program reads at a time. Larger heads take half or a quarter of it."""
+from .slot_attention import _cap, members_of, prompt_block
 
 
 def attend_prompts(
@@ -60,7 +57,7 @@ def attend_prompts(
         SHIFTED=not form.is_plain,
         CAPPED=form.softcap is not None,
         PAGE=page,
-        BLOCK=min(page, BLOCK if dim <= 128 else BLOCK // 2 if dim <= 256 else BLOCK // 4),
+        BLOCK=prompt_block(dim, page),
         PRECISION=precision(queries_SQD),
         num_warps=4,
         num_stages=1,

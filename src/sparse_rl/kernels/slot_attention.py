@@ -101,14 +101,8 @@ def _launch(
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
     shared = prompts is not None and prompts.order_S is not None
-    group_pad, members = members_of(group)
-    prompt_splits = prompt_splits_for(slots, members, kv_heads, out.device) if shared else 0
+    prompt_splits, parts, marks = part_buffers(out, kv_heads, splits, shared=shared)
     parts_of_row = splits + prompt_splits
-    parts = out
-    marks = out
-    if parts_of_row > 1:
-        parts = torch.empty(slots, q_heads, parts_of_row, dim, dtype=torch.float32, device=out.device)
-        marks = torch.empty(slots, q_heads, parts_of_row, 2, dtype=torch.float32, device=out.device)
     block = BLOCK if dim <= 128 and splits > 1 else BLOCK // 2
     stored, width, page = (keys, values, lengths_S, lengths_S), 0, block
     if prompts is not None:
@@ -116,6 +110,7 @@ def _launch(
         width, page = prompts.pages_SP.stride(0), prompts.keys_NHTD.shape[2]
     softcap = 1.0 if form.softcap is None else form.softcap
     if prompts is not None and shared:
+        group_pad, members = members_of(group)
         _attend_prompts[(-(-slots // members), kv_heads, prompt_splits)](
             *(queries, *stored, prompts.order_S, width, parts, marks, scale, softcap),
             *(queries.stride(0), queries.stride(1), slots),
@@ -129,7 +124,7 @@ def _launch(
             PARTS=parts_of_row,
             CAPPED=form.softcap is not None,
             PAGE=page,
-            BLOCK=min(page, BLOCK if dim <= 128 else BLOCK // 2 if dim <= 256 else BLOCK // 4),
+            BLOCK=prompt_block(dim, page),
             PRECISION=precision(queries),
             num_warps=4,
             num_stages=1 if queries.dtype == torch.float32 else 2,
@@ -175,6 +170,26 @@ def combine(parts_SQnD: Tensor, marks_SQn2: Tensor, out_SQD: Tensor) -> None:
         SPLITS_PAD=next_power_of_2(splits),
         num_warps=1,
     )
+
+
+def part_buffers(out_SQD: Tensor, kv_heads: int, splits: int, *, shared: bool) -> tuple[int, Tensor, Tensor]:
+    """Return the splits of stored prompts, and buffers for each part's sums and its (maximum, weight).
+
+    Other programs read the stored prompts if the slots share them (`shared`). A row of one part needs no buffer: `out` stands in.
+    """
+    slots, q_heads, dim = out_SQD.shape
+    members = members_of(q_heads // kv_heads)[1]
+    prompt_splits = prompt_splits_for(slots, members, kv_heads, out_SQD.device) if shared else 0
+    parts = splits + prompt_splits
+    if parts == 1:
+        return prompt_splits, out_SQD, out_SQD
+    parts_SQnD = torch.empty(slots, q_heads, parts, dim, dtype=torch.float32, device=out_SQD.device)
+    return prompt_splits, parts_SQnD, parts_SQnD.new_empty(slots, q_heads, parts, 2)
+
+
+def prompt_block(dim: int, page: int) -> int:
+    """Return the number of tokens that a program over stored prompts reads at a time. Larger heads take fewer."""
+    return min(page, BLOCK if dim <= 128 else BLOCK // 2 if dim <= 256 else BLOCK // 4)
 
 
 def prompt_splits_for(slots: int, members: int, kv_heads: int, device: torch.device) -> int:
@@ -304,7 +319,7 @@ def _attend(
         first, last = tl.maximum(first - prompt_blocks, 0), last - prompt_blocks
     for start in range(first * BLOCK, tl.minimum(last * BLOCK, length), BLOCK):
         held = start + n < length
-        if WRAPS:
+        if WRAPS:  # this may hide the only key of a block, so the softmax is guarded; all other blocks hold a key
             held = held & (start + n != index)
         places = (start + n)[:, None] * DIM + d[None, :]
         top, weight, total = _attend_block(
