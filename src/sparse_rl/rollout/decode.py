@@ -189,5 +189,5 @@ class SlotState:
     prompts: list[int]
     """Tokens of each slot in the prompt store; 0 if the cache has none."""
     seeds: list[int]
-    last: list[int]
+    last_positions: list[int]
     """Last position that a step may reach. A finished sequence stays at this position."""

@@ -278,7 +278,7 @@ class Generation:
             lengths=[sequence.held for sequence in active],
             prompts=[sequence.stored for sequence in active],
             seeds=[sequence.request.seed for sequence in active],
-            last=[sequence.last_position for sequence in active],
+            last_positions=[sequence.last_position for sequence in active],
         )
         try:
             self.runner.start(slots, self.sampling, self.routers)

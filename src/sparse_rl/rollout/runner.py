@@ -35,6 +35,8 @@ SMALLEST = 16
 """Smallest slot count of a graph. A graph with fewer slots would not be faster."""
 SIZES = 8
 """Number of evenly spaced graph sizes up to all slots. Smaller graphs have power-of-two sizes."""
+STATE = ("tokens", "positions", "lengths", "seeds", "last_positions", "prompts", "steps")
+"""Rows of the state that graphs read: fields of `SlotState`, then the row of the buffers that the next step writes."""
 
 
 def graph_slots(active: int, slots: int) -> int:
@@ -82,9 +84,9 @@ class EagerRunner:
     def start(self, slots: SlotState, sampling: Sampling, routers: Routers | None = None) -> None:
         device = self.cache.shape.device
         self.sampling, self.routers = sampling, routers
-        self.tokens_S, self.positions_S, self.prompts_S, self.seeds_S, self.last_S = (
+        self.tokens_S, self.positions_S, self.prompts_S, self.seeds_S, self.last_positions_S = (
             torch.tensor(each, device=device)
-            for each in (slots.tokens, slots.positions, slots.prompts, slots.seeds, slots.last)
+            for each in (slots.tokens, slots.positions, slots.prompts, slots.seeds, slots.last_positions)
         )
         self.longest = max(slots.lengths)
         self.even = self.longest == min(slots.lengths)
@@ -110,7 +112,7 @@ class EagerRunner:
         logits_SV = next_logits(self.model, self.tokens_S[:, None], self.positions_S[:, None], view, keep=1)[:, -1]
         view.advance()
         self.tokens_S, logprobs_S = sample(logits_SV, uniform(self.seeds_S, self.positions_S + 1), self.sampling)
-        self.positions_S = torch.minimum(self.positions_S + 1, self.last_S)
+        self.positions_S = torch.minimum(self.positions_S + 1, self.last_positions_S)
         return self.tokens_S, logprobs_S, *(() if view.routing is None else (view.routing.choices_NRK,))
 
 
@@ -155,8 +157,8 @@ class GraphRunner:
             torch.cuda.empty_cache()  # no later allocation fits the blocks that the weights freed
         self.stores = (cache.prompts, cache.windows)
         self.reads_once, self.order_S = False, torch.arange(cache.slots, device=device)
-        self.state = torch.zeros(7, cache.slots, dtype=torch.int64, device=device)
-        self.host = torch.zeros(7, cache.slots, dtype=torch.int64).pin_memory()
+        self.state = torch.zeros(len(STATE), cache.slots, dtype=torch.int64, device=device)
+        self.host = torch.zeros(len(STATE), cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
         self.truncation = Truncation(
             torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.float64, device=device)
@@ -173,13 +175,13 @@ class GraphRunner:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.weights = self._weights()
+        self.weight_addresses = self._weight_addresses()
 
     def fits(self, model: PreTrainedModel, cache: SlotCache, chunk: int) -> bool:
         """Return whether the captured graphs still use the memory of this model's weights and this cache."""
         same = self.model is model and self.cache is cache and self.chunk == chunk
         same = same and all(mine is now for mine, now in zip(self.stores, (cache.prompts, cache.windows), strict=True))
-        return same and self.weights == self._weights()
+        return same and self.weight_addresses == self._weight_addresses()
 
     def start(self, slots: SlotState, sampling: Sampling, routers: Routers | None = None) -> None:
         """Upload the state of the active slots, and capture the step if its slot count is new."""
@@ -193,9 +195,8 @@ class GraphRunner:
         self.truncation.top_p_1.fill_(sampling.top_p)
         host = self.host.numpy()
         host.fill(0)
-        uploaded = (slots.tokens, slots.positions, slots.lengths, slots.seeds, slots.last, slots.prompts)
-        for row, values in enumerate(uploaded):
-            host[row, : self.active] = values
+        for row, name in enumerate(STATE[:-1]):  # each launch sets the last row on the device
+            host[row, : self.active] = getattr(slots, name)
         prompts = self.cache.prompts
         self.reads_once = prompts is not None and prompts.reads_once
         if prompts is not None and self.reads_once:  # before a capture, whose first steps run with it
@@ -215,7 +216,7 @@ class GraphRunner:
         """Enqueue `steps` decode steps. One more launch may follow before this result is fetched."""
         self.turn = 1 - self.turn
         first = self.turn * self.chunk
-        self.state[6].fill_(first)
+        self.state[STATE.index("steps")].fill_(first)
         with clock.part("decode"):
             for _ in range(steps):
                 self.graph.replay()
@@ -266,21 +267,23 @@ class GraphRunner:
         self._step(slots, sampling, updates_states=False)
 
     def _step(self, slots: int, sampling: Sampling, *, updates_states: bool = True) -> None:
-        tokens_S, positions_S, lengths_S, seeds_S, last_S, prompts_S, steps_S = (row[:slots] for row in self.state)
+        state = {name: row[:slots] for name, row in zip(STATE, self.state, strict=True)}
+        tokens_S, positions_S = state["tokens"], state["positions"]
         order_S = self.order_S[:slots] if self.reads_once else None
-        view = DecodeView(self.cache, positions_S, lengths_S, prompts_S, order_S, updates_states=updates_states)
+        view = DecodeView(self.cache, positions_S, state["lengths"], state["prompts"], order_S, updates_states=updates_states)
         if self.records and self.routing is not None:
             view.routing = RecordedRouting(self.routing.step_SRK[:slots])
         logits_SV = next_logits(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
         if self.records and self.routing is not None:
-            self.routing.store(steps_S)
-        state = (tokens_S, positions_S, lengths_S, steps_S, seeds_S, last_S)
+            self.routing.store(state["steps"])
+        inputs = (tokens_S, positions_S, state["lengths"], state["steps"], state["seeds"], state["last_positions"])
         chunk = (self.sampled_nS[:, :slots], self.logprobs_nS[:, :slots])
         truncation = self.truncation if truncates(sampling) else None
         greedy = sampling.temperature == 0
-        draw_and_advance(logits_SV, *state, self.temperature_1, *chunk, greedy=greedy, truncation=truncation)
+        draw_and_advance(logits_SV, *inputs, self.temperature_1, *chunk, greedy=greedy, truncation=truncation)
 
-    def _weights(self) -> list[int]:
+    def _weight_addresses(self) -> list[int]:
+        """Return the addresses of all weights and buffers that graphs read."""
         buffers = [buffer for module in self.model.modules() for buffer in self._buffers(module)]
         return [weight.data_ptr() for weight in (*self.model.parameters(), *buffers)]
 
