@@ -93,9 +93,10 @@ class Engine:
         self.calibrated_tokens = 0
         """Number of prompt tokens from which `generate` gathered the statistics, at most ENOUGH_TOKENS. A call with more tokens
         gathers them again."""
-        self.quantiser: Quantiser | None = None
-        """Storage of the rollouts of the next call; None for the model's dtype."""
-        self.storage = self._storage()
+        self.rollout_quantiser: Quantiser | None = None
+        """Quantiser of the rollouts of the next call; None for the model's dtype. New statistics replace it."""
+        self.cache_quantiser = self._new_quantiser()
+        """Quantiser of the cache; None for the model's dtype. New scales are written into it, because captured graphs read it."""
         self.chunk = CHUNK_STEPS.get(device.type, CHUNK_STEPS["cpu"])
         self.compile = sum(map(torch.numel, model.parameters())) >= WORTH_COMPILING if compile is None else compile
         self.graphs: GraphRunner | None = None
@@ -165,14 +166,14 @@ class Engine:
             on_end=on_end,
             more=None if take is None else partial(_next_group, take, requests, samples),
             graphs=self._graphs(),
-            quantiser=self.quantiser,
+            quantiser=self.rollout_quantiser,
             routers=install(self.model) if routing else None,
         )
         self.stats = generation.stats
         try:
             with torch.no_grad(), eval_mode(self.model), on(self.limits.shape.device):
                 rollouts = generation.run()
-            self.use_graphs = generation.runner.overlaps
+            self.use_graphs = isinstance(generation.runner, GraphRunner)  # a step that cannot be captured is tried once
             return rollouts
         except BaseException:
             self.cache.clear()  # a failed call may leave NaNs, which must not affect the next call
@@ -209,9 +210,14 @@ class Engine:
     def load_statistics(self, statistics: Statistics) -> None:
         """Use these statistics from the next call on. Do nothing if the engine needs none, or if there are none. If some are
         missing, print a notice and use none of them."""
+        if self._use_statistics(statistics):
+            self.calibrated_tokens = ENOUGH_TOKENS
+
+    def _use_statistics(self, statistics: Statistics) -> bool:
+        """Do the work of `load_statistics`. Return whether the statistics are used."""
         needed = self.needed_statistics
         if not needed or not statistics:
-            return
+            return False
         problem, layers = "", self.cache.shape.layers
         if missing := [name for name in needed if name not in statistics]:
             problem = f"lack {', '.join(missing)}, which kv.policy = {self.kv.policy} and kv.dtype = {self.kv.dtype} need"
@@ -219,25 +225,26 @@ class Engine:
             problem = f"are of {len(statistics[needed[0]])} layers, but {layers} of the model attend to all tokens"
         if problem:
             notice(f"The stored statistics {problem}: all statistics are gathered again, and results may differ slightly.")
-            return
-        if self.storage is not None:
-            self._load_scales(key_scales(statistics), self.storage)
+            return False
+        if self.cache_quantiser is not None:
+            self._load_scales(key_scales(statistics), self.cache_quantiser)
         device = self.limits.shape.device
         self.cache.statistics = {name: statistics[name].to(device) for name in self.policy.uses_statistics}
-        self.statistics, self.calibrated_tokens = {name: statistics[name] for name in needed}, ENOUGH_TOKENS
+        self.statistics = {name: statistics[name] for name in needed}
+        return True
 
-    def _load_scales(self, scales: KeyScales, storage: Quantiser) -> None:
-        if scales.step_LHD.shape != storage.scales.step_LHD.shape:
+    def _load_scales(self, scales: KeyScales, quantiser: Quantiser) -> None:
+        if scales.step_LHD.shape != quantiser.scales.step_LHD.shape:
             raise UserError(
                 f"The statistics are of keys [layers, heads, channels] = {list(scales.step_LHD.shape)}, but the model has "
-                f"{list(storage.scales.step_LHD.shape)}: use the statistics of this model, or gather them again."
+                f"{list(quantiser.scales.step_LHD.shape)}: use the statistics of this model, or gather them again."
             )
-        for mine, new in zip(storage.scales, scales, strict=True):
+        for mine, new in zip(quantiser.scales, scales, strict=True):
             mine.copy_(new)  # in place, because captured graphs read it
-        self.quantiser = replace(storage, scales=scales)
+        self.rollout_quantiser = replace(quantiser, scales=scales)
 
-    def _storage(self) -> Quantiser | None:
-        """Return the storage of a quantised cache on the device. Its scales are not set yet."""
+    def _new_quantiser(self) -> Quantiser | None:
+        """Return the quantiser of a quantised cache, on the device. Its scales are not set yet."""
         shape = self.limits.shape.full
         if not self.kv.quantised:
             return None
@@ -318,14 +325,12 @@ class Engine:
         if hasattr(self, "cache"):  # else an earlier call ran out of memory
             del self.cache
         self.cache = self._new_cache()
-        gathered = self.calibrated_tokens
-        self.load_statistics(self.statistics)
-        self.calibrated_tokens = gathered
+        self._use_statistics(self.statistics)
 
     def _new_cache(self) -> SlotCache:
         ring = self.policy.window if self.policy.uses_queries else 0
         capacity = self.kv.capacity if self.policy.evicts else DENSE_SLOT_TOKENS
-        return SlotCache(self.limits.shape, self.slots, capacity, ring, quantiser=self.storage)
+        return SlotCache(self.limits.shape, self.slots, capacity, ring, quantiser=self.cache_quantiser)
 
     @contextmanager
     def larger_store(self, pages: int, longest: int) -> Iterator[None]:
@@ -381,7 +386,9 @@ class Engine:
     def _allocate_pool(self, pages: int, longest: int) -> None:
         self.cache.prompts = self.graphs = None  # free the old pool before the new one is allocated
         responses = not self.policy.evicts
-        self.cache.prompts = PromptStore(self.cache.shape, self.slots, pages, longest, self.storage, responses=responses)
+        self.cache.prompts = PromptStore(
+            self.cache.shape, self.slots, pages, longest, self.cache_quantiser, responses=responses
+        )
 
     def _grow_windows(self, longest: int) -> None:
         """Allocate the rings of sliding-window layers for sequences of at most `longest` tokens, unless they fit."""

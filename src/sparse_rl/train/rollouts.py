@@ -284,7 +284,7 @@ class RolloutSampler:
         parts = [part]
         if self.world.size > 1:
             received = enumerate(self.world.gather(pack(part)))
-            known = (prompts, per_prompt, seeds, self.engine.quantiser)
+            known = (prompts, per_prompt, seeds, self.engine.rollout_quantiser)
             parts = [part if rank == self.world.rank else unpack(each, *known) for rank, each in received]
         first = len(batch.samples)
         samples: list[Sample] = [None] * len(seeds)  # type: ignore[list-item]
