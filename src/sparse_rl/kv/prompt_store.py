@@ -151,13 +151,10 @@ class PagePool:
     def used(self) -> int:
         return self.pages - len(self.free)
 
-    def take(self, group: int, tokens: int, samples: int) -> bool:
-        """Assign pages to a group. Return False if too few are free."""
-        if pages_of(tokens) > len(self.free):
-            return False
+    def take_group(self, group: int, tokens: int, samples: int) -> None:
+        """Assign free pages to a group, for its prompt of `tokens` tokens."""
         self.of_group[group] = self.take_pages(tokens)
         self.samples_left[group] = samples
-        return True
 
     def take_pages(self, tokens: int) -> list[int]:
         """Return free pages for `tokens` tokens. The caller returns them with `give_back`."""

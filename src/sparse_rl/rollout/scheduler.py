@@ -242,7 +242,7 @@ class Scheduler:
         if self._pages_for(request, [each for group in groups for each in group]) > len(self.pages.free):
             return False
         if request.group not in self.pages.of_group:
-            self.pages.take(request.group, len(request.prompt), len(self.waiting_of(request.group)))
+            self.pages.take_group(request.group, len(request.prompt), len(self.waiting_of(request.group)))
         if tokens := self._own_tokens(request):
             self.paused[request.index].pages = self.pages.take_pages(tokens)
         return True
