@@ -57,8 +57,9 @@ class Policy:
         """Reset the flags that describe `scores` and `select` to their defaults in a class that overrides one of them."""
         super().__init_subclass__()
         if "scores" in cls.__dict__ or "select" in cls.__dict__:
-            for name, default in (("reads_rows", False), ("uses_values", True), ("compares_keys", True)):
-                setattr(cls, name, cls.__dict__.get(name, default))
+            # A parent's flag says nothing about a new method. The defaults of Policy are correct for every method.
+            for name in ("reads_rows", "uses_values", "compares_keys"):
+                setattr(cls, name, cls.__dict__.get(name, getattr(Policy, name)))
 
     def __post_init__(self) -> None:
         if self.window < 0 or self.sinks < 0:
