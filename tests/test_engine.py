@@ -8,8 +8,8 @@ import torch
 
 from sparse_rl import KV, Engine, Sampling, UserError, replay
 from sparse_rl.rewards.batch import Graded
+from sparse_rl.rollout.exchange import from_arrays, to_arrays
 from sparse_rl.rollout.graded import GradedRollouts
-from sparse_rl.rollout.packed import pack, unpack
 from sparse_rl.rollout.repetition import RepetitionGuard, first_repetitions
 from sparse_rl.rollout.stats import Stats
 
@@ -253,7 +253,7 @@ def test_limits_end_each_rollout_at_its_own_length(model):
 # Between ranks
 
 
-def test_packed_rollouts_are_the_same_rollouts_in_eight_bytes_a_token(model):
+def test_rollouts_in_arrays_are_the_same_rollouts_in_eight_bytes_a_token(model):
     """The bytes are pickled, as ranks send them. Prompts and seeds are the receiver's."""
     prompts, seeds = [[5, 6], [7, 8, 9] * 30, [3]], [11, 12, 13, 14, 15, 16]
     engine = Engine(model, SMALL, slots=6)
@@ -263,14 +263,15 @@ def test_packed_rollouts_are_the_same_rollouts_in_eight_bytes_a_token(model):
     assert {rollout.finish for rollout in rollouts} == {"length", "stop"}
     places = [2, 3, 4, 5]  # another rank has the first group
     graded = Graded([1.0, None, 0.5, 0.0], 1, 0, 0, None)
-    sent = pickle.dumps(pack(GradedRollouts(places, rollouts[2:], ["text"] * 4, graded, Stats(), 0.5)))
+    sent = pickle.dumps(to_arrays(GradedRollouts(places, rollouts[2:], ["text"] * 4, graded, Stats(), 0.5)))
     tokens = sum(len(rollout.response) for rollout in rollouts[2:])
     assert tokens > 800 and len(sent) <= 8 * tokens + 1500
-    back = unpack(pickle.loads(sent), prompts, 2, seeds)
+    back = from_arrays(pickle.loads(sent), prompts, 2, seeds)
     assert back.places == places and back.graded == graded and back.grade_s == 0.5 and back.stats == Stats()
     for ours, theirs in zip(rollouts[2:], back.rollouts, strict=True):
         assert torch.equal(ours.logprobs, theirs.logprobs) and theirs.trace is None
         assert replace(ours, logprobs=None, trace=None) == replace(theirs, logprobs=None)
         assert all(type(value) is int for value in (*theirs.response, theirs.kv_peak, theirs.seed))
-    nothing = unpack(pickle.loads(pickle.dumps(pack(GradedRollouts([], [], [], graded, Stats(), 0.0)))), prompts, 2, seeds)
+    empty = to_arrays(GradedRollouts([], [], [], graded, Stats(), 0.0))
+    nothing = from_arrays(pickle.loads(pickle.dumps(empty)), prompts, 2, seeds)
     assert nothing.rollouts == [] and nothing.places == []

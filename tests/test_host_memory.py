@@ -22,8 +22,8 @@ from sparse_rl.plan import make_plan
 from sparse_rl.plan.dimensions import from_config
 from sparse_rl.plan.host import host_phases, host_plan, rollout_bytes, trace_bytes
 from sparse_rl.rewards.batch import Graded
+from sparse_rl.rollout.exchange import to_arrays
 from sparse_rl.rollout.graded import GradedRollouts
-from sparse_rl.rollout.packed import pack
 from sparse_rl.rollout.stats import Stats
 from sparse_rl.sizes import recorded_rollouts
 from sparse_rl.train.checkpoint import bytes_of
@@ -93,7 +93,7 @@ def test_log_probs_are_padded_on_the_host_before_they_are_copied(rollouts):
 
 def test_ranks_exchange_what_is_counted(rollouts):
     graded = Graded([0.0] * 12, 0, 0, 0, None)
-    sent = len(pickle.dumps(pack(GradedRollouts(list(range(12)), rollouts, [], graded, Stats(), 0.0))))
+    sent = len(pickle.dumps(to_arrays(GradedRollouts(list(range(12)), rollouts, [], graded, Stats(), 0.0))))
     assert parts_of("sampling", run_config(ranks={"count": 2}))["exchange"] == pytest.approx(2 * sent, rel=0.2)
     assert parts_of("sampling", run_config())["exchange"] == 0
 

@@ -18,8 +18,8 @@ from ..learner.advantages import group_advantages, overlong_penalty
 from ..learner.losses import get as get_loss
 from ..rewards.pool import RewardPool
 from ..rollout.engine import Engine
+from ..rollout.exchange import from_arrays, to_arrays
 from ..rollout.graded import sample_and_grade
-from ..rollout.packed import pack, unpack
 from ..rollout.rollout import Rollout
 from ..rollout.stats import Progress, Stats
 from ..sizes import recorded_rollouts
@@ -283,9 +283,9 @@ class RolloutSampler:
         )
         parts = [part]
         if self.world.size > 1:
-            received = enumerate(self.world.gather(pack(part)))
+            received = enumerate(self.world.gather(to_arrays(part)))
             known = (prompts, per_prompt, seeds, self.engine.rollout_quantiser)
-            parts = [part if rank == self.world.rank else unpack(each, *known) for rank, each in received]
+            parts = [part if rank == self.world.rank else from_arrays(each, *known) for rank, each in received]
         first = len(batch.samples)
         samples: list[Sample] = [None] * len(seeds)  # type: ignore[list-item]
         for each in parts:

@@ -23,7 +23,9 @@ FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 
 @dataclass(frozen=True)
-class PackedRollouts:
+class RolloutArrays:
+    """Graded rollouts of one rank."""
+
     places_B: np.ndarray
     lengths_B: np.ndarray
     finishes_B: np.ndarray
@@ -37,9 +39,9 @@ class PackedRollouts:
     grade_s: float
 
 
-def pack(part: GradedRollouts) -> PackedRollouts:
+def to_arrays(part: GradedRollouts) -> RolloutArrays:
     rollouts = part.rollouts
-    return PackedRollouts(
+    return RolloutArrays(
         places_B=np.array(part.places, dtype=np.int32),
         lengths_B=np.array([len(rollout.response) for rollout in rollouts], dtype=np.int32),
         finishes_B=np.array([FINISHES.index(rollout.finish) for rollout in rollouts], dtype=np.uint8),
@@ -53,8 +55,8 @@ def pack(part: GradedRollouts) -> PackedRollouts:
     )
 
 
-def unpack(
-    packed: PackedRollouts,
+def from_arrays(
+    arrays: RolloutArrays,
     prompts: Sequence[list[int]],
     samples: int,
     seeds: Sequence[int],
@@ -62,24 +64,24 @@ def unpack(
 ) -> GradedRollouts:
     """Return the rollouts, without texts and traces. `prompts`, `samples` and `seeds` are those of `sample_and_grade`. The
     engines of all ranks have the same quantiser."""
-    ends_B = np.cumsum(packed.lengths_B, dtype=np.int64)
+    ends_B = np.cumsum(arrays.lengths_B, dtype=np.int64)
     rollouts = [
         Rollout(
             prompt=prompts[place // samples],
-            response=packed.tokens_N[end - length : end].tolist(),
-            logprobs=torch.from_numpy(packed.logprobs_N[end - length : end]),
+            response=arrays.tokens_N[end - length : end].tolist(),
+            logprobs=torch.from_numpy(arrays.logprobs_N[end - length : end]),
             finish=FINISHES[finish],
             kv_peak=int(kv_peak),
-            temperature=packed.temperature,
+            temperature=arrays.temperature,
             seed=seeds[place],
             quantiser=quantiser,
         )
         for place, end, length, finish, kv_peak in zip(
-            packed.places_B, ends_B, packed.lengths_B, packed.finishes_B, packed.kv_peaks_B, strict=True
+            arrays.places_B, ends_B, arrays.lengths_B, arrays.finishes_B, arrays.kv_peaks_B, strict=True
         )
     ]
-    return GradedRollouts(packed.places_B.tolist(), rollouts, [], packed.graded, packed.stats, packed.grade_s)
+    return GradedRollouts(arrays.places_B.tolist(), rollouts, [], arrays.graded, arrays.stats, arrays.grade_s)
 
 
-def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
