@@ -24,7 +24,7 @@ def keys_of(*shape):
 
 
 def quantiser_of(name, heads, dim, form=PLAIN):
-    return Quantiser(name, KeyScales.of([channel_range(keys_of(2, heads, 300, dim))]), whole=not form.is_plain)
+    return Quantiser(name, KeyScales.of([channel_range(keys_of(2, heads, 300, dim))]), with_centre=not form.is_plain)
 
 
 def form_of(kind, q_heads):

@@ -173,7 +173,7 @@ def test_soft_caps_and_sinks_depend_on_the_centre_of_keys(name):
             layer.self_attn.k_proj.bias.normal_(std=3)
     engine = Engine(model, KV(policy="full", dtype="8bit"), slots=1)
     (rollout,) = engine.generate([LONG], sampling=Sampling(max_tokens=20, stop=()))
-    less = replace(rollout, quantiser=replace(rollout.quantiser, whole=False))
+    less = replace(rollout, quantiser=replace(rollout.quantiser, with_centre=False))
     with torch.no_grad():
         (dense,), (whole,), (centred,) = (
             replay(model, [each], view) for each, view in ((rollout, "dense"), (rollout, "sparse"), (less, "sparse"))

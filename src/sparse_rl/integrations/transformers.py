@@ -290,7 +290,7 @@ class BoundedLayer(LinearAttentionLayer):
             scales = key_scales(self._of_layer(KEY_SCALES, keys[0].device))
         else:
             scales = KeyScales.of([functools.reduce(Range.union, map(channel_range, keys))])
-        return Quantiser(self.kv.dtype, scales, whole=not form.is_plain)
+        return Quantiser(self.kv.dtype, scales, with_centre=not form.is_plain)
 
     def _of_layer(self, names: Iterable[str], device: torch.device) -> Statistics:
         """Return the statistics of this layer, as if it were the only one."""

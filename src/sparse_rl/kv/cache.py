@@ -39,27 +39,27 @@ STATISTICS_FORMS = 5
 class SlotCache:
     def __init__(
         self,
-        shape: CacheShape,
+        model_shape: CacheShape,
         slots: int,
         capacity: int,
         ring: int = 0,
         first_layer: int = 0,
         quantiser: Quantiser | None = None,
     ):
-        self.layers = shape.full_layers
+        self.layers = model_shape.full_layers
         """Layers of the model that the cache holds."""
-        self.place = shape.place
+        self.index_of_layer = model_shape.index_of_layer
         """Index in the cache of each layer of the model that it holds."""
-        self.sources = shape.sources
+        self.sources = model_shape.sources
         """Map from each layer without keys to the layer whose keys it reads."""
         self.windows: WindowStore | None = None
         """Cache of the model's sliding-window layers; None until the longest sequence is known, or if there are none."""
-        self.states = StateStore(shape, slots) if shape.states else None
+        self.states = StateStore(model_shape, slots) if model_shape.states else None
         """States of the model's recurrent layers; None if it has none."""
-        self.absent = tuple(layer for layer in range(shape.layers) if layer not in self.place)
+        self.absent = tuple(layer for layer in range(model_shape.layers) if layer not in self.index_of_layer)
         """Layers of the model that the cache does not hold: they have a window, no attention or no keys."""
-        self.shape, self.slots, self.capacity, self.ring = shape.full, slots, capacity, ring
-        shape = self.shape
+        shape = self.shape = model_shape.full
+        self.slots, self.capacity, self.ring = slots, capacity, ring
         self.numbers_L = torch.tensor(self.layers, device=shape.device) + first_layer
         """Layer indices in the model, from which policies derive random numbers."""
         self.quantiser = quantiser

@@ -62,9 +62,9 @@ class CacheShape:
         return dict(self.readers)
 
     @property
-    def place(self) -> dict[int, int]:
+    def index_of_layer(self) -> dict[int, int]:
         """Index in a cache of each layer whose attention sees all tokens."""
-        return {layer: place for place, layer in enumerate(self.full_layers)}
+        return {layer: index for index, layer in enumerate(self.full_layers)}
 
     @property
     def full(self) -> "CacheShape":

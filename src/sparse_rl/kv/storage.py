@@ -80,7 +80,7 @@ class Quantiser:
 
     dtype: str
     scales: KeyScales
-    whole: bool = False
+    with_centre: bool = False
     """True if attention reads keys with their centre, which soft caps and learned sinks need."""
 
     @property
@@ -131,8 +131,8 @@ class Quantiser:
         return self.schemes[1].restore(codes, self._of_token(steps), None, dtype)
 
     def decode(self, layer: int, stored: Stored, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that attention reads. Keys include their centre if `whole` is set."""
-        keys_xHTD = self.decode_keys(layer, stored.keys, stored.key_steps, dtype, centre=self.whole)
+        """Return the keys and values that attention reads. Keys include their centre if `with_centre` is set."""
+        keys_xHTD = self.decode_keys(layer, stored.keys, stored.key_steps, dtype, centre=self.with_centre)
         return keys_xHTD, self.decode_values(stored.values, stored.value_steps, dtype)
 
     def restored(self, layer: int, keys_xHTD: Tensor, values_xHTD: Tensor) -> tuple[Tensor, Tensor]:

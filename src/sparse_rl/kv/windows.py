@@ -22,7 +22,7 @@ class WindowStore:
         assert shape.window is not None
         self.shape, self.slots, self.capacity = shape, slots, min(shape.window, longest)
         local = shape.local
-        self.place = {layer: place for place, layer in enumerate(shape.windowed)}
+        self.index_of_layer = {layer: index for index, layer in enumerate(shape.windowed)}
         refuse_too_large(
             shape,
             slots * self.capacity * token_bytes(local, shape.dtype.itemsize),
@@ -51,29 +51,29 @@ class WindowStore:
         """Write the last tokens of packed prompts. `prompts.recent` lists them for a ring of this capacity."""
         source_M, slots_M, places_M = prompts.recent
         for stored, new in ((self.keys_lSHCD, keys_1HND), (self.values_lSHCD, values_1HND)):
-            stored[self.place[layer], slots_M, :, places_M] = new[0, :, source_M].transpose(0, 1)
+            stored[self.index_of_layer[layer], slots_M, :, places_M] = new[0, :, source_M].transpose(0, 1)
 
     def extend(self, layer: int, slot: int, start: int, keys_1HnD: Tensor, values_1HnD: Tensor) -> tuple[Tensor, Tensor]:
         """Write a piece of a prompt from `start` on into a slot. Return the keys and values of the tokens before it that the
         piece may see, and of the piece itself, in order."""
-        place, capacity, tokens = self.place[layer], self.capacity, keys_1HnD.shape[2]
+        index, capacity, tokens = self.index_of_layer[layer], self.capacity, keys_1HnD.shape[2]
         before = torch.arange(max(0, start - capacity), start, device=keys_1HnD.device) % capacity
         last = torch.arange(max(0, tokens - capacity), tokens, device=keys_1HnD.device)
         found = []
         for stored, new in ((self.keys_lSHCD, keys_1HnD), (self.values_lSHCD, values_1HnD)):
-            found.append(torch.cat([stored[place, slot, None, :, before], new], dim=2))
-            stored[place, slot, :, (start + last) % capacity] = new[0, :, last]
+            found.append(torch.cat([stored[index, slot, None, :, before], new], dim=2))
+            stored[index, slot, :, (start + last) % capacity] = new[0, :, last]
         return found[0], found[1]
 
     def append(self, layer: int, positions_S: Tensor, keys_SHD: Tensor, values_SHD: Tensor) -> None:
         """Write one new token of each of the first slots."""
         rows_S = torch.arange(len(positions_S), device=positions_S.device)
-        self.keys_lSHCD[self.place[layer], rows_S, :, positions_S % self.capacity] = keys_SHD
-        self.values_lSHCD[self.place[layer], rows_S, :, positions_S % self.capacity] = values_SHD
+        self.keys_lSHCD[self.index_of_layer[layer], rows_S, :, positions_S % self.capacity] = keys_SHD
+        self.values_lSHCD[self.index_of_layer[layer], rows_S, :, positions_S % self.capacity] = values_SHD
 
     def read(self, layer: int, slots: int) -> tuple[Tensor, Tensor]:
         """Return the rings [S, H, C, D] of the first slots."""
-        return self.keys_lSHCD[self.place[layer], :slots], self.values_lSHCD[self.place[layer], :slots]
+        return self.keys_lSHCD[self.index_of_layer[layer], :slots], self.values_lSHCD[self.index_of_layer[layer], :slots]
 
     def copy_slot(self, source: "WindowStore", source_slot: int, slot: int) -> None:
         """Copy a sequence from another slot, of this store or of another one with the same capacity."""

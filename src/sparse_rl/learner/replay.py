@@ -207,7 +207,7 @@ class ReplayView:
         shape: CacheShape | None = None,
     ):
         self.spans, self.segments, self.quantiser = spans, segments, quantiser
-        self.place, self.sources = ({}, {}) if shape is None else (shape.place, shape.sources)
+        self.index_of_layer, self.sources = ({}, {}) if shape is None else (shape.index_of_layer, shape.sources)
         self.bounds = [0, *(span.stop for span in spans)]
         self.longest = max((span.stop - span.start for span in spans), default=0)
         self._packs: dict[torch.device, DevicePack] = {}
@@ -215,7 +215,7 @@ class ReplayView:
     def attend(self, layer, queries_1QND, keys_1HND, values_1HND, scale, mask, form=PLAIN):
         pack, layer = self._on_device(queries_1QND.device), self.sources.get(layer, layer)
         if pack.quantiser is not None and form.window is None:  # windows are in the model's dtype
-            keys_1HND, values_1HND = pack.quantiser.restored(self.place[layer], keys_1HND, values_1HND)
+            keys_1HND, values_1HND = pack.quantiser.restored(self.index_of_layer[layer], keys_1HND, values_1HND)
         packed = (queries_1QND, keys_1HND, values_1HND)
         if pack.prefixes is not None:
             return pack.prefixes.attend(*packed, scale, form)

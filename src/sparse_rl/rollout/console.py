@@ -101,7 +101,7 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
         use = "" if cache.prompts.responses else " for prompts"
         pages = f", and {counted(cache.prompts.pages, 'page')} of {PAGE_TOKENS} tokens{use}"
     if cache.windows is not None:
-        pages += f", with windows of {cache.windows.capacity} tokens in {counted(len(cache.windows.place), 'layer')}"
+        pages += f", with windows of {cache.windows.capacity} tokens in {counted(len(cache.windows.index_of_layer), 'layer')}"
     table.add_row(
         "KV allocated", f"{size(cache.kv_bytes)} for {counted(cache.slots, 'slot')} of {cache.capacity} tokens{pages}"
     )

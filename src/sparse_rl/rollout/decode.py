@@ -78,7 +78,7 @@ class DecodeView:
             out_SQD = self._windowed(source, *new, scale, form)  # a layer without keys writes the keys it reads a second time
         else:
             attend = self._fused if self.fused else self._plain
-            out_SQD = attend(self.cache.place[source], new, scale, form, reads=source != layer)
+            out_SQD = attend(self.cache.index_of_layer[source], new, scale, form, reads=source != layer)
         return out_SQD[:, :, None]
 
     def recur(self, layer: int, mixer: Mixer, hidden_S1D: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class DecodeView:
         windows = self.cache.windows
         assert windows is not None
         if self.fused:
-            rings = (windows.keys_lSHCD[windows.place[layer]], windows.values_lSHCD[windows.place[layer]])
+            rings = (windows.keys_lSHCD[windows.index_of_layer[layer]], windows.values_lSHCD[windows.index_of_layer[layer]])
             return attend_in_ring(
                 *(queries_SQD, keys_SHD, values_SHD, *rings, self.positions_S),
                 scale=scale,

@@ -254,7 +254,7 @@ class Engine:
                 "another model."
             )
         scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
-        return Quantiser(self.kv.dtype, scales, whole=not self.limits.plain)
+        return Quantiser(self.kv.dtype, scales, with_centre=not self.limits.plain)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -167,7 +167,7 @@ class LongPrefillView:
             assert self.cache.windows is not None
             seen = self.cache.windows.extend(layer, self.first_slot, self.start, keys_1HnD, values_1HnD)
         else:
-            seen = self._add(self.cache.place[layer], queries_1QnD, keys_1HnD, values_1HnD)
+            seen = self._add(self.cache.index_of_layer[layer], queries_1QnD, keys_1HnD, values_1HnD)
         self.shared.keep(layer, *seen)
         return last_tokens_attention(queries_1QnD, *seen, scale, form)
 

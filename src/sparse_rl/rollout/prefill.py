@@ -225,7 +225,7 @@ class PrefillView:
             assert self.cache.windows is not None and self.windows is not None
             self.cache.windows.fill(layer, self.windows, keys_1HND, values_1HND)
         else:
-            new = self._fill(self.cache.place[layer], *new)
+            new = self._fill(self.cache.index_of_layer[layer], *new)
         self.shared.keep(layer, *new[1:])
         if queries_1QND.is_cuda:
             return packed_causal_attention(*new, self.cu_seqlens, self.longest, scale, form)

@@ -227,8 +227,8 @@ def _deep(model: PreTrainedModel, shape: CacheShape, tokens: int, draw: torch.Ge
             assert cache.windows is not None
             cache.windows.extend(layer, 0, 0, keys, values)
             continue
-        place = cache.place[layer]
-        cache.keys_LSHCD[place, :, :, : tokens - 1], cache.values_LSHCD[place, :, :, : tokens - 1] = keys, values
+        index = cache.index_of_layer[layer]
+        cache.keys_LSHCD[index, :, :, : tokens - 1], cache.values_LSHCD[index, :, :, : tokens - 1] = keys, values
     cache.lengths_S.fill_(tokens - 1)
     token = torch.zeros(1, dtype=torch.long, device=shape.device)
     theirs = model(token[None], past_key_values=own, use_cache=True).logits[:, -1]
