@@ -34,6 +34,14 @@ from .windows import WindowStore
 
 STATISTICS_FORMS = 5
 """float32 tensors of the size of the keys that a policy with statistics allocates: keys, pairs, complex numbers and products."""
+RANKING_BYTES = 10 * 8
+"""Scratch bytes of ranking per token and kv head: about ten numbers of eight bytes."""
+LOGIT_BYTES = 2 * 4
+"""Scratch bytes of scores per token and query head: two float32 numbers."""
+SIMILARITY_BYTES = 10
+"""Scratch bytes of R-KV without kernels per pair of tokens in a tile: a float32 similarity, its comparisons and their copies."""
+CODE_BYTES = 2
+"""Scratch bytes of decoding without kernels per number, besides float32 forms: its code, packed and unpacked."""
 
 
 class SlotCache:
@@ -355,19 +363,22 @@ class SlotCache:
     def _row_scratch_bytes(self, held: int, copies: int) -> int:
         """Return the scratch bytes that compacting one row needs.
 
-        With kernels, these are copies of keys and values if the policy needs them, about ten numbers per token for ranking, and
-        the logits of every query head. Without kernels, these are copies of the kept tokens, three float32 forms of the keys, and
-        a tile of R-KV's similarities with its comparisons. R-KV needs the most memory of all policies.
+        These are two copies of the window's queries. With kernels, they are also copies of keys and values if the policy needs
+        them, numbers for ranking, and scores of every query head. Without kernels, they are also copies of keys, values and kept
+        tokens, three float32 forms of the keys, three more to decode codes, and a tile of R-KV's similarities. R-KV needs the
+        most memory of all policies.
         """
-        key_bytes = held * self.shape.head_dim * self.shape.dtype.itemsize
-        if self.quantiser is not None and not usable(self.shape.device):  # codes, and three float32 forms of the keys
-            key_bytes += held * self.shape.head_dim * 14
-        ring_bytes = 2 * self.shape.q_heads * self.ring * self.shape.head_dim * self.shape.dtype.itemsize
-        if usable(self.shape.device):
-            return ring_bytes + self.shape.kv_heads * (copies * key_bytes + 80 * held) + 8 * self.shape.q_heads * held
-        float_bytes = held * self.shape.head_dim * 4
-        similarity_bytes = min(held, TILE_ROWS) * held * 10
-        return ring_bytes + self.shape.kv_heads * (3 * key_bytes + 3 * float_bytes + similarity_bytes)
+        shape = self.shape
+        window_bytes = 2 * shape.q_heads * self.ring * shape.head_dim * shape.dtype.itemsize
+        key_bytes = held * shape.head_dim * shape.dtype.itemsize
+        if usable(shape.device):
+            head_bytes = copies * key_bytes + RANKING_BYTES * held
+            return window_bytes + shape.kv_heads * head_bytes + shape.q_heads * LOGIT_BYTES * held
+        float_bytes = 3 * held * shape.head_dim * torch.float32.itemsize
+        if self.quantiser is not None:
+            key_bytes += held * shape.head_dim * CODE_BYTES + float_bytes
+        similarity_bytes = min(held, TILE_ROWS) * held * SIMILARITY_BYTES
+        return window_bytes + shape.kv_heads * (3 * key_bytes + float_bytes + similarity_bytes)
 
     def ring_in_order(self, layer_R: Tensor, slot_R: Tensor, ends_R: Tensor) -> Tensor:
         """Return the queries of the window [R, Q, W, D], oldest first."""
