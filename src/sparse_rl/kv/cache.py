@@ -248,6 +248,10 @@ class SlotCache:
         self.lengths_S[slot] = held
         if self.prompts is not None and source.prompts is not None:
             self.prompts.pages_SP[slot] = source.prompts.pages_SP[source_slot]
+        self.copy_windows_and_states(source, source_slot, slot)
+
+    def copy_windows_and_states(self, source: "SlotCache", source_slot: int, slot: int) -> None:
+        """Copy only the windows and recurrent states of a sequence from another slot, of this cache or another one."""
         if self.windows is not None and source.windows is not None:
             self.windows.copy_slot(source.windows, source_slot, slot)
         if self.states is not None and source.states is not None:

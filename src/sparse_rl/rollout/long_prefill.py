@@ -66,13 +66,10 @@ def prefill_long(
         elif choices_TRK is not None:
             view.routing = ReplayedRouting(choices_TRK[view.start : view.stop].to(device))
         logits_11V = next_logits(model, piece, positions, view, keep=1)
-    if cache.windows is not None:
+    if schedule.compresses_prompt(tokens):  # the last piece has filled the slots of all samples
         for slot in prompt.slots[1:]:
-            cache.windows.copy_slot(cache.windows, first, slot)
-    if cache.states is not None:
-        for slot in prompt.slots[1:]:
-            cache.states.copy_slot(cache.states, first, slot)
-    if not schedule.compresses_prompt(tokens):
+            cache.copy_windows_and_states(cache, first, slot)
+    else:
         held = schedule.held_after_prefill(tokens)
         cache.positions_LSHC[:, first, :, :held] = torch.arange(held, dtype=torch.int32, device=device)
         cache.lengths_S[first] = held
