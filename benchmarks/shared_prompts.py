@@ -3,7 +3,7 @@
     python benchmarks/shared_prompts.py --json benchmarks/results/shared-prompts.json
 
 Shapes of Qwen2.5-1.5B (12 query heads, 2 kv heads) and 7B (28, 4), random keys in bfloat16, in 8 and in 4 bits, slots with 320 to 640
-tokens of their own, groups of 8 slots and of one. Microseconds of one layer, from a CUDA graph over four layers. Needs a GPU.
+tokens of their own. Groups have 8 slots, or 1 to 8, because groups of a run end one by one. Microseconds of one layer, from a CUDA graph over four layers. Needs a GPU.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparse_rl.bench.record import environment
 from sparse_rl.kernels.code_attention import attend_and_append_codes
+from sparse_rl.kernels.prompt_readers import members_of, prompt_readers
 from sparse_rl.kernels.rows import StoredCodes, StoredPrompts
 from sparse_rl.kernels.slot_attention import attend_and_append, splits_for
 from sparse_rl.rollout.decode import PROMPT_TOKENS
@@ -25,8 +26,8 @@ from sparse_rl.sizes import PAGE_TOKENS, pages_of
 
 HEADS = {"1.5B": (12, 2), "7B": (28, 4)}
 BITS = {"auto": 16, "8bit": 8, "4bit": 4}
-SLOTS = ((64, 8), (256, 8), (256, 1))
-"""Slots, and slots of a group."""
+SLOTS = ((64, 8, 8), (256, 8, 8), (256, 1, 8))
+"""Slots, and the fewest and most slots of a group."""
 PROMPTS = (256, 1100, 2048, 4096)
 DIM, OWN, LAYERS, REPEATS = 128, 640, 4, 10
 
@@ -37,8 +38,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    for dtype, shape, (slots, members), prompt in product(args.dtypes, HEADS, SLOTS, PROMPTS):
-        rows.append(measured(dtype, shape, slots, members, prompt))
+    for dtype, shape, (slots, fewest, most), prompt in product(args.dtypes, HEADS, SLOTS, PROMPTS):
+        rows.append(measured(dtype, shape, slots, fewest, most, prompt))
         print(json.dumps(rows[-1]), flush=True)
     if args.json:
         record = environment("shared_prompts", torch.device("cuda")) | {
@@ -49,25 +50,25 @@ def main() -> None:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measured(dtype: str, shape: str, slots: int, members: int, prompt: int) -> dict[str, Any]:
-    step, order_S = attention(BITS[dtype], *HEADS[shape], slots, members, prompt)
-    gap = (step(0, order_S) - step(0, None)).abs().max().item()
+def measured(dtype: str, shape: str, slots: int, fewest: int, most: int, prompt: int) -> dict[str, Any]:
+    step, readers_RM = attention(BITS[dtype], *HEADS[shape], slots, fewest, most, prompt)
+    gap = (step(0, readers_RM) - step(0, None)).abs().max().item()
     return {
         "dtype": dtype,
         "shape": shape,
         "slots": slots,
-        "members": members,
+        "group": [fewest, most],
         "prompt": prompt,
         "alone": microseconds(lambda layer: step(layer, None)),
-        "once": microseconds(lambda layer: step(layer, order_S)),
+        "once": microseconds(lambda layer: step(layer, readers_RM)),
         "largest difference": gap,
     }
 
 
 def attention(
-    bits: int, q_heads: int, kv_heads: int, slots: int, members: int, prompt: int
+    bits: int, q_heads: int, kv_heads: int, slots: int, fewest: int, most: int, prompt: int
 ) -> tuple[Callable[[int, Tensor | None], Tensor], Tensor]:
-    """Return a step of attention for a layer and an order of the slots, and the order of their prompts."""
+    """Return a step of attention for a layer and programs that read prompts, and these programs."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -89,26 +90,28 @@ def attention(
     positions = torch.zeros(LAYERS, slots, kv_heads, OWN, dtype=torch.int32, device="cuda")
     ring = normal(LAYERS, slots, q_heads, 0, DIM)
     lengths_S = torch.randint(OWN // 2, OWN - 1, (slots,), device="cuda", generator=generator)
-    pages, groups = pages_of(prompt), -(-slots // members)
+    sizes_n = torch.randint(fewest, most + 1, (slots,), device="cuda", generator=generator)
+    group_S = (torch.arange(slots, device="cuda")[:, None] >= sizes_n.cumsum(0)).sum(dim=1)
+    pages, groups = pages_of(prompt), int(group_S[-1]) + 1
     stored = held(groups * pages, PAGE_TOKENS)
     taken = torch.randperm(groups * pages, device="cuda", generator=generator).int().reshape(groups, pages)
-    table_SP = taken[torch.arange(slots, device="cuda") // members].contiguous()
+    table_SP = taken[group_S].contiguous()
     prompts_S = torch.full((slots,), prompt, device="cuda")
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     static = torch.zeros(kv_heads, DIM, device="cuda"), torch.ones(kv_heads, DIM, device="cuda")
 
-    def step(layer: int, order_S: Tensor | None) -> Tensor:
-        row_tokens = OWN + (PROMPT_TOKENS if order_S is None else 0)
+    def step(layer: int, readers_RM: Tensor | None) -> Tensor:
+        row_tokens = OWN + (PROMPT_TOKENS if readers_RM is None else 0)
         splits = splits_for(slots, kv_heads, row_tokens, processors)
         cached, pool = (tuple(each[layer] for each in tensors) for tensors in (own, stored))
         places = (positions[layer], ring[layer], lengths_S, lengths_S + prompts_S)
         if bits == 16:
-            prompts = StoredPrompts(*pool, table_SP, prompts_S, order_S)
+            prompts = StoredPrompts(*pool, table_SP, prompts_S, readers_RM)
             return attend_and_append(*new, *cached, *places, scale=DIM**-0.5, splits=splits, prompts=prompts)
-        codes = StoredCodes(pool, table_SP, prompts_S, order_S)
+        codes = StoredCodes(pool, table_SP, prompts_S, readers_RM)
         return attend_and_append_codes(*new, cached, *places, *static, scale=DIM**-0.5, splits=splits, prompts=codes)
 
-    return step, table_SP[:, 0].argsort()
+    return step, prompt_readers(table_SP[:, 0], members_of(q_heads // kv_heads)[1])
 
 
 def microseconds(step: Callable[[int], Tensor]) -> float:

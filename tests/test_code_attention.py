@@ -9,6 +9,7 @@ from sparse_rl.kernels.attention import attention_part, decode_attention, gather
 from sparse_rl.kernels.code_attention import attend_and_append_codes
 from sparse_rl.kernels.decode_codes import fused_decode
 from sparse_rl.kernels.form import PLAIN, AttentionForm
+from sparse_rl.kernels.prompt_readers import members_of, prompt_readers
 from sparse_rl.kernels.rows import StoredCodes
 from sparse_rl.kv.quantize import channel_range
 from sparse_rl.kv.storage import KeyScales, Quantiser, Stored
@@ -145,8 +146,8 @@ def test_a_prompt_of_codes_is_read_once_for_the_slots_that_share_it(name, q_head
     torch.manual_seed(0)
     slots, capacity, page = 19, 70, 64
     prompts = torch.tensor([130] * 9 + [64] + [7] * 8 + [0], device=DEVICE)
-    table = torch.tensor([[3, 11, 1]] * 9 + [[5, 0, 0]] + [[2, 0, 0]] * 8 + [[2, 8, 0]], device=DEVICE).int()
-    mixed = torch.randperm(slots, device=DEVICE)
+    table = torch.tensor([[3, 11, 1]] * 9 + [[5, 0, 0]] + [[2, 0, 0]] * 8 + [[3, 8, 0]], device=DEVICE).int()
+    mixed = torch.cat([torch.randperm(18), torch.tensor([18])]).to(DEVICE)  # a program reads the pages of its last slot
     prompts, table = prompts[mixed], table[mixed]
     form = form_of(kind, q_heads)
     quantiser = quantiser_of(name, kv_heads, dim, form)
@@ -163,9 +164,9 @@ def test_a_prompt_of_codes_is_read_once_for_the_slots_that_share_it(name, q_head
     state = (query, key, value, cached, places, ring, lengths, prompts + lengths, *(each[0] for each in quantiser.scales))
     alone, once = (
         attend_and_append_codes(
-            *state, scale=0.05, splits=splits, prompts=StoredCodes(stored, table, prompts, order), form=form
+            *state, scale=0.05, splits=splits, prompts=StoredCodes(stored, table, prompts, readers), form=form
         )
-        for order in (None, table[:, 0].argsort())
+        for readers in (None, prompt_readers(table[:, 0], members_of(q_heads // kv_heads)[1]))
     )
 
     def read(pages_1P, tokens):

@@ -22,6 +22,7 @@ from sparse_rl.kernels.importance import decode_importance, fused_importance, wi
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
 from sparse_rl.kernels.predicted import fused_logits
+from sparse_rl.kernels.prompt_readers import members_of, prompt_readers, readers_shape
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
 from sparse_rl.kernels.rows import Rows, StoredPrompts
 from sparse_rl.kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
@@ -104,8 +105,8 @@ def test_a_prompt_is_read_once_for_the_slots_that_share_it(q_heads, kv_heads, di
     a slot with its own prompt, one that has ended, whose page belongs to another group by now, soft caps and learned sinks."""
     slots, capacity, page = 19, 70, 64
     prompts = torch.tensor([130] * 9 + [64] + [7] * 8 + [0], device=DEVICE)
-    table = torch.tensor([[3, 11, 1]] * 9 + [[5, 0, 0]] + [[2, 0, 0]] * 8 + [[2, 8, 0]], device=DEVICE).int()
-    mixed = torch.randperm(slots, device=DEVICE)
+    table = torch.tensor([[3, 11, 1]] * 9 + [[5, 0, 0]] + [[2, 0, 0]] * 8 + [[3, 8, 0]], device=DEVICE).int()
+    mixed = torch.cat([torch.randperm(18), torch.tensor([18])]).to(DEVICE)  # a program reads the pages of its last slot
     prompts, table = prompts[mixed], table[mixed]
     stored = torch.randn(2, 12, kv_heads, page, dim, device=DEVICE).to(dtype)
     keys, values = torch.randn(2, slots, kv_heads, capacity, dim, device=DEVICE).to(dtype)
@@ -116,7 +117,8 @@ def test_a_prompt_is_read_once_for_the_slots_that_share_it(q_heads, kv_heads, di
     lengths = torch.randint(capacity, (slots,), device=DEVICE)
     state = (query, *new, keys, values, places, ring, lengths, prompts + lengths)
     tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
-    alone, shared = (StoredPrompts(*stored, table, prompts, order) for order in (None, table[:, 0].argsort()))
+    readers = prompt_readers(table[:, 0], members_of(q_heads // kv_heads)[1])
+    alone, shared = (StoredPrompts(*stored, table, prompts, each) for each in (None, readers))
     plain, full = AttentionForm(), AttentionForm(softcap=2.0, sinks_Q=torch.randn(q_heads, device=DEVICE))
     for read, form in ((shared, full), (shared, plain) if splits == 1 else (alone, full)):
         ours = attend_and_append(*state, scale=0.2, splits=splits, prompts=read, form=form)
@@ -525,3 +527,26 @@ def test_who_stays_is_who_the_sorts_would_keep(kind, scored, window, kept, sinks
         positions = torch.randint(1000, (rows, heads, scored + window), device=DEVICE).int()
         gone = torch.ones_like(positions, dtype=torch.bool).scatter_(2, chosen, False)
         assert torch.equal(dropped_positions(positions, chosen).flatten(), positions[gone])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "members", "programs"),
+    [
+        ([8] * 32, 8, 32),
+        ([5, 8, 3, 8, 1, 7] * 8, 8, 48),  # groups that have lost slots: a program reads one prompt
+        ([16, 3, 9], 8, 5),
+        ([2] * 40, 8, 10),  # more prompts than programs: slots are consecutive
+        ([1], 16, 1),
+        ([4], 1, 4),
+    ],
+)
+def test_a_program_reads_one_prompt_if_there_are_enough_programs(sizes, members, programs):
+    prompts = torch.tensor([number for number, size in enumerate(sizes) for _ in range(size)], device=DEVICE)
+    prompts = 3 * prompts[torch.randperm(len(prompts), device=DEVICE)]
+    readers = prompt_readers(prompts, members)
+    assert readers.shape == readers_shape(len(prompts), members)
+    assert sorted(readers[readers >= 0].tolist()) == list(range(len(prompts)))
+    used = [program[program >= 0] for program in readers if program.max() >= 0]
+    assert len(used) == programs
+    if len(sizes) <= len(readers):
+        assert all(len(prompts[program].unique()) == 1 for program in used)

@@ -1,5 +1,6 @@
 """The plan: what it counts is what there is, more of anything takes more, and whoever it cannot help it tells why."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -37,7 +38,7 @@ from sparse_rl.plan.memory import RESERVED_SHARE, largest_budget, peak_held, ste
 from sparse_rl.plan.output import parse_size
 from sparse_rl.plan.parts import gradient_bytes, resident
 from sparse_rl.plan.remedies import sentence
-from sparse_rl.plan.roofline import GPUS, ONCE_SHARE, communication, decode_step_s, find_gpu, step_time
+from sparse_rl.plan.roofline import GPUS, communication, decode_step_s, find_gpu, step_time
 from sparse_rl.train.distributed import refuse_too_large
 from sparse_rl.train.memory import checkpointed_layers, dense_slots, out_of_memory, peak_line, slots_of
 
@@ -139,7 +140,7 @@ def test_the_prompt_store_is_what_is_allocated():
         assert ours.parts["positions, queries"] == theirs.parts["positions, queries"] + store.side_bytes
     reads, before = decode_step_s(plan, find_gpu("H200")), decode_step_s(free, find_gpu("H200"))
     held = 256 * sizes.token_bytes(dims, 2) * 1100 / (find_gpu("H200").bandwidth * 0.9)
-    assert reads - before == pytest.approx(ONCE_SHARE * held)  # a prompt is read once for its samples
+    assert 0.2 * held < reads - before < 0.6 * held  # a prompt is read once for its samples
     lean = ["--optimizer.gradient-checkpointing", "--optimizer.state", "8bit", "--optimizer.tokens-per-microbatch", "5200"]
     fewer, more = (planned(*lean, *each, memory_gib=22, prompt_tokens=1100) for each in (flags, flags[2:]))
     assert fewer.fits and 1 < fewer.slots < more.slots < 256
@@ -208,18 +209,26 @@ def test_a_budget_that_never_evicts_is_said(flags, said, capsys):
 
 
 @pytest.mark.parametrize("stored", ["auto", "8bit", "4bit"])
-def test_a_step_reads_a_long_prompt_once_for_its_samples(stored):
-    """From a certain number of prompt keys on, as the engine does."""
-    flags = ("--kv.protect-prompt", "true", "--kv.dtype", stored, "--rollout.slots", "64", "--rollout.max-tokens", "2048")
-    gpu, held = GPUS["h200"], {}
-    for samples, tokens in ((8, 2001), (8, 3001), (4, 2001), (4, 3001)):
-        groups = 64 // samples
-        each = (*flags, "--rollout.samples-per-prompt", str(samples), "--rollout.prompts-per-step", str(groups))
-        plan = planned(*each, model="7B", memory_gib=141, prompt_tokens=tokens)
-        held[samples, tokens] = decode_step_s(plan, gpu)
-    once_s, alone_s = (held[samples, 3001] - held[samples, 2001] for samples in (8, 4))
-    in_16_bits = sizes.token_bytes(plan.dims, 2) / sizes.token_bytes(plan.dims, 2, stored)
-    assert once_s == pytest.approx(ONCE_SHARE * in_16_bits * alone_s, rel=1e-6)
+def test_long_prompts_are_planned_as_the_engine_reads_them(stored):
+    """Once for their samples, from the number of keys on at which the engine does, and faster then. No token makes a step faster.
+    An evaluation has one sample per prompt."""
+    gpu, step_s, evaluation_s = find_gpu("H200"), {}, {}
+    for samples, tokens in itertools.product((4, 8), (1024, 1025, 3025)):
+        flags = ["--kv.protect-prompt", "true", "--kv.dtype", stored, "--rollout.slots", "64", "--rollout.max-tokens", "2048"]
+        flags += ["--rollout.samples-per-prompt", str(samples), "--rollout.prompts-per-step", str(64 // samples)]
+        flags += ["--data.test", "arithmetic", "--eval.cache", "sparse", "--eval.problems", "64", "--eval.slots", "64"]
+        plan = planned(*flags, model="7B", memory_gib=141, prompt_tokens=tokens)
+        step_s[samples, tokens] = decode_step_s(plan, gpu)
+        evaluation_s[samples, tokens] = evaluation_times(plan, gpu)[0].seconds
+        dims = plan.dims.full
+        shape = CacheShape(dims.layers, dims.q_heads, dims.kv_heads, dims.head_dim, torch.bfloat16, torch.device("meta"))
+        store = PromptStore(shape, 64, 64, 4096)
+        store.choose_reads([tokens] * (64 // samples), samples)
+        assert store.reads_once is (samples == 8 and tokens > 1024)
+    assert step_s[8, 1024] == step_s[4, 1024] and step_s[8, 1025] < step_s[4, 1025]
+    assert step_s[8, 1024] < step_s[8, 1025]
+    assert step_s[8, 3025] - step_s[8, 1025] < 0.75 * (step_s[4, 3025] - step_s[4, 1025])
+    assert all(evaluation_s[8, tokens] == evaluation_s[4, tokens] for tokens in (1024, 1025, 3025))
 
 
 @pytest.mark.parametrize(("prompt_tokens", "max_tokens", "samples"), [(8, 7, 8), (100, 48, 2), (100, 64, 8), (256, 48, 8)])

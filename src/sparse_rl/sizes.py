@@ -57,10 +57,13 @@ PAGE_TOKENS = 64
 """Tokens of a page of the prompt store."""
 DENSE_SLOT_TOKENS = 2 * PAGE_TOKENS
 """Tokens of a dense slot. It holds the newest tokens of its sequence; the pool of pages holds the others."""
-ONCE_KEYS, ONCE_SAMPLES = 2**18, 8
-"""Prompt keys of a layer that the slots read in a step, tokens times kv heads, and samples per prompt, above which reading each
-prompt once was faster than reading it in each slot. Measured on an H200 in 16, 8 and 4 bits (benchmarks/shared_prompts.py): at
-140,000 keys up to 27 % slower, at 262,000 between 13 % slower and 37 % faster, from 281,000 on 8 to 73 % faster."""
+ONCE_KEYS = 2**18
+"""Prompt keys of a layer that the slots read in a step (tokens times kv heads), above which reading each prompt once for 8 samples
+is faster than reading it in each slot. Measured on an H200 in 16, 8 and 4 bits with 2 and 4 kv heads (benchmarks/shared_prompts.py):
+at 140,000 keys up to 27 % slower, at 262,000 between 13 % slower and 37 % faster, from 281,000 on 8 to 73 % faster."""
+ONCE_SAMPLES, ONCE_GROUP = 8, 8
+"""Fewest samples per prompt, and most query heads per kv head, with which that was measured. With more query heads, fewer slots
+share a read."""
 STRAGGLER_FACTOR = 2
 """Groups that the prompt store has room for, as a multiple of the groups that fill the slots. A group keeps its pages until its
 last sample ends. With 8 samples per group and uniform response lengths, about 1.8 times as many groups are alive (estimated)."""
@@ -212,9 +215,10 @@ def _rounded(pages: int) -> int:
     return -(-pages // step) * step
 
 
-def reads_prompts_once(kv_heads: int, itemsize: int, prompt_tokens: float, slots: int, samples: int) -> bool:
-    """Return whether a decode step reads a stored prompt once for all its slots, which is faster for long prompts."""
-    return itemsize == 2 and samples >= ONCE_SAMPLES and slots * prompt_tokens * kv_heads > ONCE_KEYS
+def reads_prompts_once(shape: AttentionShape, itemsize: int, prompt_tokens: float, slots: int, samples: int) -> bool:
+    """Return whether a decode step reads a stored prompt once for several slots, which is faster for long prompts."""
+    many = samples >= ONCE_SAMPLES and shape.q_heads <= ONCE_GROUP * shape.kv_heads
+    return itemsize == 2 and many and slots * prompt_tokens * shape.kv_heads > ONCE_KEYS
 
 
 def page_table_width(longest: int) -> int:

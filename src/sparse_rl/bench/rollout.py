@@ -56,7 +56,7 @@ class RolloutArm:
     decode_tokens_per_s: float | None = None
     roofline_share: float | None = None
     """Measured speed as a share of the roofline, which counts the matrix products and one read of the weights and of the held
-    keys and values."""
+    keys and values. If a prompt is read once for several slots, it counts once for its samples."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     """Seconds of the whole call by phase: prefill, decode, compaction, host."""
     decode_by_part: dict[str, float] = field(default_factory=dict)
@@ -221,8 +221,10 @@ def engine_arm(
     arm.held_tokens = mean_held(kv, args.prompt_tokens, max(lengths), mean_response_tokens_held(lengths))
     arm.seconds_by_part = {name: getattr(stats, f"{name}_s") for name in ("prefill", "decode", "compaction", "host")}
     if engine.use_graphs:
-        arm.roofline_share = share_of_roofline(model, kv, slots, arm.held_tokens, arm.decode_tokens_per_s)
-        stored = args.prompt_tokens if kv.stores_prompts else 0
+        stored, read = args.prompt_tokens if kv.stores_prompts else 0, arm.held_tokens
+        if engine.cache.prompts is not None and engine.cache.prompts.reads_once:
+            read -= stored * (1 - 1 / samples)
+        arm.roofline_share = share_of_roofline(model, kv, slots, read, arm.decode_tokens_per_s)
         arm.decode_by_part = kernel_shares(decode_chunks(engine, int(arm.held_tokens), stored), PARTS)
     return arm
 

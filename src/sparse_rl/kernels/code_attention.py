@@ -1,6 +1,6 @@
-"""One decode step of one layer over a cache of 8-bit or 4-bit codes, in one launch. The kernels are in `attention_8bit.py` and
-`attention_4bit.py`. If the slots are given in the order of their prompts, another launch reads each prompt once for several
-slots (`prompt_codes.py`).
+"""One decode step of one layer over a cache of 8-bit or 4-bit codes. The kernels are in `attention_8bit.py` and
+`attention_4bit.py`. If the slots are assigned to programs by their prompts, another launch reads a prompt once for several slots
+(`prompt_codes.py`). If several programs share a row, a last launch combines their parts.
 
 The torch reference is `SlotCache.append`, `SlotCache.read` and `attention.decode_attention`, or `attention.prompt_attention` and
 `attention_part` with a prompt store.
@@ -57,7 +57,7 @@ def attend_and_append_codes(
     group, window, words = q_heads // kv_heads, ring_SQWD.shape[2], width // 2
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
-    shared = prompts is not None and prompts.order_S is not None
+    shared = prompts is not None and prompts.readers_RM is not None
     prompt_splits, parts, marks = part_buffers(out, kv_heads, splits, shared=shared)
     parts_of_row = splits + prompt_splits
     stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, BLOCK

@@ -17,7 +17,7 @@ from .codes import _parts
 from .form import AttentionForm
 from .jit import jit, next_power_of_2, precision, product, tl
 from .rows import StoredCodes
-from .slot_attention import _cap, members_of, prompt_block
+from .slot_attention import _cap, prompt_block
 
 
 def attend_prompts(
@@ -35,19 +35,19 @@ def attend_prompts(
 
     `words` are the stored codes as words of two bytes, and their steps. `static` are the centre and the step of the channels.
     """
-    slots, q_heads, dim = queries_SQD.shape
+    q_heads, dim = queries_SQD.shape[1:]
     kv_heads, page, width = words[0].shape[1:]
-    group = q_heads // kv_heads
-    group_pad, members = members_of(group)
-    bits = 16 * width // dim
-    _attend_prompt_codes[(-(-slots // members), kv_heads, splits)](
-        *(queries_SQD, *words, prompts.pages_SP, prompts.lengths_S, prompts.order_S, prompts.pages_SP.stride(0)),
+    group, bits = q_heads // kv_heads, 16 * width // dim
+    assert prompts.readers_RM is not None and queries_SQD.element_size() == 2
+    programs, members = prompts.readers_RM.shape
+    _attend_prompt_codes[(programs, kv_heads, splits)](
+        *(queries_SQD, *words, prompts.pages_SP, prompts.lengths_S, prompts.readers_RM, prompts.pages_SP.stride(0)),
         *(*static, parts_SQnD, marks_SQn2, scale, 1.0 if form.softcap is None else form.softcap),
-        *(queries_SQD.stride(0), queries_SQD.stride(1), slots),
+        *(queries_SQD.stride(0), queries_SQD.stride(1)),
         BITS=bits,
         MEMBERS=members,
         GROUP=group,
-        GROUP_PAD=group_pad,
+        GROUP_PAD=next_power_of_2(group),
         HEADS=kv_heads,
         DIM=dim,
         WORDS_PAD=max(16, next_power_of_2(width)),
@@ -95,21 +95,21 @@ def _column_channels(columns, BITS: tl.constexpr, DIM: tl.constexpr, WORDS_PAD: 
 
 @jit
 def _attend_prompt_codes(
-    q_ptr, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, pages_ptr, prompts_ptr, order_ptr, pages_slot,
-    centre_ptr, step_ptr, parts_ptr, marks_ptr, scale, softcap, q_slot, q_head, slots,
+    q_ptr, keys_ptr, values_ptr, key_steps_ptr, value_steps_ptr, pages_ptr, prompts_ptr, readers_ptr, pages_slot,
+    centre_ptr, step_ptr, parts_ptr, marks_ptr, scale, softcap, q_slot, q_head,
     BITS: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
     SHIFTED: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from several slots to their prompts. Slots are in the order of their prompts, so most of them have the same one."""
+    """Attend from the slots of a program to their prompts, which are mostly one."""
     WORDS: tl.constexpr = DIM * BITS // 16
     ROWS: tl.constexpr = MEMBERS * GROUP_PAD
     head, split = tl.program_id(1), tl.program_id(2)
     r, n = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     c, in_dim = _column_channels(tl.arange(0, WORDS_PAD * (16 // BITS)), BITS, DIM, WORDS_PAD)
     member, g = tl.program_id(0) * MEMBERS + r // GROUP_PAD, r % GROUP_PAD
-    real = (member < slots) & (g < GROUP)
-    slot = tl.load(order_ptr + member, mask=real, other=0).to(tl.int64)
+    slot = tl.load(readers_ptr + member, mask=g < GROUP, other=-1).to(tl.int64)
+    real = slot >= 0
     length = tl.load(prompts_ptr + slot, mask=real, other=0).to(tl.int32)
     prompt = tl.load(pages_ptr + slot * pages_slot, mask=real, other=-1).to(tl.int32)  # a prompt is known by its first page
     mask = real[:, None] & in_dim[None, :]

@@ -55,8 +55,8 @@ class StoredPrompts:
     """Pages of each slot, int32."""
     lengths_S: Tensor
     """Tokens in the pages of each slot."""
-    order_S: Tensor | None = None
-    """Slots in the order of their first pages, if pages are shared: a program then reads a prompt once for several slots."""
+    readers_RM: Tensor | None = None
+    """Slots of each program that reads prompts (`prompt_readers`); None if every slot reads its own."""
 
 
 @dataclass(frozen=True)
@@ -69,5 +69,5 @@ class StoredCodes:
     """Pages of each slot, int32."""
     lengths_S: Tensor
     """Tokens in the pages of each slot."""
-    order_S: Tensor | None = None
-    """Slots in the order of their first pages, if pages are shared, as in `StoredPrompts`."""
+    readers_RM: Tensor | None = None
+    """Slots of each program that reads prompts, as in `StoredPrompts`."""

@@ -3,7 +3,7 @@
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
 one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
 the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If the
-slots are given in the order of their prompts, another launch reads each prompt once for several slots. If several programs share
+slots are assigned to programs by their prompts (`prompt_readers.py`), another launch reads a prompt once for several slots. If several programs share
 a row, a last launch combines their parts. `attend_in_ring` runs the same kernel over the ring buffers of a sliding-window layer;
 the reference is `WindowStore.append` and `attention.decode_attention`.
 """
@@ -18,12 +18,9 @@ from torch import Tensor
 
 from .form import PLAIN, AttentionForm
 from .jit import jit, next_power_of_2, precision, product, tl
+from .prompt_readers import members_of
 from .rows import StoredPrompts
 
-MEMBERS = 8
-"""Maximum number of slots of a program over stored prompts. It reads each of their prompts once."""
-PROMPT_ROWS = 64
-"""Maximum number of queries of such a program. Registers hold their sums."""
 PROMPT_SPLITS = 64
 """Maximum number of programs that share the prompts of these slots."""
 BLOCK = 64
@@ -100,7 +97,7 @@ def _launch(
     group, window = q_heads // kv_heads, 0 if wraps else ring_SQWD.shape[2]
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
-    shared = prompts is not None and prompts.order_S is not None
+    shared = prompts is not None and prompts.readers_RM is not None
     prompt_splits, parts, marks = part_buffers(out, kv_heads, splits, shared=shared)
     parts_of_row = splits + prompt_splits
     block = BLOCK if dim <= 128 and splits > 1 else BLOCK // 2
@@ -109,14 +106,14 @@ def _launch(
         stored = (prompts.keys_NHTD, prompts.values_NHTD, prompts.pages_SP, prompts.lengths_S)
         width, page = prompts.pages_SP.stride(0), prompts.keys_NHTD.shape[2]
     softcap = 1.0 if form.softcap is None else form.softcap
-    if prompts is not None and shared:
-        group_pad, members = members_of(group)
-        _attend_prompts[(-(-slots // members), kv_heads, prompt_splits)](
-            *(queries, *stored, prompts.order_S, width, parts, marks, scale, softcap),
-            *(queries.stride(0), queries.stride(1), slots),
+    if prompts is not None and prompts.readers_RM is not None:
+        programs, members = prompts.readers_RM.shape
+        _attend_prompts[(programs, kv_heads, prompt_splits)](
+            *(queries, *stored, prompts.readers_RM, width, parts, marks, scale, softcap),
+            *(queries.stride(0), queries.stride(1)),
             MEMBERS=members,
             GROUP=group,
-            GROUP_PAD=group_pad,
+            GROUP_PAD=next_power_of_2(group),
             HEADS=kv_heads,
             DIM=dim,
             DIM_PAD=max(16, next_power_of_2(dim)),
@@ -195,12 +192,6 @@ def prompt_block(dim: int, page: int) -> int:
 def prompt_splits_for(slots: int, members: int, kv_heads: int, device: torch.device) -> int:
     """Return the number of programs that share the prompts of `members` slots."""
     return max(1, min(PROMPT_SPLITS, 2 * processors_of(device) // (-(-slots // members) * kv_heads)))
-
-
-def members_of(group: int) -> tuple[int, int]:
-    """Return the padded number of query heads per kv head, and the slots of a program. A matrix product has 16 rows or more."""
-    group_pad = next_power_of_2(group)
-    return group_pad, max(1, 16 // group_pad, min(MEMBERS, PROMPT_ROWS // group_pad))
 
 
 def processors_of(device: torch.device) -> int:
@@ -344,18 +335,18 @@ def _attend(
 
 @jit
 def _attend_prompts(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, prompts_ptr, order_ptr, pages_slot, parts_ptr, marks_ptr, scale, softcap,
-    q_slot, q_head, slots,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, prompts_ptr, readers_ptr, pages_slot, parts_ptr, marks_ptr, scale, softcap,
+    q_slot, q_head,
     MEMBERS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from several slots to their prompts. Slots are in the order of their prompts, so most of them have the same one."""
+    """Attend from the slots of a program to their prompts, which are mostly one."""
     head, split = tl.program_id(1), tl.program_id(2)
     r, d, n = tl.arange(0, MEMBERS * GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, BLOCK)
     member, g = tl.program_id(0) * MEMBERS + r // GROUP_PAD, r % GROUP_PAD
-    real, in_dim = (member < slots) & (g < GROUP), d < DIM
-    slot = tl.load(order_ptr + member, mask=real, other=0).to(tl.int64)
+    slot = tl.load(readers_ptr + member, mask=g < GROUP, other=-1).to(tl.int64)
+    real, in_dim = slot >= 0, d < DIM
     length = tl.load(prompts_ptr + slot, mask=real, other=0).to(tl.int32)
     prompt = tl.load(pages_ptr + slot * pages_slot, mask=real, other=-1).to(tl.int32)  # a prompt is known by its first page
     mask = real[:, None] & in_dim[None, :]

@@ -52,7 +52,7 @@ class PromptStore:
         """Read prompts once in a call with `samples` responses to each of these prompts, if that is faster."""
         running = min(self.slots, samples * len(prompt_lengths))
         tokens = sum(prompt_lengths) / len(prompt_lengths)
-        once = reads_prompts_once(self.shape.kv_heads, self.shape.dtype.itemsize, tokens, running, samples)
+        once = reads_prompts_once(self.shape, self.shape.dtype.itemsize, tokens, running, samples)
         self.reads_once = once and not self.responses
 
     @property

@@ -30,7 +30,7 @@ def evaluation_times(plan: Plan, gpu: GPU) -> list[EvaluationTime]:
         kv = config.sampler_kv if cache == "sparse" else KV(policy="full")
         sampler_alone = config.eval.slots == "auto" and kv == config.sampler_kv
         slots = min(sampler_slots(plan) if sampler_alone else plan.evaluation_slots, rank_problems)
-        seconds = sets * (decode_all_s(plan, gpu, rank_problems, slots, kv) + prefill_s(plan, gpu, rank_problems))
+        seconds = sets * (decode_all_s(plan, gpu, rank_problems, slots, kv, samples=1) + prefill_s(plan, gpu, rank_problems))
         found.append(EvaluationTime(cache, sets * problems, slots, seconds))
     return found
 

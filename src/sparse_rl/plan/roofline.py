@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..config import KV, SHADOW_METHODS, Config
 from ..errors import UserError
 from ..format import GIB
-from ..sizes import reads_prompts_once, token_bytes
+from ..sizes import ONCE_KEYS, reads_prompts_once, token_bytes
 from .dimensions import Dimensions
 from .memory import Plan
 from .microbatch import rollouts_of_rank, samples_per_computed_prompt
@@ -24,9 +24,10 @@ LEARNER_MFU = 0.4
 UNMERGED_SLOWDOWN = 3.1
 """Factor by which a decode step with unmerged adapters is slower, measured with a 7B model on an H200 (3,674 and 1,170 tokens per
 second). Adapters on a base in 4 bits are not merged."""
-ONCE_SHARE = 0.3
-"""Time to read shared prompts once for all slots, as a share of reading them in every slot in 16 bits. From differences of prompt
-lengths on an H200 (benchmarks/shared_prompts.py): 0.21 to 0.47 in 16, 8 and 4 bits."""
+ONCE_SHARE = 0.2
+"""Time of a prompt token beyond `ONCE_KEYS`, if prompts are read once for 8 samples, relative to the computed time of reading it in
+every slot in 16 bits. Measured on an H200 from 2,048 to 4,096 tokens in 16, 8 and 4 bits (benchmarks/shared_prompts.py): 0.16 to
+0.21."""
 HOST_BYTES_PER_S = 20e9
 """Assumed bandwidth between GPU and host memory in bytes per second, for an offloaded optimizer."""
 
@@ -147,26 +148,28 @@ def pairs(length: int, window: int | None) -> float:
     return length**2 / 2 if window is None or window >= length else window * length - window**2 / 2
 
 
-def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None = None) -> float:
-    """Return the seconds of a decode step at the mean number of cached tokens, by default of the sampler's slots and cache."""
+def decode_step_s(plan: Plan, gpu: GPU, slots: int | None = None, kv: KV | None = None, samples: int | None = None) -> float:
+    """Return the seconds of a decode step at the mean number of cached tokens, by default of the sampler's slots and cache, and
+    of the samples per prompt of a training step."""
     longest = plan.config.rollout.max_tokens
     kv = kv or plan.config.sampler_kv
     slots, dims, prompt = slots or plan.running, plan.dims, plan.prompt_tokens
     held = mean_held(kv, prompt, longest, longest / 2)
     size, in_window = itemsize(plan.config), mean_in_window(dims.window or 0, prompt, longest)
-    samples = plan.config.rollout.samples_per_prompt
-    if kv.stores_prompts and reads_prompts_once(dims.full.kv_heads, size, prompt, slots, samples):
+    samples = samples or plan.config.rollout.samples_per_prompt
+    if kv.stores_prompts and reads_prompts_once(dims.full, size, prompt, slots, samples):
+        further = prompt - ONCE_KEYS / (slots * dims.full.kv_heads)  # both ways take the same time up to there
         in_16_bits = token_bytes(dims.full, size) / token_bytes(dims.full, size, kv.dtype)
-        held -= prompt * (1 - ONCE_SHARE * in_16_bits)
+        held -= further * (1 - ONCE_SHARE * in_16_bits)
     slowdown = UNMERGED_SLOWDOWN if plan.config.model.lora.base == "4bit" else 1.0
     return slowdown * decode_s(dims, slots, held, size, gpu, kv.dtype, in_window=in_window)
 
 
-def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None) -> float:
+def decode_all_s(plan: Plan, gpu: GPU, rollouts: int, slots: int, kv: KV | None = None, samples: int | None = None) -> float:
     """Return the seconds to decode `rollouts` responses of full length in waves of `slots`."""
     waves, rest = divmod(rollouts, slots)
-    last = decode_step_s(plan, gpu, rest, kv) if rest else 0.0
-    return plan.config.rollout.max_tokens * (waves * decode_step_s(plan, gpu, slots, kv) + last)
+    last = decode_step_s(plan, gpu, rest, kv, samples) if rest else 0.0
+    return plan.config.rollout.max_tokens * (waves * decode_step_s(plan, gpu, slots, kv, samples) + last)
 
 
 def prefill_s(plan: Plan, gpu: GPU, prompts: float) -> float:

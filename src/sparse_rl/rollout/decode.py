@@ -33,7 +33,7 @@ class DecodeView:
 
     If the cache has a prompt store, a slot attends to the first `prompts` tokens in its pages and then to its own tokens.
     `longest` and `even` describe the lengths of the slots including the new token, as known on the host; a kernel reads the
-    lengths on the device. `order` lists the slots in the order of their prompts: a kernel then reads a prompt once for its slots.
+    lengths on the device. With `readers`, a kernel reads a prompt once for several slots (`prompt_readers`).
     With `kernels=False` no kernel is compiled. With `updates_states=False` recurrent layers do not change the slots' states.
     """
 
@@ -45,7 +45,7 @@ class DecodeView:
         positions_S: Tensor,
         lengths_S: Tensor,
         prompts_S: Tensor | None = None,
-        order_S: Tensor | None = None,
+        readers_RM: Tensor | None = None,
         *,
         longest: int = 0,
         even: bool = False,
@@ -54,14 +54,14 @@ class DecodeView:
     ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
         self.prompts_S = None if cache.prompts is None else prompts_S
-        self.order_S = order_S
+        self.readers_RM = readers_RM
         self.updates_states = updates_states
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = processors_of(cache.shape.device)
             row_tokens = cache.capacity
-            if cache.prompts is not None and order_S is None:
+            if cache.prompts is not None and readers_RM is None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
             if cache.windows is not None:
@@ -127,12 +127,12 @@ class DecodeView:
         own = cache.stored.map(lambda tensor: tensor[layer])
         prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
         if cache.quantiser is not None:
-            codes = None if prompt is None else StoredCodes(prompt, *self._pages(), self.order_S)
+            codes = None if prompt is None else StoredCodes(prompt, *self._pages(), self.readers_RM)
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(
                 *new, own, *bookkeeping, *scales, prompts=codes, scale=scale, form=form, splits=self.splits
             )
-        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.order_S)
+        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.readers_RM)
         return attend_and_append(
             *new, own.keys, own.values, *bookkeeping, prompts=prompts, scale=scale, form=form, splits=self.splits
         )

@@ -23,6 +23,7 @@ from ..kernels.draw import draw_and_advance
 from ..kernels.jit import next_power_of_2, usable, why_not
 from ..kernels.linear import decode_context
 from ..kernels.nucleus import Truncation
+from ..kernels.prompt_readers import members_of, prompt_readers, readers_shape
 from ..kv.cache import SlotCache
 from ..models.compile import decoding, fuse_projections
 from ..models.routing import RecordedRouting, Routers
@@ -156,7 +157,9 @@ class GraphRunner:
             fuse_projections(model)
             torch.cuda.empty_cache()  # no later allocation fits the blocks that the weights freed
         self.stores = (cache.prompts, cache.windows)
-        self.reads_once, self.order_S = False, torch.arange(cache.slots, device=device)
+        self.members = members_of(cache.shape.q_heads // cache.shape.kv_heads)[1]
+        self.reads_once = False
+        self.readers_RM = torch.full(readers_shape(cache.slots, self.members), -1, device=device)
         self.state = torch.zeros(len(STATE), cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(len(STATE), cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
@@ -197,10 +200,8 @@ class GraphRunner:
         host.fill(0)
         for row, name in enumerate(STATE[:-1]):  # each launch sets the last row on the device
             host[row, : self.active] = getattr(slots, name)
-        prompts = self.cache.prompts
-        self.reads_once = prompts is not None and prompts.reads_once
-        if prompts is not None and self.reads_once:  # before a capture, whose first steps run with it
-            self.order_S[:size] = prompts.pages_SP[:size, 0].argsort()
+        self._upload()
+        self._assign_readers(size)  # before a capture, whose first steps run with them
         key = (size, sampling.temperature == 0, truncates(sampling), self.records, self.reads_once)
         if key not in self.graphs:
             try:
@@ -229,6 +230,16 @@ class GraphRunner:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.cache.shape.device))
         return PendingSteps(done, *(host[rows, : self.active] for host, _ in copied))
+
+    def _assign_readers(self, slots: int) -> None:
+        """Decide whether programs read a prompt once for several slots, and assign the slots to them."""
+        prompts = self.cache.prompts
+        self.reads_once = prompts is not None and prompts.reads_once
+        if prompts is not None and self.reads_once:
+            stored_S = self.state[STATE.index("prompts"), :slots]
+            first_page_S = torch.where(stored_S > 0, prompts.pages_SP[:slots, 0], -1)
+            programs, _ = readers_shape(slots, self.members)
+            self.readers_RM[:programs] = prompt_readers(first_page_S, self.members)
 
     def _upload(self) -> None:
         self.state.copy_(self.host, non_blocking=True)
@@ -269,8 +280,11 @@ class GraphRunner:
     def _step(self, slots: int, sampling: Sampling, *, updates_states: bool = True) -> None:
         state = {name: row[:slots] for name, row in zip(STATE, self.state, strict=True)}
         tokens_S, positions_S = state["tokens"], state["positions"]
-        order_S = self.order_S[:slots] if self.reads_once else None
-        view = DecodeView(self.cache, positions_S, state["lengths"], state["prompts"], order_S, updates_states=updates_states)
+        programs, _ = readers_shape(slots, self.members)
+        readers_RM = self.readers_RM[:programs] if self.reads_once else None
+        view = DecodeView(
+            self.cache, positions_S, state["lengths"], state["prompts"], readers_RM, updates_states=updates_states
+        )
         if self.records and self.routing is not None:
             view.routing = RecordedRouting(self.routing.step_SRK[:slots])
         logits_SV = next_logits(self.model, tokens_S[:, None], positions_S[:, None], view, keep=1)[:, -1]
