@@ -114,6 +114,28 @@ def test_stats_count_what_happened(model):
     assert stats.scratch_bytes == 2 * 40 * 2 * 16 * 4  # one layer's keys and values of the prompt
 
 
+@pytest.mark.parametrize("protect", [True, False])
+@pytest.mark.parametrize(("budget", "interval"), [(16, 8), (17, 8), (22, 1)])
+def test_a_budget_is_said_to_never_evict_where_the_engine_never_compacts(model, budget, interval, protect):
+    kv = KV(policy="rkv", budget=budget, interval=interval, window=4, sinks=2, protect_prompt=protect)
+    prompt = [5, 6, 7]
+    engine = Engine(model, kv, slots=2)
+    for tokens in range(15, 35):  # 25 = 3 * 8 + 1: the compaction after 24 tokens would come after the end
+        engine.generate([prompt], sampling=Sampling(max_tokens=tokens, stop=()))
+        said = kv.never_evicts(len(prompt), tokens)
+        assert (said is None) == (engine.stats.compactions > 0), (tokens, said)
+
+
+def test_an_interval_that_is_suggested_evicts():
+    kv = KV(policy="rkv", budget=97, interval=128, protect_prompt=True)
+    for tokens, interval in ((100, 2), (101, 3), (110, 6), (128, 8)):
+        said = kv.never_evicts(5, tokens)
+        assert said.endswith(f"Lower kv.interval, for example to {interval}, or use a dense cache.")
+        assert kv.changed(interval=interval).never_evicts(5, tokens) is None
+    told = "a response has at most 97 tokens at a compaction. Each slot still allocates 225 tokens. Lower kv.budget"
+    assert told in kv.never_evicts(5, 99)  # no interval helps
+
+
 def test_the_model_keeps_its_mode_and_its_gradients(model):
     model.train()
     Engine(model, SMALL, slots=1).generate([[5, 6]], sampling=Sampling(max_tokens=3))

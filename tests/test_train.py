@@ -690,20 +690,20 @@ def test_prompts_that_fill_the_budget_are_told_what_protects_them():
     assert "1 of 2 prompts are longer" in kv.remark([[0], [0] * 101], 500)
     assert kv.remark([[0] * 40, [0] * 50, [0] * 90], 500) is kv.remark([], 500) is None
     protected = KV(policy="rkv", budget=100, interval=1, protect_prompt=True)
-    assert protected.remark(half, 102) is None
+    assert protected.remark(half, 103) is None
     assert "kv.budget = 100 never evicts: a response has at most 100 tokens." in protected.remark(half, 100)
 
 
 def test_an_interval_that_leaves_no_compaction_is_told():
-    """The last compaction of a response of 128 tokens finds 96 tokens, and a shorter response has none."""
+    """The last compaction of a response of 129 tokens finds 96 tokens, and a shorter response has none."""
     kv = KV(policy="rkv", budget=100, interval=32, protect_prompt=True)
     told = "kv.budget = 100 with kv.interval = 32 never evicts: a response has at most 96 tokens at the last compaction."
-    assert kv.remark([[0]], 128).startswith(told) and kv.remark([[0]], 129) is None
+    assert kv.remark([[0]], 129).startswith(told) and kv.remark([[0]], 130) is None
     whole = kv.changed(interval=128)
-    assert "never evicts: a response of 128 tokens ends before the first compaction." in whole.remark([[0]], 128)
+    assert "never evicts: a response of 129 tokens ends before the first compaction." in whole.remark([[0]], 129)
     evictable = whole.changed(protect_prompt=False)
     assert (
-        evictable.remark([[0] * 101], 128).startswith("1 of 1 prompts are longer") and evictable.remark([[0] * 5], 129) is None
+        evictable.remark([[0] * 101], 128).startswith("1 of 1 prompts are longer") and evictable.remark([[0] * 5], 130) is None
     )
 
 

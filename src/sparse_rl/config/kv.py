@@ -113,25 +113,48 @@ class KV(Section):
         the smallest budget that is tried."""
         if self.policy == "full":
             return None
-        least = self.least_auto if self.budget == "auto" else self.budget
+        held = self.held_at_last_compaction(prompt_tokens, max_tokens, self.interval)
+        if held > self.smallest_tried:
+            return None
         counted, what = (0, "a response has") if self.protect_prompt else (prompt_tokens, "a prompt and its response have")
-        longest = counted + max_tokens
-        if longest <= least:
+        longest, interval = counted + max_tokens, self.evicting_interval(prompt_tokens, max_tokens)
+        if interval is None:
             if self.budget == "auto":
                 return None  # the run refuses it with the lengths of all prompts
+            most = self.held_at_last_compaction(prompt_tokens, max_tokens, 1)
+            when = f"{longest:,} tokens" if longest <= self.budget else f"{most:,} tokens at a compaction"
             return (
-                f"kv.budget = {self.budget} never evicts: {what} at most {longest:,} tokens. Each slot still allocates "
-                f"{self.capacity:,} tokens. Lower kv.budget (docs/choosing-a-budget.md), or use a dense cache."
+                f"kv.budget = {self.budget} never evicts: {what} at most {when}. Each slot still allocates {self.capacity:,} tokens. "
+                "Lower kv.budget (docs/choosing-a-budget.md), or use a dense cache."
             )
-        last = (max_tokens - 1) // self.interval * self.interval  # the last token does not enter the cache
-        if counted + last > least:
-            return None
-        held = f"{what} at most {counted + last:,} tokens at the last compaction"
-        when = held if last else f"a response of {max_tokens:,} tokens ends before the first compaction"
+        when = f"{what} at most {held:,} tokens at the last compaction"
+        if max_tokens - 2 < self.interval:
+            when = f"a response of {max_tokens:,} tokens ends before the first compaction"
         return (
             f"kv.budget = {self.budget} with kv.interval = {self.interval} never evicts: {when}. Lower kv.interval, for "
-            f"example to {max(1, max_tokens // 16)}, or use a dense cache."
+            f"example to {interval}, or use a dense cache."
         )
+
+    def held_at_last_compaction(self, prompt_tokens: int, max_tokens: int, interval: int) -> int:
+        """Return the tokens that the budget counts at the last compaction of a sequence of these lengths.
+
+        The last token does not enter the cache. When the one before it enters, the sequence ends and is not compacted.
+        """
+        entered = max(0, max_tokens - 2) // interval * interval
+        return entered + (0 if self.protect_prompt else prompt_tokens)
+
+    def evicting_interval(self, prompt_tokens: int, max_tokens: int) -> int | None:
+        """Return the largest interval, of at most a sixteenth of the response, with which a sequence of these lengths fills the
+        budget at a compaction; None if none does."""
+        for interval in range(max(1, max_tokens // 16), 0, -1):
+            if self.held_at_last_compaction(prompt_tokens, max_tokens, interval) > self.smallest_tried:
+                return interval
+        return None
+
+    @property
+    def smallest_tried(self) -> int:
+        """`budget` as a number. If it is auto, the smallest budget that is tried."""
+        return self.least_auto if self.budget == "auto" else self.budget
 
     @property
     def quantised(self) -> bool:
@@ -168,7 +191,7 @@ class KV(Section):
             return self.window
         if not self.window_follows_budget:
             return SCORING_WINDOW
-        return (self.least_auto if self.budget == "auto" else self.budget) // 2
+        return self.smallest_tried // 2
 
     @property
     def window_follows_budget(self) -> bool:
