@@ -358,6 +358,35 @@ def test_contradictions_are_refused_with_the_remedy(world, tmp_path, capsys):
         KV(policy="rkv", budget="auto", protect_prompt=False).capacity  # noqa: B018
 
 
+def test_a_run_in_which_no_budget_that_is_tried_can_evict_is_refused(world, tmp_path, capsys):
+    """No smaller interval would help."""
+    protected = [*AUTO, "--kv.protect-prompt", "true"]
+    told = "kv.budget = auto tries budgets from 16 tokens on, and none evicts: a response has at most "
+    for tokens, most in (("14", "14 tokens"), ("16", "16 tokens"), ("18", "16 tokens at a compaction")):
+        sentence = refused(capsys, *arguments(world, tmp_path / "run", *protected, "--rollout.max-tokens", tokens))
+        assert sentence == f"{told}{most}. Raise rollout.max_tokens to 22 or more, or train dense."
+    wide = [*protected, "--kv.window", "40", "--rollout.max-tokens", "60"]
+    told = "kv.budget = auto tries budgets from 88 tokens on, and none evicts: a response has at most 60 tokens. Raise "
+    told += "rollout.max_tokens to 94 or more, lower kv.window or kv.sinks, or train dense."
+    assert refused(capsys, *arguments(world, tmp_path / "run", *wide)) == told
+    whole = [*AUTO, "--rollout.max-tokens", "4"]
+    assert "none evicts: a prompt and its response have at most 13 tokens. Raise rollout.max_tokens to 10 or more" in refused(
+        capsys, *arguments(world, tmp_path / "run", *whole)
+    )
+
+
+@pytest.mark.parametrize("window", range(0, 20))
+def test_the_smallest_budget_that_is_tried_is_the_one_that_must_evict(window):
+    """The shortest response that a sentence names is enough for it."""
+    kv = KV(policy="rkv", budget="auto", window=window, interval=4)
+    needed = int(re.search(r"Raise rollout.max_tokens to (\d+) or more", kv.never_evicts(5, 8))[1])
+    smaller = [tokens for tokens in range(1, 2 * needed) if kv.never_evicts(5, tokens)]
+    assert smaller == list(range(1, needed))
+    config = Config(kv=kv.model_dump(), rollout={"max_tokens": needed})
+    least = budgets_that_fit(config, None, 5)[0]
+    assert least == kv.least_auto and config.with_budget(least).kv.never_evicts(5, needed) is None
+
+
 def test_targets_that_no_budget_reaches_are_refused_with_the_remedy(world, tmp_path, capsys):
     """Without eviction, quantisation alone misses them."""
     flags = [*AUTO, "--kv.dtype", "4bit", "--kv.target-rejected", "0.001", "--alerts.xi-p05", "0.999"]

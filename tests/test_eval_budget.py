@@ -172,8 +172,11 @@ def test_eval_goes_on_below_a_budget_that_does_not_fit(search, tmp_path, capsys,
 
 
 def test_eval_refuses_a_search_that_cannot_end(search, capsys):
+    tries = "rkv@auto+4 tries budgets from 16 tokens on, and no sequence fills them at a compaction"
     for flags, sentence in {
-        ("--max-tokens", "12"): "rkv@auto+4 tries budgets from 16 tokens on, and no sequence fills them: raise --max-tokens",
+        **{("--max-tokens", tokens): f"{tries}: raise --max-tokens to 22 or more" for tokens in ("12", "16", "18")},
+        ("--max-tokens", "21"): "rkv@auto+4 never evicts: responses of 21 tokens are too short for an interval of 4. Add a "
+        "smaller one, as in rkv@auto+1, or raise --max-tokens.",
         ("--compare", "rkv@auto+64"): "rkv@auto+64 never evicts: responses of 48 tokens are too short for an interval of 64.",
         ("--compare", "rkv@auto"): "rkv@auto needs the mismatch of each budget that it tries: add --mismatch",
     }.items():

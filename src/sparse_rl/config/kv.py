@@ -1,5 +1,6 @@
 """`kv`: options of the KV cache. All sizes are tokens per layer and kv head of one sequence."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +15,11 @@ PREDICTS_QUERIES = ("triattention", "expected")
 """Policies that score keys for future queries, with statistics of the model in place of recent queries."""
 SCORING_WINDOW = 8
 """`window` of all other policies, if it is auto."""
+
+LEAST_AUTO = 16
+"""Smallest budget that auto tries with a small window and few sinks."""
+AUTO_MULTIPLE = 8
+"""Budgets that auto tries are multiples of this number of tokens."""
 
 
 class KV(Section):
@@ -119,10 +125,14 @@ class KV(Section):
         counted, what = (0, "a response has") if self.protect_prompt else (prompt_tokens, "a prompt and its response have")
         longest, interval = counted + max_tokens, self.evicting_interval(prompt_tokens, max_tokens)
         if interval is None:
-            if self.budget == "auto":
-                return None  # the run refuses it with the lengths of all prompts
             most = self.held_at_last_compaction(prompt_tokens, max_tokens, 1)
-            when = f"{longest:,} tokens" if longest <= self.budget else f"{most:,} tokens at a compaction"
+            when = f"{longest:,} tokens" if longest <= self.smallest_tried else f"{most:,} tokens at a compaction"
+            if self.budget == "auto":
+                lower = ", lower kv.window or kv.sinks" if self.least_auto > LEAST_AUTO else ""
+                return (
+                    f"kv.budget = auto tries budgets from {self.least_auto:,} tokens on, and none evicts: {what} at most {when}. "
+                    f"Raise rollout.max_tokens to {self.shortest_evicted(prompt_tokens):,} or more{lower}, or train dense."
+                )
             return (
                 f"kv.budget = {self.budget} never evicts: {what} at most {when}. Each slot still allocates {self.capacity:,} tokens. "
                 "Lower kv.budget (docs/choosing-a-budget.md), or use a dense cache."
@@ -142,6 +152,11 @@ class KV(Section):
         """
         entered = max(0, max_tokens - 2) // interval * interval
         return entered + (0 if self.protect_prompt else prompt_tokens)
+
+    def shortest_evicted(self, prompt_tokens: int) -> int:
+        """Return the tokens of the shortest response to a prompt of this length that fills the budget at a compaction."""
+        missing = self.smallest_tried - (0 if self.protect_prompt else prompt_tokens)
+        return (missing // self.interval + 1) * self.interval + 2
 
     def evicting_interval(self, prompt_tokens: int, max_tokens: int) -> int | None:
         """Return the largest interval, of at most a sixteenth of the response, with which a sequence of these lengths fills the
@@ -209,8 +224,9 @@ class KV(Section):
 
     @property
     def least_auto(self) -> int:
-        """Smallest budget that auto tries: twice the window + sinks of the smallest valid budget, and at least 16."""
-        return max(16, 2 * (self.least_budget - 1))
+        """Smallest budget that auto tries: twice the window + sinks of the smallest valid budget, and at least LEAST_AUTO. It is
+        rounded up, as all budgets that auto tries."""
+        return max(LEAST_AUTO, math.ceil(2 * (self.least_budget - 1) / AUTO_MULTIPLE) * AUTO_MULTIPLE)
 
     @property
     def kept_tokens(self) -> int:

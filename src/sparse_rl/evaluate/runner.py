@@ -109,17 +109,19 @@ class Runner:
         kv, max_tokens = setting.kv, self._max_tokens
         if kv.budget != "auto":
             return
-        longest_prompt, longest = self._searched_lengths(kv)
-        if longest < kv.least_auto:
+        longest_prompt, _ = self._searched_lengths(kv)
+        if not kv.never_evicts(longest_prompt, max_tokens):
+            return
+        interval = kv.evicting_interval(longest_prompt, max_tokens)
+        if interval is None:
             raise UserError(
-                f"{setting.name} tries budgets from {kv.least_auto} tokens on, and no sequence fills them: raise --max-tokens, or "
-                "compare full."
+                f"{setting.name} tries budgets from {kv.least_auto} tokens on, and no sequence fills them at a compaction: raise "
+                f"--max-tokens to {kv.shortest_evicted(longest_prompt)} or more, or compare full."
             )
-        if kv.never_evicts(longest_prompt, max_tokens):
-            raise UserError(
-                f"{setting.name} never evicts: responses of {max_tokens:,} tokens are too short for an interval of {kv.interval}. Add "
-                f"a smaller one, as in {kv.policy}@auto+{max(1, max_tokens // 16)}, or raise --max-tokens."
-            )
+        raise UserError(
+            f"{setting.name} never evicts: responses of {max_tokens:,} tokens are too short for an interval of {kv.interval}. Add "
+            f"a smaller one, as in {kv.policy}@auto+{interval}, or raise --max-tokens."
+        )
 
     def _with_budgets(self, setting: Setting) -> list[Setting]:
         """Return the setting, or for `auto` one setting for each budget that the search tried.

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from ..config import KV, AlertsConfig, CorrectionSpec
+from ..config.kv import AUTO_MULTIPLE
 
 RUNG = 1.25
 """Ratio of neighbouring budgets. Responses count as grown if they are longer by this ratio."""
-MULTIPLE = 8
-"""Budgets are multiples of this number of tokens."""
 WINDOW = 8
 """Steps at a budget before it may fall, and steps that are judged together."""
 EVIDENCE = 4.0
@@ -152,7 +151,7 @@ class Decision:
 def ladder(least: int, most: int) -> list[int]:
     """Return the budgets from `least` to `most`, each a `RUNG` larger than the one before. The last is `most`."""
     found, size = [], float(least)
-    while (rung := math.ceil(size / MULTIPLE) * MULTIPLE) < most:
+    while (rung := math.ceil(size / AUTO_MULTIPLE) * AUTO_MULTIPLE) < most:
         found += [rung] if rung not in found else []
         size *= RUNG
     return [*found, most]

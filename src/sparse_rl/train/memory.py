@@ -70,12 +70,6 @@ def budgets_that_fit(config: Config, plan: Plan | None, prompt_tokens: int) -> l
 
 def possible_budgets(config: Config, plan: Plan | None, prompt_tokens: int, world: World) -> tuple[list[int], int]:
     """Return (the budgets that fit on all ranks, the one to start with: at most half of the longest sequence)."""
-    kv, longest = config.kv, config.longest_kept(prompt_tokens)
-    if longest < kv.least_budget:
-        raise UserError(
-            f"kv.budget = auto finds no budget: sequences hold at most {longest} tokens, fewer than the smallest budget of "
-            f"{kv.least_budget}. Train dense, or lower kv.window or kv.sinks."
-        )
     budgets = min(world.gather(budgets_that_fit(config, plan, prompt_tokens)), key=len)
     half = config.with_known_budget(prompt_tokens).kv.kept_tokens
     return budgets, max((budget for budget in budgets if budget <= half), default=budgets[0])
