@@ -375,6 +375,20 @@ def test_a_run_in_which_no_budget_that_is_tried_can_evict_is_refused(world, tmp_
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rollout.max-tokens", "8"], "kv.budget = auto tries budgets from 16 tokens on, and none evicts"),
+        (["--kv.window", "100"], "kv.budget = auto tries budgets from 208 tokens on, and none evicts"),
+        (["--kv.interval", "64"], "kv.budget = auto with kv.interval = 64 never evicts"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(world, tmp_path, capsys, flags, told):
+    command = [*arguments(world, tmp_path / "run", *AUTO), "--kv.protect-prompt", "true", *flags]
+    sentence = refused(capsys, *command, "--dry-run")
+    assert sentence.startswith(told) and sentence == refused(capsys, *command)
+
+
 @pytest.mark.parametrize("window", range(0, 20))
 def test_the_smallest_budget_that_is_tried_is_the_one_that_must_evict(window):
     """The shortest response that a sentence names is enough for it."""

@@ -1,9 +1,11 @@
 """`Config`: all options of a training run, and the sections used only in training."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ..errors import UserError
 from ..format import counted
 from .advantage import AdvantageConfig
 from .alerts import AlertsConfig
@@ -234,6 +236,16 @@ class Config(Section):
     def sampler_kv(self) -> KV:
         """KV options of the sampler. Method `dense` uses the policy `full`."""
         return KV(policy="full") if self.method == "dense" else self.kv
+
+    def cache_warning(self, prompts: Sequence[Sequence[int]]) -> str | None:
+        """Return a warning if these training prompts and their responses do not suit the budget; else None.
+
+        Raise UserError if the run sets its budget itself and no budget evicts: the probe would measure nothing.
+        """
+        warning = self.sampler_kv.remark(prompts, self.rollout.max_tokens)
+        if warning and self.sets_budget:
+            raise UserError(warning)
+        return warning
 
     @property
     def batch_summary(self) -> str:

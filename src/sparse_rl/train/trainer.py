@@ -88,12 +88,10 @@ class TrainingRun:
     # Setup, in the order of these methods
 
     def _show_notes(self, inputs: RunInputs) -> None:
-        """Print the notes about the data. Warn if the cache never evicts; `kv.budget = auto` then raises UserError."""
+        """Print the notes about the data, and the warning about a cache that does not suit them."""
         for note in inputs.notes:
             self.terminal.note(note)
-        if warning := self.config.sampler_kv.remark(inputs.prompts, self.config.rollout.max_tokens):
-            if self.config.sets_budget:  # a probe without evictions measures nothing
-                raise UserError(warning)
+        if warning := self.config.cache_warning(inputs.prompts):
             self.terminal.warn(warning)
 
     def _plan_memory(self, inputs: RunInputs) -> tuple[KV, list[int]]:
