@@ -173,6 +173,14 @@ def test_a_dense_cache_is_a_pool_of_pages_in_what_is_free():
     assert planned(*lean, memory_gib=500, slots=64).pages == sizes.dense_pages([256] * rollout.prompts_per_step, 4096, 64, 8)
 
 
+@pytest.mark.parametrize("flag", ["--gpu-memory", "--host-memory"])
+def test_a_size_without_a_unit_is_refused_before_anything_is_printed(flag, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "1.5B", flag, "4"])
+    told = capsys.readouterr()
+    assert told.out == "" and "'4' is not a valid size: use a number and a unit, such as 24GiB or 24GB." in told.err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -62,6 +62,7 @@ def show_plan(
     config = checked_inputs(config, prompt_tokens)
     named = find_gpu(gpu_name or "H200")
     total = parse_size(gpu_memory) if gpu_memory else named.memory_bytes
+    host_bytes = parse_size(host_memory) if host_memory else None
     gpu = named if gpu_name else nearest_gpu(total)
     dims = dimensions(config.model.path)
     plan = make_plan(config, dims, memory_bytes=total - CONTEXT_BYTES, prompt_tokens=prompt_tokens)
@@ -76,7 +77,6 @@ def show_plan(
     console.print_line(activations(plan))
     console.print(fit_table(plan))
     console.print(time_table(plan, gpu, assumed=gpu_name is None))
-    host_bytes = parse_size(host_memory) if host_memory else None
     found = [] if plan.fits else remedies(plan, gpu, host_bytes=host_bytes)
     rows = guide(plan, found, gpu, console, host_bytes)
     console.print(evaluation_table(plan, gpu) if evaluations(config) else no_evaluation(config))
