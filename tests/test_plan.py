@@ -284,6 +284,13 @@ def test_policies_with_a_ring_of_queries_are_named_for_the_plan():
     assert set(sizes.QUERY_POLICIES) == {name for name, policy in POLICIES.items() if policy.uses_queries}
 
 
+@pytest.mark.parametrize("policy", ["my_module:Mine", "pkg.mod.Mine", "large-values"])
+def test_a_custom_policy_is_counted_with_a_ring_of_queries(policy):
+    """However it is named: by a path, or by an entry point."""
+    sampling = [planned("--kv.policy", each).phases[1].parts for each in (policy, "rkv", "streaming")]
+    assert sampling[0] == sampling[1] and sum(sampling[0].values()) > sum(sampling[2].values())
+
+
 def limits_of(name, device="cuda:0", **windows):
     dims = dimensions(name)
     shape = CacheShape(

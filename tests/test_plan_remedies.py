@@ -6,13 +6,14 @@ import re
 import pytest
 
 from sparse_rl.cli import main
-from sparse_rl.config import Config
+from sparse_rl.config import KV, Config
 from sparse_rl.format import gib
 from sparse_rl.plan import dimensions, make_plan, remedies
 from sparse_rl.plan.host import host_plan
 from sparse_rl.plan.memory import CONTEXT_BYTES
 from sparse_rl.plan.remedies import WORTH_SHARE, faster, sentence, timed_sentence
 from sparse_rl.plan.roofline import GPUS, find_gpu, step_time
+from sparse_rl.train.budget_probe import remedy as probe_remedy
 from test_plan import planned
 
 GIB = 2**30
@@ -41,6 +42,17 @@ def test_no_option_or_pair_of_options_is_clearly_faster_than_the_first_remedy():
     plans = [planned(*flags, *one, *other, model="7B", memory_gib=110) for one, other in itertools.product(options, repeat=2)]
     times = [step_time(plan, gpu).total_s for plan in plans if plan.fits]
     assert best.step_s <= min(times) / WORTH_SHARE < max(times)
+
+
+@pytest.mark.parametrize("policy", ["my_module:Mine", "pkg.mod.Mine", "large-values"])
+def test_a_custom_policy_is_not_advised_to_use_codes(policy):
+    """It may refuse them."""
+    gpu = find_gpu("RTX 4090")
+    built_in, custom = (remedies(planned("--kv.policy", each), gpu) for each in ("rkv", policy))
+    assert any("kv.dtype" in each.flags for each in built_in)
+    assert custom and not any("kv.dtype" in each.flags for each in custom)
+    assert "kv.dtype" in probe_remedy(KV(policy="rkv", budget="auto"), memory_limits=True)
+    assert "kv.dtype" not in probe_remedy(KV(policy=policy, budget="auto"), memory_limits=True)
 
 
 def test_a_remedy_keeps_to_the_memory_of_the_machine():

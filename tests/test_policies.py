@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sparse_rl import KV, UserError
+from sparse_rl.config.kv import BUILT_IN_POLICIES, is_import_path
 from sparse_rl.kernels.redundancy import redundancy
 from sparse_rl.kv.policies import POLICIES, Policy, from_settings, get
 from sparse_rl.kv.policies.rkv import RKV
@@ -16,6 +17,12 @@ from sparse_rl.kv.policies.streaming import Streaming
 from sparse_rl.testing import check_policy, random_statistics
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_policy.py"
+
+
+def test_the_options_name_the_built_in_policies():
+    assert tuple(POLICIES) == BUILT_IN_POLICIES
+    assert " ".join(POLICIES) in KV.model_fields["policy"].description
+    assert not any(KV(policy=name).has_custom_policy or is_import_path(name) for name in POLICIES)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -129,7 +129,7 @@ def slot_bytes(shape: AttentionShape, kv: KV, itemsize: int) -> tuple[int, int]:
     """
     dense = kv.policy == "full"
     capacity = DENSE_SLOT_TOKENS if dense else kv.capacity
-    ring = 0 if dense or (kv.policy not in QUERY_POLICIES and "." not in kv.policy) else kv.recent
+    ring = 0 if dense or not (kv.policy in QUERY_POLICIES or kv.has_custom_policy) else kv.recent
     positions = shape.layers * shape.kv_heads * capacity * 4
     keys = capacity * token_bytes(shape, itemsize, kv.dtype)
     return keys, positions + shape.layers * shape.q_heads * shape.head_dim * ring * itemsize

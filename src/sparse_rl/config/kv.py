@@ -11,6 +11,8 @@ from .section import Section
 
 LARGE_PROMPT = 0.5
 """Share of the budget from which a typical prompt is worth a warning."""
+BUILT_IN_POLICIES = ("full", "rkv", "snapkv", "streaming", "tova", "knorm", "keydiff", "triattention", "expected", "random")
+"""Names of the built-in policies. Their classes, which import torch, are in kv.policies."""
 PREDICTS_QUERIES = ("triattention", "expected")
 """Policies that score keys for future queries, with statistics of the model in place of recent queries."""
 SCORING_WINDOW = 8
@@ -22,6 +24,12 @@ AUTO_MULTIPLE = 8
 """Budgets that auto tries are multiples of this number of tokens."""
 
 
+def is_import_path(policy: str) -> bool:
+    """Return whether `kv.policy` is the path of a class, package.module:Class or package.module.Class. The other names are those
+    of built-in policies and of entry points."""
+    return "." in policy or ":" in policy
+
+
 class KV(Section):
     """Size and policy of the KV cache."""
 
@@ -29,10 +37,7 @@ class KV(Section):
 
     policy: str = Field(
         "triattention",
-        description=(
-            "Eviction policy: full rkv snapkv streaming tova knorm keydiff triattention expected random, or package.module:Class "
-            "of a custom policy."
-        ),
+        description=f"Eviction policy: {' '.join(BUILT_IN_POLICIES)}, or package.module:Class of a custom policy.",
     )
     budget: int | Literal["auto"] = Field(
         512,
@@ -175,6 +180,11 @@ class KV(Section):
     def quantised(self) -> bool:
         """True if keys and values are stored in 8 or 4 bits."""
         return self.dtype != "auto"
+
+    @property
+    def has_custom_policy(self) -> bool:
+        """True if the policy is not built in. It may read queries, and it may refuse quantised keys."""
+        return self.policy not in BUILT_IN_POLICIES
 
     @property
     def is_sparse(self) -> bool:

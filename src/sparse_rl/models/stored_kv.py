@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..config import FORMAT, refuse_total_budget
+from ..config.kv import is_import_path
 from ..errors import UserError
 from ..hub import is_hub_id, why_unreachable
 from ..text import quoted
@@ -30,7 +31,7 @@ def stored_kv(path: str, chosen: Mapping[str, Any] = MappingProxyType({})) -> di
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} has no valid KV settings ({error}): write it again with sparse-rl export.") from error
     policy = str(stored.get("policy", ""))
-    if "policy" not in chosen and ("." in policy or ":" in policy):
+    if "policy" not in chosen and is_import_path(policy):
         raise UserError(
             f"{file} sets the policy {quoted(policy)}, which would import custom code. If you trust the code, pass the "
             "policy with --kv.policy."

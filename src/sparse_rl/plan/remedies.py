@@ -157,7 +157,7 @@ def _edits(config: Config, prompt_tokens: int, *, takes_4bit: bool, takes_codes:
     stored in 4 bits."""
     optimizer, lora, kv = config.optimizer, config.model.lora, config.sampler_kv
     found: list[list[Edit]] = []
-    if takes_codes and kv.is_sparse and kv.dtype == "auto" and ":" not in kv.policy:  # a custom policy may refuse codes
+    if takes_codes and kv.is_sparse and kv.dtype == "auto" and not kv.has_custom_policy:
         found.append([("--kv.dtype 8bit", {"kv": {"dtype": "8bit"}})])
     if not optimizer.gradient_checkpointing:
         found.append([("--optimizer.gradient-checkpointing auto", {"optimizer": {"gradient_checkpointing": "auto"}})])

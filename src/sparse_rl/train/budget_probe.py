@@ -103,7 +103,7 @@ def remedy(kv: KV, memory_limits: bool) -> str:
     """Return what to do if the largest budget misses the targets. `memory_limits` is true if longer sequences need a larger one."""
     ways = ["lower rollout.max_tokens", "use another kv.policy"]
     ways += [] if kv.protect_prompt else ["set kv.protect_prompt = true"]
-    if memory_limits and not kv.quantised and ":" not in kv.policy:  # a custom policy may refuse codes
+    if memory_limits and not kv.quantised and not kv.has_custom_policy:
         ways.append("set kv.dtype = 8bit")  # room for about twice the budget
     elif kv.quantised and not memory_limits:
         ways.append("set kv.dtype = auto")

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from inspect import signature
 
 from ...config import KV
+from ...config.kv import is_import_path
 from ...errors import UserError
 from .base import Policy
 from .expected import ExpectedAttention
@@ -89,7 +90,7 @@ def find(name: str) -> Callable[..., Policy]:
     registered = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name in registered:
         return registered[name].load()
-    if "." in name or ":" in name:
+    if is_import_path(name):
         return _load_dotted(name)
     known = [*POLICIES, *registered]
     raise UserError(
