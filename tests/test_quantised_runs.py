@@ -170,6 +170,7 @@ def test_caches_are_named_with_their_dtype():
     assert [each.kv.dtype for each in found] == ["auto", "4bit", "8bit", "auto"]
     assert [each.name for each in settings(None, {"dtype": "8bit", "policy": "full"}, {})] == ["full", "full:8bit"]
     assert [each.name for each in settings(None, {}, {"policy": "full", "dtype": "4bit"})] == ["full", "full:4bit"]
+    assert settings("my_module:Mine@64:8bit", {}, {})[0].name == "my_module:Mine@64:8bit"
     with pytest.raises(UserError, match="not a valid cache"):
         settings("full:5bit", {}, {})
 

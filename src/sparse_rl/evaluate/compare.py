@@ -66,7 +66,7 @@ def default_interval(budget: int | Literal["auto"]) -> int:
 def _setting(text: str, given: Mapping[str, Any], stored: Mapping[str, Any]) -> Setting:
     """Return the cache that `text` names. If the model was trained with the same policy, the stored options apply."""
     named = text
-    text, _, dtype = text.partition(":") if text.endswith((":8bit", ":4bit")) else (text, "", "")
+    text, _, dtype = text.rpartition(":") if text.endswith((":8bit", ":4bit")) else (text, "", "")
     given = {**given, "dtype": dtype} if dtype else given
     if text == "full":
         return Setting(KV(policy="full", dtype=dtype or "auto"))
