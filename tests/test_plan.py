@@ -659,6 +659,7 @@ def test_an_unknown_model_is_told_what_it_lacks(tmp_path, capsys):
     assert "No model is named 'nowhere': pass a shape (" in refused(capsys, "plan", "nowhere")
     assert refused(capsys, "plan", "1.5b-ful-24gb") == "No model is named '1.5b-ful-24gb': did you mean 1.5b-full-24gb?"
     assert "did you mean RTX 4090?" in refused(capsys, "plan", "tiny", "--gpu", "RTX 4091")
+    assert "did you mean 'rkv'?" in refused(capsys, "plan", "tiny", "--kv.policy", "rkvv")
     assert "Recipe 'nowhere.toml' does not exist" in refused(capsys, "plan", "nowhere.toml")
     assert "unknown argument --kv.bugdet" in refused(capsys, "plan", "tiny", "--kv.bugdet", "3")
 

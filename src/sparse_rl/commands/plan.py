@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..config import Config, add_flags, flag_values, from_flags
+from ..config import BUILT_IN_POLICIES, Config, add_flags, flag_values, from_flags, is_import_path
 from .arguments import add_json_flag, is_recipe, recipe_or_model
 
 
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     if not is_recipe(args.what) and not {"data", "eval"} & flag_values(args, Config).keys():
         base["eval"] = {"problems": 0}  # without a recipe there are no problems to evaluate
     config = from_flags(args, Config, base)
+    _refuse_unknown_policy(config.sampler_kv.policy)
     options = {
         "gpu_memory": args.gpu_memory,
         "gpu_name": args.gpu,
@@ -53,3 +54,10 @@ def run(args: argparse.Namespace) -> None:
         show_longest(config, is_recipe=is_recipe(args.what), **options)
     else:
         show_plan(config, **options)
+
+
+def _refuse_unknown_policy(name: str) -> None:
+    if name not in BUILT_IN_POLICIES and not is_import_path(name):
+        from ..kv.policies import find  # imports torch
+
+        find(name)

@@ -11,7 +11,9 @@ from .data import DataConfig as DataConfig
 from .flags import add_flags as add_flags
 from .flags import flag_values as flag_values
 from .flags import from_flags as from_flags
+from .kv import BUILT_IN_POLICIES as BUILT_IN_POLICIES
 from .kv import KV as KV
+from .kv import is_import_path as is_import_path
 from .loss import LossConfig as LossConfig
 from .loss import SMDConfig as SMDConfig
 from .migrate import FORMAT as FORMAT
