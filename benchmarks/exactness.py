@@ -20,8 +20,8 @@ from sparse_rl import KV, Engine, Sampling, replay
 from sparse_rl.kv.policies import POLICIES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from conftest import ARCHITECTURES, random_model
 from flips import sampled_and_replayed
+from random_models import ARCHITECTURES, random_model
 
 LONG = list(range(3, 60))
 

@@ -2,8 +2,9 @@
 
     python benchmarks/shared_prompts.py --json benchmarks/results/shared-prompts.json
 
-Shapes of Qwen2.5-1.5B (12 query heads, 2 kv heads) and 7B (28, 4), random keys in bfloat16, in 8 and in 4 bits, slots with 320 to 640
-tokens of their own. Groups have 8 slots, or 1 to 8, because groups of a run end one by one. Microseconds of one layer, from a CUDA graph over four layers. Needs a GPU.
+Shapes of Qwen2.5-1.5B (12 query heads, 2 kv heads) and 7B (28, 4), random keys in bfloat16, in 8 and in 4 bits, slots with 320
+to 640 tokens of their own. Groups have 8 slots, or 1 to 8, because the samples of a run end one by one. Microseconds of one
+layer, from a CUDA graph over four layers. Needs a GPU.
 """
 
 import argparse
@@ -51,8 +52,8 @@ def main() -> None:
 
 
 def measured(dtype: str, shape: str, slots: int, fewest: int, most: int, prompt: int) -> dict[str, Any]:
-    step, readers_RM = attention(BITS[dtype], *HEADS[shape], slots, fewest, most, prompt)
-    gap = (step(0, readers_RM) - step(0, None)).abs().max().item()
+    step, readers_AM = attention(BITS[dtype], *HEADS[shape], slots, fewest, most, prompt)
+    gap = (step(0, readers_AM) - step(0, None)).abs().max().item()
     return {
         "dtype": dtype,
         "shape": shape,
@@ -60,7 +61,7 @@ def measured(dtype: str, shape: str, slots: int, fewest: int, most: int, prompt:
         "group": [fewest, most],
         "prompt": prompt,
         "alone": microseconds(lambda layer: step(layer, None)),
-        "once": microseconds(lambda layer: step(layer, readers_RM)),
+        "once": microseconds(lambda layer: step(layer, readers_AM)),
         "largest difference": gap,
     }
 
@@ -100,18 +101,18 @@ def attention(
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     static = torch.zeros(kv_heads, DIM, device="cuda"), torch.ones(kv_heads, DIM, device="cuda")
 
-    def step(layer: int, readers_RM: Tensor | None) -> Tensor:
-        row_tokens = OWN + (PROMPT_TOKENS if readers_RM is None else 0)
+    def step(layer: int, readers_AM: Tensor | None) -> Tensor:
+        row_tokens = OWN + (PROMPT_TOKENS if readers_AM is None else 0)
         splits = splits_for(slots, kv_heads, row_tokens, processors)
         cached, pool = (tuple(each[layer] for each in tensors) for tensors in (own, stored))
         places = (positions[layer], ring[layer], lengths_S, lengths_S + prompts_S)
         if bits == 16:
-            prompts = StoredPrompts(*pool, table_SP, prompts_S, readers_RM)
+            prompts = StoredPrompts(*pool, table_SP, prompts_S, readers_AM)
             return attend_and_append(*new, *cached, *places, scale=DIM**-0.5, splits=splits, prompts=prompts)
-        codes = StoredCodes(pool, table_SP, prompts_S, readers_RM)
+        codes = StoredCodes(pool, table_SP, prompts_S, readers_AM)
         return attend_and_append_codes(*new, cached, *places, *static, scale=DIM**-0.5, splits=splits, prompts=codes)
 
-    return step, prompt_readers(table_SP[:, 0], members_of(q_heads // kv_heads)[1])
+    return step, prompt_readers(table_SP, prompts_S, members_of(q_heads // kv_heads))
 
 
 def microseconds(step: Callable[[int], Tensor]) -> float:

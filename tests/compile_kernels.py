@@ -87,7 +87,7 @@ def attention(q_heads: int, kv_heads: int, dim: int) -> None:
     ring = normal(SLOTS, q_heads, 8, dim)
     pool = [normal(16, kv_heads, PAGE, dim) for _ in range(2)]
     table = torch.zeros(SLOTS, 4, dtype=torch.int32)
-    readers = prompt_readers(lengths, members_of(q_heads // kv_heads)[1])
+    readers = prompt_readers(table, lengths, members_of(q_heads // kv_heads))
     alone, once = StoredPrompts(*pool, table, lengths), StoredPrompts(*pool, table, lengths, readers)
     for prompts, splits in ((None, 1), (alone, 4), (once, 4)):
         attend_and_append(*new, *own, positions, ring, lengths, lengths, scale=0.1, splits=splits, prompts=prompts)
@@ -107,7 +107,7 @@ def code_attention(q_heads: int, kv_heads: int, dim: int, bits: int, form: Atten
     ring, table = normal(SLOTS, q_heads, 8, dim), torch.zeros(SLOTS, 4, dtype=torch.int32)
     pool, cached = codes(16, PAGE), codes(SLOTS, CAPACITY)
     step = (*new, cached, positions, ring, lengths, lengths, *scales)
-    for readers in (None, prompt_readers(lengths, members_of(q_heads // kv_heads)[1])):
+    for readers in (None, prompt_readers(table, lengths, members_of(q_heads // kv_heads))):
         prompts = StoredCodes(pool, table, lengths, readers)  # type: ignore[arg-type]
         attend_and_append_codes(*step, scale=0.1, splits=4, prompts=prompts, form=form)
     fused_decode(cached[0], cached[2], *scales, torch.bfloat16)
@@ -143,8 +143,8 @@ if __name__ == "__main__":
     compaction(12, 2, 128)
     wide = [normal(SLOTS, heads, 512) for heads in (16, 2, 2)], [normal(16, 2, PAGE, 512) for _ in range(2)]  # of Gemma 4
     lengths, cached = torch.zeros(SLOTS, dtype=torch.int64), [normal(SLOTS, 2, CAPACITY, 512) for _ in range(2)]
-    readers = prompt_readers(lengths, members_of(8)[1])
-    once = StoredPrompts(*wide[1], torch.zeros(SLOTS, 4, dtype=torch.int32), lengths, readers)
+    table = torch.zeros(SLOTS, 4, dtype=torch.int32)
+    once = StoredPrompts(*wide[1], table, lengths, prompt_readers(table, lengths, members_of(8)))
     positions, ring = torch.zeros(SLOTS, 2, CAPACITY, dtype=torch.int32), normal(SLOTS, 16, 8, 512)
     attend_and_append(*wide[0], *cached, positions, ring, lengths, lengths, scale=0.1, splits=4, prompts=once)
     fused_importance(normal(4, 16, 8, 512), Rows(normal(SLOTS, 2, CAPACITY, 512), torch.arange(4), CAPACITY))

@@ -166,7 +166,7 @@ def test_a_prompt_of_codes_is_read_once_for_the_slots_that_share_it(name, q_head
         attend_and_append_codes(
             *state, scale=0.05, splits=splits, prompts=StoredCodes(stored, table, prompts, readers), form=form
         )
-        for readers in (None, prompt_readers(table[:, 0], members_of(q_heads // kv_heads)[1]))
+        for readers in (None, prompt_readers(table, torch.ones(slots, device=DEVICE), members_of(q_heads // kv_heads)))
     )
 
     def read(pages_1P, tokens):

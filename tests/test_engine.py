@@ -132,6 +132,8 @@ def test_an_interval_that_is_suggested_evicts():
         said = kv.never_evicts(5, tokens)
         assert said.endswith(f"Lower kv.interval, for example to {interval}, or use a dense cache.")
         assert kv.changed(interval=interval).never_evicts(5, tokens) is None
+    small = KV(policy="rkv", budget=998, interval=7, protect_prompt=True).never_evicts(5, 1002)
+    assert small.endswith("Lower kv.interval, for example to 5, or use a dense cache.")
     told = "a response has at most 97 tokens at a compaction. Each slot still allocates 225 tokens. Lower kv.budget"
     assert told in kv.never_evicts(5, 99)  # no interval helps
 

@@ -117,7 +117,7 @@ def test_a_prompt_is_read_once_for_the_slots_that_share_it(q_heads, kv_heads, di
     lengths = torch.randint(capacity, (slots,), device=DEVICE)
     state = (query, *new, keys, values, places, ring, lengths, prompts + lengths)
     tolerance = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
-    readers = prompt_readers(table[:, 0], members_of(q_heads // kv_heads)[1])
+    readers = prompt_readers(table, torch.ones(slots, device=DEVICE), members_of(q_heads // kv_heads))
     alone, shared = (StoredPrompts(*stored, table, prompts, each) for each in (None, readers))
     plain, full = AttentionForm(), AttentionForm(softcap=2.0, sinks_Q=torch.randn(q_heads, device=DEVICE))
     for read, form in ((shared, full), (shared, plain) if splits == 1 else (alone, full)):
@@ -543,10 +543,19 @@ def test_who_stays_is_who_the_sorts_would_keep(kind, scored, window, kept, sinks
 def test_a_program_reads_one_prompt_if_there_are_enough_programs(sizes, members, programs):
     prompts = torch.tensor([number for number, size in enumerate(sizes) for _ in range(size)], device=DEVICE)
     prompts = 3 * prompts[torch.randperm(len(prompts), device=DEVICE)]
-    readers = prompt_readers(prompts, members)
+    readers = prompt_readers(prompts[:, None], torch.ones_like(prompts), members)
     assert readers.shape == readers_shape(len(prompts), members)
     assert sorted(readers[readers >= 0].tolist()) == list(range(len(prompts)))
     used = [program[program >= 0] for program in readers if program.max() >= 0]
     assert len(used) == programs
     if len(sizes) <= len(readers):
         assert all(len(prompts[program].unique()) == 1 for program in used)
+
+
+def test_slots_without_a_prompt_do_not_share_a_program_with_a_live_group():
+    """Their pages may belong to that group by now."""
+    table = torch.tensor([[3, 1]] * 6 + [[7, 2]] * 4, device=DEVICE)
+    readers = prompt_readers(table, torch.tensor([90, 0, 90, 90, 0, 90] + [40] * 4, device=DEVICE), 8)
+    assert [sorted(each[each >= 0].tolist()) for each in readers] == [[1, 4], [0, 2, 3, 5], [6, 7, 8, 9], []]
+    none = prompt_readers(table, torch.zeros(10, device=DEVICE), 8)
+    assert sorted(none[none >= 0].tolist()) == list(range(10))

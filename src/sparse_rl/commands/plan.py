@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _refuse_unknown_policy(name: str) -> None:
+    """Raise UserError if no policy has this name. A custom policy is not imported."""
     if name not in BUILT_IN_POLICIES and not is_import_path(name):
-        from ..kv.policies import find  # imports torch
+        from ..kv.policies import refuse_unknown  # imports torch
 
-        find(name)
+        refuse_unknown(name)

@@ -57,7 +57,7 @@ def attend_and_append_codes(
     group, window, words = q_heads // kv_heads, ring_SQWD.shape[2], width // 2
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
-    shared = prompts is not None and prompts.readers_RM is not None
+    shared = prompts is not None and prompts.readers_AM is not None
     prompt_splits, parts, marks = part_buffers(out, kv_heads, splits, shared=shared)
     parts_of_row = splits + prompt_splits
     stored, table, pages_slot, page = cached, (lengths_S, lengths_S), 0, BLOCK

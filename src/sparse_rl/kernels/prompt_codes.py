@@ -38,10 +38,10 @@ def attend_prompts(
     q_heads, dim = queries_SQD.shape[1:]
     kv_heads, page, width = words[0].shape[1:]
     group, bits = q_heads // kv_heads, 16 * width // dim
-    assert prompts.readers_RM is not None and queries_SQD.element_size() == 2
-    programs, members = prompts.readers_RM.shape
+    assert prompts.readers_AM is not None and queries_SQD.element_size() == 2
+    programs, members = prompts.readers_AM.shape
     _attend_prompt_codes[(programs, kv_heads, splits)](
-        *(queries_SQD, *words, prompts.pages_SP, prompts.lengths_S, prompts.readers_RM, prompts.pages_SP.stride(0)),
+        *(queries_SQD, *words, prompts.pages_SP, prompts.lengths_S, prompts.readers_AM, prompts.pages_SP.stride(0)),
         *(*static, parts_SQnD, marks_SQn2, scale, 1.0 if form.softcap is None else form.softcap),
         *(queries_SQD.stride(0), queries_SQD.stride(1)),
         BITS=bits,
@@ -101,7 +101,7 @@ def _attend_prompt_codes(
     DIM: tl.constexpr, WORDS_PAD: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
     SHIFTED: tl.constexpr, CAPPED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the slots of a program to their prompts, which are mostly one."""
+    """Attend from the slots of a program to their prompts, which are mostly the same."""
     WORDS: tl.constexpr = DIM * BITS // 16
     ROWS: tl.constexpr = MEMBERS * GROUP_PAD
     head, split = tl.program_id(1), tl.program_id(2)

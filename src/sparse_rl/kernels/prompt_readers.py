@@ -4,7 +4,7 @@ A program reads every prompt of its slots, which costs the same for one slot as 
 programs over consecutive slots would read two prompts each.
 """
 
-# S slots, R programs, M slots of a program
+# S slots, P pages of the longest prompt, A programs, M slots of a program
 
 import torch
 from torch import Tensor
@@ -12,15 +12,15 @@ from torch import Tensor
 from .jit import next_power_of_2
 
 MEMBERS = 8
-"""Maximum number of slots of a program over stored prompts. It reads each of their prompts once."""
+"""Maximum number of slots of a program, or 16 if each query head has its own keys."""
 PROMPT_ROWS = 64
 """Maximum number of queries of such a program. Registers hold their sums."""
 
 
-def members_of(group: int) -> tuple[int, int]:
-    """Return the padded number of query heads per kv head, and the slots of a program. A matrix product has 16 rows or more."""
+def members_of(group: int) -> int:
+    """Return the slots of a program, for a number of query heads per kv head. A matrix product has 16 rows or more."""
     group_pad = next_power_of_2(group)
-    return group_pad, max(1, 16 // group_pad, min(MEMBERS, PROMPT_ROWS // group_pad))
+    return max(1, 16 // group_pad, min(MEMBERS, PROMPT_ROWS // group_pad))
 
 
 def readers_shape(slots: int, members: int) -> tuple[int, int]:
@@ -29,15 +29,16 @@ def readers_shape(slots: int, members: int) -> tuple[int, int]:
     return 2 * -(-slots // members), members
 
 
-def prompt_readers(prompts_S: Tensor, members: int) -> Tensor:
-    """Return the slots of each program [R, M], -1 for none. `prompts` identifies the prompt of each slot.
+def prompt_readers(pages_SP: Tensor, lengths_S: Tensor, members: int) -> Tensor:
+    """Return the slots of each program [A, M], -1 for none. `pages` and `lengths` are those of the slots' prompts. A prompt is
+    known by its first page. Slots without a prompt, whose pages may belong to another by now, are together.
 
     A program has slots of one prompt. If there are too many prompts for that, programs have consecutive slots in the order of
     their prompts. The function does not wait for the device.
     """
-    slots, device = len(prompts_S), prompts_S.device
+    slots, device = len(pages_SP), pages_SP.device
     programs, _ = readers_shape(slots, members)
-    sorted_S, order_S = prompts_S.sort(stable=True)
+    sorted_S, order_S = torch.where(lengths_S > 0, pages_SP[:, 0], -1).sort(stable=True)
     index_S = torch.arange(slots, device=device)
     begins_S = torch.ones(slots, dtype=torch.bool, device=device)
     begins_S[1:] = sorted_S[1:] != sorted_S[:-1]

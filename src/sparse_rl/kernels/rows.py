@@ -1,7 +1,7 @@
 """References to rows of the cache and to prompts of the prompt store. Kernels read them in place; all other code uses a copy."""
 
 # N cached rows, R referenced rows, H kv heads, C capacity, T tokens held, D head dimension; in stored prompts: S slots, N
-# pages of the pool, T tokens of a page, P pages of the longest prompt
+# pages of the pool, T tokens of a page, P pages of the longest prompt, A programs over prompts, M slots of a program
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ class StoredPrompts:
     """Pages of each slot, int32."""
     lengths_S: Tensor
     """Tokens in the pages of each slot."""
-    readers_RM: Tensor | None = None
+    readers_AM: Tensor | None = None
     """Slots of each program that reads prompts (`prompt_readers`); None if every slot reads its own."""
 
 
@@ -69,5 +69,5 @@ class StoredCodes:
     """Pages of each slot, int32."""
     lengths_S: Tensor
     """Tokens in the pages of each slot."""
-    readers_RM: Tensor | None = None
+    readers_AM: Tensor | None = None
     """Slots of each program that reads prompts, as in `StoredPrompts`."""

@@ -3,13 +3,13 @@
 The torch reference is `SlotCache.append`, `append_queries` and `attention.decode_attention`. A program processes one slot and
 one kv head, and reads the slot's keys once for all query heads of that kv head. If the slot's prompt is in the prompt store,
 the program reads the prompt's pages first; the reference is then `attention.prompt_attention` and `attention_part`. If the
-slots are assigned to programs by their prompts (`prompt_readers.py`), another launch reads a prompt once for several slots. If several programs share
-a row, a last launch combines their parts. `attend_in_ring` runs the same kernel over the ring buffers of a sliding-window layer;
-the reference is `WindowStore.append` and `attention.decode_attention`.
+slots are assigned to programs by their prompts (`prompt_readers.py`), another launch reads a prompt once for several slots. If
+several programs share a row, a last launch combines their parts. `attend_in_ring` runs the same kernel over the ring buffers of a
+sliding-window layer; the reference is `WindowStore.append` and `attention.decode_attention`.
 """
 
 # S slots, Q query heads, H kv heads, G query heads per kv head, C capacity, D head dimension, W window; in stored prompts: N
-# pages of the pool, T tokens of a page, P pages of the longest prompt
+# pages of the pool, T tokens of a page, P pages of the longest prompt, A programs over prompts, M slots of such a program
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _launch(
     group, window = q_heads // kv_heads, 0 if wraps else ring_SQWD.shape[2]
     queries, keys, values = (_rows(tensor) for tensor in (queries_SQD, keys_SHD, values_SHD))
     out = torch.empty(slots, q_heads, dim, dtype=queries.dtype, device=queries.device)
-    shared = prompts is not None and prompts.readers_RM is not None
+    shared = prompts is not None and prompts.readers_AM is not None
     prompt_splits, parts, marks = part_buffers(out, kv_heads, splits, shared=shared)
     parts_of_row = splits + prompt_splits
     block = BLOCK if dim <= 128 and splits > 1 else BLOCK // 2
@@ -106,10 +106,10 @@ def _launch(
         stored = (prompts.keys_NHTD, prompts.values_NHTD, prompts.pages_SP, prompts.lengths_S)
         width, page = prompts.pages_SP.stride(0), prompts.keys_NHTD.shape[2]
     softcap = 1.0 if form.softcap is None else form.softcap
-    if prompts is not None and prompts.readers_RM is not None:
-        programs, members = prompts.readers_RM.shape
+    if prompts is not None and prompts.readers_AM is not None:
+        programs, members = prompts.readers_AM.shape
         _attend_prompts[(programs, kv_heads, prompt_splits)](
-            *(queries, *stored, prompts.readers_RM, width, parts, marks, scale, softcap),
+            *(queries, *stored, prompts.readers_AM, width, parts, marks, scale, softcap),
             *(queries.stride(0), queries.stride(1)),
             MEMBERS=members,
             GROUP=group,
@@ -175,7 +175,7 @@ def part_buffers(out_SQD: Tensor, kv_heads: int, splits: int, *, shared: bool) -
     Other programs read the stored prompts if the slots share them (`shared`). A row of one part needs no buffer: `out` stands in.
     """
     slots, q_heads, dim = out_SQD.shape
-    members = members_of(q_heads // kv_heads)[1]
+    members = members_of(q_heads // kv_heads)
     prompt_splits = prompt_splits_for(slots, members, kv_heads, out_SQD.device) if shared else 0
     parts = splits + prompt_splits
     if parts == 1:
@@ -341,7 +341,7 @@ def _attend_prompts(
     DIM_PAD: tl.constexpr, OWN: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the slots of a program to their prompts, which are mostly one."""
+    """Attend from the slots of a program to their prompts, which are mostly the same."""
     head, split = tl.program_id(1), tl.program_id(2)
     r, d, n = tl.arange(0, MEMBERS * GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, BLOCK)
     member, g = tl.program_id(0) * MEMBERS + r // GROUP_PAD, r % GROUP_PAD

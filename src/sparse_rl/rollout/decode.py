@@ -1,6 +1,6 @@
 """The decode step: feed one token of each active slot, attend over its cached keys, and return the next token of each."""
 
-# S active slots, Q query heads, H kv heads, D head dimension, V vocabulary
+# S active slots, Q query heads, H kv heads, D head dimension, V vocabulary, A programs over stored prompts, M slots of a program
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -45,7 +45,7 @@ class DecodeView:
         positions_S: Tensor,
         lengths_S: Tensor,
         prompts_S: Tensor | None = None,
-        readers_RM: Tensor | None = None,
+        readers_AM: Tensor | None = None,
         *,
         longest: int = 0,
         even: bool = False,
@@ -54,14 +54,14 @@ class DecodeView:
     ):
         self.cache, self.positions_S, self.lengths_S = cache, positions_S, lengths_S
         self.prompts_S = None if cache.prompts is None else prompts_S
-        self.readers_RM = readers_RM
+        self.readers_AM = readers_AM
         self.updates_states = updates_states
         self.longest, self.even = longest, even
         self.fused = kernels and usable(cache.shape.device)
         if self.fused:
             processors = processors_of(cache.shape.device)
             row_tokens = cache.capacity
-            if cache.prompts is not None and readers_RM is None:
+            if cache.prompts is not None and readers_AM is None:
                 row_tokens += RESPONSE_TOKENS if cache.prompts.responses else PROMPT_TOKENS
             self.splits = splits_for(len(positions_S), cache.shape.kv_heads, row_tokens, processors)
             if cache.windows is not None:
@@ -127,12 +127,12 @@ class DecodeView:
         own = cache.stored.map(lambda tensor: tensor[layer])
         prompt = None if store is None else store.stored.map(lambda tensor: tensor[layer])
         if cache.quantiser is not None:
-            codes = None if prompt is None else StoredCodes(prompt, *self._pages(), self.readers_RM)
+            codes = None if prompt is None else StoredCodes(prompt, *self._pages(), self.readers_AM)
             scales = (each[layer] for each in cache.quantiser.scales)
             return attend_and_append_codes(
                 *new, own, *bookkeeping, *scales, prompts=codes, scale=scale, form=form, splits=self.splits
             )
-        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.readers_RM)
+        prompts = None if prompt is None else StoredPrompts(prompt.keys, prompt.values, *self._pages(), self.readers_AM)
         return attend_and_append(
             *new, own.keys, own.values, *bookkeeping, prompts=prompts, scale=scale, form=form, splits=self.splits
         )

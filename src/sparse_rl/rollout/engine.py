@@ -214,7 +214,7 @@ class Engine:
             self.calibrated_tokens = ENOUGH_TOKENS
 
     def _use_statistics(self, statistics: Statistics) -> bool:
-        """Do the work of `load_statistics`. Return whether the statistics are used."""
+        """Copy these statistics into the engine without marking them as complete. Return whether they are used."""
         needed = self.needed_statistics
         if not needed or not statistics:
             return False

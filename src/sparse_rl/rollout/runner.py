@@ -5,7 +5,8 @@ the device and advance with each step, so the host does no work within a chunk. 
 in-place update takes effect at the next replay.
 """
 
-# S slots, n steps of a chunk, V vocabulary, R routers, K experts per token
+# S slots, n steps of a chunk, V vocabulary, R routers, K experts per token, P pages of the longest prompt, A programs over stored
+# prompts, M slots of a program
 
 import warnings
 from dataclasses import dataclass
@@ -157,9 +158,9 @@ class GraphRunner:
             fuse_projections(model)
             torch.cuda.empty_cache()  # no later allocation fits the blocks that the weights freed
         self.stores = (cache.prompts, cache.windows)
-        self.members = members_of(cache.shape.q_heads // cache.shape.kv_heads)[1]
+        self.members = members_of(cache.shape.q_heads // cache.shape.kv_heads)
         self.reads_once = False
-        self.readers_RM = torch.full(readers_shape(cache.slots, self.members), -1, device=device)
+        self.readers_AM = torch.full(readers_shape(cache.slots, self.members), -1, device=device)
         self.state = torch.zeros(len(STATE), cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(len(STATE), cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
@@ -236,10 +237,9 @@ class GraphRunner:
         prompts = self.cache.prompts
         self.reads_once = prompts is not None and prompts.reads_once
         if prompts is not None and self.reads_once:
-            stored_S = self.state[STATE.index("prompts"), :slots]
-            first_page_S = torch.where(stored_S > 0, prompts.pages_SP[:slots, 0], -1)
+            lengths_S = self.state[STATE.index("prompts"), :slots]
             programs, _ = readers_shape(slots, self.members)
-            self.readers_RM[:programs] = prompt_readers(first_page_S, self.members)
+            self.readers_AM[:programs] = prompt_readers(prompts.pages_SP[:slots], lengths_S, self.members)
 
     def _upload(self) -> None:
         self.state.copy_(self.host, non_blocking=True)
@@ -281,9 +281,9 @@ class GraphRunner:
         state = {name: row[:slots] for name, row in zip(STATE, self.state, strict=True)}
         tokens_S, positions_S = state["tokens"], state["positions"]
         programs, _ = readers_shape(slots, self.members)
-        readers_RM = self.readers_RM[:programs] if self.reads_once else None
+        readers_AM = self.readers_AM[:programs] if self.reads_once else None
         view = DecodeView(
-            self.cache, positions_S, state["lengths"], state["prompts"], readers_RM, updates_states=updates_states
+            self.cache, positions_S, state["lengths"], state["prompts"], readers_AM, updates_states=updates_states
         )
         if self.records and self.routing is not None:
             view.routing = RecordedRouting(self.routing.step_SRK[:slots])

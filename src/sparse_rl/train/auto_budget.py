@@ -41,9 +41,8 @@ class AutoBudget:
         terminal: RunTerminal,
         world: World,
     ):
-        """Set up the controller. `budgets` are those that fit, in ascending order.
-        `longest_prompt_ids` is the longest training prompt, `most_prompt_tokens` the length of the longest prompt of the run
-        and its evaluations."""
+        """Set up the controller. `budgets` are those that fit, in ascending order. `longest_prompt_ids` is the longest training
+        prompt, `most_prompt_tokens` the length of the longest prompt of the run and its evaluations."""
         self.config, self.budgets, self.plan = config, list(budgets), plan
         self.engine, self.actor, self.optimizer = engine, actor, optimizer
         self.longest_prompt_ids, self.most_prompt_tokens = longest_prompt_ids, most_prompt_tokens

@@ -81,8 +81,10 @@ def dry_run(config: Config) -> None:
             places, left_out = filter_by_length(config.data.train, prompts, config.data.max_prompt_tokens)
             prompts = [prompts[place] for place in places]
             few = too_few_note(config.data.train, len(prompts), config.rollout.prompts_per_step)
-            for line in filter(None, (left_out, few, config.cache_warning(prompts))):
+            for line in filter(None, (left_out, few)):
                 console.print(line, markup=False)
+            if warning := config.cache_warning(prompts):
+                console.print(warning, markup=False)
             lengths = sorted(map(len, prompts))
             console.print(f"prompts: {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}", markup=False)
             ids = prompts[0]

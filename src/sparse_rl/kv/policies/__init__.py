@@ -4,7 +4,7 @@ import difflib
 import importlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
 
 from ...config import KV
@@ -85,18 +85,26 @@ def get(name: str, **options) -> Policy:
 
 
 def find(name: str) -> Callable[..., Policy]:
+    refuse_unknown(name)
     if name in POLICIES:
         return POLICIES[name]
-    registered = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name in registered:
-        return registered[name].load()
-    if is_import_path(name):
-        return _load_dotted(name)
-    known = [*POLICIES, *registered]
-    raise UserError(
-        f"Unknown KV policy {name!r}{_nearest(name, known)}: use one of {', '.join(known)}, or package.module:ClassName of "
-        "your own class."
-    )
+    registered = _registered()
+    return registered[name].load() if name in registered else _load_dotted(name)
+
+
+def refuse_unknown(name: str) -> None:
+    """Raise UserError if this is neither the name of a policy nor an import path."""
+    known = [*POLICIES, *_registered()]
+    if name not in known and not is_import_path(name):
+        raise UserError(
+            f"Unknown KV policy {name!r}{_nearest(name, known)}: use one of {', '.join(known)}, or package.module:ClassName of "
+            "your own class."
+        )
+
+
+def _registered() -> dict[str, EntryPoint]:
+    """Return the policies that installed packages register."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def _load_dotted(path: str) -> Callable[..., Policy]:
