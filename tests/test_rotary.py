@@ -46,6 +46,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * f for f in range(8)],
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 8192,
+}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 HALF, INTERLEAVED = (lambda f, n: (f, f + n)), (lambda f, n: (2 * f, 2 * f + 1))
 CONFIGS = {
@@ -58,6 +65,9 @@ CONFIGS = {
     "normalised, own head dimension": (Qwen3Config(**GROUPED, head_dim=24), HALF),
     "llama3": (LlamaConfig(**GROUPED, rope_parameters=LLAMA3), HALF),
     "yarn": (LlamaConfig(**GROUPED, rope_parameters=YARN), HALF),
+    "linear": (LlamaConfig(**GROUPED, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}), HALF),
+    "dynamic": (LlamaConfig(**GROUPED, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), HALF),
+    "longrope": (LlamaConfig(**GROUPED, rope_parameters=LONGROPE), HALF),
     "interleaved": (CohereConfig(**GROUPED), INTERLEAVED),
     "partial": (PhiConfig(**GROUPED), HALF),
     "partial, a quarter": (GPTNeoXConfig(**SIZE), HALF),
