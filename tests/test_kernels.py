@@ -22,7 +22,7 @@ from sparse_rl.kernels.importance import decode_importance, fused_importance, wi
 from sparse_rl.kernels.jit import triton
 from sparse_rl.kernels.nucleus import GROUP, Truncation, find_cuts
 from sparse_rl.kernels.predicted import fused_logits
-from sparse_rl.kernels.prompt_readers import members_of, prompt_readers, readers_shape
+from sparse_rl.kernels.prompt_readers import members_of, programs_of, prompt_readers
 from sparse_rl.kernels.redundancy import fused_sums, tiled_sums
 from sparse_rl.kernels.rows import Rows, StoredPrompts
 from sparse_rl.kernels.slot_attention import attend_and_append, attend_in_ring, splits_for
@@ -544,7 +544,7 @@ def test_a_program_reads_one_prompt_if_there_are_enough_programs(sizes, members,
     prompts = torch.tensor([number for number, size in enumerate(sizes) for _ in range(size)], device=DEVICE)
     prompts = 3 * prompts[torch.randperm(len(prompts), device=DEVICE)]
     readers = prompt_readers(prompts[:, None], torch.ones_like(prompts), members)
-    assert readers.shape == readers_shape(len(prompts), members)
+    assert readers.shape == (programs_of(len(prompts), members), members)
     assert sorted(readers[readers >= 0].tolist()) == list(range(len(prompts)))
     used = [program[program >= 0] for program in readers if program.max() >= 0]
     assert len(used) == programs

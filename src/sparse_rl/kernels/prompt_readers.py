@@ -23,10 +23,9 @@ def members_of(group: int) -> int:
     return max(1, 16 // group_pad, min(MEMBERS, PROMPT_ROWS // group_pad))
 
 
-def readers_shape(slots: int, members: int) -> tuple[int, int]:
-    """Return (programs, slots of a program). Twice as many programs as full groups would need leave room for groups with fewer
-    slots."""
-    return 2 * -(-slots // members), members
+def programs_of(slots: int, members: int) -> int:
+    """Return the number of programs: twice as many as full groups need, because groups that have lost samples need more."""
+    return 2 * -(-slots // members)
 
 
 def prompt_readers(pages_SP: Tensor, lengths_S: Tensor, members: int) -> Tensor:
@@ -37,7 +36,7 @@ def prompt_readers(pages_SP: Tensor, lengths_S: Tensor, members: int) -> Tensor:
     their prompts. The function does not wait for the device.
     """
     slots, device = len(pages_SP), pages_SP.device
-    programs, _ = readers_shape(slots, members)
+    programs = programs_of(slots, members)
     sorted_S, order_S = torch.where(lengths_S > 0, pages_SP[:, 0], -1).sort(stable=True)
     index_S = torch.arange(slots, device=device)
     begins_S = torch.ones(slots, dtype=torch.bool, device=device)

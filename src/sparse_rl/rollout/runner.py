@@ -24,7 +24,7 @@ from ..kernels.draw import draw_and_advance
 from ..kernels.jit import next_power_of_2, usable, why_not
 from ..kernels.linear import decode_context
 from ..kernels.nucleus import Truncation
-from ..kernels.prompt_readers import members_of, prompt_readers, readers_shape
+from ..kernels.prompt_readers import members_of, programs_of, prompt_readers
 from ..kv.cache import SlotCache
 from ..models.compile import decoding, fuse_projections
 from ..models.routing import RecordedRouting, Routers
@@ -160,7 +160,7 @@ class GraphRunner:
         self.stores = (cache.prompts, cache.windows)
         self.members = members_of(cache.shape.q_heads // cache.shape.kv_heads)
         self.reads_once = False
-        self.readers_AM = torch.full(readers_shape(cache.slots, self.members), -1, device=device)
+        self.readers_AM = torch.full((programs_of(cache.slots, self.members), self.members), -1, device=device)
         self.state = torch.zeros(len(STATE), cache.slots, dtype=torch.int64, device=device)
         self.host = torch.zeros(len(STATE), cache.slots, dtype=torch.int64).pin_memory()
         self.temperature_1 = torch.ones(1, device=device)
@@ -238,8 +238,8 @@ class GraphRunner:
         self.reads_once = prompts is not None and prompts.reads_once
         if prompts is not None and self.reads_once:
             lengths_S = self.state[STATE.index("prompts"), :slots]
-            programs, _ = readers_shape(slots, self.members)
-            self.readers_AM[:programs] = prompt_readers(prompts.pages_SP[:slots], lengths_S, self.members)
+            readers_AM = prompt_readers(prompts.pages_SP[:slots], lengths_S, self.members)
+            self.readers_AM[: len(readers_AM)] = readers_AM
 
     def _upload(self) -> None:
         self.state.copy_(self.host, non_blocking=True)
@@ -280,8 +280,7 @@ class GraphRunner:
     def _step(self, slots: int, sampling: Sampling, *, updates_states: bool = True) -> None:
         state = {name: row[:slots] for name, row in zip(STATE, self.state, strict=True)}
         tokens_S, positions_S = state["tokens"], state["positions"]
-        programs, _ = readers_shape(slots, self.members)
-        readers_AM = self.readers_AM[:programs] if self.reads_once else None
+        readers_AM = self.readers_AM[: programs_of(slots, self.members)] if self.reads_once else None
         view = DecodeView(
             self.cache, positions_S, state["lengths"], state["prompts"], readers_AM, updates_states=updates_states
         )
