@@ -164,8 +164,10 @@ class KV(Section):
         return (missing // self.interval + 1) * self.interval + 2
 
     def evicting_interval(self, prompt_tokens: int, max_tokens: int) -> int | None:
-        """Return the largest interval with which a sequence of these lengths fills the budget at a compaction, of at most the
-        present one and a sixteenth of the response; None if none does."""
+        """Return the largest interval with which a sequence of these lengths fills the budget at a compaction; None if none does.
+
+        It exceeds neither the present interval nor a sixteenth of the response.
+        """
         for interval in range(min(self.interval, max(1, max_tokens // 16)), 0, -1):
             if self.held_at_last_compaction(prompt_tokens, max_tokens, interval) > self.smallest_tried:
                 return interval

@@ -43,8 +43,8 @@ class Objective:
         )
 
     def covers_every_token(self, batch: Batch | OnePassBatch) -> bool:
-        """Return whether another term than the policy loss covers all tokens, also those of rejected rows and of rows without a
-        signal."""
+        """Return whether a term besides the policy loss covers all tokens, including those of rejected rows and of rows without
+        a signal."""
         return batch.reference_BT is not None or bool(self.loss.entropy_coef) or self.smd is not None
 
 

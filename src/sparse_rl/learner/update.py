@@ -3,7 +3,7 @@
 Every divisor is computed once for the whole update, so micro-batches are plain sums.
 """
 
-# B rollouts of the update, b of a micro-batch, T response tokens of the longest, n response tokens of a micro-batch
+# b rollouts of a micro-batch, n response tokens of a micro-batch, D hidden dimension
 
 import math
 from collections import defaultdict

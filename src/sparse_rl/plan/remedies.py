@@ -65,7 +65,7 @@ def remedies(plan: Plan, gpu: GPU, *, ran_out: bool = False, host_bytes: int | N
 def _search(
     plan: Plan, gpu: GPU, kinds: list[list[Edit]], limit: int, *, ran_out: bool, host_bytes: int | None
 ) -> list[Remedy]:
-    """Return a remedy for each combination of at most one edit of each kind with which the run fits."""
+    """Combine at most one edit of each kind. Return the combinations with which the run fits."""
     found = []
     for strengths in product(*(range(len(kind) + 1) for kind in kinds)):
         edits = [kind[strength - 1] for kind, strength in zip(kinds, strengths, strict=True) if strength]
