@@ -32,6 +32,8 @@ from sparse_rl.rewards.find import find
 EXACT = "K16 V16"
 SCHEMES = [name for name in STORAGES if "block" not in name]
 """A block of tokens gets its scale when its last token is known."""
+PIECE = 64
+"""Tokens between two removals of ended rows."""
 OFFSET = 256
 """Static scales are calibrated at positions that are multiples of this, because rotation moves the ranges of channels."""
 
@@ -69,29 +71,35 @@ def sample(
 ) -> list[list[int]]:
     """Sample `args.samples` answers to each prompt. Every scheme draws with the same seed."""
     found: list[list[int]] = []
-    stops, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
-    ends = set(stops if isinstance(stops, list) else [stops])
     repeated = [prompt for prompt in prompts for _ in range(args.samples)]
     for first in range(0, len(repeated), args.batch):
-        rows = repeated[first : first + args.batch]
-        width = max(map(len, rows))
-        tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
         torch.manual_seed(args.seed + first)
-        made = model.generate(
-            tokens,
-            attention_mask=mask,
-            past_key_values=QuantisedCache(storage, calibration, model.config),
-            max_new_tokens=args.max_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-        )
-        for row in made[:, width:].tolist():
-            end = next((place for place, token in enumerate(row) if token in ends), len(row))
-            found.append(row[:end])
+        cache = QuantisedCache(storage, calibration, model.config)
+        found += answers_of(model, repeated[first : first + args.batch], cache, args.max_tokens)
+    return found
+
+
+def answers_of(model: Any, prompts: list[list[int]], cache: DynamicCache, longest: int, **options: Any) -> list[list[int]]:
+    """Return an answer to each prompt, without its end token. Every PIECE tokens the rows that have ended leave the batch."""
+    pad, stops = model.generation_config.pad_token_id, model.generation_config.eos_token_id
+    ends = set(stops if isinstance(stops, list) else [stops])
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[pad] * (width - len(row)) + row for row in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=model.device)
+    going, found = list(range(len(prompts))), [[] for _ in prompts]
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0} | options
+    for start in range(0, longest, PIECE):
+        new = min(PIECE, longest - start)
+        tokens = model.generate(tokens, attention_mask=mask, past_key_values=cache, max_new_tokens=new, **options)
+        for index, row in zip(going, tokens[:, width + start :].tolist(), strict=True):
+            found[index] += row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
+        stays = [place for place, index in enumerate(going) if len(found[index]) == start + new]
+        if not stays:
+            break
+        going, rows = [going[place] for place in stays], torch.tensor(stays, device=model.device)
+        cache.batch_select_indices(rows)
+        tokens = tokens[rows]
+        mask = torch.cat([mask[rows], mask.new_ones(len(stays), new)], 1)
     return found
 
 
