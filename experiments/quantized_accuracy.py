@@ -75,11 +75,11 @@ def sample(
     for first in range(0, len(repeated), args.batch):
         torch.manual_seed(args.seed + first)
         cache = QuantisedCache(storage, calibration, model.config)
-        found += answers_of(model, repeated[first : first + args.batch], cache, args.max_tokens)
+        found += generated(model, repeated[first : first + args.batch], cache, args.max_tokens)
     return found
 
 
-def answers_of(model: Any, prompts: list[list[int]], cache: DynamicCache, longest: int, **options: Any) -> list[list[int]]:
+def generated(model: Any, prompts: list[list[int]], cache: DynamicCache, longest: int, **options: Any) -> list[list[int]]:
     """Return an answer to each prompt, without its end token. Every PIECE tokens the rows that have ended leave the batch."""
     pad, stops = model.generation_config.pad_token_id, model.generation_config.eos_token_id
     ends = set(stops if isinstance(stops, list) else [stops])

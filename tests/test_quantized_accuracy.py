@@ -35,7 +35,7 @@ def test_a_sampled_token_has_the_logprob_of_the_teacher_forced_pass(scheme, monk
 
 def test_answers_are_those_of_a_single_call_of_generate(monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
-    from quantized_accuracy import PIECE, DynamicCache, answers_of
+    from quantized_accuracy import PIECE, DynamicCache, generated
 
     model = load_model("tiny", dtype="float32", device="cpu")
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, []
@@ -49,7 +49,7 @@ def test_answers_are_those_of_a_single_call_of_generate(monkeypatch):
         whole.append(made[0, len(prompt) :].tolist())
     end = whole[0][20]
     model.generation_config.eos_token_id = end
-    found = answers_of(model, prompts, DynamicCache(config=model.config), longest, do_sample=False)
+    found = generated(model, prompts, DynamicCache(config=model.config), longest, do_sample=False)
     assert found == [row[: row.index(end)] if end in row else row for row in whole]
     lengths = sorted(map(len, found))
     assert lengths[0] < PIECE and lengths[-1] == longest

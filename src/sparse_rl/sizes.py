@@ -59,8 +59,9 @@ DENSE_SLOT_TOKENS = 2 * PAGE_TOKENS
 """Tokens of a dense slot. It holds the newest tokens of its sequence; the pool of pages holds the others."""
 ONCE_KEYS = 2**18
 """Prompt keys of a layer that the slots read in a step (tokens times kv heads), above which reading each prompt once for 8 samples
-is faster than reading it in each slot. Measured on an H200 in 16, 8 and 4 bits with 2 and 4 kv heads (benchmarks/shared_prompts.py):
-at 140,000 keys up to 27 % slower, at 262,000 between 13 % slower and 37 % faster, from 281,000 on 8 to 73 % faster."""
+is faster than reading it in each slot. Measured on an H200 in 16, 8 and 4 bits with 2 and 4 kv heads (benchmarks/shared_prompts.py).
+Speed relative to reading in each slot: 0.8 to 1.2 at 141,000 keys, 0.8 to 1.3 at 262,000, 1.0 to 3.6 from 282,000 on. With groups of 1 to
+8 slots it is 1.3 to 2.1 in 16 bits, and 0.8 to 1.4 in 8 and 4 bits."""
 ONCE_SAMPLES, ONCE_GROUP = 8, 8
 """Fewest samples per prompt, and most query heads per kv head, with which that was measured. With more query heads, fewer slots
 share a read."""

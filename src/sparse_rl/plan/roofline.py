@@ -24,9 +24,10 @@ LEARNER_MFU = 0.4
 UNMERGED_SLOWDOWN = 3.1
 """Factor by which a decode step with unmerged adapters is slower, measured with a 7B model on an H200 (3,674 and 1,170 tokens per
 second). Adapters on a base in 4 bits are not merged."""
-ONCE_SHARE = 0.2
-"""Cost of a further prompt token where prompts are read once for 8 samples, relative to the computed cost of reading it in every
-slot in 16 bits. Measured on an H200 from 2,048 to 4,096 tokens in 16, 8 and 4 bits (benchmarks/shared_prompts.py): 0.15 to 0.24."""
+ONCE_SHARE = 0.25
+"""Cost of a further prompt token where prompts are read once for 8 samples, relative to the cost of reading it in every slot in
+16 bits. Measured on an H200 with 256 slots, from 2,048 to 4,096 tokens in 16, 8 and 4 bits (benchmarks/shared_prompts.py): 0.19 to
+0.25 with all samples of each prompt, 0.36 to 0.46 with 1 to 8."""
 HOST_BYTES_PER_S = 20e9
 """Assumed bandwidth between GPU and host memory in bytes per second, for an offloaded optimizer."""
 
