@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from figures import WINDOW, budgets, plot, smooth, summary
+from long_answers import HEADS as LONG_HEADS
+from long_answers import cells as long_cells
+from long_answers import plot_long_answers
 from raw import BESIDE, DENSE, HERE, SAMPLERS, SPARSE, Rows, ends, evaluated, read, starts
 from stability import HEADS, lines, plot_stability
 
@@ -419,6 +422,7 @@ def each_under(*settings: str) -> dict[str, tuple[Sequence[str], str, int]]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "evidence.md": {
+        "long-answers": lambda: table(LONG_HEADS, long_cells()),
         "outcome": lambda: outcome(
             "a-collapse",
             {
@@ -513,6 +517,7 @@ def main() -> None:
     summary(DOCS / "evidence-summary.svg")
     budgets(DOCS / "evidence-b.svg")
     plot_stability(DOCS / "evidence-h.svg")
+    plot_long_answers(DOCS / "evidence-long.svg")
 
 
 if __name__ == "__main__":

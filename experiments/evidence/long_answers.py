@@ -1,0 +1,90 @@
+"""Question L in one table and one figure: test score, rejection and memory of each arm with long answers."""
+
+import statistics
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from figures import WINDOW, draw, save, smooth
+from raw import DENSE, Rows, read
+
+QUESTION = "l-long"
+ARMS = {
+    "dense": "dense",
+    "dense-4bit": "all keys, 4 bits",
+    "streaming-protected-8bit": "prompt and last 512 tokens, 8 bits",
+    "best": "TriAttention, budget auto, 8 bits",
+    "paper": "R-KV 1,024 with the question evictable, corrected",
+    "naive": "R-KV 1,024 with the question evictable, uncorrected",
+}
+REWARD = 0.45
+"""About three quarters of the way of dense training from its first reward to its last."""
+HEADS = (
+    "cache of the sampler",
+    "seeds",
+    "right before, %",
+    "after, %",
+    f"steps to a reward of {REWARD}",
+    "rejected at the end, %",
+    "KV bytes saved, %",
+)
+
+
+def runs_of() -> dict[str, dict[int, Rows]]:
+    """Return the runs of each arm of `ARMS` that has any, by its title."""
+    found = read(QUESTION)
+    return {title: found[arm] for arm, title in ARMS.items() if arm in found}
+
+
+def cells() -> list[list[str]]:
+    """Return a row for each arm: means over its seeds."""
+    rows = []
+    for title, runs in runs_of().items():
+        scored = [[100 * row[DENSE] for row in run if DENSE in row] for run in runs.values()]
+        last = [[row for row in run if "reward/mean" in row][-WINDOW:] for run in runs.values()]
+        rejected = statistics.mean(100 * row["sparse/rejection_rate"] for rows in last for row in rows)
+        rows.append(
+            [
+                title,
+                ", ".join(map(str, runs)),
+                f"{statistics.mean(score[0] for score in scored):.1f}",
+                f"{statistics.mean(score[-1] for score in scored):.1f}",
+                ", ".join(steps_to_reward(run) for run in runs.values()),
+                f"{rejected:.1f}",
+                "" if title == "dense" else f"{100 * statistics.mean(saved(row) for rows in last for row in rows):.0f}",
+            ]
+        )
+    return rows
+
+
+def steps_to_reward(run: Rows) -> str:
+    """Return the first step whose mean over the last five is at least REWARD."""
+    curve = [(row["step"], row["reward/mean"]) for row in run if "reward/mean" in row]
+    reached = (step for step, mean in smooth(curve, statistics.mean)[WINDOW - 1 :] if mean >= REWARD)
+    return f"{next(reached, 'never')}"
+
+
+def saved(row: dict[str, float]) -> float:
+    """Return the share of a 16-bit cache of the live tokens that the allocated cache saves."""
+    return 1 - row["kv/peak_bytes"] / row["kv/dense_bytes"]
+
+
+def plot_long_answers(out: Path) -> None:
+    """Draw test score and rejected share over the steps, a line for each arm with the range of its seeds."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for number, (title, runs) in enumerate(runs_of().items()):
+        colour = f"C{number}"
+        scores: dict[float, list[float]] = {}
+        for row in (row for run in runs.values() for row in run if DENSE in row):
+            scores.setdefault(row["step"], []).append(100 * row[DENSE])
+        left.plot(list(scores), [statistics.mean(each) for each in scores.values()], marker="o", color=colour, label=title)
+        left.fill_between(
+            list(scores), list(map(min, scores.values())), list(map(max, scores.values())), color=colour, alpha=0.15
+        )
+        if title != "dense":
+            draw(right, "sparse/rejection_rate", title, runs, colour)
+    left.set(title="test score with a dense cache, %", xlabel="step", ylim=(0, None))
+    right.set(title="share of rollouts rejected", xlabel="step", ylim=(0, None))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    save(figure, out)
