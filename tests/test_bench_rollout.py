@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from sparse_rl import KV, Engine, Sampling, load_model
+from sparse_rl import KV, Engine, Sampling, UserError, load_model
 from sparse_rl.bench.lengths import drawn_lengths, live_tokens
-from sparse_rl.bench.rollout import same_memory
+from sparse_rl.bench.rollout import dense_arm, dense_slots, engine_arm
 from sparse_rl.kv.policies import POLICIES
 from sparse_rl.plan.roofline import mean_held
+from test_windows import family as windowed
 
 
 def simulated_live_tokens(lengths: list[int], slots: int) -> float:
@@ -40,18 +41,24 @@ def test_a_shared_prompt_is_charged_once_per_group():
     assert live_tokens([100], prompt_tokens=256) - live_tokens([100], prompt_tokens=0) == 256 / 8
 
 
-def test_dense_gets_the_bytes_of_the_sparse_cache_and_of_its_side_tables():
-    model, kv = load_model("tiny", device="cpu"), KV(policy="rkv", budget=48, interval=16, protect_prompt=False)
-    args = Namespace(batch=64, prompt_tokens=40, max_tokens=1024, lengths="full")
-    engine = Engine(model, kv, slots=64)
-    token_bytes = engine.cache.kv_bytes / (64 * kv.capacity)
-    live = 1024 / 2 + 40 / 8
-    slots, kv_bytes = same_memory(args, kv, model)
-    assert kv_bytes == engine.cache.kv_bytes + engine.cache.side_bytes
-    assert slots == int(1.5 * (kv_bytes // token_bytes) / live)
-    dense = Engine(model, KV(policy="full"), slots=slots)
-    dense.reserve_dense(40, 1024, 8, 8, kv_bytes=kv_bytes)
-    assert 0.98 * kv_bytes < dense.cache.kv_bytes <= kv_bytes
+@pytest.mark.parametrize(
+    ("family", "policy", "dtype"),
+    [("tiny", "rkv", "auto"), ("tiny", "full", "4bit"), ("gemma3", "rkv", "8bit")],
+)
+def test_dense_gets_the_bytes_of_the_sparse_cache_and_of_its_side_tables(family, policy, dtype):
+    model = load_model("tiny", device="cpu") if family == "tiny" else windowed(family)
+    args = Namespace(batch=24, waves=1, prompt_tokens=40, max_tokens=100, lengths="full", seed=0, same_memory=True)
+    sparse = engine_arm(model, KV(policy=policy, budget=48, interval=16, dtype=dtype), 24, args)
+    dense = dense_arm(model, args, sparse)
+    allowed = sparse.kv_bytes + sparse.side_bytes
+    assert 0.9 * allowed < dense.kv_bytes <= allowed
+    assert dense.slots < 24 and dense.tokens == sparse.tokens == 24 * 100
+
+
+def test_a_cache_too_small_for_one_dense_sequence_is_refused():
+    model, args = load_model("tiny", device="cpu"), Namespace(prompt_tokens=40, max_tokens=1024, lengths="full")
+    with pytest.raises(UserError, match="too few for a dense sequence of 1,064 tokens: raise --batch"):
+        dense_slots(model, args, 100_000)
 
 
 @pytest.mark.parametrize("policy", ["rkv", "full"])

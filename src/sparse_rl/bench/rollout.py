@@ -27,7 +27,7 @@ from ..rollout.clock import Clock, device_time
 from ..rollout.decode import SlotState
 from ..rollout.engine import Engine
 from ..rollout.stats import Progress
-from ..sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, pages_of, store_bytes
+from ..sizes import DENSE_SLOT_TOKENS, PAGE_TOKENS, least_dense_pages, pages_of
 from ..terminal import titled_table, wide_console
 from .kernel_shares import kernel_shares
 from .lengths import GROUP, drawn_lengths, live_tokens, mean_response_tokens_held
@@ -76,23 +76,24 @@ def bench(args: argparse.Namespace, kv: KV) -> None:
             "kv.policy = full is the dense engine, which bench rollout always runs: set a sparse policy, such as "
             "--kv.policy rkv, or --kv.dtype 8bit."
         )
+    if args.same_memory and not {"dense", "sparse"} <= set(args.arms):
+        raise UserError("--same-memory gives the dense arm the memory of the sparse arm: use --arms dense sparse.")
     from_settings(kv)  # report a misspelt policy before minutes of work
     console = wide_console()
     model = bench_model(args)
-    dense = KV(policy="full")
-    dense_slots, dense_bytes = same_memory(args, kv, model) if args.same_memory else (args.batch, None)
-    arms = []
+    found: dict[str, RolloutArm] = {}
     for kind, name, run in (
         ("generate", "transformers generate", lambda: generate_arm(model, args)),
-        ("dense", "sparse-rl, dense", lambda: engine_arm(model, dense, dense_slots, args, dense_bytes)),
         ("sparse", f"sparse-rl, {kv.label}", lambda: engine_arm(model, kv, args.batch, args)),
+        ("dense", "sparse-rl, dense", lambda: dense_arm(model, args, found.get("sparse"))),
     ):
         if kind not in args.arms:
             continue
         with console.status(name):
-            arms.append(run())
-        arms[-1].name = name
-        console.print(f"{name}: {arms[-1].tokens_per_s:,.1f} tokens/s")
+            found[kind] = run()
+        found[kind].name = name
+        console.print(f"{name}: {found[kind].tokens_per_s:,.1f} tokens/s")
+    arms = [found[kind] for kind in ("generate", "dense", "sparse") if kind in found]
     console.print(table(arms))
     write_record(args.json, record(args, kv, model, arms), console)
 
@@ -111,19 +112,31 @@ DENSE_SLOTS = 1.5
 """Slots of a dense engine in a given memory, as a multiple of the sequences whose live tokens fill it."""
 
 
-def same_memory(args: argparse.Namespace, kv: KV, model: PreTrainedModel) -> tuple[int, int]:
-    """Return the slots and the bytes of keys and values of a dense engine in the memory of the sparse cache.
+def dense_arm(model: PreTrainedModel, args: argparse.Namespace, sparse: RolloutArm | None) -> RolloutArm:
+    """Measure our dense engine, with `--same-memory` in the memory of the sparse arm."""
+    kv = KV(policy="full")
+    if not args.same_memory:
+        return engine_arm(model, kv, args.batch, args)
+    assert sparse is not None
+    kv_bytes = sparse.kv_bytes + sparse.side_bytes  # the dense cache is not charged for its side tables
+    return engine_arm(model, kv, dense_slots(model, args, kv_bytes), args, kv_bytes)
 
-    The sparse cache is charged for its side tables, the dense cache is not.
-    """
-    engine = Engine(model, kv, slots=1)
-    sparse_bytes = args.batch * (engine.cache.kv_bytes + engine.cache.side_bytes)
-    if engine.schedule.stores_prompts:
-        lengths = [args.prompt_tokens] * -(-args.batch // GROUP)
-        sparse_bytes += sum(store_bytes(engine.cache.shape, lengths, args.batch, GROUP, model.dtype.itemsize, kv.dtype))
+
+def dense_slots(model: PreTrainedModel, args: argparse.Namespace, kv_bytes: int) -> int:
+    """Return the slots of a dense engine with this many bytes for keys and values."""
+    engine = Engine(model, KV(policy="full"), slots=1)
+    engine.reserve_dense(args.prompt_tokens, args.max_tokens, 1, 1)
+    token, window = engine.cache.token_bytes, engine.cache.fixed_bytes
+    longest = least_dense_pages(args.prompt_tokens, args.max_tokens) * PAGE_TOKENS * token
+    most = (kv_bytes - longest) // (DENSE_SLOT_TOKENS * token + window)
+    if most < 1:
+        raise UserError(
+            f"The sparse arm takes {kv_bytes:,} bytes, too few for a dense sequence of {args.prompt_tokens + args.max_tokens:,} "
+            "tokens: raise --batch, or lower --max-tokens."
+        )
     live = live_tokens(response_lengths(args, 4096), args.prompt_tokens)
-    tokens = sparse_bytes // max(1, engine.cache.dense_token_bytes)
-    return max(1, min(int(DENSE_SLOTS * tokens / live), tokens // (2 * DENSE_SLOT_TOKENS))), sparse_bytes
+    wanted = int(DENSE_SLOTS * kv_bytes / (live * token + window))
+    return max(1, min(wanted, kv_bytes // (2 * DENSE_SLOT_TOKENS * token + window), most))
 
 
 def response_lengths(args: argparse.Namespace, count: int) -> list[int]:
