@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from flips import recorded_codes, sampled_and_replayed
 from random_models import ARCHITECTURES
 from sparse_rl import KV, NEVER, Engine, Sampling, UserError, replay, sizes
+from sparse_rl.config import Config
+from sparse_rl.integrations.transformers import BoundedCache
 from sparse_rl.kernels import jit
 from sparse_rl.kv.cache import SlotCache
 from sparse_rl.kv.policies import POLICIES, Policy, Streaming
@@ -19,6 +21,8 @@ from sparse_rl.kv.prompt_store import PromptStore
 from sparse_rl.kv.shape import CacheShape
 from sparse_rl.kv.storage import KeyScales, Quantiser
 from sparse_rl.models.shapes import SHAPES
+from sparse_rl.plan.dimensions import from_config
+from sparse_rl.plan.memory import make_plan
 from sparse_rl.rollout import engine as engines
 from sparse_rl.rollout import runner
 from test_hybrid import family as hybrid
@@ -272,8 +276,27 @@ def test_bytes_of_a_head_of_128_channels(monkeypatch):
     assert sizes.token_bytes(shape, 2, "4bit") == 2 * (64 + 16)
 
 
-def test_heads_that_codes_do_not_fill_are_refused():
-    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_key_value_heads=2))
-    with pytest.raises(UserError, match="The model's head dimension = 6 is not a multiple of 4: set kv.dtype = auto"):
-        Engine(model, KV(policy="rkv", budget=24, interval=4, dtype="8bit"), slots=1)
+@pytest.mark.parametrize(
+    ("head", "dtype", "problem"),
+    [
+        (6, "8bit", "The model's head dimension = 6 is not a multiple of 4: set kv.dtype = auto"),
+        (
+            100,
+            "4bit",
+            "4bit saves nothing with the model's head dimension = 100: a head takes 150 bytes per token, and 102 with 8bit",
+        ),
+    ],
+)
+def test_heads_that_codes_do_not_suit_are_refused(head, dtype, problem, tmp_path):
+    sizes = {"vocab_size": 61, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(**sizes, hidden_size=2 * head, num_key_value_heads=2)
+    model, kv = AutoModelForCausalLM.from_config(config), {"policy": "rkv", "budget": 24, "interval": 4, "dtype": dtype}
+    with pytest.raises(UserError, match=problem):
+        Engine(model, KV(**kv), slots=1)
+    model.set_attn_implementation("sparse_rl")
+    with pytest.raises(UserError, match=problem):
+        model.generate(torch.tensor([[5, 6, 7]]), past_key_values=BoundedCache(**kv), max_new_tokens=4)
+    dims = from_config(config.to_dict(), "the model")
+    assert not dims.takes_codes
+    with pytest.raises(UserError, match=problem):
+        make_plan(Config(kv=kv), dims)

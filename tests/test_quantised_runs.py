@@ -16,7 +16,6 @@ from sparse_rl.kv.statistics import KeyRanges
 from sparse_rl.models.stored_statistics import stored_statistics
 from sparse_rl.rollout.calibrate import calibrate
 from sparse_rl.train import probe
-from sparse_rl.train.run import refuse_unused_bits
 from test_transformers_cache import PROMPTS, SETTINGS, greedy
 
 LONG = list(range(3, 60))
@@ -143,7 +142,7 @@ def test_a_cache_that_ruins_the_model_is_refused(world, tmp_path, capsys, monkey
     assert sentence.startswith("kv.dtype = 4bit without eviction: mismatch k3") and "set kv.dtype = 8bit or auto" in sentence
     monkeypatch.setattr(probe, "REFUSED_K3", 1e9)
     found = probe.Probe("8bit", 0.3, 0.5, 0.0)
-    assert "Consider to set kv.dtype = auto" in found.warning()
+    assert "For less, set kv.dtype = auto" in found.warning()
     assert probe.Probe("8bit", 1e-4, 0.99, 0.0).warning() is None
     with pytest.raises(UserError, match="ruins"):
         probe.Probe("4bit", 0.001, 0.5, 0.6).warning()
@@ -158,7 +157,7 @@ def test_method_dense_refuses_bits_that_it_would_not_use(world, tmp_path, capsys
             "kv.policy = full to keep all keys in 4 bits, or kv.dtype = auto."
         )
     assert not (tmp_path / "run").exists()
-    refuse_unused_bits(Config(method="dense", compare=("dense", "sparse_rl"), kv={"dtype": "4bit"}))
+    Config(method="dense", compare=("dense", "sparse_rl"), kv={"dtype": "4bit"}).refuse_unused_bits()
 
 
 # Evaluation

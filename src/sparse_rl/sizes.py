@@ -104,6 +104,10 @@ STEP_BYTES = 2
 """Bytes of the scale of a quantised token: a float16 step for each group of channels."""
 GROUP_CHANNELS = 32
 """Channels of a 4-bit token that share a step. A smaller group follows the values more closely and has more steps to store."""
+HEAD_MULTIPLE = 4
+"""Quantised heads must have a multiple of this many channels, because two bytes hold four 4-bit codes."""
+LARGEST_4BIT_SHARE = 0.9
+"""Largest size of a head in 4 bits, relative to 8. Steps of small groups take more."""
 
 
 def group_channels(head_dim: int) -> int:
@@ -111,14 +115,34 @@ def group_channels(head_dim: int) -> int:
     return math.gcd(GROUP_CHANNELS, head_dim // 2)
 
 
+def code_bytes(head_dim: int, dtype: str) -> int:
+    """Return the bytes of a quantised head of one token: its codes and steps. `dtype` is 8bit or 4bit."""
+    if dtype == "8bit":
+        return head_dim + STEP_BYTES
+    return head_dim // 2 + head_dim // group_channels(head_dim) * STEP_BYTES
+
+
+def codes_problem(head_dim: int, dtype: str) -> str | None:
+    """Return why heads of this dimension cannot be quantised, or why 4 bits do not pay; else None."""
+    if head_dim % HEAD_MULTIPLE:
+        return (
+            f"The model's head dimension = {head_dim} is not a multiple of {HEAD_MULTIPLE}: set kv.dtype = auto, or use another "
+            "model."
+        )
+    size, size_8bit = code_bytes(head_dim, dtype), code_bytes(head_dim, "8bit")
+    if dtype == "4bit" and size > LARGEST_4BIT_SHARE * size_8bit:
+        return (
+            f"kv.dtype = 4bit saves nothing with the model's head dimension = {head_dim}: a head takes {size} bytes per token, "
+            f"and {size_8bit} with 8bit. Set kv.dtype = 8bit."
+        )
+    return None
+
+
 def token_bytes(shape: AttentionShape, itemsize: int, dtype: str = "auto") -> int:
     """Return the bytes of one cached token's keys and values, summed over all layers. `dtype` is `kv.dtype`; a
     quantised token has codes and steps."""
     dim = shape.head_dim
-    if dtype == "auto":
-        of_head = dim * itemsize
-    else:
-        of_head = dim + STEP_BYTES if dtype == "8bit" else dim // 2 + dim // group_channels(dim) * STEP_BYTES
+    of_head = dim * itemsize if dtype == "auto" else code_bytes(dim, dtype)
     return 2 * shape.layers * shape.kv_heads * of_head
 
 

@@ -67,7 +67,7 @@ class KV(Section):
     )
     dtype: Literal["auto", "8bit", "4bit"] = Field(
         "auto",
-        description="Storage of keys and values: auto (the model's dtype), 8bit (half of bf16) or 4bit (less than a third).",
+        description="Storage of keys and values: auto (the model's dtype), 8bit (half of bf16) or 4bit (a third or less with heads of 64, 96, 128 or 256 channels).",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

@@ -237,6 +237,14 @@ class Config(Section):
         """KV options of the sampler. Method `dense` uses the policy `full`."""
         return KV(policy="full") if self.method == "dense" else self.kv
 
+    def refuse_unused_bits(self) -> None:
+        """Raise UserError if a run with method dense asks for a quantised cache. In a comparison, the other methods use it."""
+        if self.method == "dense" and not self.compare and self.kv.quantised:
+            raise UserError(
+                f"kv.dtype = {self.kv.dtype} has no effect with method = dense, which samples in the model's dtype: set method = "
+                f"sparse_rl and kv.policy = full to keep all keys in {self.kv.dtype.removesuffix('bit')} bits, or kv.dtype = auto."
+            )
+
     def cache_warning(self, prompts: Sequence[Sequence[int]]) -> str | None:
         """Return a warning if these training prompts and their responses do not suit the budget; else None.
 

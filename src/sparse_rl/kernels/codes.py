@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from .jit import jit, tl
 
-HEAD_MULTIPLE = 4
-"""Head dimensions must be a multiple of this, because a word holds four 4-bit codes."""
 LARGEST_STEP = 255.0
 """Larger steps are clamped, so that products of codes and steps stay in the range of float16. Values up to 2,000 are stored in 4
 bits, up to 32,000 in 8 bits; larger ones saturate."""

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels.decode_codes import fused_decode
 from ..kernels.jit import usable
 from ..kernels.rows import Rows
-from ..sizes import group_channels
+from ..sizes import codes_problem, group_channels
 from .quantize import INT4, INT8, SCALE_DTYPE, Range, Scales, Scheme, scales_of
 from .shape import CacheShape
 
@@ -82,6 +83,10 @@ class Quantiser:
     scales: KeyScales
     with_centre: bool = False
     """True if attention reads keys with their centre, which soft caps and learned sinks need."""
+
+    def __post_init__(self) -> None:
+        if problem := codes_problem(self.scales.step_LHD.shape[-1], self.dtype):
+            raise UserError(problem)
 
     @property
     def schemes(self) -> tuple[Scheme, Scheme]:

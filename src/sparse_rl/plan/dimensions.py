@@ -9,6 +9,7 @@ from ..config.recipe import recipe_names
 from ..errors import UserError
 from ..models.folder import checked_config, context_length
 from ..models.shapes import SHAPES
+from ..sizes import codes_problem
 from ..text import did_you_mean
 from .families import FAMILIES, LAYER_TYPES, Family, biases_of, windows_of
 
@@ -123,8 +124,8 @@ class Dimensions:
 
     @property
     def takes_codes(self) -> bool:
-        """True if `kv.dtype` = 8bit or 4bit makes the cache smaller. Windows stay in the model's dtype."""
-        return self.full.layers > 0
+        """True if `kv.dtype` = 8bit and 4bit make the cache smaller. Windows stay in the model's dtype."""
+        return self.full.layers > 0 and not any(codes_problem(self.full.head_dim, dtype) for dtype in ("8bit", "4bit"))
 
     @property
     def takes_4bit_base(self) -> bool:

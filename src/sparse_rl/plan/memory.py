@@ -14,6 +14,7 @@ from ..sizes import (
     MAX_AUTO_SLOTS,
     SCRATCH_FLOOR_BYTES,
     SCRATCH_SHARE,
+    codes_problem,
     dense_bytes,
     dense_pages,
     live_dense_pages,
@@ -141,6 +142,9 @@ def make_plan(
             f"model.lora.base = 4bit cannot store {dims.model}: less than half of its layers' weights are in linear layers. Set "
             "model.lora.base = auto."
         )
+    kv = config.sampler_kv
+    if kv.quantised and dims.full.layers and (problem := codes_problem(dims.full.head_dim, kv.dtype)):
+        raise UserError(problem)
     wanted = config.rollout.slots if slots is None else slots
     if wanted == "auto":  # most_slots calls make_plan with a number of slots, so the recursion ends there
         wanted = most_slots(config, dims, memory_bytes, prompt_tokens, auto_limit(config)) or config.rollout.samples_per_prompt

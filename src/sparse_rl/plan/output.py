@@ -98,6 +98,7 @@ def checked_inputs(config: Config, prompt_tokens: int) -> Config:
     """Check the arguments of `plan`. Return the config with the dtype that a GPU uses by default."""
     if prompt_tokens < 1:
         raise UserError(f"prompt-tokens = {prompt_tokens} is invalid: it must be at least 1.")
+    config.refuse_unused_bits()
     return config if config.model.dtype else config.changed(model={"dtype": "bfloat16"})
 
 

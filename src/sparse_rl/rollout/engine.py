@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from ..config import KV, WORTH_COMPILING, Sampling
 from ..errors import UserError, notice
 from ..format import counted
-from ..kernels.codes import HEAD_MULTIPLE
 from ..kernels.jit import on
 from ..kv.cache import SlotCache
 from ..kv.policies import from_settings
@@ -248,11 +247,6 @@ class Engine:
         shape = self.limits.shape.full
         if not self.kv.quantised:
             return None
-        if shape.head_dim % HEAD_MULTIPLE:
-            raise UserError(
-                f"The model's head dimension = {shape.head_dim} is not a multiple of {HEAD_MULTIPLE}: set kv.dtype = auto, or use "
-                "another model."
-            )
         scales = KeyScales.unset(shape.layers, shape.kv_heads, shape.head_dim, shape.device)
         return Quantiser(self.kv.dtype, scales, with_centre=not self.limits.plain)
 

@@ -20,7 +20,7 @@ from ..data.prompts import encoded
 from ..errors import MissingResource, UserError
 from ..format import counted, duration, gib
 from ..models.folder import check_model_folder, refuse_missing
-from ..plan.dimensions import HUB_SHAPES
+from ..plan.dimensions import HUB_SHAPES, dimensions
 from ..plan.evaluation import run_s
 from ..plan.recipe_table import smallest_card
 from ..plan.roofline import step_time
@@ -45,7 +45,7 @@ def dry_run(config: Config) -> None:
 
     A missing package or an unreachable hub is reported, not fatal.
     """
-    refuse_unused_bits(config)
+    config.refuse_unused_bits()
     check_sources(config.data, evaluates=config.eval.problems > 0)
     if config.model.path != "tiny" and config.model.path not in HUB_SHAPES:
         refuse_missing(config.model.path)
@@ -94,15 +94,6 @@ def dry_run(config: Config) -> None:
         raise UserError(tried.sentence)
 
 
-def refuse_unused_bits(config: Config) -> None:
-    """Raise UserError if a run with method dense asks for a quantised cache. In a comparison, the other methods use it."""
-    if config.method == "dense" and not config.compare and config.kv.quantised:
-        raise UserError(
-            f"kv.dtype = {config.kv.dtype} has no effect with method = dense, which samples in the model's dtype: set method = "
-            f"sparse_rl and kv.policy = full to keep all keys in {config.kv.dtype.removesuffix('bit')} bits, or kv.dtype = auto."
-        )
-
-
 @contextmanager
 def report_if_missing(console: Console) -> Iterator[None]:
     try:
@@ -117,9 +108,10 @@ def planned(config: Config) -> str:
     if path != "tiny" and path not in HUB_SHAPES and not Path(path).is_dir():
         return ""
     try:
-        gpu, plan = smallest_card(config)
+        dimensions(path)
     except UserError as error:
         return f"no plan: {error}"
+    gpu, plan = smallest_card(config)
     if not plan.fits:
         return f"computed: the run does not fit on one {gpu.name}; see sparse-rl plan."
     step_s = step_time(plan, gpu).total_s
@@ -167,7 +159,7 @@ def train_all(
     objects: PythonObjects,
 ) -> list[TrainResult]:
     if not resume:
-        refuse_unused_bits(config)
+        config.refuse_unused_bits()
     configs, resume_with = [config], f"sparse-rl train --resume --run-dir {shlex.quote(config.run_dir)}"
     if config.compare:
         if is_address(config.run_dir):
