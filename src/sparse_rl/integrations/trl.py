@@ -117,8 +117,8 @@ class SparseGRPOTrainer(GRPOTrainer):
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         if bool(corrected.rejected.all()):
             notice(
-                "The correction rejected every completion of a generation batch, so its policy gradient is 0: raise kv.budget "
-                "(see sparse/xi_min), or use another correction."
+                "The correction rejected every completion of a generation batch, so its policy gradient is 0 (see sparse/xi_min): "
+                f"{engine.kv.remedy}, or use another correction."
             )
         return output | {"advantages": advantages_BT}
 

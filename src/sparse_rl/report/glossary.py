@@ -47,7 +47,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "kv/dense_bytes": "Peak bytes that a dense cache in pages would have held, with the prompt of each group once.",
         "kv/peak_tokens": "Peak number of tokens of one rollout that a head held after prefill; at most budget + interval, and a protected prompt.",
         "kv/evictions": "Number of cache compactions, those of long prompts included. At 0, nothing was evicted.",
-        "kv/budget": "The budget of the step: kv.budget, or what kv.budget = auto chose. Under dense, the longest sequence that the cache holds.",
+        "kv/budget": "The budget of the step: kv.budget, or what kv.budget = auto chose. Without eviction (dense, or policy full), the longest sequence that the cache holds.",
         "kv/pool_used": "Peak fraction of the pages in use. At 1, sequences may have waited for pages.",
         "kv/page_waste": "Fraction of the used pages that holds no token.",
         "kv/straggler_pages": "Fraction of the used pages that stay for the last sample of a prompt.",

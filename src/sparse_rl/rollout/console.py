@@ -89,6 +89,13 @@ def printable(text: str) -> str:
     return escaped(text, most=len(text), keep="\n\t")
 
 
+def why_none(engine: Engine) -> str:
+    """Return why a call compacted nothing."""
+    if not engine.cache.layers:
+        return "every layer has a window"
+    return "every sequence fits into the budget" if engine.policy.evicts else "the cache keeps all keys"
+
+
 def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
     stats, cache = engine.stats, engine.cache
     longest = max(len(rollout.prompt) + len(rollout.response) for rollout in rollouts)
@@ -112,6 +119,5 @@ def cost_table(engine: Engine, rollouts: list[Rollout]) -> Table:
         table.add_row("tokens not held", f"{stats.token_savings:.1%} of a dense cache's tokens, over all steps")
         table.add_row("compactions", f"{stats.compactions}, {stats.compaction_s / stats.seconds:.1%} of the time")
     else:
-        why = "every sequence fits into the budget" if cache.layers else "every layer has a window"
-        table.add_row("compactions", f"none: {why}")
+        table.add_row("compactions", f"none: {why_none(engine)}")
     return table

@@ -98,7 +98,7 @@ def dense_slots(plan: Plan | None, engine: Engine, longest: int) -> int:
     The number comes from the plan. Without a plan, the dense cache gets as many bytes as the sampler's cache.
     """
     if plan is None or not plan.evaluation_slots:
-        return max(1, engine.slots * engine.kv.capacity // longest)
+        return max(1, engine.cache.kv_bytes // max(1, longest * engine.cache.dense_token_bytes))
     return max(1, plan.evaluation_slots * (plan.prompt_tokens + plan.config.rollout.max_tokens) // longest)
 
 

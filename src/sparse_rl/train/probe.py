@@ -48,7 +48,7 @@ class Probe:
         """Return a warning if the mismatch is large; else None. Raise UserError if it ruins the model."""
         if self.k3 > REFUSED_K3 or self.rejected >= REFUSED_SHARE or not self.k3 < float("inf"):
             raise UserError(f"{self.sentence}. Quantisation ruins this model: {self.remedy}.")
-        return f"{self.sentence}. Consider to {self.remedy}." if self.k3 > WARNED_K3 or self.rejected else None
+        return f"{self.sentence}. For less, {self.remedy}." if self.k3 > WARNED_K3 or self.rejected else None
 
 
 @torch.no_grad()
