@@ -50,7 +50,7 @@ MODELS = {
     "qwen2": Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2 untied": Qwen2Config(**SMALL, num_key_value_heads=6, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=24, tie_word_embeddings=False),
-    "mistral": MistralConfig(**SMALL, num_key_value_heads=1, head_dim=12, sliding_window=None),
+    "mistral": MistralConfig(**SMALL, num_key_value_heads=1, head_dim=48, sliding_window=None),
 }
 
 
@@ -492,7 +492,7 @@ def test_an_evaluation_takes_nothing_from_a_run(memory_gib):
 
 
 def test_slots_of_an_evaluation():
-    sampler = SimpleNamespace(slots=64, kv=KV(policy="rkv", budget=512, interval=128, protect_prompt=False))
+    sampler = SimpleNamespace(cache=SimpleNamespace(kv_bytes=64 * 640 * 28_672, dense_token_bytes=28_672))
     assert dense_slots(None, sampler, 4096) == 10 and dense_slots(None, sampler, 10**6) == 1  # as many bytes as the sampler's
     plan = planned(*FITS_24, prompt_tokens=256)
     assert dense_slots(plan, sampler, 256 + 4096) == plan.evaluation_slots

@@ -106,7 +106,7 @@ GROUP_CHANNELS = 32
 """Channels of a 4-bit token that share a step. A smaller group follows the values more closely and has more steps to store."""
 HEAD_MULTIPLE = 4
 """Quantised heads must have a multiple of this many channels, because two bytes hold four 4-bit codes."""
-LARGEST_4BIT_SHARE = 0.9
+LARGEST_4BIT_SHARE = 0.95
 """Largest size of a head in 4 bits, relative to 8. Steps of small groups take more."""
 
 
