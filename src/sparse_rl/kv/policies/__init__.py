@@ -85,9 +85,9 @@ def get(name: str, **options) -> Policy:
 
 
 def find(name: str) -> Callable[..., Policy]:
-    refuse_unknown(name)
     if name in POLICIES:
         return POLICIES[name]
+    refuse_unknown(name)
     registered = _registered()
     return registered[name].load() if name in registered else _load_dotted(name)
 
