@@ -5,6 +5,8 @@ BIN = $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PYTHONDONTWRITEBYTECODE = # the tests start many processes, which would each compile the package again
 
+MAKEFLAGS += --jobs=2 # what `make test` needs is made on two cores
+
 .PHONY: install browser quickstart test lint docs evidence clean
 
 install: $(VENV)/.installed
