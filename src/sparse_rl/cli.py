@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 
 from . import __version__
 from .commands import bench, eval, export, from_trl, generate, plan, recipes, report, train
@@ -54,6 +55,7 @@ COMMANDS = {
 }
 
 
+@cache
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="sparse-rl", description="Reinforcement learning with rollouts in a bounded KV cache.", allow_abbrev=False
