@@ -229,7 +229,9 @@ class Command:
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["small_runs", "sparse_rl.train.trainer"])
+LATE = ["pandas", "pyarrow.pandas_compat", "transformers.models.qwen2.modeling_qwen2", "transformers.generation.utils"]
+"""What a run imports only when it needs it, and every run of a test needs."""
+CONTEXT.set_forkserver_preload(["small_runs", "sparse_rl.train.trainer", "sparse_rl.train.run", *LATE])
 
 
 def _command(arguments: list[str], output: Connection, file_bytes: int | None) -> None:
